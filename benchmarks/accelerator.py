@@ -1,7 +1,7 @@
-"""Do plans hold on the accelerators of this machine? Step time, MFU and memory against predictions.
+"""Step time, MFU and memory on the accelerators of this machine, against predictions.
 
-    python benchmarks/accelerator.py h100:1
-    python benchmarks/accelerator.py h100:1 --topology-file measured.toml
+    python -m benchmarks accelerator h100:1
+    python -m benchmarks accelerator h100:1 --topology-file measured.toml
     shardlib plan gpt2-small --topology measured.toml --batch 8 --seq 1024
 
 First it measures what a large matmul and a large copy reach of the vendor's peaks. They are written
@@ -17,22 +17,19 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, write
+from benchmarks.stepping import random_tokens, stepping
 from shardlib import models
 from shardlib.machines.topology import Topology
 from shardlib.models.config import TransformerConfig
@@ -102,19 +99,11 @@ def job_row(job: Job, machines: dict[str, Topology], repeats: int) -> dict[str, 
     config, rows, seq = job
     init, loss = models.build(config)
     devices = next(iter(machines.values())).devices
-    numbers = np.random.default_rng(0).integers(0, config.vocab_size, (2, rows * devices, seq))
-    batch = dict(zip(("inputs", "targets"), numbers.astype(np.int32), strict=True))
+    batch = random_tokens(config.vocab_size, rows * devices, seq)
     given = (init, loss, optax.adamw(3e-4), batch)
     plans = {which: shardlib.plan(*given, topology=machine) for which, machine in machines.items()}
     program = shardlib.compile(*given, topology=next(iter(machines.values())))
-    state, placed = program.init(0), program.put(batch)
-    steps: list[float] = []
-    for _ in range(repeats + 2):
-        start = time.perf_counter()
-        state, metrics = program.step(state, placed)
-        float(metrics["loss"])
-        steps.append(time.perf_counter() - start)
-    measured, (peak, by) = statistics.median(steps[2:]), peak_bytes(program)
+    measured, (peak, by) = seconds_of(stepping(program, batch), repeats), peak_bytes(program)
     estimate = program.plan.estimate
     return {
         "job": config.name,
@@ -158,17 +147,11 @@ def run(
 
 
 def main() -> None:
-    """Measures, prints and stores."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "accelerator.json")
     parser.add_argument("topology", help="what the devices here are, such as h100:1")
     parser.add_argument("--topology-file", type=Path, help="where to write what was measured")
     parser.add_argument("--repeats", type=int, default=10, help="timed steps")
-    parser.add_argument("--out", type=Path, default=RESULTS / "accelerator.json")
     args = parser.parse_args()
     found = run(args.topology, JOBS, repeats=args.repeats, file=args.topology_file)
     print(json.dumps(found, indent=1))
     write(args.out, found, quiet=True)
-
-
-if __name__ == "__main__":
-    main()

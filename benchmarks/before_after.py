@@ -1,7 +1,7 @@
 """Planning time and dispatch of a step, of this checkout over another one, interleaved.
 
     git worktree add /tmp/before COMMIT
-    python benchmarks/before_after.py /tmp/before [--rounds 7]
+    python -m benchmarks before_after /tmp/before [--rounds 7]
 
 Each round runs both checkouts, one after the other, in fresh processes: three planning jobs (a
 perceptron on 4 nodes, Llama 3 8B on 256 TPUs, Llama 3 405B on 16,384 GPUs), and what `program.step`
@@ -16,7 +16,6 @@ another.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -25,12 +24,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+from benchmarks.environment import ROOT, command_line
+
 PLANNING = """
 import gc, json, time
 import jax, jax.numpy as jnp, optax, shardlib
 from flax import nnx
+from benchmarks.environment import command_line
 from shardlib import models
 
 class Model(nnx.Module):
@@ -107,13 +107,9 @@ def timed(checkout: Path, code: str, bytecode: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Runs both checkouts in turn and prints the median ratio of every job."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, "before_after.json")
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS / "before_after.json")
     options = parser.parse_args()
     rows: list[dict[str, dict[str, float]]] = []
     order = [("before", options.before.resolve()), ("after", ROOT)]

@@ -1,7 +1,7 @@
 """Device-hours that published runs took, beside those that plans of this library predict, and the
 model that `shardlib fit-model` finds for the same machine and days.
 
-    python benchmarks/booked_runs.py [--hours] --out benchmarks/results/booked_runs.json
+    python -m benchmarks booked_runs [--hours] --out benchmarks/results/booked_runs.json
 
 A published number is what a run took with everything in it: failures, evaluation, and a plan that
 people chose. A predicted one is the best plan of this library for one program of JAX, without
@@ -11,21 +11,18 @@ failures. So it should be below, by about the ratio of the utilisations.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import optax
 
 import shardlib
-from benchmarks.environment import command_line, write
+from benchmarks.compiling import inputs
+from benchmarks.environment import command_line, show, write
 from shardlib.launch import booking
-from shardlib.models import build, example_batch
 from shardlib.models.config import TransformerConfig
 from shardlib.models.presets import PRESETS
 
@@ -82,9 +79,7 @@ RUNS = (
 
 def measure(run: Run, *, fit: bool) -> dict[str, Any]:
     """A published run beside its plan, and, where asked, beside the model that fits its days."""
-    init, loss = build(run.model)
-    batch = example_batch(run.model, run.batch, run.seq)
-    plan = shardlib.plan(init, loss, optax.adamw(3e-4), batch, topology=run.topology)
+    plan = shardlib.plan(**inputs(run.model, run.batch, run.seq), topology=run.topology)
     cost = plan.run_cost(run.tokens)
     devices = shardlib.topology(run.topology).devices
     row: dict[str, Any] = {
@@ -131,16 +126,6 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for run in RUNS:
         rows.append(measure(run, fit=not options.hours))
-        row, fitted = rows[-1], rows[-1].get("fitted")
-        print(
-            f"{row['model']} on {row['topology']}: {row['predicted_device_hours']:,.0f} of"
-            f" {row['published_device_hours']:,.0f} hours ({row['ratio']:.2f})"
-            + (f"; fits {fitted['ratio']:.2f} of its size" if fitted else ""),
-            flush=True,
-        )
+        show(run.model.name, rows[-1], "topology", "predicted_device_hours", "ratio", "fitted")
     if options.out is not None:
         write(options.out, {"runs": rows})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Do models that nobody here wrote train under shardlib as they do under plain optax?
+"""Models of other packages, trained under shardlib and under plain optax.
 
-    python benchmarks/brought_models.py [NAME ...] [--merge RESULT ...] [--page]
+    python -m benchmarks brought_models [NAME ...] [--merge RESULT ...] [--page]
 
 Each model is planned for eight simulated devices, compiled and trained five steps in float32: on
 the mesh that is planned, and on one that shards all that can be sharded. Losses and parameters are
@@ -10,18 +10,14 @@ have to be installed; a model whose package is not is an error in the table.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 import traceback
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, simulate_devices, write
+from benchmarks.environment import RESULTS, command_line, simulate_devices, stored, write
 
 #: Results by the version of JAX; rows of the page are those of the first.
 PATHS = {
@@ -103,9 +99,7 @@ def line(row: dict[str, Any], other: dict[str, Any] | None) -> str:
 
 def page() -> str:
     """What the table of docs/brought_models.md says, of both versions of JAX."""
-    first, second = (
-        json.loads(path.read_text())["models"] if path.exists() else {} for path in PATHS.values()
-    )
+    first, second = (stored(path, "models") for path in PATHS.values())
     sharded = "data=2 x fsdp=2 x tensor=2"
     return "\n".join(
         [
@@ -118,7 +112,7 @@ def page() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--scratch", type=Path, help="write there instead")
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="results to take over")
@@ -130,7 +124,7 @@ def main() -> None:
     if unknown:
         parser.error(f"no model is called {', '.join(unknown)}; there are {', '.join(names())}")
     path = arguments.scratch or PATHS[metadata.version("jax")]
-    known = json.loads(path.read_text())["models"] if path.exists() else {}
+    known = stored(path, "models")
     for other in arguments.merge:
         known |= json.loads(other.read_text())["models"]
     if arguments.merge:
@@ -144,7 +138,3 @@ def main() -> None:
         known[name] = tried(name)
         print(said(known[name]), flush=True)
         write(path, {"models": known}, quiet=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Whole training programs of others, brought as they are: lines changed, and numbers beside plain
 `jax.jit`.
 
-    python benchmarks/brought_programs.py --sources FOLDER [--only NAME] [--seconds 300]
+    python -m benchmarks brought_programs --sources FOLDER [--only NAME] [--seconds 300]
 
 FOLDER holds what is not ours and is only read: `flax` (a checkout of google/flax, for its
 `examples`) and `nanodo` (google-deepmind/nanodo). What a source imports and is not installed
@@ -35,12 +35,11 @@ import sys
 import time
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 
@@ -53,7 +52,7 @@ from flax import nnx
 from flax.training import train_state
 
 import shardlib
-from benchmarks.environment import RESULTS, source_digest, write
+from benchmarks.environment import RESULTS, command_line, show, source_digest, stored, table, write
 
 STEPS, ROWS, LENGTH, VOCAB = 3, 16, 16, 64
 MESH: dict[str, Any] = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3}
@@ -72,27 +71,14 @@ NOISE_DOUBLE = 1e-9
 LIMIT = 1e-5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Brought:
-    """A program as its source has it.
-
-    Attributes:
-        init: key -> state.
-        step: (state, batch) -> (state, metrics), or the state alone: the source's own.
-        batch: of arrays.
-        line: of the source, that hands the step to JAX and that changes.
-        names: whether its parameters have names of dims.
-        mapped: the axis of `jax.pmap` that it is mapped over.
-        marks: whether it takes the gradients of a loss by a call that one word marks.
+class Brought(NamedTuple):
+    """A program as its source has it: key -> state; (state, batch) -> (state, metrics), or the state
+    alone; and a batch.
     """
 
     init: Callable[[jax.Array], Any]
     step: Callable[[Any, Any], Any]
     batch: Any
-    line: str
-    names: bool = False
-    mapped: str = ""
-    marks: bool = True
 
 
 class Absent(types.ModuleType):
@@ -182,8 +168,6 @@ SIZES = {"vocab_size": VOCAB, "output_vocab_size": VOCAB, "emb_dim": 32, "num_he
 
 
 def lm1b(source: Source) -> Brought:
-    for name in ("input_pipeline", "temperature_sampler"):
-        sys.modules[name] = Absent(name)
     models, utils, train = map(source.module, ("models", "utils", "train"))
     config = models.TransformerConfig(**SIZES)
     schedule = train.create_learning_rate_schedule(learning_rate=1e-2, warmup_steps=2)
@@ -191,17 +175,13 @@ def lm1b(source: Source) -> Brought:
     model = models.TransformerLM(config.replace(deterministic=True))
     sizes = types.SimpleNamespace(per_device_batch_size=ROWS, max_target_length=LENGTH)
     return Brought(
-        init=functools.partial(utils.init_train_state, model, tx, sizes),
-        step=lambda state, batch: train.train_step(state, batch, config, schedule, 0.0, KEY),
-        batch={"inputs": tokens(1, ROWS, LENGTH)},
-        line="jit_train_step = jax.jit(train_step,",
-        names=True,
+        functools.partial(utils.init_train_state, model, tx, sizes),
+        lambda state, batch: train.train_step(state, batch, config, schedule, 0.0, KEY),
+        {"inputs": tokens(1, ROWS, LENGTH)},
     )
 
 
 def wmt(source: Source) -> Brought:
-    for name in ("input_pipeline", "decode", "bleu"):
-        sys.modules[name] = Absent(name)
     models, train = map(source.module, ("models", "train"))
     config = models.TransformerConfig(**SIZES)
     schedule = train.create_learning_rate_schedule(learning_rate=1e-2, warmup_steps=2)
@@ -217,16 +197,13 @@ def wmt(source: Source) -> Brought:
         )
 
     return Brought(
-        init=init,
-        step=lambda state, batch: train.train_step(state, batch, config, schedule, dropout_rng=KEY),
-        batch={"inputs": tokens(1, ROWS, LENGTH), "targets": tokens(2, ROWS, LENGTH)},
-        line="p_train_step = jax.pmap(functools.partial(train_step,",
-        mapped="batch",
+        init,
+        lambda state, batch: train.train_step(state, batch, config, schedule, dropout_rng=KEY),
+        {"inputs": tokens(1, ROWS, LENGTH), "targets": tokens(2, ROWS, LENGTH)},
     )
 
 
 def nlp_seq(source: Source) -> Brought:
-    sys.modules["input_pipeline"] = Absent("input_pipeline")
     models, train = map(source.module, ("models", "train"))
     model = models.Transformer(models.TransformerConfig(**SIZES))
     schedule = train.create_learning_rate_scheduler(base_learning_rate=0.05)
@@ -237,11 +214,9 @@ def nlp_seq(source: Source) -> Brought:
         return train_state.TrainState.create(apply_fn=model.apply, params=made["params"], tx=tx)
 
     return Brought(
-        init=init,
-        step=lambda state, batch: train.train_step(state, batch, model, schedule, KEY),
-        batch={"inputs": tokens(1, ROWS, LENGTH), "targets": tokens(2, ROWS, LENGTH)},
-        line="p_train_step = jax.pmap(functools.partial(train_step,",
-        mapped="batch",
+        init,
+        lambda state, batch: train.train_step(state, batch, model, schedule, KEY),
+        {"inputs": tokens(1, ROWS, LENGTH), "targets": tokens(2, ROWS, LENGTH)},
     )
 
 
@@ -252,16 +227,13 @@ def seq2seq(source: Source) -> Brought:
     train.FLAGS = types.SimpleNamespace(hidden_size=32, learning_rate=0.003)
     random.seed(0)  # which draws the batch
     return Brought(
-        init=lambda key: train.get_train_state(key, table),
-        step=lambda state, batch: train.train_step(state, batch, KEY, table.eos_id),
-        batch=jax.tree.map(np.asarray, table.get_batch(ROWS)),
-        line="@jax.jit def train_step(",
+        lambda key: train.get_train_state(key, table),
+        lambda state, batch: train.train_step(state, batch, KEY, table.eos_id),
+        jax.tree.map(np.asarray, table.get_batch(ROWS)),
     )
 
 
 def vae(source: Source) -> Brought:
-    for name in ("input_pipeline", "utils"):
-        sys.modules[name] = Absent(name)
     models, train = map(source.module, ("models", "train"))
 
     def init(key: jax.Array) -> Any:
@@ -271,16 +243,13 @@ def vae(source: Source) -> Brought:
         )
 
     return Brought(
-        init=init,
-        step=lambda state, batch: train.train_step(state, batch, KEY, 20),
-        batch=(normal(1, ROWS, 784) > 0).astype(np.float32),
-        line="state = train_step(state, batch, key, config.latents)",
-        marks=False,
+        init,
+        lambda state, batch: train.train_step(state, batch, KEY, 20),
+        (normal(1, ROWS, 784) > 0).astype(np.float32),
     )
 
 
 def imagenet(source: Source) -> Brought:
-    sys.modules["input_pipeline"] = Absent("input_pipeline")
     models, train = map(source.module, ("models", "train"))
     train.NUM_CLASSES = 16
     model = models.ResNet(
@@ -289,21 +258,16 @@ def imagenet(source: Source) -> Brought:
     schedule = optax.linear_schedule(0.1, 0.0, 100)
     config = types.SimpleNamespace(half_precision=False, momentum=0.9)
     return Brought(
-        init=lambda key: train.create_train_state(key, config, model, 32, schedule),
-        step=functools.partial(train.train_step, learning_rate_fn=schedule),
-        batch={"image": normal(1, ROWS, 32, 32, 3), "label": tokens(2, ROWS) % 16},
-        line="p_train_step = jax.pmap(functools.partial(train_step,",
-        mapped="batch",
+        lambda key: train.create_train_state(key, config, model, 32, schedule),
+        functools.partial(train.train_step, learning_rate_fn=schedule),
+        {"image": normal(1, ROWS, 32, 32, 3), "label": tokens(2, ROWS) % 16},
     )
 
 
 def sst2(source: Source) -> Brought:
-    sys.modules["input_pipeline"] = Absent("input_pipeline")
     models, train = map(source.module, ("models", "train"))
-    model = models.TextClassifier(
-        embedding_size=32, hidden_size=32, vocab_size=VOCAB, output_size=1, dropout_rate=0.5,
-        word_dropout_rate=0.1,
-    )  # fmt: skip
+    sizes = {"embedding_size": 32, "hidden_size": 32, "vocab_size": VOCAB, "output_size": 1}
+    model = models.TextClassifier(**sizes, dropout_rate=0.5, word_dropout_rate=0.1)
     config = types.SimpleNamespace(learning_rate=0.1, momentum=0.9, weight_decay=3e-6)
     batch = {
         "token_ids": tokens(1, ROWS, LENGTH),
@@ -311,16 +275,13 @@ def sst2(source: Source) -> Brought:
         "label": (tokens(3, ROWS, 1) % 2).astype(np.float32),
     }
     return Brought(
-        init=lambda key: train.create_train_state(key, config, model),
-        step=lambda state, batch: train.train_step(state, batch, {"dropout": KEY}),
-        batch=batch,
-        line="train_step_fn = jax.jit(train_step)",
+        lambda key: train.create_train_state(key, config, model),
+        lambda state, batch: train.train_step(state, batch, {"dropout": KEY}),
+        batch,
     )
 
 
 def ppo(source: Source) -> Brought:
-    for name in ("env_utils", "test_episodes", "seed_rl_atari_preprocessing"):
-        sys.modules[name] = Absent(name)
     models = source.module("models")
     source.module("agent")
     library = source.module("ppo_lib")
@@ -331,19 +292,15 @@ def ppo(source: Source) -> Brought:
         params = model.init(key, jnp.ones((1, 84, 84, 4)))["params"]
         return library.create_train_state(params, model, config, 100)
 
-    states = np.random.default_rng(0).integers(0, 255, (2 * ROWS, 84, 84, 4)).astype(np.uint8)
-    batch = (
-        states, tokens(1, 2 * ROWS) % 4, -np.abs(normal(2, 2 * ROWS)), normal(3, 2 * ROWS),
-        normal(4, 2 * ROWS),
-    )  # fmt: skip
-    return Brought(
-        init=init,
-        step=lambda state, batch: library.train_step(
-            state, batch, ROWS, clip_param=0.1, vf_coeff=0.5, entropy_coeff=0.01
-        ),
-        batch=batch,
-        line="@functools.partial(jax.jit, static_argnums=(2,)) def train_step(",
-    )
+    rows = 2 * ROWS
+    states = np.random.default_rng(0).integers(0, 255, (rows, 84, 84, 4)).astype(np.uint8)
+    returns = (-np.abs(normal(2, rows)), normal(3, rows), normal(4, rows))
+
+    def step(state: Any, batch: Any) -> Any:
+        weights = {"clip_param": 0.1, "vf_coeff": 0.5, "entropy_coeff": 0.01}
+        return library.train_step(state, batch, ROWS, **weights)
+
+    return Brought(init, step, (states, tokens(1, rows) % 4, *returns))
 
 
 def mnist(source: Source) -> Brought:
@@ -364,48 +321,39 @@ def mnist(source: Source) -> Brought:
         train.train_step(state["model"], state["optimizer"], state["metrics"], batch, state["rngs"])
         return state
 
-    return Brought(
-        init=init,
-        step=step,
-        batch={"image": normal(1, ROWS, 28, 28, 1), "label": tokens(2, ROWS) % 10},
-        line="@nnx.jit def train_step(",
-    )
+    batch = {"image": normal(1, ROWS, 28, 28, 1), "label": tokens(2, ROWS) % 10}
+    return Brought(init, step, batch)
 
 
 def nanodo(source: Source) -> Brought:
-    folder = str(source.folder.parent)
-    sys.path.insert(0, folder)
+    sys.path.insert(0, str(source.folder.parent))
     from nanodo import loss as losses  # type: ignore[import-not-found]
     from nanodo import model as models  # type: ignore[import-not-found]
     from nanodo import optimizer as optimizers  # type: ignore[import-not-found]
 
     train = source.module("train")
-    config = Config(
-        model=Config(D=32, H=4, L=LENGTH, N=2, F=64),
-        opt=Config(
-            optimizer="adamw", learning_rate_schedule="constant", init_learning_rate=0.0,
-            peak_learning_rate=0.01, final_learning_rate=0.0, warmup_steps=2, num_train_steps=20,
-            decay_type="cosine", weight_decay=1e-4, clip_by_global_norm=1.0, b1=0.9, b2=0.98,
-            eps=1e-9,
-        ),
-    )  # fmt: skip
-    module = models.TransformerDo(models.DoConfig(D=32, H=4, L=LENGTH, N=2, F=64, V=VOCAB))
+    sizes = {"D": 32, "H": 4, "L": LENGTH, "N": 2, "F": 64}
+    schedule = {
+        "learning_rate_schedule": "constant",
+        "init_learning_rate": 0.0,
+        "peak_learning_rate": 0.01,
+        "final_learning_rate": 0.0,
+        "warmup_steps": 2,
+        "num_train_steps": 20,
+        "decay_type": "cosine",
+    }
+    adam = {"weight_decay": 1e-4, "clip_by_global_norm": 1.0, "b1": 0.9, "b2": 0.98, "eps": 1e-9}
+    opt = Config(optimizer="adamw", **schedule, **adam)
+    config = Config(model=Config(sizes), opt=opt)
+    module = models.TransformerDo(models.DoConfig(**sizes, V=VOCAB))
 
     def init(key: jax.Array) -> Any:
-        params = module.init(key, jnp.ones((1, LENGTH), jnp.int32))
-        return train.TrainState.create(
-            apply_fn=module.apply,
-            params=params["params"],
-            tx=optimizers.get_optimizer(config.opt),
-        )
+        params = module.init(key, jnp.ones((1, LENGTH), jnp.int32))["params"]
+        tx = optimizers.get_optimizer(config.opt)
+        return train.TrainState.create(apply_fn=module.apply, params=params, tx=tx)
 
-    return Brought(
-        init=init,
-        step=functools.partial(train._train_step, c=config, get_loss_fn=losses.get_default_loss_fn),
-        batch=tokens(1, ROWS, LENGTH),
-        line="self.step_fn = jax.jit(functools.partial(_train_step,",
-        names=True,
-    )
+    step = functools.partial(train._train_step, c=config, get_loss_fn=losses.get_default_loss_fn)
+    return Brought(init, step, tokens(1, ROWS, LENGTH))
 
 
 class Config(dict):  # type: ignore[type-arg]
@@ -414,31 +362,8 @@ class Config(dict):  # type: ignore[type-arg]
     __getattr__ = dict.__getitem__
 
 
-def in_float64(program: Callable[[Source], Brought]) -> Callable[[Source], Brought]:
-    """A program whose state, batch and sources are in float64, which tells rounding from another
-    result.
-    """
-
-    def double(tree: Any) -> Any:
-        return jax.tree.map(
-            lambda leaf: (
-                leaf.astype(jnp.float64) if getattr(leaf, "dtype", None) == jnp.float32 else leaf
-            ),
-            tree,
-        )
-
-    def doubled(source: Source) -> Brought:
-        jax.config.update("jax_enable_x64", True)
-        brought = program(replace(source, double=True))
-        return replace(
-            brought, init=lambda key: double(brought.init(key)), batch=double(brought.batch)
-        )
-
-    return doubled
-
-
-def toy(name: str, make: Callable[[Any], Brought]) -> Callable[[Source], Brought]:
-    return lambda source: make(source.module(name, script=True))
+def pairs() -> tuple[np.ndarray, np.ndarray]:
+    return normal(1, ROWS, 1), normal(2, ROWS, 1)
 
 
 def functional(script: Any) -> Brought:
@@ -446,11 +371,7 @@ def functional(script: Any) -> Brought:
         model = script.MLP(din=1, dhidden=32, dout=1, rngs=nnx.Rngs(key))
         return nnx.split(model, nnx.Param, script.Count)[1:]
 
-    return Brought(
-        init=init, step=lambda state, batch: script.train_step(*state, batch),
-        batch=(normal(1, ROWS, 1), normal(2, ROWS, 1)), line="@jax.jit def train_step(",
-        marks=False,
-    )  # fmt: skip
+    return Brought(init, lambda state, batch: script.train_step(*state, batch), pairs())
 
 
 def with_state(script: Any) -> Brought:
@@ -461,10 +382,7 @@ def with_state(script: Any) -> Brought:
             apply_fn=None, graphdef=graph, params=params, tx=optax.sgd(0.1), counts=counts
         )
 
-    return Brought(
-        init=init, step=script.train_step, batch=(normal(1, ROWS, 1), normal(2, ROWS, 1)),
-        line="@jax.jit def train_step(", marks=False,
-    )  # fmt: skip
+    return Brought(init, script.train_step, pairs())
 
 
 def objects(script: Any) -> Brought:
@@ -478,26 +396,19 @@ def objects(script: Any) -> Brought:
         script.train_step(state["model"], state["opt"], batch)
         return state
 
-    return Brought(
-        init=init, step=step, batch=(normal(1, ROWS, 1), normal(2, ROWS, 1)),
-        line="@nnx.jit def train_step(", marks=False,
-    )  # fmt: skip
+    return Brought(init, step, pairs())
 
 
 def objects_vae(script: Any) -> Brought:
     def init(key: jax.Array) -> Any:
-        model = script.VAE(
-            din=784, hidden_size=64, latent_size=16, output_shape=(28, 28),
-            rngs=nnx.Rngs(key, noise=1),
-        )  # fmt: skip
+        sizes = {"din": 784, "hidden_size": 64, "latent_size": 16, "output_shape": (28, 28)}
+        model = script.VAE(**sizes, rngs=nnx.Rngs(key, noise=1))
         return {"model": model, "opt": nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)}
 
     def step(state: Any, batch: Any) -> Any:
-        loss = script.train_step(state["model"], state["opt"], batch)
-        return state, loss
+        return state, script.train_step(state["model"], state["opt"], batch)
 
-    batch = (normal(1, ROWS, 28, 28) > 0).astype(np.float32)
-    return Brought(init=init, step=step, batch=batch, line="@nnx.jit def train_step(")
+    return Brought(init, step, (normal(1, ROWS, 28, 28) > 0).astype(np.float32))
 
 
 def fsdp(script: Any) -> Brought:
@@ -506,46 +417,60 @@ def fsdp(script: Any) -> Brought:
         return {"model": model, "opt": script.SGD(nnx.variables(model, nnx.Param), 0.01, 0.9)}
 
     def step(state: Any, batch: Any) -> Any:
-        loss = script.train_step(state["model"], state["opt"], *batch)
-        return state, loss
+        return state, script.train_step(state["model"], state["opt"], *batch)
 
-    return Brought(
-        init=init, step=step, batch=(normal(1, ROWS, 1), normal(2, ROWS, 1)),
-        line="@nnx.jit def train_step(", names=True,
-    )  # fmt: skip
+    return Brought(init, step, pairs())
 
 
-#: Name -> (folder, module that has the line, program).
-PROGRAMS: dict[str, tuple[str, str, Callable[[Source], Brought]]] = {
-    **{
-        name: (f"flax/examples/{name}", module, program)
-        for name, module, program in (
-            ("lm1b", "train", lm1b),
-            ("wmt", "train", wmt),
-            ("nlp_seq", "train", nlp_seq),
-            ("seq2seq", "train", seq2seq),
-            ("vae", "train", vae),
-            ("imagenet", "train", imagenet),
-            ("sst2", "train", sst2),
-            ("ppo", "ppo_lib", ppo),
-            ("mnist", "train", mnist),
-        )
-    },
-    "nanodo": ("nanodo/nanodo", "train", nanodo),
-    **{
-        name: ("flax/examples/nnx_toy_examples", script, toy(script, program))
-        for name, script, program in (
-            ("nnx functional", "01_functional_api", functional),
-            ("nnx lifted", "02_lifted_transforms", objects),
-            ("nnx train state", "03_train_state", with_state),
-            ("nnx vae", "05_vae", objects_vae),
-            ("nnx fsdp", "10_fsdp_and_optimizer", fsdp),
-        )
-    },
+EXAMPLES = (lm1b, wmt, nlp_seq, seq2seq, vae, imagenet, sst2, ppo, mnist, nanodo)
+SCRIPTS = (functional, with_state, objects, objects_vae, fsdp)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A row of `tables/brought_programs.yaml`."""
+
+    builder: str
+    folder: str
+    line: str
+    module: str = "train"
+    absent: tuple[str, ...] = ()
+    names: bool = False
+    mapped: str = ""
+    marks: bool = True
+    double: bool = False
+
+    def source(self, sources: Path, *, marked: bool) -> Source:
+        return Source(folder=sources / self.folder, marked=marked, double=self.double)
+
+    def brought(self, sources: Path, *, marked: bool) -> Brought:
+        """The program, in float64 where that tells rounding from another result."""
+        sys.modules.update({name: Absent(name) for name in self.absent})
+        source = self.source(sources, marked=marked)
+        jax.config.update("jax_enable_x64", self.double)
+        if build := next((one for one in EXAMPLES if one.__name__ == self.builder), None):
+            made = build(source)
+        else:
+            build = next(one for one in SCRIPTS if one.__name__ == self.builder)
+            made = build(source.module(self.module, script=True))
+        if not self.double:
+            return made
+        return Brought(lambda key: wide(made.init(key)), made.step, wide(made.batch))
+
+
+def wide(tree: Any) -> Any:
+    """The tree with float64 for float32."""
+    return jax.tree.map(
+        lambda leaf: (
+            leaf.astype(jnp.float64) if getattr(leaf, "dtype", None) == jnp.float32 else leaf
+        ),
+        tree,
+    )
+
+
+PROGRAMS = {
+    name: Program(**{"builder": name, **row}) for name, row in table("brought_programs").items()
 }
-for _name in ("imagenet", "mnist", "ppo", "vae"):
-    _folder, _module, _program = PROGRAMS[_name]
-    PROGRAMS[f"{_name} in float64"] = (_folder, _module, in_float64(_program))
 
 
 def numbers(tree: Any) -> list[np.ndarray]:
@@ -603,18 +528,17 @@ def _alike(one: Any, other: Any) -> bool:
 
 def measured(name: str, sources: Path) -> dict[str, Any]:
     """One program, under all pins, its loss marked and not."""
-    folder, module, program = PROGRAMS[name]
+    program = PROGRAMS[name]
     sys.meta_path.insert(0, Absence())  # type: ignore[arg-type]
-    sys.path.insert(0, str(sources / folder))
-    source = Source(folder=sources / folder, marked=False)
-    brought = program(source)
-    if not source.has(module, brought.line):
-        raise SystemExit(f"{name}: {module}.py has no line {brought.line}")
+    sys.path.insert(0, str(sources / program.folder))
+    brought = program.brought(sources, marked=False)
+    if not program.source(sources, marked=False).has(program.module, program.line):
+        raise SystemExit(f"{name}: {program.module}.py has no line {program.line}")
     with nnx.use_eager_sharding(False):
         leaves = jax.jit(lambda key: jax.tree.leaves(brought.init(key)))
         shapes = jax.eval_shape(brought.init, jax.random.key(0))
         first = jax.tree.structure(shapes).unflatten(leaves(jax.random.key(0)))
-    plain = jax.jit(alone_in(brought.step, brought.mapped))
+    plain = jax.jit(alone_in(brought.step, program.mapped))
     try:
         wanted = trained(first, plain, brought.batch)
     except Exception as error:
@@ -627,9 +551,9 @@ def measured(name: str, sources: Path) -> dict[str, Any]:
     whole: list[str] = []
     for kind, decisions in PINS.items():
         marked = kind != UNMARKED
-        if marked and (not brought.marks or (whole and "microbatches" in decisions)):
+        if marked and (not program.marks or (whole and "microbatches" in decisions)):
             continue
-        run = program(Source(folder=sources / folder, marked=True)) if marked else brought
+        run = program.brought(sources, marked=True) if marked else brought
         begin = time.perf_counter()
         compiled = shardlib.compile_step(
             run.init, run.step, run.batch, topology="cpu:8", pin={**MESH, **decisions}
@@ -650,9 +574,9 @@ def measured(name: str, sources: Path) -> dict[str, Any]:
         }
     return {
         "lines changed": 1,
-        "lines changed, marked": 2 if brought.marks else None,
-        "line": brought.line,
-        "names": brought.names,
+        "lines changed, marked": 2 if program.marks else None,
+        "line": program.line,
+        "names": program.names,
         "arrays": int(noise.size),
         "noise": int(noise.sum()),
         "rounding": float(rounding[~noise].max(initial=0)),
@@ -661,7 +585,7 @@ def measured(name: str, sources: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser = command_line(__doc__)
     parser.add_argument("--sources", type=Path, required=True, help="folder of the sources")
     parser.add_argument("--only", help="one program", choices=PROGRAMS)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -674,19 +598,10 @@ def main() -> None:
     path = RESULTS / "brought_programs.json"
     for name in [asked.only] if asked.only else PROGRAMS:
         row = apart_from_here(name, asked.sources, asked.seconds)
-        kept = json.loads(path.read_text())["programs"] if path.exists() else {}
+        kept = stored(path, "programs")
         kept.setdefault(version, {})[name] = row
         write(path, {"source": source_digest("."), "programs": kept}, quiet=True)
-        if "error" in row:
-            print(f"{name:16} {row['error']}", flush=True)
-            continue
-        worst = max(one["difference"] for one in row["runs"].values())
-        same = all(one["within"] for one in row["runs"].values())
-        print(
-            f"{name:16} {len(row['runs'])} runs, largest difference {worst:.1e}, rounding alone"
-            f" {row['rounding']:.1e}, {'equal' if same else 'DIFFERENT'}",
-            flush=True,
-        )
+        show(name, row, "error", "runs", "rounding")
 
 
 def apart_from_here(name: str, sources: Path, seconds: float) -> dict[str, Any]:
@@ -694,7 +609,7 @@ def apart_from_here(name: str, sources: Path, seconds: float) -> dict[str, Any]:
     asked = ["--sources", str(sources.absolute()), "--only", name, "--child"]
     try:
         done = subprocess.run(
-            [sys.executable, __file__, *asked],
+            [sys.executable, "-m", "benchmarks", "brought_programs", *asked],
             capture_output=True, text=True, timeout=seconds, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
@@ -704,7 +619,3 @@ def apart_from_here(name: str, sources: Path, seconds: float) -> dict[str, Any]:
         said = [line for line in done.stderr.splitlines() if "Error" in line]
         return {"error": (said or ["no message"])[-1][:300]}
     return json.loads(done.stdout.splitlines()[-1])
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""How long does a checkpoint hold a training loop up, and how fast is it against plain Orbax?
+"""Stalls of a training loop by checkpoints, and bytes a second against plain Orbax.
 
-    python benchmarks/checkpointing.py
+    python -m benchmarks checkpointing
 
 Two runs of the loop with the same program alternate, one without checkpoints and one with a
 checkpoint every 50 steps; the stall is how long `save` takes to return, and beside it stands how
@@ -13,7 +13,6 @@ nothing. Before each, what others have left to write is written.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -24,36 +23,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import environment
+from benchmarks.environment import card, command_line, show, simulate_devices, write
 
-environment.simulate_devices(8)
+simulate_devices(8)
 
 import jax
 import optax
 import orbax.checkpoint as ocp
-from stepping import random_tokens
 
 import shardlib
+from benchmarks.stepping import random_tokens
 from shardlib import models
-from shardlib.checkpointing.store import (
-    Checkpoints,
-    Keep,
-)
+from shardlib.checkpointing.store import Checkpoints, Keep
 from shardlib.models.config import TransformerConfig
 
 #: A model whose step takes some tenths of a second on two cores that have other work as well.
-LOOP = TransformerConfig(
-    name="demonstration",
-    vocab_size=2048,
-    layers=3,
-    embed=256,
-    heads=4,
-    kv_heads=4,
-    head_dim=64,
-    mlp=768,
-    max_seq=256,
-    compute_dtype="float32",
-)
+LOOP = card("demonstration")
 #: One whose state has more than a hundred megabytes.
 LARGE = replace(LOOP, name="large", vocab_size=8192, embed=384, heads=6, kv_heads=6, mlp=1152)
 #: And one with more than a gigabyte.
@@ -195,7 +180,7 @@ def throughput(program: shardlib.Program, batch: Any, repeats: int, folder: Path
 def compiled(config: TransformerConfig) -> tuple[shardlib.Program, Any]:
     """A program under ZeRO 3 on eight simulated devices, and a batch for it."""
     init, loss = models.build(config)
-    batch = random_tokens(config, 8, 64)
+    batch = random_tokens(config.vocab_size, 8, 64)
     return (
         shardlib.compile(
             init,
@@ -210,8 +195,7 @@ def compiled(config: TransformerConfig) -> tuple[shardlib.Program, Any]:
 
 
 def main() -> None:
-    """Measures and writes `benchmarks/results/checkpointing.json`."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, "checkpointing.json")
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--folder", type=Path, default=None)
@@ -222,15 +206,11 @@ def main() -> None:
             speed[config.name] = throughput(
                 *compiled(config), options.repeats, Path(folder) / config.name
             )
-            print(
-                config.name,
-                {key: value for key, value in speed[config.name].items() if key != "seconds"},
-                flush=True,
-            )
+            show(config.name, speed[config.name], "bytes_per_s")
         held = stall(*compiled(LOOP), options.saves, Path(folder) / "loop")
         print(held, flush=True)
-    environment.write(
-        environment.RESULTS / "checkpointing.json",
+    write(
+        options.out,
         {
             "parameters": {config.name: config.parameter_count() for config in (LOOP, LARGE, HUGE)},
             "mesh": "fsdp=8",
@@ -239,7 +219,3 @@ def main() -> None:
             "stall": held,
         },
     )
-
-
-if __name__ == "__main__":
-    main()

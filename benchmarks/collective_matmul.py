@@ -1,8 +1,7 @@
-"""Do collectives over tensor hide behind the matmuls that they feed, in the schedule of the real
-compiler?
+"""Collectives over tensor behind the matmuls that they feed, in the real compiler's schedule.
 
-    python benchmarks/collective_matmul.py v5p:2x2x2 [--tensor 8] [--seq 4096] [--examples 2] [--out FILE]
-    python benchmarks/collective_matmul.py h100:8
+    python -m benchmarks collective_matmul v5p:2x2x2 [--tensor 8] [--seq 4096] [--examples 2] [--out FILE]
+    python -m benchmarks collective_matmul h100:8
 
 Two layers of Llama 3 8B with tensor and sequence parallelism are compiled ahead of time, which
 needs no device: with collectives ("none"), with loops of the program's own ("loop"), and as the
@@ -16,47 +15,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import optax
-
 import shardlib
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.compiling import inputs
+from benchmarks.environment import command_line, stored, table, write
 from shardlib import models
 from shardlib.machines.topology import topology
 from shardlib.verification.report import CompiledStep
 
 #: Options of each compiler: as it is; and with its own loops for collectives of any size.
-FORMS: Mapping[str, Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    "tpu": {
-        "none": ("none", {}),
-        "loop": ("loop", {}),
-        "compiler": ("none", {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "0"}),
-        "compiler, off": ("none", {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}),
-    },
-    "cuda": {
-        "none": ("none", {}),
-        "loop": ("loop", {}),
-        "loop, latency hiding scheduler": (
-            "loop",
-            {"xla_gpu_enable_latency_hiding_scheduler": True},
-        ),
-        "compiler": (
-            "none",
-            {
-                "xla_gpu_threshold_for_windowed_einsum_mib": 0,
-                "xla_gpu_enable_latency_hiding_scheduler": True,
-            },
-        ),
-    },
-}
+FORMS: Mapping[str, Mapping[str, tuple[str, Mapping[str, Any]]]] = table("collective_matmul")
 
 
 def compiled_form(
@@ -65,29 +36,21 @@ def compiled_form(
     """One program, as data."""
     config = models.load("llama3-8b")
     assert isinstance(config, models.TransformerConfig)
-    init, loss = models.build(replace(config, layers=2, vocab_size=2048))
     machine = topology(args.topology)
-    batch = models.example_batch(
-        replace(config, layers=2, vocab_size=2048),
-        args.examples * machine.devices // args.tensor,
-        args.seq,
-    )
+    batch = args.examples * machine.devices // args.tensor
+    given = inputs(replace(config, layers=2, vocab_size=2048), batch, args.seq)
     mesh = {"tensor": args.tensor, "fsdp": machine.devices // args.tensor}
     pin = {
         "mesh": mesh,
         "rules": [
             ["batch", ["data", "fsdp"]],
-            ["mlp", "tensor"],
-            ["kv_heads", "tensor"],
-            ["seq", "tensor"],
+            *([dim, "tensor"] for dim in ("mlp", "kv_heads", "seq")),
         ],
         "remat": "none",
         "microbatches": 1,
         "collective_matmul": form,
     }
-    report = shardlib.verify(
-        init, loss, optax.adamw(1e-4), batch, topology=machine, pin=pin, options=options
-    )
+    report = shardlib.verify(**given, topology=machine, pin=pin, options=options)
     found = {
         "options": dict(options),
         "predicted_seconds": report.plan.estimate.step_seconds,
@@ -126,8 +89,7 @@ def over_tensor(step: CompiledStep) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Compiles all forms for one machine and stores them beside those of others."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "collective_matmul.json")
     parser.add_argument("topology")
     parser.add_argument("--tensor", type=int, default=8)
     parser.add_argument("--seq", type=int, default=4096)
@@ -135,17 +97,12 @@ def main() -> None:
         "--examples", type=int, default=2, help="examples of each group of devices along tensor"
     )
     parser.add_argument("--form", action="append", help="by default all")
-    parser.add_argument("--out", type=Path, default=RESULTS / "collective_matmul.json")
     args = parser.parse_args()
     forms = FORMS["tpu" if topology(args.topology).chip.vendor == "google" else "cuda"]
-    before = json.loads(args.out.read_text())["machines"] if args.out.is_file() else {}
+    before = stored(args.out, "machines")
     key = f"{args.topology}, tensor={args.tensor}, {args.examples} x {args.seq} tokens"
     found = dict(before.get(key, {}))
     for name in args.form or forms:
         found[name] = compiled_form(args, *forms[name])
         print(name, json.dumps(found[name]))
     write(args.out, {"machines": {**before, key: found}})
-
-
-if __name__ == "__main__":
-    main()

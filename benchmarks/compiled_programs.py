@@ -1,6 +1,6 @@
-"""Do predictions agree with what the real TPU and GPU compilers make?
+"""Predictions beside what the real TPU and GPU compilers make.
 
-    python benchmarks/compiled_programs.py CASES.json [--json] [--out results.json]
+    python -m benchmarks compiled_programs CASES.json [--out results.json]
 
 `CASES.json` is a list of objects with `model` (preset, file or package.module:function),
 `topology`, `batch`, `seq` and, if wanted, `pin`. Each is planned and compiled ahead of time, with
@@ -20,47 +20,28 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import optax
 
 import shardlib
-from benchmarks.environment import command_line, environment, source_digest
-from shardlib import models
+from benchmarks.compiling import compiled, decisions
+from benchmarks.environment import command_line, show, source_digest, write
 from shardlib.annotation import tree
+from shardlib.cli.inputs import inputs_of
 from shardlib.collective import Collective
 from shardlib.frontend import verified
 from shardlib.frontend.model import read_and_trace
-from shardlib.verification.isolation import Limits
 from shardlib.verification.report import Key, key_text, totals
 
 
 def inputs(case: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of `shardlib.verify` for a case."""
-    found = models.load(case["model"])
-    if isinstance(found, models.UserModel):
-        return {
-            "init": found.init,
-            "loss": found.loss,
-            "optimizer": found.optimizer or optax.adamw(3e-4),
-            "batch": found.batch,
-            "batch_axes": found.batch_axes,
-            "name": found.name,
-        }
-    init, loss = models.build(found)
-    return {
-        "init": init,
-        "loss": loss,
-        "optimizer": optax.adamw(3e-4),
-        "batch": models.example_batch(found, case["batch"], case["seq"]),
-        "name": found.name,
-    }
+    given = inputs_of(case["model"], case.get("batch"), case.get("seq"))
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def compiled_source() -> str:
@@ -68,33 +49,33 @@ def compiled_source() -> str:
     return source_digest("lowering", "tracing", "models", "annotation")
 
 
-def run(case: dict[str, Any], limits: Limits, known: list[dict[str, Any]]) -> dict[str, Any]:
+def run(
+    case: dict[str, Any], seconds: float, gibibytes: float, known: list[dict[str, Any]]
+) -> dict[str, Any]:
     """One case: predicted beside compiled, and what they have in common."""
     start = time.monotonic()
     try:
         given = inputs(case)
         plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"))
-        key = {"case": case, "digest": plan.digest, "source": compiled_source()}
-        earlier = next(
-            (
-                row
-                for row in known
-                if {name: row.get(name) for name in key} == key and "failed" not in row
-            ),
-            None,
-        )
-        made = earlier or compiled(
-            shardlib.verify(**given, topology=case["topology"], plan=plan, limits=limits)
-        )
     except (shardlib.ShardlibError, KeyError) as error:
         return {"case": case, "failed": f"{type(error).__name__}: {error}"}
-    if "failed" in made:
-        return {"case": case, "failed": made["failed"]}
+    key = {"case": case, "digest": plan.digest, "source": compiled_source()}
+    same = (row for row in known if key.items() <= row.items() and "failed" not in row)
+    if (made := next(same, None)) is None:
+        found = compiled(given, case["topology"], seconds=seconds, gibibytes=gibibytes, plan=plan)
+        if isinstance(found, str):
+            return {"case": case, "failed": found}
+        made = {
+            "compiled": found.compiled.to_json(),
+            "compile_seconds": found.compile_seconds,
+            "versions": dict(found.versions),
+            "findings": [finding.to_json() for finding in found.findings],
+        }
     return {
         **key,
         **{name: made[name] for name in ("compiled", "compile_seconds", "versions", "findings")},
         **compared(priced_as_compiled(given, plan), made["compiled"]),
-        "wall_seconds": earlier["wall_seconds"] if earlier else time.monotonic() - start,
+        "wall_seconds": made.get("wall_seconds", time.monotonic() - start),
     }
 
 
@@ -105,27 +86,9 @@ def priced_as_compiled(given: dict[str, Any], plan: shardlib.Plan) -> shardlib.P
     if plan.attention != "cudnn":
         return plan
     with tree.no_mesh():
-        model = read_and_trace(
-            given["init"],
-            given["loss"],
-            given["optimizer"],
-            given["batch"],
-            given.get("batch_axes"),
-            given["name"],
-        )
+        names = ("init", "loss", "optimizer", "batch", "batch_axes", "name")
+        model = read_and_trace(*map(given.get, names))
     return verified.priced_as_compiled(model, plan, shardlib.topology(plan.topology))
-
-
-def compiled(found: shardlib.Verification) -> dict[str, Any]:
-    """What the compiler made, as plain data."""
-    if found.compiled is None:
-        return {"failed": str(found.findings[0])}
-    return {
-        "compiled": found.compiled.to_json(),
-        "compile_seconds": found.compile_seconds,
-        "versions": dict(found.versions),
-        "findings": [finding.to_json() for finding in found.findings],
-    }
 
 
 def compared(plan: shardlib.Plan, made: dict[str, Any]) -> dict[str, Any]:
@@ -140,10 +103,7 @@ def compared(plan: shardlib.Plan, made: dict[str, Any]) -> dict[str, Any]:
         plan.estimate.to_json(),
     )
     return {
-        "plan": {
-            "mesh": dict(plan.mesh),
-            **{key: plan.decisions[key] for key in ("zero", "remat", "microbatches")},
-        },
+        "plan": decisions(plan),
         "memory": pair(plan.estimate.device_bytes.peak, made["device_bytes"]["peak"]),
         "device_bytes": {"predicted": estimate["device_bytes"], "compiled": made["device_bytes"]},
         "collectives": pair(sum(promised.values()), sum(real.values())),
@@ -200,69 +160,27 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float | int | None]:
     }
 
 
-def line(row: dict[str, Any]) -> str:
-    """A case in one line for people."""
-    case = row["case"]
-    name = f"{case.get('model')} {case.get('topology')} {json.dumps(case.get('pin', {}))}"
-    if "failed" in row:
-        return f"{name}: failed: {row['failed'].splitlines()[0]}"
-    figures = {
-        "memory": row["memory"]["error"],
-        "collectives": row["collectives"]["error"],
-        "compute": row["compute"]["error"],
-    }
-    return f"{name}: " + ", ".join(
-        f"{key} {'-' if value is None else f'{value:.1%}'}" for key, value in figures.items()
-    )
-
-
 def main() -> None:
-    """Runs the cases of a file."""
     parser = command_line(__doc__)
     parser.add_argument("cases", type=Path, help="a JSON list of cases")
-    parser.add_argument(
-        "--json", action="store_true", help="JSON on stdout, and nothing else there"
-    )
-    parser.add_argument("--out", type=Path, help="write the JSON here, too")
+    parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument(
         "--reuse",
         type=Path,
         action="append",
         default=[],
         metavar="RESULTS",
-        help=(
-            "take what was compiled from these results where case, plan and code are the same; may"
-            " be given several times"
-        ),
+        help="take what was compiled from these results where case, plan and code are the same",
     )
-    parser.add_argument(
-        "--seconds", type=float, default=900.0, help="time that the compiler may take for a case"
-    )
-    parser.add_argument(
-        "--gibibytes",
-        type=float,
-        default=48.0,
-        help="memory of this machine that the compiler may take",
-    )
+    parser.add_argument("--seconds", type=float, default=900.0, help="for a case")
+    parser.add_argument("--gibibytes", type=float, default=48.0, help="of memory, for a case")
     args = parser.parse_args()
-    limits = Limits(seconds=args.seconds, memory_bytes=int(args.gibibytes * 2**30))
     rows: list[dict[str, Any]] = []
     known = [row for path in args.reuse for row in json.loads(path.read_text())["rows"]]
     for case in json.loads(args.cases.read_text()):
-        rows.append(run(case, limits, known))
+        rows.append(run(case, args.seconds, args.gibibytes, known))
+        show(json.dumps(case), rows[-1], "failed", "memory", "collectives", "compute")
+        result = {"benchmark": "compiled_programs", "rows": rows, "summary": summary(rows)}
         if args.out is not None:
-            args.out.write_text(json.dumps({"rows": rows}) + "\n")
-        print(line(rows[-1]), file=sys.stderr if args.json else sys.stdout, flush=True)
-    result = {
-        **environment(),
-        "benchmark": "compiled_programs",
-        "rows": rows,
-        "summary": summary(rows),
-    }
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result) if args.json else json.dumps(result["summary"], indent=1))
-
-
-if __name__ == "__main__":
-    main()
+            write(args.out, result, quiet=True)
+    show("summary", result["summary"])

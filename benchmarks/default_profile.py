@@ -1,6 +1,6 @@
-"""How well does the profile that users plan with by default predict published runs on TPUs?
+"""Error of the default framework profile on published runs on TPUs.
 
-    python benchmarks/default_profile.py FILE.yaml... --out
+    python -m benchmarks default_profile FILE.yaml... --out
 
 Rows of MaxText and the like on TPUs are the programs nearest to ours: XLA makes them, attention is a
 fused kernel. They are priced as users' plans are, under the profile "xla" with a fused kernel of
@@ -19,34 +19,26 @@ plans are priced, whose programs do not ask for it.
 
 from __future__ import annotations
 
-import gc
 import json
 import math
 import os
-import pickle
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import shardlib.cost
-from benchmarks.environment import RESULTS, command_line, write
-from benchmarks.published.cases import Case, case_of
-from benchmarks.published.document import read
-from benchmarks.published.pricing import Bench
-from benchmarks.published.unseen import runs as reading
+from benchmarks.environment import RESULTS, command_line, show, write
+from benchmarks.published.cases import Case
 from benchmarks.published.unseen.levels import FAR
-from benchmarks.published.unseen.runs import Figures, Run
+from benchmarks.published.unseen.runs import FIGURES, Default, Figures, Run, runs_of
 from benchmarks.published.unseen.tallies import Tallied
 from shardlib.cost.framework import XLA
 from shardlib.cost.roofline import efficiency
-from shardlib.errors import ShardlibError
 
 VENDOR = "google"
 CURVES = Path(shardlib.cost.__file__).parent / "framework_profiles" / "curves"
@@ -76,36 +68,9 @@ def as_default(case: Case) -> Case:
 def vendors_own(chip: str, vendor: str) -> tuple[Figures, Figures]:
     """The figures that the profile "xla" has: the vendor's."""
     base = efficiency(vendor)
-    start = {name: getattr(base, name) for name in (*reading.FIGURES, "attention_backward")}
+    start = {name: getattr(base, name) for name in (*FIGURES, "attention_backward")}
     start["eight_bit"] = start["eight_bit"] or start["matmul"]
     return start, {}
-
-
-def runs_of(files: list[Path], keep: Path) -> list[Run]:
-    """The runs on TPUs, those read before from `keep`."""
-    keep.mkdir(parents=True, exist_ok=True)
-    reading.sourced = vendors_own
-    found: list[Run] = []
-    for file in files:
-        document = read(file)
-        for source in dict.fromkeys(row["source"] for row in document.rows):
-            path = keep / f"{source}.pickle"
-            if not path.exists():
-                bench, own = Bench(), list[Run]()
-                gc.disable()  # tracing makes many objects that live as long as the bench
-                for row in document.rows:
-                    case = case_of(document, row) if row["source"] == source else ""
-                    if isinstance(case, str) or case.topology.chip.vendor != VENDOR:
-                        continue
-                    try:
-                        split = str(row.get("split_group") or row["id"])
-                        own.append(reading._run(as_default(case), split, bench))
-                    except (ShardlibError, AssertionError, ValueError, KeyError, IndexError) as why:
-                        print(f"{case.id}: {why}", file=sys.stderr)
-                gc.enable()
-                path.write_bytes(pickle.dumps(own))
-            found += pickle.loads(path.read_bytes())
-    return [hidden(run, HIDDEN) for run in found if run.sample.measured_s]
 
 
 def values(chip: str, factor: float) -> Figures:
@@ -175,14 +140,6 @@ def figures(found: Mapping[str, float]) -> dict[str, Any]:
     }
 
 
-def line(name: str, found: Mapping[str, float]) -> str:
-    one = figures(found)
-    return (
-        f"{name:34} rows {one['rows']:3}  time {100 * one['median']:5.1f}%  p90"
-        f" {100 * one['p90']:5.1f}%  signed {100 * one['signed']:+6.1f}%"
-    )
-
-
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
@@ -194,7 +151,10 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="write the curves")
     args = parser.parse_args()
-    runs = runs_of(args.files, args.keep)
+    default = Default(VENDOR, as_default, vendors_own)
+    read, refused = runs_of(args.files, args.keep, default)
+    runs = [hidden(run, HIDDEN) for run in read if run.sample.measured_s]
+    show("refused", refused)
     sources = sorted({run.sample.source for run in runs})
     vendor = errors(runs, None)
     unseen: dict[str, float] = {}
@@ -205,15 +165,14 @@ def main() -> None:
         unseen |= (mine := errors(own, fitted(others)))
         before = {run.sample.id: vendor[run.sample.id] for run in own}
         by_source[source] = {"vendor": figures(before), "unseen": figures(mine)}
-        print(line(f"{source}, vendor", before))
-        print(line(f"{source}, unseen", mine))
+        show(source, by_source[source])
     factor = fitted(runs)
     seen = errors(runs, factor)
     exposed = errors([hidden(run, 0.0) for run in runs], factor)
     every = {"vendor": vendor, "unseen": unseen, "fitted": seen, "tensor exposed": exposed}
     for name, found in every.items():
-        print(line(f"all rows, {name}", found))
-    print(f"factor: {factor}; { ({chip: values(chip, factor)['matmul'] for chip in SHARES}) }")
+        show(f"all rows, {name}", figures(found))
+    show("factor", {"all": factor} | {chip: values(chip, factor)["matmul"] for chip in SHARES})
     if args.write:
         told = {f"median_error_{name}": round(figures(every[name])["median"], 4) for name in KINDS}
         for chip in SHARES:
@@ -223,7 +182,7 @@ def main() -> None:
     if args.out:
         names = " ".join(file.name for file in args.files)
         result = {
-            "command": f"python benchmarks/default_profile.py {names} --out {args.out.name}",
+            "command": f"python -m benchmarks default_profile {names} --out {args.out.name}",
             **{name: figures(found) for name, found in every.items()},
             "by_source": by_source,
             "factor": factor,
@@ -233,7 +192,3 @@ def main() -> None:
             ],
         }
         write(args.out, result)
-
-
-if __name__ == "__main__":
-    main()

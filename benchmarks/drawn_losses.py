@@ -1,6 +1,6 @@
-"""Is the loss of a batch that is worked through in parts the loss of the batch, whatever it is?
+"""Drawn losses under drawn plans beside plain JAX.
 
-    python benchmarks/drawn_losses.py --count 200 [--random]
+    python -m benchmarks drawn_losses --count 200 [--random]
 
 Losses are drawn (`tests/zoo/losses.py`), and for each a plan: a mesh of up to eight simulated
 devices, a ZeRO stage, microbatches, and stages in both forms. Loss and gradients of one step are
@@ -12,12 +12,9 @@ refused. The number that matters: wrong results.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_allow_excess_precision=false"
 )
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import flax
 import jax
@@ -36,24 +32,11 @@ import numpy as np
 import optax
 
 import shardlib
+from benchmarks.environment import RESULTS, command_line, show, stored, table
 from tests.zoo import losses, random_losses
 
 BOUND = 1e-5
-MESHES = [
-    {"data": 2},
-    {"data": 4},
-    {"fsdp": 2},
-    {"fsdp": 4},
-    {"data": 2, "fsdp": 2},
-    {"data": 2, "tensor": 2},
-    {"fsdp": 2, "tensor": 2},
-    {"data": 2, "fsdp": 2, "tensor": 2},
-    {"data": 8},
-    {"stage": 2},
-    {"stage": 2, "data": 2},
-    {"stage": 2, "fsdp": 2},
-    {"stage": 4},
-]
+MESHES = table("drawn_losses")
 
 
 def gradients_kept() -> optax.GradientTransformation:
@@ -103,6 +86,16 @@ def apart(found: Any, wanted: Any) -> float:
     return worst
 
 
+def difference(program: shardlib.Program, loss: Any, batch: Any) -> float:
+    """How far loss and gradients of a step are from those of plain JAX."""
+    state = program.init(0)
+    params = jax.tree.map(np.asarray, state.params)
+    state, metrics = program.step(state, batch)
+    return apart(
+        (metrics["loss"], state.opt_state), jax.jit(jax.value_and_grad(loss))(params, batch)
+    )
+
+
 def case(seed: int) -> dict[str, Any]:
     """One loss under one plan."""
     rng = random.Random(seed)
@@ -129,20 +122,11 @@ def case(seed: int) -> dict[str, Any]:
             }
         except shardlib.PinError as error:
             row["refused"] = str(error).splitlines()[0]
-    program = compiled(
-        {
-            name: value
-            for name, value in pin.items()
-            if name not in ("microbatches", "schedule", "pipeline")
-        }
-        if drawn.coupled
-        else pin
-    )
-    state = program.init(0)
-    params = jax.tree.map(np.asarray, state.params)
-    state, metrics = program.step(state, batch)
-    wanted = jax.jit(jax.value_and_grad(drawn.loss))(params, batch)
-    error = apart((metrics["loss"], state.opt_state), wanted)
+    if drawn.coupled:
+        parts = ("microbatches", "schedule", "pipeline")
+        pin = {name: value for name, value in pin.items() if name not in parts}
+    program = compiled(pin)
+    error = difference(program, drawn.loss, batch)
     return {
         **row,
         "microbatches": program.plan.microbatches,
@@ -182,11 +166,7 @@ def random_case(seed: int) -> dict[str, Any]:
         row["refused"] = str(error)[:400]
         mesh = {axis: size for axis, size in pin["mesh"].items() if axis != "stage"}
         program = compiled({"mesh": mesh or {"data": 2}})
-    state = program.init(0)
-    params = jax.tree.map(np.asarray, state.params)
-    state, metrics = program.step(state, drawn.batch)
-    wanted = jax.jit(jax.value_and_grad(drawn.loss))(params, drawn.batch)
-    error = apart((metrics["loss"], state.opt_state), wanted)
+    error = difference(program, drawn.loss, drawn.batch)
     return {
         **row,
         "microbatches": program.plan.microbatches,
@@ -196,23 +176,20 @@ def random_case(seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--count", type=int, default=200, help="how many losses")
     parser.add_argument("--first", type=int, default=0, help="seed of the first one")
     parser.add_argument("--random", action="store_true", help="losses that draw random numbers")
     parser.add_argument("--out", type=Path, help="default: a file in benchmarks/results")
     options = parser.parse_args()
     name = "random_losses" if options.random else "drawn_losses"
-    options.out = options.out or Path(__file__).parent / "results" / f"{name}.json"
+    options.out = options.out or RESULTS / f"{name}.json"
     key = f"jax {jax.__version__}, flax {flax.__version__}"
-    stored = json.loads(options.out.read_text()) if options.out.exists() else {}
-    rows = {row["seed"]: row for row in stored.get(key, {}).get("rows", [])}
+    results = stored(options.out)
+    rows = {row["seed"]: row for row in results.get(key, {}).get("rows", [])}
     for seed in range(options.first, options.first + options.count):
         if seed in rows:
             continue
-        begin = time.perf_counter()
         try:
             rows[seed] = random_case(seed) if options.random else case(seed)
         except Exception as error:
@@ -221,12 +198,7 @@ def main() -> None:
                 "outcome": "failed",
                 "why": f"{type(error).__name__}: {error}"[:400],
             }
-        print(
-            f"{seed:4d} {time.perf_counter() - begin:5.1f} s {rows[seed]['outcome']:6s}"
-            f" {rows[seed].get('error', 0):.1e} {rows[seed].get('loss', '')}"
-            f" {rows[seed].get('pin', '')} {rows[seed].get('why', '')}",
-            flush=True,
-        )
+        show(str(seed), rows[seed])
         listed = [rows[at] for at in sorted(rows)]
         outcomes = {
             name: sum(row["outcome"] == name for row in listed)
@@ -235,18 +207,14 @@ def main() -> None:
         worst = max(
             (row.get("error", 0.0) for row in listed if row["outcome"] == "right"), default=0.0
         )
-        stored[key] = {
-            "command": f"python benchmarks/drawn_losses.py --count {len(listed)}"
+        results[key] = {
+            "command": f"python -m benchmarks drawn_losses --count {len(listed)}"
             + " --random" * options.random,
             "outcomes": outcomes,
             "worst_error_of_right_ones": worst,
             "bound": BOUND,
             "rows": listed,
         }
-        options.out.write_text(json.dumps(stored, indent=1) + "\n")
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
         jax.clear_caches()
-    print({name: value for name, value in stored[key].items() if name != "rows"})
-
-
-if __name__ == "__main__":
-    main()
+    print({name: value for name, value in results[key].items() if name != "rows"})

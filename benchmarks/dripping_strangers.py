@@ -1,6 +1,6 @@
-"""Do strangers who drip bytes keep anybody out who knows the secret?
+"""Time to be let in, while strangers hold connections open by dripping bytes.
 
-    python benchmarks/dripping_strangers.py
+    python -m benchmarks dripping_strangers
 
 A hundred connections begin a greeting and send a byte of it every half a second, at a stage of a
 chain, at the outer server of islands, and at a server of parameters; new ones come in place of
@@ -16,16 +16,12 @@ import json
 import socket
 import statistics
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, write
 from shardlib.islands.exchanges import Asynchronous
 from shardlib.islands.servers.rounds import RoundService
 from shardlib.islands.servers.server import Listening, Service
@@ -124,11 +120,9 @@ def server(service: Any, kind: str, strangers: int, tries: int) -> dict[str, Any
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, and writes what was found."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "dripping_strangers.json")
     parser.add_argument("--strangers", type=int, default=100)
     parser.add_argument("--tries", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=RESULTS / "dripping_strangers.json")
     options = parser.parse_args(arguments)
     many = options.strangers, options.tries
     parameters = Service(exchange=Asynchronous(workers=2, servers=1))
@@ -140,7 +134,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     write(options.out, result, quiet=True)
     print(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,25 +1,66 @@
-"""What benchmarks share: their command line, versions and hardware, and the folder of results."""
+"""Shared by benchmarks: command line, tables of cases, stored results, alternating calls.
+
+A benchmark is run from the root of the repository, `python -m benchmarks.NAME`; `--help` prints what
+it measures, and its result is JSON in `benchmarks/results`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+TABLES = ROOT / "benchmarks" / "tables"
 
 
-def command_line(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the text at the beginning of a script."""
-    return argparse.ArgumentParser(
+def command_line(doc: str | None, out: str = "") -> argparse.ArgumentParser:
+    """A parser whose help is the text at the beginning of a script, with `--out` for the JSON where
+    `out` names its file in `RESULTS`; `*` in it becomes the version of JAX.
+    """
+    parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    if out:
+        path = RESULTS / out.replace("*", metadata.version("jax"))
+        parser.add_argument("--out", type=Path, default=path, help="the JSON")
+    return parser
+
+
+def table(name: str) -> Any:
+    """The data of `tables/NAME.yaml`."""
+    import yaml
+
+    return yaml.safe_load((TABLES / f"{name}.yaml").read_text())
+
+
+def card(name: str) -> Any:
+    """The configuration of `models/NAME.toml`."""
+    from shardlib.models import presets
+
+    return presets.read(ROOT / "benchmarks" / "models" / f"{name}.toml")
+
+
+def stored(path: Path, key: str = "", default: Any = None) -> Any:
+    """An entry of a result, or all of it; `default`, or {}, where there is no file."""
+    if not path.exists():
+        return {} if default is None else default
+    result = json.loads(path.read_text())
+    return result[key] if key else result
 
 
 def simulate_devices(count: int) -> None:
@@ -27,6 +68,91 @@ def simulate_devices(count: int) -> None:
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_NUM_CPU_DEVICES"] = str(count)
     os.environ.pop("XLA_FLAGS", None)
+
+
+def missing(
+    cases: Iterable[tuple[str, Any]],
+    rows: Mapping[str, Mapping[str, Any]],
+    source: str,
+    *,
+    redo: bool = False,
+    seconds: float = float("inf"),
+) -> Iterator[tuple[str, Any]]:
+    """The cases, by name, without a row that was made from this source, as long as there is time."""
+    begin = time.monotonic()
+    for name, case in cases:
+        if redo or rows.get(name, {}).get("source") != source:
+            if time.monotonic() - begin > seconds:
+                print("out of time", flush=True)
+                return
+            yield name, case
+
+
+@contextlib.contextmanager
+def serving(*words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address and the process of `shardlib serve`, which is ended with the block."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "shardlib", "serve", *words, "--port", "0", "--json"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert process.stdout is not None
+    try:
+        yield json.loads(process.stdout.readline())["url"].removesuffix("/v1"), process
+    finally:
+        process.terminate()
+        process.wait(120)
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of each call of one program, by the clock and of processors, and what it returned."""
+
+    seconds: list[float] = field(default_factory=list[float])
+    processor: list[float] = field(default_factory=list[float])
+    results: list[Any] = field(default_factory=list[Any])
+
+    def call(self, program: Callable[[], Any]) -> None:
+        """Calls a program and notes how long it takes."""
+        start, worked = time.perf_counter(), time.process_time()
+        result = program()
+        self.seconds.append(time.perf_counter() - start)
+        self.processor.append(time.process_time() - worked)
+        self.results.append(result)
+
+    def summary(self) -> dict[str, float]:
+        """The median and least seconds, the median seconds of processors, which other work on the
+        machine changes little, and the cores that the calls kept busy.
+        """
+        return {
+            "median_s": statistics.median(self.seconds),
+            "least_s": min(self.seconds),
+            "processor_s": statistics.median(self.processor),
+            "cores": sum(self.processor) / sum(self.seconds),
+        }
+
+
+def alternate(
+    programs: Mapping[str, Callable[[], Any]], repeats: int, *, warm_up: bool = True
+) -> dict[str, Timings]:
+    """Calls programs in turn, forth and back, so that a busy machine slows all alike; a first call
+    of each, to warm up, is not counted.
+    """
+    if warm_up:
+        for program in programs.values():
+            program()
+    timings = {name: Timings() for name in programs}
+    for repeat in range(repeats):
+        for name in list(programs) if repeat % 2 == 0 else list(programs)[::-1]:
+            timings[name].call(programs[name])
+    return timings
+
+
+def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """The median of the ratios of neighbours in time."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def environment() -> dict[str, Any]:
@@ -57,10 +183,30 @@ def _processor() -> str:
     )
 
 
-def source_digest(*rooms: str) -> str:
-    """Twelve hexadecimal digits that change with the code of some rooms of the package."""
-    package = Path(__file__).resolve().parents[1] / "shardlib"
-    files = sorted(path for room in rooms for path in (package / room).rglob("*.py"))
+def _figures(value: Any, path: str = "") -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _figures(inner, f"{path} {key}".strip())
+    elif isinstance(value, float):
+        yield f"{path} {value:.4g}"
+    elif not isinstance(value, list | tuple):
+        yield f"{path} {str(value)[:200]}"
+
+
+def show(name: str, row: Mapping[str, Any], *keys: str) -> None:
+    """Prints the figures of a row, or of some of its keys, nested ones with their path."""
+    chosen = {key: row[key] for key in keys or row if key in row}
+    print(f"{name}: {', '.join(_figures(chosen))}", flush=True)
+
+
+def source_digest(*parts: str) -> str:
+    """Twelve hexadecimal digits that change with the code of modules and folders of the package."""
+    paths = [ROOT / "shardlib" / part for part in parts]
+    files = sorted(
+        file
+        for path in paths
+        for file in (path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")])
+    )
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
 
 

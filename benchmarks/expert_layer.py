@@ -1,7 +1,6 @@
-"""How long does a step of an expert layer take, against a dense layer with the FLOPs that a token
-uses?
+"""Step time of an expert layer against a dense layer with the FLOPs that a token uses.
 
-    python benchmarks/expert_layer.py [--repeats 9] [--out FILE]
+    python -m benchmarks expert_layer [--repeats 9] [--out FILE]
 
 One layer alone, with its residual: a mixture of experts, or a gated feed-forward layer as wide as
 the experts that one token visits; float32, forward, backward and an SGD update through
@@ -13,15 +12,11 @@ programs of one case run in turn, forth and back, in one process; ratios are of 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import alternate, command_line, show, simulate_devices, write
 
 simulate_devices(8)
 
@@ -32,7 +27,7 @@ import optax
 from flax import nnx
 
 import shardlib
-from benchmarks.stepping import alternate
+from benchmarks.stepping import stepping
 from shardlib.models.blocks import FeedForward, mixture_of_experts
 from shardlib.models.config import Experts, TransformerConfig
 
@@ -103,14 +98,7 @@ def stepper(experts: Experts, dense: bool, devices: int) -> Callable[[], float]:
         batch_axes=dict.fromkeys(batch, ("batch", "seq", "embed")),
         devices=jax.devices()[:devices],
     )
-    placed, carry = program.put(batch), [program.init(0)]
-
-    def step() -> float:
-        carry[0], metrics = program.step(carry[0], placed)
-        jax.block_until_ready(carry[0])
-        return float(metrics["loss"])
-
-    return step
+    return stepping(program, batch)
 
 
 def compare(experts: Experts, devices: int, repeats: int) -> dict[str, Any]:
@@ -119,7 +107,7 @@ def compare(experts: Experts, devices: int, repeats: int) -> dict[str, Any]:
         form: stepper(replace(experts, capacity=capacity), False, devices)
         for form, capacity in FORMS.items()
     }
-    found = alternate(steps, repeats)
+    found = {name: calls.summary() for name, calls in alternate(steps, repeats).items()}
     return {
         "devices": devices,
         "repeats": repeats,
@@ -132,33 +120,18 @@ def compare(experts: Experts, devices: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs every case and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "expert_layer.json")
     parser.add_argument("--repeats", type=int, default=9, help="timed steps of each program")
     parser.add_argument("--devices", type=int, action="append", help="1 and 8 when left out")
-    parser.add_argument("--out", type=Path, default=RESULTS / "expert_layer.json")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for name, experts in CASES.items():
         for devices in args.devices or (1, 8):
             row = {"case": name, **compare(experts, devices, args.repeats)}
             rows.append(row)
-            print(
-                f"{name:9s} {devices} devices: dense {row['steps']['dense']['median_s'] * 1e3:.0f}"
-                " ms; "
-                + ", ".join(
-                    f"{form} {row['ratio'][form]:.3f} (processor"
-                    f" {row['processor_ratio'][form]:.3f})"
-                    for form in FORMS
-                ),
-                flush=True,
-            )
+            show(f"{name}, {devices} devices", row, "ratio", "processor_ratio")
             write(
                 args.out,
                 {"benchmark": "expert_layer", "width": WIDTH, "tokens": ROWS * SEQ, "rows": rows},
                 quiet=True,
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
-"""How much memory do routed experts take, as predicted and as the compilers of a TPU and a GPU have
-it?
+"""Memory of routed experts, as predicted and as the compilers of a TPU and a GPU have it.
 
-    python benchmarks/expert_memory.py [--topology v5e:2x4 ...] [--only NAME ...] [--out results.json]
+    python -m benchmarks expert_memory [--topology v5e:2x4 ...] [--only NAME ...] [--out results.json]
 
 Two small models on eight devices, one with a few wide experts as Mixtral has them, one with many
 narrow ones and a shared expert as DeepSeek-V3: dropless and with a capacity, under every remat
@@ -10,29 +9,15 @@ policy. Every step is compiled ahead of time; bytes are those of one device.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.memory_savers import SEQ, run
+from benchmarks.environment import card
+from benchmarks.memory_savers import run
 from shardlib.models.config import Experts, TransformerConfig
 
-WIDE = TransformerConfig(
-    name="wide",
-    vocab_size=4096,
-    layers=8,
-    embed=1024,
-    heads=8,
-    kv_heads=2,
-    head_dim=128,
-    mlp=3584,
-    max_seq=SEQ,
-    experts=Experts(count=8, per_token=2, mlp=3584),
-)
+WIDE = card("wide")
 NARROW = replace(WIDE, name="narrow", experts=Experts(count=32, per_token=4, mlp=512, shared=1))
 MESHES: tuple[dict[str, int], ...] = ({"fsdp": 2, "expert": 4}, {"fsdp": 4, "expert": 2})
 
@@ -58,5 +43,5 @@ def with_capacity(model: TransformerConfig, capacity: float) -> TransformerConfi
     return replace(model, experts=replace(model.experts, capacity=capacity))
 
 
-if __name__ == "__main__":
+def main() -> None:
     run("expert_memory", __doc__, list(rows()))

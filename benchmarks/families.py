@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from benchmarks.compiling import inputs
+from benchmarks.environment import card
 from shardlib import models
-from shardlib.models.config import EncoderDecoderConfig, Experts, LatentAttention, TransformerConfig
+from shardlib.models.config import EncoderDecoderConfig, Experts, TransformerConfig
 
 Given = dict[str, Any]
 DTYPE = jnp.bfloat16
@@ -212,66 +214,12 @@ def _vision(batch: int, seq: int) -> Given:
 
 
 def _config(config: TransformerConfig | EncoderDecoderConfig) -> Callable[[int, int], Given]:
-    def given(batch: int, seq: int) -> Given:
-        init, loss = models.build(config)
-        return {
-            "init": init,
-            "loss": loss,
-            "optimizer": optax.adamw(1e-3),
-            "batch": models.example_batch(config, batch, seq),
-            "name": config.name,
-        }
-
-    return given
+    return lambda batch, seq: inputs(config, batch, seq, optax.adamw(1e-3))
 
 
-_DENSE = TransformerConfig(
-    name="dense",
-    vocab_size=32000,
-    layers=2 * LAYERS,
-    embed=2048,
-    heads=16,
-    kv_heads=4,
-    head_dim=128,
-    mlp=5632,
-    max_seq=4096,
-)
-_GPT = TransformerConfig(
-    name="gpt",
-    vocab_size=50304,
-    layers=2 * LAYERS,
-    embed=1536,
-    heads=12,
-    kv_heads=12,
-    head_dim=128,
-    mlp=6144,
-    max_seq=4096,
-    norm="layer",
-    activation="gelu_tanh",
-    gated=False,
-    tied=True,
-    learned_positions=True,
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-)
-_GEMMA = replace(
-    _DENSE,
-    name="gemma",
-    vocab_size=64000,
-    embed=1280,
-    heads=8,
-    kv_heads=2,
-    mlp=6912,
-    tied=True,
-    qk_norm=True,
-    post_norms=True,
-    norm_offset=True,
-    embed_scale=True,
-    activation="gelu_tanh",
-    sliding_window=512,
-    global_every=2,
-)
+_DENSE = card("dense")
+_GPT = card("gpt")
+_GEMMA = card("gemma")
 _T5 = EncoderDecoderConfig(
     name="t5",
     vocab_size=32128,
@@ -289,30 +237,7 @@ _T5 = EncoderDecoderConfig(
 _MIXTRAL = replace(
     _DENSE, name="mixtral", experts=Experts(count=8, per_token=2, mlp=3584, balance=0.02)
 )
-_DEEPSEEK = replace(
-    _DENSE,
-    name="deepseek",
-    layers=2 * LAYERS + 1,
-    embed=1792,
-    heads=16,
-    kv_heads=16,
-    head_dim=192,
-    latent=LatentAttention(q_lora=768, kv_lora=256, rope_dim=64, nope_dim=128, v_dim=128),
-    experts=Experts(
-        count=16,
-        per_token=4,
-        mlp=1024,
-        shared=1,
-        first_dense=1,
-        router="sigmoid",
-        scaling=2.5,
-        groups=4,
-        groups_per_token=2,
-        group_score=2,
-        bias=True,
-        balance=0.0001,
-    ),
-)
+_DEEPSEEK = card("deepseek")
 
 #: Name -> (batch, sequence) -> what `shardlib.verify` takes.
 FAMILIES: Mapping[str, Callable[[int, int], Given]] = {

@@ -1,6 +1,6 @@
-"""Does a run that is killed again and again lose anything?
+"""A training run that is killed again and again, and what it loses.
 
-    python benchmarks/faults.py [--kills 50] [--steps 2500] [--seed 0]
+    python -m benchmarks faults [--kills 50] [--steps 2500] [--seed 0]
 
 The demonstration (a smaller model; real text; simulated devices) is trained once without an
 interruption. Then the same run is trained in another folder by processes that are killed with
@@ -18,68 +18,30 @@ begin there or later. At the end:
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, write
-from shardlib.training.measures import by_step, read_records
+from benchmarks.environment import RESULTS, ROOT, command_line, write
+from benchmarks.runs import difference, last_arrays, losses, resumed_at, training
 from shardlib.training.run import RunFolder
 
-CARD = (
-    "vocab_size = 256\nlayers = 2\nembed = 64\nheads = 4\nkv_heads = 2\nhead_dim = 16\nmlp ="
-    " 128\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
-)
+CARD = ROOT / "benchmarks" / "models" / "two-layers.toml"
 SAVE_EVERY = 10
 #: Seconds that a process has at most once it trains, before somebody means to kill it.
 LIFE = 5.0
 
 
-def command(folder: Path, card: Path, text: Path, steps: int, *more: str) -> list[str]:
-    """The words that start a process of the run."""
-    return [
-        sys.executable,
-        "-m",
-        "shardlib",
-        "train",
-        "--run",
-        str(folder),
-        "--model",
-        str(card),
-        "--data",
-        str(text),
-        "--steps",
-        str(steps),
-        "--batch",
-        "8",
-        "--seq",
-        "32",
-        "--sample-bytes",
-        "0",
-        "--save-every",
-        str(SAVE_EVERY),
-        "--quiet",
-        "--spike",
-        "0",
-        *(more or ("--topology", "cpu:4", "--pin", "mesh.fsdp=4")),
-    ]
-
-
 def start(words: list[str]) -> subprocess.Popen[bytes]:
     """A process whose output is thrown away."""
-    root = str(Path(__file__).resolve().parents[1])
     return subprocess.Popen(
         words,
-        env={**os.environ, "PYTHONPATH": root},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         start_new_session=True,
@@ -93,7 +55,7 @@ def finish(words: list[str]) -> None:
     assert process.returncode == 0, errors.decode()[-3000:]
 
 
-def training(folder: RunFolder, pid: int) -> bool:
+def in_steps(folder: RunFolder, pid: int) -> bool:
     """Whether a process has come as far as its steps."""
     return any(
         beat.pid == pid and beat.phase in ("data", "step", "save") for beat in folder.heartbeats()
@@ -114,7 +76,7 @@ def kill_once(words: list[str], folder: RunFolder, rng: random.Random) -> dict[s
         time.sleep(rng.uniform(0.5, 6))
     else:
         while (
-            not training(folder, process.pid)
+            not in_steps(folder, process.pid)
             and process.poll() is None
             and time.monotonic() < limit
         ):
@@ -139,22 +101,12 @@ def kill_once(words: list[str], folder: RunFolder, rng: random.Random) -> dict[s
     }
 
 
-def resumptions(folder: RunFolder) -> list[int]:
-    """Steps after which processes of the run went on, one for each that came so far."""
-    return [
-        record["step"]
-        for record in read_records(folder.metrics)
-        if record.get("event") == "resumed"
-    ]
-
-
 def lost(begun: list[int], committed: int) -> int:
     """Steps that were committed before a process began, and that it began before."""
     return max((committed - step for step in begun), default=0)
 
 
 def main() -> None:
-    """Trains, kills, compares."""
     parser = command_line(__doc__)
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--steps", type=int, default=2500)
@@ -163,21 +115,19 @@ def main() -> None:
     rng = random.Random(given.seed)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
-        (root / "card.toml").write_text(CARD)
-        text = Path(json.__file__).parent
         whole, killed, moved = (RunFolder(root / part) for part in ("whole", "killed", "moved"))
+
+        def command(folder: RunFolder, devices: int = 4, axis: str = "fsdp") -> list[str]:
+            machine = ("--topology", f"cpu:{devices}", "--pin", f"mesh.{axis}={devices}")
+            return training(folder.path, CARD, given.steps, SAVE_EVERY, *machine)
+
         begin = time.monotonic()
-        finish(command(whole.path, root / "card.toml", text, given.steps))
+        finish(command(whole))
         uninterrupted = time.monotonic() - begin
-        words, rows, committed, known = (
-            command(killed.path, root / "card.toml", text, given.steps),
-            [],
-            0,
-            0,
-        )
+        words, rows, committed, known = command(killed), [], 0, 0
         for number in range(given.kills):
             row = kill_once(words, killed, rng)
-            begun = resumptions(killed)
+            begun = resumed_at(killed)
             row |= {"resumed": begun[known:], "lost": lost(begun[known:], committed)}
             known, committed = len(begun), row["committed"]
             rows.append(row)
@@ -187,37 +137,15 @@ def main() -> None:
                     f"the run was done after {number + 1} kills\nTry: --steps {given.steps * 2}"
                 )
         finish(words)
-        steps_lost = sum(row["lost"] for row in rows) + lost(resumptions(killed)[known:], committed)
-        one, other = (by_step(read_records(folder.metrics)) for folder in (whole, killed))
-        equal = [one[step]["loss"] == other[step]["loss"] for step in one]
-        sums = [
-            json.loads(next((folder.checkpoints / str(given.steps)).rglob("about/*")).read_text())[
-                "content"
-            ]["arrays"]
-            for folder in (whole, killed)
-        ]
-        half = command(moved.path, root / "card.toml", text, given.steps)
-        process = start(half)
+        steps_lost = sum(row["lost"] for row in rows) + lost(resumed_at(killed)[known:], committed)
+        alone, interrupted = losses(whole), losses(killed)
+        equal = [loss == interrupted[step] for step, loss in alone.items()]
+        process = start(command(moved))
         while max(moved.saved(), default=0) < given.steps // 2 and process.poll() is None:
             time.sleep(0.05)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-        finish(
-            command(
-                moved.path,
-                root / "card.toml",
-                text,
-                given.steps,
-                "--topology",
-                "cpu:2",
-                "--pin",
-                "mesh.tensor=2",
-            )
-        )
-        third = by_step(read_records(moved.metrics))
-        error = max(
-            abs(third[step]["loss"] - one[step]["loss"]) / abs(one[step]["loss"]) for step in one
-        )
+        finish(command(moved, 2, "tensor"))
         write(
             RESULTS / "faults.json",
             {
@@ -228,13 +156,10 @@ def main() -> None:
                 "steps_lost": steps_lost,
                 "losses_equal": all(equal),
                 "steps_compared": len(equal),
-                "parameters_equal": sums[0] == sums[1],
-                "other_mesh_error": error,
+                "parameters_equal": last_arrays(whole, given.steps)
+                == last_arrays(killed, given.steps),
+                "other_mesh_error": difference(losses(moved), alone),
                 "uninterrupted_seconds": uninterrupted,
                 "rows": rows,
             },
         )
-
-
-if __name__ == "__main__":
-    main()

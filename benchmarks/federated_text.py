@@ -1,7 +1,6 @@
-"""How many rounds do ten clients take to a loss, with text that is alike and with text that is not,
-with more work between rounds, and with FedProx's term?
+"""Rounds that ten federated clients take to a loss, by data, local epochs and FedProx's term.
 
-    python benchmarks/federated_text.py [--rounds 20]
+    python -m benchmarks federated_text [--rounds 20]
 
 Each case is `examples/federated_text.py` in a process of its own: Flower's simulation, SGD of a
 rate that nothing was tuned for, one seed. The loss is that of all rows that are held out.
@@ -19,11 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.environment import RESULTS, ROOT, write
 
-from benchmarks.environment import RESULTS, write
-
-ROOT = Path(__file__).resolve().parents[1]
 #: What each case says.
 CASES = {
     "alike": ("--alike",),
@@ -51,7 +47,6 @@ def measured(words: tuple[str, ...], rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures all cases, and writes them."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--out", type=Path, default=RESULTS / "federated_text.json")
@@ -60,7 +55,3 @@ def main() -> None:
     for name, case in found.items():
         print(f"{name:26} {case['losses'][-1]:.3f} at last; rounds to {case['rounds to']}")
     write(asked.out, {"cases": found, "flwr": metadata.version("flwr")})
-
-
-if __name__ == "__main__":
-    main()

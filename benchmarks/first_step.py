@@ -1,6 +1,6 @@
-"""How long does the program of a plan take to compile, over a plain `jax.jit` of the same step?
+"""Compile time of the program of a plan, over a plain `jax.jit` of the same step.
 
-    python benchmarks/first_step.py
+    python -m benchmarks first_step
 
 From the plan to the compiled step (lowering, trace, compilation), on simulated CPU devices:
 `hand_transformer.py` under `jax.jit`, sharded by hand, on one device and on three meshes of eight,
@@ -11,16 +11,13 @@ is the median of those of neighbours in time. The time of reading and planning i
 
 from __future__ import annotations
 
+import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import alternate, command_line, ratio, show, simulate_devices, write
 
 simulate_devices(8)
 
@@ -32,11 +29,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import hand_sharded, hand_transformer
+from benchmarks import hand_sharded
+from benchmarks.stepping import random_tokens
 from shardlib import models
 from shardlib.annotation import tree
 from shardlib.frontend import choice, lowered
 from shardlib.frontend.model import read_and_trace
+from shardlib.models.config import TransformerConfig
 
 MESHES = {
     "one device": {"data": 1},
@@ -52,11 +51,11 @@ class Layers(nnx.Module):
     """A Flax transformer with its layers in a Python loop."""
 
     def __init__(self, rngs: nnx.Rngs):
-        shape = hand_sharded.SHAPE
-        self.embedding = nnx.Embed(shape.vocab, shape.embed, rngs=rngs)
+        shape = hand_sharded.CONFIG
+        self.embedding = nnx.Embed(shape.vocab_size, shape.embed, rngs=rngs)
         self.layers = nnx.List([Layer(shape, rngs) for _ in range(8)])
         self.norm = nnx.RMSNorm(shape.embed, rngs=rngs)
-        self.head = nnx.Linear(shape.embed, shape.vocab, rngs=rngs)
+        self.head = nnx.Linear(shape.embed, shape.vocab_size, rngs=rngs)
 
     def __call__(self, ids: jax.Array) -> jax.Array:
         x = self.embedding(ids)
@@ -68,7 +67,7 @@ class Layers(nnx.Module):
 class Layer(nnx.Module):
     """Attention and feed-forward."""
 
-    def __init__(self, shape: hand_transformer.Shape, rngs: nnx.Rngs):
+    def __init__(self, shape: TransformerConfig, rngs: nnx.Rngs):
         self.norms = nnx.List([nnx.RMSNorm(shape.embed, rngs=rngs) for _ in range(2)])
         self.attention = nnx.MultiHeadAttention(
             shape.heads, shape.embed, decode=False, rngs=rngs, deterministic=True
@@ -121,16 +120,6 @@ def planned(
     return run
 
 
-def by_hand(mesh: dict[str, int], init: Any, batch: Any) -> Timed:
-    """A function that compiles the hand-sharded step of `hand_transformer`."""
-    values = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(init(nnx.Rngs(0)), nnx.Param)))
-    sizes = (mesh.get(axis, 1) for axis in ("data", "fsdp", "tensor"))
-    made = hand_transformer.prepared(
-        hand_sharded.SHAPE, hand_transformer.make_mesh(*sizes), optax.adamw(1e-3), values, batch
-    )
-    return lambda: stopwatch(made.compiled)
-
-
 def plain(devices: int, batch: dict[str, np.ndarray]) -> Timed:
     """A function that compiles the step of `Layers`, data parallel."""
     optimizer = optax.adamw(1e-3)
@@ -167,29 +156,24 @@ def plain(devices: int, batch: dict[str, np.ndarray]) -> Timed:
 
 def compare(ours: Callable[[], Any], theirs: Timed, repeats: int) -> dict[str, Any]:
     """Both in turn, after one of each that is not counted."""
-    plans: list[dict[str, float]] = []
-    seconds: dict[str, list[dict[str, float]]] = {"shardlib": [], "plain": []}
 
-    def planned() -> dict[str, float]:
-        before, after = ours()
-        plans.append(before)
-        return after
-
-    runs = {"shardlib": planned, "plain": theirs}
-    for repeat in range(repeats + 1):
-        for who in list(runs) if repeat % 2 == 0 else list(runs)[::-1]:
-            jax.clear_caches()
-            seconds[who].append(runs[who]())
+    def emptied(run: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: (jax.clear_caches(), run())[1]
 
     def median(rows: list[dict[str, float]]) -> dict[str, float]:
-        return {key: statistics.median(row[key] for row in rows[1:]) for key in rows[0]}
+        return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
-    pairs = list(zip(seconds["shardlib"], seconds["plain"], strict=True))[1:]
+    calls = alternate({"shardlib": emptied(ours), "plain": emptied(theirs)}, repeats)
+    plans = [before for before, _ in calls["shardlib"].results]
+    seconds = {
+        "shardlib": [after for _, after in calls["shardlib"].results],
+        "plain": calls["plain"].results,
+    }
     return {
         **{who: median(rows) for who, rows in seconds.items()},
         "reading_and_planning": median(plans),
         "ratio": {
-            key: statistics.median(one[key] / other[key] for one, other in pairs)
+            key: ratio(*([row[key] for row in rows] for rows in seconds.values()))
             for key in ("seconds", "processor_seconds")
         },
         "all": seconds,
@@ -197,44 +181,27 @@ def compare(ours: Callable[[], Any], theirs: Timed, repeats: int) -> dict[str, A
 
 
 def main() -> None:
-    """Runs every case and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "first_step.json")
     parser.add_argument("--case", choices=[*MESHES, *LOOPS], action="append")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=RESULTS / "first_step.json")
     args = parser.parse_args()
-    numbers, rows = np.random.default_rng(0), dict[str, Any]()
-    batch = {
-        key: numbers.integers(0, hand_sharded.SHAPE.vocab, (32, 128)).astype(np.int32)
-        for key in ("inputs", "targets")
-    }
+    rows: dict[str, Any] = {}
+    batch = random_tokens(hand_sharded.CONFIG.vocab_size, 32, 128)
     for name in args.case or [*MESHES, *LOOPS]:
         pin = {"microbatches": 1, "remat": "none"}
         if name in LOOPS:
             ours = planned(Layers, loop_loss, batch, {**pin, "mesh": {"data": LOOPS[name]}})
             theirs = plain(LOOPS[name], batch)
         else:
-            init, loss = models.build(hand_sharded.config(128))
+            init, loss = models.build(hand_sharded.CONFIG)
             ours = planned(init, loss, batch, {**pin, **hand_sharded.recipe(MESHES[name])})
-            theirs = by_hand(MESHES[name], init, batch)
+            hand = hand_sharded.by_hand(MESHES[name], init, batch)
+            theirs = functools.partial(stopwatch, hand.compiled)
         row = rows[name] = compare(ours, theirs, args.repeats)
-        print(
-            f"{name:24s} {row['shardlib']['seconds']:.2f} s over {row['plain']['seconds']:.2f} s:"
-            f" {row['ratio']['seconds']:.3f}; of processors {row['ratio']['processor_seconds']:.3f}",
-            flush=True,
-        )
+        show(name, row, "shardlib", "plain", "ratio")
     worst = max(row["ratio"]["processor_seconds"] for row in rows.values())
     write(
         args.out,
-        {
-            "benchmark": "first_step",
-            "repeats": args.repeats,
-            "worst_ratio": worst,
-            "cases": rows,
-        },
+        {"benchmark": "first_step", "repeats": args.repeats, "worst_ratio": worst, "cases": rows},
     )
     print(f"worst ratio, of processors: {worst:.3f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Fits what chips reach under frameworks to published training runs, level by level, and writes
 `shardlib/cost/framework_profiles/curves/CHIP.FRAMEWORK.json`.
 
-    python benchmarks/fit_levels.py FILE.yaml... [--unseen published_unseen.json] [--write]
+    python -m benchmarks fit_levels FILE.yaml... [--unseen published_unseen.json] [--write]
 
 `benchmarks/published/unseen/levels.py` says how: figures are fitted to all frameworks on a vendor's
 chips, to a framework on all chips, and to a pair, each pulled to the one above, in physical ranges,
@@ -16,53 +16,22 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import shardlib.cost
-from benchmarks.environment import RESULTS, command_line
+from benchmarks.environment import RESULTS, command_line, table
 from benchmarks.published.unseen.levels import SOURCED, Fit, Level, by_level, figures_of
 from benchmarks.published.unseen.runs import PRODUCTS, Figures, Run, complete, runs_of
 from shardlib.cost.roofline import curves, efficiency
 
 CURVES = Path(shardlib.cost.__file__).parent / "framework_profiles" / "curves"
 #: Physical meaning of each figure that is fitted, for the files.
-MEANING: Mapping[str, str] = {
-    "matmul": (
-        "share of the peak that the largest matmuls of this stack sustain at the clock that the"
-        " chip's power allows"
-    ),
-    "eight_bit": "the same for float8 matmuls, with the casts that are not fused",
-    "memory": (
-        "share of HBM bandwidth of kernels between the matmuls, gaps between launches included"
-    ),
-    "unfused": (
-        "bytes that kernels between the matmuls move over those of perfectly fused chains: one"
-        " kernel for every op where nothing compiles them"
-    ),
-    "attention": (
-        "share of the peak of the fused attention kernels of the stack's releases;"
-        " attention_backward in the proportion of the chip's"
-    ),
-    "grouped": "share of matmul of the experts' grouped matmuls",
-    "gap_s": (
-        "seconds between two kernels that are launched one by one: the launch, and waiting for what"
-        " goes before"
-    ),
-    "dispatch_s": (
-        "seconds of the host for each launch of a kernel, where it launches them one by one"
-    ),
-    "microbatch_s": "launches that the device waits for, and work of the host between microbatches",
-    "fast": "share of the link efficiency that the stack's collectives reach inside a domain",
-    "slow": "the same between domains: congestion and shared ports",
-    "misaligned": "speed of matmuls whose dims are not a multiple of 16 bytes",
-}
+MEANING: Mapping[str, str] = table("fit_levels")
 #: Levels from the widest on, as files call them.
 NAMES: tuple[str, ...] = (
     "all frameworks on the vendor's chips",
@@ -83,12 +52,8 @@ def origin(name: str, steps: Sequence[Fit]) -> int | None:
 
 
 def curve(runs: Sequence[Run], steps: Sequence[Fit], unseen: Mapping[str, float]) -> dict[str, Any]:
-    """The file of a pair, as data.
-
-    Args:
-        runs: all of the pair, at least one.
-        steps: fits of its vendor, its framework and its own.
-        unseen: errors of rows of sources that nothing was fitted to, by id.
+    """The file of a pair, as data, from all of its runs, the fits of its vendor, its framework and
+    its own, and the errors of rows of sources that nothing was fitted to, by id.
     """
     first = runs[0]
     figures: Figures = {}
@@ -162,7 +127,6 @@ def median(values: Any) -> float | None:
 
 
 def main() -> None:
-    """Fits all pairs of some files."""
     parser = command_line(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "published_runs")
@@ -187,7 +151,3 @@ def main() -> None:
         if args.write:
             path = CURVES / f"{name}.json"
             path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Are the configurations that `Plan.emit` writes read by the frameworks' own parsers, and as what?
+"""Configurations that `Plan.emit` writes, as the frameworks' own parsers read them.
 
 Plans of two models are made for every framework that has an emitter, and each configuration is
 given to the parser of the framework's own package, of the release that the emitter is for:
@@ -9,7 +9,7 @@ deepspeed==0.19.8`, `--pre levanter==1.2.dev1644`), a folder for each; `--python
 options with (pydantic, tyro, draccus, jmp, numpy, ...), and PyTorch and the like are stand-ins
 (`benchmarks/stand_ins.py`): nothing of a framework runs but its parser.
 
-    python -m benchmarks.framework_configs --peers PEERS --python PYTHON --out FILE
+    python -m benchmarks framework_configs --peers PEERS --python PYTHON --out FILE
 """
 
 from __future__ import annotations
@@ -23,103 +23,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+from benchmarks import stand_ins
+from benchmarks.environment import command_line, table
+
+_TABLE = table("framework_configs")
 #: Packages that parsers import and do not need.
-ABSENT = [
-    "torch",
-    "torchao",
-    "triton",
-    "transformer_engine",
-    "apex",
-    "nvidia_resiliency_ext",
-    "tensorstore",
-    "zarr",
-    "multi_storage_client",
-    "flash_attn",
-    "modelopt",
-    "datasets",
-    "tokenizers",
-    "transformers",
-    "qwix",
-    "tensorflow",
-    "tensorflow_datasets",
-    "grain",
-    "aqt",
-    "pathwaysutils",
-    "tunix",
-    "google",
-    "cloud_tpu_diagnostics",
-    "ml_goodput_measurement",
-    "tensorboardX",
-    "drjax",
-    "jetstream",
-    "msgpack",
-    "ninja",
-    "pytimeparse",
-    "deepdiff",
-    "lm_eval",
-    "tiktoken",
-    "haliax",
-    "chex",
-    "git",
-    "ray",
-    "wandb",
-    "equinox",
-    "jaxtyping",
-    "async_lru",
-    "fsspec",
-    "gcsfs",
-    "dataclasses_json",
-    "lenses",
-    "tblib",
-    "humanfriendly",
-    "braceexpand",
-    "pyarrow",
-    "zstandard",
-    "sentencepiece",
-    "huggingface_hub",
-    "trackio",
-    "fastapi",
-    "openai",
-    "uvicorn",
-    "tqdm_loggable",
-]
+ABSENT = _TABLE["absent"]
 #: Jobs: a model, its batch and sequence, and pins by framework beside none.
-JOBS: tuple[tuple[str, int, int, str], ...] = (
-    ("llama3-8b", 512, 8192, "4*h100:8"),
-    ("mixtral-8x7b", 512, 4096, "8*h100:8"),
-)
-PINS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
-    "megatron-core": (
-        {},
-        {"mesh": {"stage": 4, "data": 2, "fsdp": 2, "tensor": 2}, "remat": "full", "zero": 1},
-        {"mesh": {"stage": 2, "fsdp": 2, "context": 4, "tensor": 2}, "virtual_stages": 4},
-        {"mesh": {"data": 4, "context": 2, "tensor": 4}, "context": "ulysses", "zero": 0},
-        {"mesh": {"expert": 8, "fsdp": 4, "tensor": 2}},
-    ),
-    "torchtitan": (
-        {},
-        {"mesh": {"stage": 4, "fsdp": 4, "tensor": 2}, "remat": "full"},
-        {"mesh": {"data": 2, "fsdp": 2, "context": 4, "tensor": 2}},
-        {"mesh": {"data": 2, "fsdp": 4, "expert": 4, "tensor": 2}},
-    ),
-    "maxtext": (
-        {},
-        {"mesh": {"stage": 4, "fsdp": 8}, "remat": "none", "microbatches": 8},
-        {"mesh": {"data": 2, "fsdp": 2, "context": 2, "tensor": 4}, "sequence_parallel": True},
-        {"mesh": {"data": 2, "fsdp": 4, "expert": 4, "tensor": 2}, "remat": "dots"},
-    ),
-    "deepspeed": (
-        {},
-        {"mesh": {"fsdp": 16, "context": 2}, "zero": 2, "remat": "full"},
-        {"mesh": {"fsdp": 32}, "zero": 1, "offload": ["optimizer"]},
-    ),
-    "levanter": (
-        {},
-        {"mesh": {"data": 2, "fsdp": 8, "tensor": 2}, "remat": "full"},
-        {"mesh": {"data": 32}, "zero": 0},
-    ),
-}
+JOBS: tuple[tuple[str, int, int, str], ...] = _TABLE["jobs"]
+PINS: Mapping[str, tuple[Mapping[str, Any], ...]] = _TABLE["pins"]
 
 
 def megatron_core(source: Path) -> tuple[Callable[[str], Any], list[str]]:
@@ -266,8 +178,6 @@ PEERS = {
 
 def checked(name: str, source: Path, files: list[Path]) -> dict[str, Any]:
     """What the parser of a framework reads of files, and all words that it knows."""
-    sys.path.insert(0, str(ROOT))
-    from benchmarks import stand_ins
 
     stand_ins.install(*ABSENT)
     read, words = PEERS[name](source)
@@ -312,9 +222,7 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--peers", type=Path, required=True, help="a folder for each package")
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="NAME=PYTHON or one")
     parser.add_argument("--out", type=Path, help="store what was read")
@@ -336,7 +244,17 @@ def main() -> None:
         for name, made in plans.items():
             python = pythons.get(name, pythons.get("", sys.executable))
             run = subprocess.run(
-                [python, __file__, "--peers", options.peers, "--check", name, place],
+                [
+                    python,
+                    "-m",
+                    "benchmarks",
+                    "framework_configs",
+                    "--peers",
+                    options.peers,
+                    "--check",
+                    name,
+                    place,
+                ],
                 capture_output=True,
                 text=True,
                 timeout=600,
@@ -359,7 +277,3 @@ def main() -> None:
             }
     if options.out is not None:
         options.out.write_text(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
-"""What do readers make of files that somebody has damaged or made up? For every format that
-shardlib reads: mutations of a valid file.
+"""Damaged and made-up files of every format that shardlib reads: mutations of a valid file.
 
-    python -m benchmarks.fuzz_files [--count 10000] [--seed 0] [--format NAME ...] [--out benchmarks/results/fuzz_files.json]
+    python -m benchmarks fuzz_files [--count 10000] [--seed 0] [--format NAME ...] [--out benchmarks/results/fuzz_files.json]
 
 Half of the mutations are of bytes: bits flipped, stretches cut out, doubled, overwritten with
 random bytes, or ends cut off. Half are of the structure of JSON and TOML: values replaced by
@@ -30,7 +29,7 @@ from typing import Any
 
 import tomli_w
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, show, write
 from benchmarks.fuzz_formats import FORMATS, Format
 from shardlib.errors import ShardlibError
 
@@ -244,8 +243,7 @@ def run(form: Format, count: int, seed: int) -> Tally:
 
 
 def main() -> None:
-    """The command."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "fuzz_files.json")
     parser.add_argument("--count", type=int, default=10_000, help="files, of all formats together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -254,24 +252,13 @@ def main() -> None:
         help="only this one; repeatable",
         choices=[form.name for form in FORMATS],
     )
-    parser.add_argument("--out", type=Path, default=RESULTS / "fuzz_files.json")
     arguments = parser.parse_args()
     chosen = [form for form in FORMATS if not arguments.format or form.name in arguments.format]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     tallies: dict[str, Tally] = {}
     for form in chosen:
         tallies[form.name] = run(form, -(-arguments.count // len(chosen)), arguments.seed)
-        print(
-            form.name,
-            {
-                key: value
-                for key, value in tallies[form.name].to_json().items()
-                if key != "first_faults"
-            },
-            *tallies[form.name].faults[:5],
-            sep="\n  ",
-            flush=True,
-        )
+        show(form.name, tallies[form.name].to_json())
     grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     write(arguments.out, summary(tallies, grown, arguments.seed))
 
@@ -290,7 +277,3 @@ def summary(tallies: Mapping[str, Tally], grown: int, seed: int) -> dict[str, An
         "grown_bytes": grown,
         "formats": {name: one.to_json() for name, one in tallies.items()},
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from benchmarks.environment import TABLES
 from shardlib.calibration import figure_names, read_figures
 from shardlib.checkpointing.huggingface import INDEX, Files
 from shardlib.checkpointing.store import DamagedError, digest, from_json
@@ -97,67 +98,9 @@ def _plan(_: Path) -> Room:
     return Room(valids=(PLAN.to_json().encode(),), read=reads)
 
 
-CARD = b"""
-vocab_size = 32000
-layers = 4
-embed = 64
-heads = 4
-kv_heads = 2
-head_dim = 16
-mlp = 128
-rope_theta = 10000.0
-[experts]
-count = 8
-per_token = 2
-mlp = 32
-[rope_scaling]
-kind = "yarn"
-factor = 4.0
-"""
-TOPOLOGY = b"""
-[chip]
-name = "toy"
-vendor = "nvidia"
-flops_per_s = { bfloat16 = 1e14, float32 = 5e13 }
-hbm_bytes = 80_000_000_000
-hbm_bytes_per_s = 3e12
-[[tiers]]
-name = "RoCE"
-kind = "network"
-shape = [13]
-bytes_per_s = 25e9
-latency_s = 5e-6
-[[tiers]]
-name = "NVLink"
-kind = "switch"
-shape = [8]
-bytes_per_s = 450e9
-[corrections]
-temporaries = 1.15
-[efficiency]
-matmul = 0.72
-tiles = [[128, 128, 0.9]]
-"""
-CLUSTER = b"""
-[[devices]]
-name = "board"
-count = 4
-link_bytes_per_s = 1.25e8
-link_latency_s = 2e-4
-layer_seconds = 0.031
-[devices.chip]
-name = "board"
-vendor = "cpu"
-flops_per_s = { float32 = 2.5e10 }
-hbm_bytes = 4_000_000_000
-hbm_bytes_per_s = 1.2e10
-[devices.efficiency]
-matmul = 0.6
-[[devices]]
-name = "card"
-chip = "a100"
-link_bytes_per_s = 1.25e9
-"""
+CARD = (TABLES / "fuzz_card.toml").read_bytes()
+TOPOLOGY = (TABLES / "fuzz_topology.toml").read_bytes()
+CLUSTER = (TABLES / "fuzz_cluster.toml").read_bytes()
 
 
 def _card(folder: Path) -> Room:

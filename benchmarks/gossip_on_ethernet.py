@@ -1,6 +1,6 @@
-"""How long would ResNet-50 take on 32 nodes of 8 V100s over Ethernet, exactly and by gossip?
+"""Predicted hours of ResNet-50 on 32 nodes of 8 V100s over Ethernet, exactly and by gossip.
 
-    python benchmarks/gossip_on_ethernet.py
+    python -m benchmarks gossip_on_ethernet
 
 Assran et al. (Stochastic Gradient Push, arXiv:1811.10792, figure 1 and section 6) trained ResNet-50
 on ImageNet for 90 epochs on 32 nodes of 8 V100s, 256 images a node and step, over 10 Gbit/s of
@@ -12,12 +12,9 @@ hours that the plans predict and the parts of a step.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -27,7 +24,7 @@ import optax
 from flax import nnx
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, write
 from shardlib.machines.topology import Topology
 
 NODES, GPUS, ROWS = 32, 8, 256
@@ -132,9 +129,7 @@ def loss(model: ResNet50, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def main() -> None:
-    """Plans both and writes the table."""
-    parser = command_line(__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "gossip_on_ethernet.json")
+    parser = command_line(__doc__, "gossip_on_ethernet.json")
     args = parser.parse_args()
     rows = NODES * ROWS
     batch = {
@@ -158,7 +153,3 @@ def main() -> None:
         }
         print(f"{name}: {seconds:.3f} s a step, {hours:.2f} h, published {PUBLISHED[name]} h")
     write(args.out, {"benchmark": "gossip_on_ethernet", "steps": steps, "jobs": found})
-
-
-if __name__ == "__main__":
-    main()

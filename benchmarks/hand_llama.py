@@ -122,11 +122,8 @@ class HandLlama:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(AXIS)))
 
     def exported(self, optimizer: optax.GradientTransformation, batch: Any) -> ExportedStep:
-        """The step, for the process that compiles it.
-
-        Args:
-            optimizer: the update rule.
-            batch: abstract, "inputs" and "targets".
+        """The step for an abstract batch of "inputs" and "targets", for the process that compiles
+        it.
         """
         specs = self.shapes()
         params = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, (shape, _) in specs.items()}

@@ -27,20 +27,9 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from shardlib.models.config import TransformerConfig
+
 BATCH = ("data", "fsdp")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of the model; elements per dim."""
-
-    vocab: int
-    layers: int
-    embed: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
 
 
 def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
@@ -52,7 +41,7 @@ def make_mesh(data: int, fsdp: int, tensor: int) -> Mesh:
 class Block(nnx.Module):
     """All layers, each parameter with a leading layer dim."""
 
-    def __init__(self, shape: Shape, mesh: Mesh):
+    def __init__(self, shape: TransformerConfig, mesh: Mesh):
         heads, layers = "tensor", shape.layers
         kv_heads = "tensor" if shape.kv_heads % mesh.shape["tensor"] == 0 else None
         self.attention_norm = Scale((layers, shape.embed), P(None, None))
@@ -90,12 +79,12 @@ class Scale(nnx.Module):
 class HandTransformer(nnx.Module):
     """[batch, seq] token ids -> [batch, seq, vocab] logits."""
 
-    def __init__(self, shape: Shape, mesh: Mesh):
+    def __init__(self, shape: TransformerConfig, mesh: Mesh):
         self.shape, self.mesh = shape, mesh
-        self.embedding = param((shape.vocab, shape.embed), P("tensor", "fsdp"))
+        self.embedding = param((shape.vocab_size, shape.embed), P("tensor", "fsdp"))
         self.layers = Block(shape, mesh)
         self.norm = Scale((shape.embed,), P(None))
-        self.head = param((shape.embed, shape.vocab), P("fsdp", "tensor"))
+        self.head = param((shape.embed, shape.vocab_size), P("fsdp", "tensor"))
 
     def cut(self, x: jax.Array, *spec: Any) -> jax.Array:
         """Constrains an activation."""
@@ -188,7 +177,11 @@ class HandStep:
     """The step before it is compiled, with what it needs.
 
     Attributes:
-        step, params, opt_state, batch_sharding: see `HandProgram`.
+        step: (params, optimizer state, batch) -> (params, optimizer state, loss); donates the first
+            two.
+        params: sharded parameters, a pure dict.
+        opt_state: sharded optimizer state.
+        batch_sharding: where batches live.
         places: shardings of what the step takes: parameters, optimizer state and batch.
         mesh: of all of them.
         batch: abstract.
@@ -214,56 +207,15 @@ class HandStep:
             return jitted.lower(self.params, self.opt_state, self.batch).compile()
 
 
-@dataclass(frozen=True, kw_only=True)
-class HandProgram:
-    """The compiled step with what it needs.
-
-    Attributes:
-        step: (params, optimizer state, batch) -> (params, optimizer state, loss); donates the first
-            two.
-        params: sharded parameters, a pure dict.
-        opt_state: sharded optimizer state.
-        batch_sharding: where batches live.
-    """
-
-    step: Any
-    params: Any
-    opt_state: Any
-    batch_sharding: NamedSharding
-
-
-def build(
-    shape: Shape,
-    mesh: Mesh,
-    optimizer: optax.GradientTransformation,
-    values: Mapping[str, Any],
-    batch: Mapping[str, np.ndarray],
-) -> HandProgram:
-    """Compiles the hand-sharded training step; arguments as for `prepared`."""
-    made = prepared(shape, mesh, optimizer, values, batch)
-    return HandProgram(
-        step=made.compiled(),
-        params=made.params,
-        opt_state=made.opt_state,
-        batch_sharding=made.batch_sharding,
-    )
-
-
 def prepared(
-    shape: Shape,
+    shape: TransformerConfig,
     mesh: Mesh,
     optimizer: optax.GradientTransformation,
     values: Mapping[str, Any],
     batch: Mapping[str, np.ndarray],
 ) -> HandStep:
-    """Makes the hand-sharded training step, and places its state.
-
-    Args:
-        shape: sizes of the model.
-        mesh: see `make_mesh`.
-        optimizer: the update rule.
-        values: initial parameters, nested dict of arrays.
-        batch: one batch, for its shapes.
+    """The hand-sharded training step for the shapes of a batch, its state placed; `values` are the
+    initial parameters, a nested dict of arrays.
     """
     graphdef, state = nnx.split(HandTransformer(shape, mesh))
     whole = NamedSharding(mesh, P())

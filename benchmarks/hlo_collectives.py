@@ -1,4 +1,4 @@
-"""Which collectives does a compiled program run, how often, and how many bytes do they move?
+"""The collectives that a compiled program runs, their executions and bytes.
 
 Reads the text of optimised HLO (`compiled.as_text()`) with the reader of `shardlib.verify`,
 without regard to mesh axes, so that programs of different meshes can be compared.
@@ -48,11 +48,7 @@ class HloCollective:
 
 
 def collectives(text: str) -> list[HloCollective]:
-    """All collectives of a program, alike ones counted together.
-
-    Raises:
-        ValueError: some part of the text could not be read.
-    """
+    """All collectives of a program, alike ones counted together."""
     traffic = read_traffic(text, MeshShape(data=parse(text).partitions))
     if traffic.problems:
         raise ValueError(
@@ -108,14 +104,8 @@ class Overlap:
 
 
 def by_overlap(text: str, mesh: MeshShape, slices: Sequence[Sequence[int]] = ()) -> Overlap:
-    """Which collectives of a compiled TPU program overlap with kernels.
-
-    Those that have a start and a done, and those that fusions carry along while they compute.
-
-    Args:
-        text: the optimised program.
-        mesh: the mesh that it runs on.
-        slices: see `read_traffic`.
+    """Which collectives of a compiled TPU program overlap with kernels: those that have a start and
+    a done, and those that fusions carry along while they compute.
     """
     module = parse(text)
     traffic = read_traffic(module, mesh, (), slices)

@@ -1,6 +1,6 @@
-"""Do others notice forms of answers that are meant to end a server, or to keep it busy?
+"""Latency of plain requests, while others send forms that are meant to keep a server busy.
 
-    python benchmarks/hostile_forms.py
+    python -m benchmarks hostile_forms
 
 A process of `shardlib serve` has a small decoder. Clients ask it for plain answers, one after the
 other, while others send forms: chains of definitions and rules that overflow their compiler,
@@ -17,36 +17,19 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import httpx2
 import numpy as np
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import ROOT, command_line, serving, write
 
-CARD = """
-name = "small"
-vocab_size = 256
-layers = 4
-embed = 256
-heads = 4
-kv_heads = 4
-head_dim = 64
-mlp = 1024
-max_seq = 512
-compute_dtype = "float32"
-"""
+CARD = ROOT / "benchmarks" / "models" / "small-server.toml"
 FORMS, CLIENTS, ATTACKERS = 1000, 3, 4
 #: Tokens of an answer that has a form, or of a plain one in its place.
 TOKENS = 8
@@ -102,12 +85,7 @@ HOSTILE: Sequence[tuple[int, Callable[[int], dict[str, Any]]]] = (
 
 
 def forms(count: int, seed: int) -> list[dict[str, Any]]:
-    """Forms in a drawn order.
-
-    Args:
-        count: of them.
-        seed: of the order.
-    """
+    """Forms in a drawn order."""
     kinds = [make for share, make in HOSTILE for _ in range(share)]
     order = np.random.default_rng(seed).permutation(count)
     return [kinds[k % len(kinds)](k) for k in order.tolist()]
@@ -127,16 +105,8 @@ def run(
     head: Mapping[str, str] | None = None,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Sends forms and plain requests; returns figures.
-
-    Args:
-        url: of the server.
-        count: of forms.
-        window: seconds of each window.
-        settle: seconds at the begin of a window that do not count.
-        most_seconds: after which no more forms are sent.
-        head: of the requests.
-        seed: of the order of the forms.
+    """Sends forms and plain requests in windows of so many seconds, of which the first (`settle`)
+    do not count; returns figures.
     """
     end = time.monotonic() + most_seconds
     left = [_body(form) for form in forms(count, seed)]  # made before anything is measured
@@ -224,31 +194,13 @@ def run(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs, and writes what was found."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "hostile_forms.json")
     parser.add_argument("--forms", type=int, default=FORMS)
     parser.add_argument("--window", type=float, default=WINDOW, help="seconds")
     parser.add_argument("--seconds", type=float, default=math.inf, help="in which forms are sent")
-    parser.add_argument("--out", type=Path, default=RESULTS / "hostile_forms.json")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as folder:
-        card = Path(folder) / "small.toml"
-        card.write_text(CARD)
-        words = ["serve", str(card), "--port", "0", "--slots", "8", "--longest", "256", "--json"]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "shardlib", *words], stdout=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        try:
-            url = json.loads(process.stdout.readline())["url"].removesuffix("/v1")
-            result = run(url, options.forms, options.window, most_seconds=options.seconds)
-        finally:
-            process.terminate()
-            code = process.wait(120)
-    result["exit_code"] = code
+    with serving(str(CARD), "--slots", "8", "--longest", "256") as (url, process):
+        result = run(url, options.forms, options.window, most_seconds=options.seconds)
+    result["exit_code"] = process.returncode
     write(options.out, result, quiet=True)
     print(json.dumps(result, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Figures of the source: import circles, lines, names, words, and public parameters without a
 description; the public names are imported.
 
-    python benchmarks/house.py [--before OTHER_CLONE] [--out benchmarks/results/house.json]
+    python -m benchmarks house [--before OTHER_CLONE] [--out benchmarks/results/house.json]
 
 With the clone of an earlier commit, its figures of size and shape are stored beside those of today.
 
@@ -12,7 +12,6 @@ together.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import functools
@@ -28,43 +27,16 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
+from benchmarks.environment import ROOT, command_line, table
+
 WINGS = ("launch", "serve", "islands")
+_TABLE = table("house")
 #: Names that say nothing of what they name.
-FILLERS = frozenset(
-    [
-        "found",
-        "given",
-        "one",
-        "at",
-        "mine",
-        "made",
-        "told",
-        "asked",
-        "whole",
-        "apart",
-        "laid",
-        "most",
-        "least",
-        "how",
-        "where",
-        "under",
-        "wanted",
-        "said",
-        "about",
-        "room",
-        "rest",
-        "known",
-        "every",
-        "some",
-        "other",
-        "held",
-        "own",
-        "kept",
-        "way",
-        "ways",
-    ]
-)
+FILLERS = frozenset(_TABLE["fillers"])
 #: Of the script that is watched: the files of the package that are entered, and calls.
 WATCHED = """
 import json, os, sys
@@ -117,22 +89,7 @@ VALUES = {
     "shardlib.report.timelines",
 }
 #: Words that the field has others for.
-OLD = (
-    "rests whole",
-    "rest whole",
-    "in pieces",
-    "cut over",
-    "at rest",
-    "summed up",
-    "computed again",
-    "homewards",
-    "hosted",
-    "stowed",
-    "marked function",
-    "on the wire",
-    "class of layers",
-    "classes of layers",
-)
+OLD = tuple(_TABLE["old words"])
 
 
 def sources() -> dict[str, Path]:
@@ -215,27 +172,15 @@ def _leaf(node: ast.AST) -> str:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """Strongly connected modules (Tarjan, 1972), the largest first."""
-    index, low, stack, found = {}, {}, [], []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in sorted(edges[node]):
-            if other not in index:
-                visit(other)
-            if other in stack:
-                low[node] = min(low[node], low[other])
-        if low[node] == index[node]:
-            group = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(group) > 1:
-                found.append(sorted(group))
-
-    for node in sorted(edges):
-        if node not in index:
-            visit(node)
-    return sorted(found, key=lambda group: (-len(group), group))
+    """Strongly connected modules, the largest groups first."""
+    names = sorted(edges)
+    number = {name: at for at, name in enumerate(names)}
+    pairs = [(number[name], number[other]) for name in names for other in edges[name]]
+    rows, columns = np.array(pairs).reshape(-1, 2).T
+    graph = coo_array((np.ones(len(pairs)), (rows, columns)), shape=(len(names), len(names)))
+    _, labels = connected_components(graph, connection="strong")
+    groups = [[names[at] for at in np.flatnonzero(labels == label)] for label in set(labels)]
+    return sorted((group for group in groups if len(group) > 1), key=lambda g: (-len(g), g))
 
 
 def old_words(text: str) -> dict[str, int]:
@@ -476,9 +421,7 @@ def house() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, help="store the figures")
     parser.add_argument("--before", type=Path, help="a clone of an earlier commit")
     options = parser.parse_args()
@@ -492,5 +435,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))  # the public names of this tree, not of an installed one
     main()

@@ -1,6 +1,6 @@
-"""How much of a step's time does it wait for data, and how many tokens a second can be read?
+"""Share of a step's time that it waits for data, and tokens a second that can be read.
 
-    python benchmarks/input_pipeline.py [--tokens 200000000] [--step 0.25] [--steps 40] [--out FILE]
+    python -m benchmarks input_pipeline [--tokens 200000000] [--step 0.25] [--steps 40] [--out FILE]
 
 Tokens of random documents (uint16, lengths geometric with a mean of 600) are written to a folder
 that is removed afterwards. Measured are reading batches on the host, on eight simulated devices
@@ -13,17 +13,13 @@ tokenised to bytes, and files are read through a cache.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -136,15 +132,13 @@ def through_cache(folder: Path, cache: Path) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures all and stores it."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "input_pipeline.json")
     parser.add_argument("--tokens", type=int, default=200_000_000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--step", type=float, default=0.25)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--latency", type=float, default=0.4)
-    parser.add_argument("--out", type=Path, default=RESULTS / "input_pipeline.json")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tokens, cache = Path(folder) / "tokens", Path(folder) / "cache"
@@ -185,7 +179,3 @@ def main() -> None:
             "cache": through_cache(tokens, Path(folder) / "copies"),
         }
     write(args.out, found)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Islands as processes over emulated links: is a meeting as long as was said, and does a delay hide
 it?
 
-    python benchmarks/island_links.py
+    python -m benchmarks island_links
 
 Two islands, each a process with a program of one CPU device (one thread), meet over an outer server;
 each has a relay of its own on the loopback address, with the same rate and latency. Predicted is
@@ -33,9 +33,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import command_line, show, stored, write
 
 WIDTH, HIDDEN = 512, 1024
 #: Rows of a step, and seconds that it waits.
@@ -136,7 +134,7 @@ def run(
             words = [exchange, str(steps), link, kind, str(outs[number]), json.dumps(told)]
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, "--island", *words],
+                    [sys.executable, "-m", "benchmarks", "island_links", "--island", *words],
                     env={**variables, "SHARDLIB_MEETING_TOKEN": place.token},
                 )
             )
@@ -205,12 +203,7 @@ def meeting_part() -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for link, save_every in [*((link, 1000) for link in LINKS), (LINKS[-1], 1)]:
         found.append(case := meetings(link, save_every))
-        disk = ", with a checkpoint in every round" if save_every == 1 else ""
-        print(
-            f"{link}{disk}: a meeting takes {case['measured_s']:.3f} s, {case['predicted_s']:.3f} s"
-            f" were predicted ({100 * (case['measured_over_predicted'] - 1):+.1f}%)",
-            flush=True,
-        )
+        show(link, case)
     return found
 
 
@@ -219,22 +212,14 @@ def hidden_part(kind: str) -> list[dict[str, Any]]:
     found = list[dict[str, Any]]()
     for link in LINKS:
         found.append(case := hidden(link, kind))
-        print(
-            f"{link}, delay {case['delay']}: {kind} steps of {1e3 * case['step_s_alone']:.1f} ms"
-            f" are {100 * (case['crossing_over_alone'] - 1):+.2f}% while a meeting of"
-            f" {case['meeting_s']:.2f} s crosses, all steps"
-            f" {100 * (case['all_steps_over_alone'] - 1):+.2f}%; a step waited"
-            f" {1e3 * case['waited_s']:.1f} ms for it",
-            flush=True,
-        )
+        show(f"{link}, {kind}", case)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, "island_links.json")
     parser.add_argument("--island", nargs=6, help=argparse.SUPPRESS)
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
-    parser.add_argument("--out", type=Path, default=RESULTS / "island_links.json")
     options = parser.parse_args()
     if options.island is not None:
         exchange, steps, link, kind, out, told = options.island
@@ -244,18 +229,14 @@ def main() -> None:
     for part in options.parts:
         before = os.getloadavg()[0]
         cases = meeting_part() if part == "meetings" else hidden_part(part)
-        known = json.loads(options.out.read_text()) if options.out.exists() else {}
+        known = stored(options.out)
         load = [before, os.getloadavg()[0]]
         write(
             options.out,
             {
-                "command": "python benchmarks/island_links.py",
+                "command": "python -m benchmarks island_links",
                 "parameters": 2 * WIDTH * HIDDEN,
                 **{name: known[name] for name in PARTS if name in known},
                 part: {"load_before_and_after": load, "cases": cases},
             },
         )
-
-
-if __name__ == "__main__":
-    main()

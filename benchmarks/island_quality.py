@@ -1,6 +1,6 @@
-"""How much loss do islands cost, over 2,000 steps of as many tokens?
+"""Loss that islands cost, over 2,000 steps of as many tokens.
 
-    python benchmarks/island_quality.py [--only TEXT] [--seeds 2]
+    python -m benchmarks island_quality [--only TEXT] [--seeds 2]
 
 A byte transformer of half a million parameters on the sources of Python's standard library, four
 islands of one simulated device each; every way of exchanging sees the same batches in the same
@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, environment, simulate_devices
+from benchmarks.environment import (
+    card,
+    command_line,
+    environment,
+    show,
+    simulate_devices,
+    stored,
+    table,
+)
 
 ISLANDS = 4
 simulate_devices(ISLANDS)
@@ -33,42 +38,15 @@ import optax
 
 import shardlib
 from shardlib import models
-from shardlib.models.config import TransformerConfig
 
-CONFIG = TransformerConfig(
-    name="bytes",
-    vocab_size=256,
-    layers=2,
-    embed=128,
-    heads=4,
-    kv_heads=4,
-    head_dim=32,
-    mlp=384,
-    max_seq=64,
-    compute_dtype="float32",
-)
+CONFIG = card("island-bytes")
 STEPS, ROWS, SEQ = 2000, 16, 64
 #: Steps over which rates rise.
 WARM_UP = 100
 #: Part of the files that is held out, and rows of it that are evaluated.
 HELD_OUT, JUDGED = 10, 512
 #: (name, optimizer, exchange) -> the first of each optimizer is what others are compared with.
-WAYS: tuple[tuple[str, str, str], ...] = (
-    ("exact", "adamw", "exact"),
-    ("diloco, every 32", "adamw", "diloco:4:32"),
-    ("gradients in int8", "adamw", "compressed:4:quantised"),
-    ("PowerSGD 4", "adamw", "compressed:4:powersgd:rank=4"),
-    ("gossip, exponential", "adamw", "gossip:4:exponential"),
-    ("exact", "sgd", "exact"),
-    ("top 0.1%", "sgd", "compressed:4:topk:density=0.001:momentum=0.9:warm_up=400"),
-    ("diloco, every 32, momentum 0.6", "adamw", "diloco:4:32:momentum=0.6"),
-    ("diloco, every 32, momentum 0.4", "adamw", "diloco:4:32:momentum=0.4"),
-    ("diloco, every 32, rate 0.9, momentum 0.5", "adamw", "diloco:4:32:rate=0.9:momentum=0.5"),
-    ("diloco, every 32, int8", "adamw", "diloco:4:32:wire=int8"),
-    ("diloco, every 32, delay 8", "adamw", "diloco:4:32:delay=8"),
-    ("diloco, every 32, rate 1, momentum 0", "adamw", "diloco:4:32:rate=1:momentum=0"),
-    ("top 1%", "sgd", "compressed:4:topk:density=0.01:momentum=0.9:warm_up=400"),
-)
+WAYS: tuple[tuple[str, str, str], ...] = [tuple(way) for way in table("island_quality")]
 
 
 def text() -> tuple[np.ndarray, np.ndarray]:
@@ -156,13 +134,11 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Does the runs that are not stored yet."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "island_quality.json")
     parser.add_argument("--only", default="", help="ways whose name has this text")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULTS / "island_quality.json")
     args = parser.parse_args()
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows = stored(args.out, "rows", [])
     for seed in range(args.seeds):
         for way in WAYS:
             done = any(
@@ -171,10 +147,7 @@ def main() -> None:
             if done or args.only not in way[0]:
                 continue
             rows.append(run(way, seed))
-            print(
-                f"{way[0]} ({way[1]}), seed {seed}: {rows[-1]['held_out']:.4f}, {rows[-1]['seconds']:.0f} s",
-                flush=True,
-            )
+            show(f"{way[0]} ({way[1]}), seed {seed}", rows[-1], "held_out", "seconds")
             result = {
                 **environment(),
                 "benchmark": "island_quality",
@@ -190,7 +163,3 @@ def main() -> None:
         print(
             f"{one['optimizer']:6} {one['way']:38} {one['held_out']:.4f} {one['gap']:+.2%} ({one['seeds']} seeds)"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Do several processes compute what one does, and what happens when one of them fails?
+"""Several processes beside one: equal losses, faults, overhead of the launcher, idle processes.
 
-    python benchmarks/launch_faults.py [--only equality|faults|overhead|idle] [--steps 10]
+    python -m benchmarks launch_faults [--only equality|faults|overhead|idle] [--steps 10]
 
 - `equality`: a small transformer is trained by 4 processes of 2 simulated devices and by one
   process of 8, for meshes whose fsdp, tensor, stage and expert axes cross the borders of the
@@ -26,7 +26,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import queue
 import shlex
@@ -44,19 +43,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import RESULTS, ROOT, alternate, command_line, stored, write
+from benchmarks.runs import difference, losses, resumed_at, shardlib, training
 from shardlib.processes.console import free_port
-from shardlib.training.measures import by_step, read_records
 from shardlib.training.run import RunFolder
 
-ROOT = Path(__file__).resolve().parents[1]
-CARD = (
-    "vocab_size = 256\nlayers = 4\nembed = 64\nheads = 4\nkv_heads = 4\nhead_dim = 16\nmlp ="
-    " 128\nmax_seq = 64\ntied = true\ncompute_dtype = 'float32'\n"
-)
-EXPERTS = "[experts]\ncount = 4\nper_token = 2\nmlp = 64\n"
+CARD = ROOT / "benchmarks" / "models" / "launched.toml"
+EXPERTS = CARD.with_name("launched-experts.toml")
 #: Meshes of which one axis crosses the borders of 4 processes of 2 devices each.
 MESHES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "fsdp": ({"fsdp": 8}, ()),
@@ -65,43 +58,23 @@ MESHES: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "expert": ({"expert": 4, "tensor": 2}, ()),
 }
 SILENT = 6.0
+FOUR = ["-n", "4", "--devices-per-process", "1"]
 #: Seconds that four processes may take on this machine to be there: what they import, on two cores.
 BEGIN = 30.0
 LATE = 30.0
 JOIN = 10
 
 
-def train(
-    folder: Path, card: Path, devices: int, mesh: dict[str, int], steps: int, *more: str
-) -> list[str]:
+def train(folder: Path, devices: int, mesh: dict[str, int], steps: int, *more: str) -> list[str]:
     """The words of a run."""
     pins = [word for axis, size in mesh.items() for word in ("--pin", f"mesh.{axis}={size}")]
-    return [
-        "train",
-        "--run",
-        str(folder),
-        "--model",
-        str(card),
-        "--data",
-        str(Path(json.__file__).parent),
-        "--steps",
-        str(steps),
-        "--batch",
-        "8",
-        "--seq",
-        "32",
-        "--sample-bytes",
-        "0",
-        "--save-every",
-        "5",
-        "--quiet",
-        "--spike",
-        "0",
-        "--topology",
-        f"cpu:{devices}",
-        *pins,
-        *more,
-    ]
+    card = EXPERTS if "expert" in mesh and mesh["expert"] > 1 else CARD
+    return training(folder, card, steps, 5, "--topology", f"cpu:{devices}", *pins, *more)
+
+
+def alone(command: list[str]) -> None:
+    """Runs a command without a launcher."""
+    subprocess.run(command, env=environ(), check=True, stdout=subprocess.DEVNULL)
 
 
 def environ() -> dict[str, str]:
@@ -119,18 +92,13 @@ def environ() -> dict[str, str]:
     }
 
 
-def shardlib(words: list[str]) -> list[str]:
-    """A command of shardlib as words."""
-    return [sys.executable, "-m", "shardlib", *words]
-
-
 class Launched:
     """A launcher, and when it wrote what."""
 
     def __init__(self, options: list[str], command: list[str]) -> None:
         self.began = time.monotonic()
         self.process = subprocess.Popen(
-            shardlib(["launch", *options, "--", *command]),
+            shardlib("launch", *options, "--", *command),
             env=environ(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -166,40 +134,25 @@ class Launched:
         return self.process.wait(timeout=600)
 
 
-def losses(folder: Path) -> dict[int, float]:
-    """Loss of every step."""
-    return {
-        step: record["loss"]
-        for step, record in by_step(read_records(RunFolder(folder).metrics)).items()
-    }
-
-
 def equality(root: Path, steps: int) -> list[dict[str, Any]]:
     """A row a mesh."""
     rows = []
     for axis, (mesh, more) in MESHES.items():
-        card = root / f"{axis}.toml"
-        card.write_text(CARD + (EXPERTS if axis == "expert" else ""))
         one, many = root / f"one-{axis}", root / f"many-{axis}"
-        subprocess.run(
-            shardlib(train(one, card, 8, mesh, steps, *more)),
-            env=environ(),
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
+        alone(train(one, 8, mesh, steps, *more))
         begin = time.monotonic()
         launched = Launched(
-            ["-n", "4", "--devices-per-process", "2"], train(many, card, 8, mesh, steps, *more)
+            ["-n", "4", "--devices-per-process", "2"], train(many, 8, mesh, steps, *more)
         )
         code = launched.end()
-        first, other = losses(one), losses(many)
+        first, other = losses(RunFolder(one)), losses(RunFolder(many))
         assert code == 0 and len(first) == len(other) == steps, launched.lines
         rows.append(
             {
                 "axis": axis,
                 "mesh": mesh,
                 "steps": steps,
-                "error": max(abs(first[step] - other[step]) / abs(first[step]) for step in first),
+                "error": difference(other, first),
                 "seconds": time.monotonic() - begin,
             }
         )
@@ -210,9 +163,7 @@ def equality(root: Path, steps: int) -> list[dict[str, Any]]:
 def trained(folder: Path, steps: int) -> None:
     """Waits until a run has done so many steps."""
     end = time.monotonic() + 300
-    while (
-        len(losses(folder)) if RunFolder(folder).metrics.exists() else 0
-    ) < steps and time.monotonic() < end:
+    while len(losses(RunFolder(folder))) < steps and time.monotonic() < end:
         time.sleep(0.02)
 
 
@@ -223,7 +174,6 @@ def pid_of(folder: Path, number: int) -> int:
 
 def struck(
     root: Path,
-    card: Path,
     name: str,
     strike: signal.Signals,
     steps: int,
@@ -233,34 +183,23 @@ def struck(
     """Process 2 of 4 gets a signal while it trains; the run goes on."""
     folder = root / name
     launched = Launched(
-        [
-            "-n",
-            "4",
-            "--devices-per-process",
-            "1",
-            "--restarts",
-            "2",
-            "--silent-seconds",
-            str(SILENT),
-        ],
-        train(folder, card, 4, {"fsdp": 4}, steps),
+        [*FOUR, "--restarts", "2", "--silent-seconds", str(SILENT)],
+        train(folder, 4, {"fsdp": 4}, steps),
     )
     trained(folder, 8)
     os.kill(pid_of(folder, 2), strike)
     begin = time.monotonic()
     seen, text = launched.until("process 2 of 4 ")
     code = launched.end()
-    found = losses(folder)
-    events = [record for record in read_records(RunFolder(folder).metrics) if "event" in record]
     return {
         "fault": name,
         "seconds": seen - begin,
         "within": within,
         "message": text,
         "code": code,
-        "resumed_at": [record["step"] for record in events if record["event"] == "resumed"],
+        "resumed_at": resumed_at(RunFolder(folder)),
         "whole_seconds": time.monotonic() - begin,
-        "losses_equal": found == whole,
+        "losses_equal": losses(RunFolder(folder)) == whole,
     }
 
 
@@ -277,7 +216,7 @@ def at_start(
     name: str, options: list[str], command: list[str], part: str, within: float
 ) -> dict[str, Any]:
     """A fault that is there from the beginning; the processes end, or wait."""
-    launched = Launched(["-n", "4", "--devices-per-process", "1", *options], command)
+    launched = Launched([*FOUR, *options], command)
     seen, text = launched.until(part)
     code = launched.end()
     return {
@@ -292,31 +231,24 @@ def at_start(
 
 def faults(root: Path, steps: int) -> list[dict[str, Any]]:
     """A row a fault."""
-    card = root / "faults.toml"
-    card.write_text(CARD)
     whole = root / "whole"
-    assert (
-        Launched(
-            ["-n", "4", "--devices-per-process", "1"], train(whole, card, 4, {"fsdp": 4}, steps)
-        ).end()
-        == 0
-    )
-    left_alone = losses(whole)
+    assert Launched(FOUR, train(whole, 4, {"fsdp": 4}, steps)).end() == 0
+    left_alone = losses(RunFolder(whole))
     rows: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
         rows.append(row | {"in_time": row["seconds"] < row["within"]})
         print(rows[-1], flush=True)
 
-    add(struck(root, card, "killed", signal.SIGKILL, steps, left_alone, within=1.0))
-    add(struck(root, card, "frozen", signal.SIGSTOP, steps, left_alone, within=SILENT + 3.0))
+    add(struck(root, "killed", signal.SIGKILL, steps, left_alone, within=1.0))
+    add(struck(root, "frozen", signal.SIGSTOP, steps, left_alone, within=SILENT + 3.0))
     other = root / "other"
     shutil.copytree(
         ROOT / "shardlib", other / "shardlib", ignore=shutil.ignore_patterns("__pycache__")
     )
     with (other / "shardlib" / "lowering" / "step.py").open("a") as file:
         file.write("\n# a newer version\n")
-    command = shardlib(train(root / "code", card, 4, {"fsdp": 4}, steps))
+    command = train(root / "code", 4, {"fsdp": 4}, steps)
     add(
         at_start(
             "other code",
@@ -339,11 +271,9 @@ def faults(root: Path, steps: int) -> list[dict[str, Any]]:
                 BEGIN,
             )
         )
-    late = disguised(
-        3, f"sleep {LATE:g}", shardlib(train(root / "late", card, 4, {"fsdp": 4}, steps))
-    )
+    late = disguised(3, f"sleep {LATE:g}", train(root / "late", 4, {"fsdp": 4}, steps))
     add(at_start("30 s late, waited for", [], late, "waiting for process 3 of 4", BEGIN + 10))
-    rows[-1]["losses_equal"] = losses(root / "late") == left_alone
+    rows[-1]["losses_equal"] = losses(RunFolder(root / "late")) == left_alone
     add(
         at_start(
             f"30 s late, {JOIN} s allowed",
@@ -358,7 +288,7 @@ def faults(root: Path, steps: int) -> list[dict[str, Any]]:
         "-c",
         (
             'if [ "$SHARDLIB_HOST_PROCESS" = 2 ]; then exit 9; fi; exec'
-            f" {shlex.join([*shardlib(train(root / 'gone', card, 4, {}, steps)), '--elastic'])}"
+            f" {shlex.join(train(root / 'gone', 4, {}, steps, '--elastic'))}"
         ),
     ]
     add(
@@ -370,10 +300,7 @@ def faults(root: Path, steps: int) -> list[dict[str, Any]]:
             2 * BEGIN,
         )
     )
-    found = losses(root / "gone")
-    rows[-1]["error"] = max(
-        abs(found[step] - left_alone[step]) / abs(left_alone[step]) for step in left_alone
-    )
+    rows[-1]["error"] = difference(losses(RunFolder(root / "gone")), left_alone)
     return rows
 
 
@@ -387,23 +314,17 @@ USED: dict[str, Callable[[int], int]] = {
 
 def idle(root: Path, steps: int) -> list[dict[str, Any]]:
     """A row for each number of processes and mesh."""
-    card, one = root / "idle.toml", root / "idle-one"
-    card.write_text(CARD)
+    one = root / "idle-one"
     whole = dict.fromkeys(("stage", "data", "expert", "context", "tensor"), 1)
-    subprocess.run(
-        shardlib(train(one, card, 1, whole | {"fsdp": 1}, steps)),
-        env=environ(),
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    alone, rows = losses(one), []
+    alone(train(one, 1, whole | {"fsdp": 1}, steps))
+    reference, rows = losses(RunFolder(one)), []
     for (processes, others), (used, count) in itertools.product(((2, 4), (4, 2)), USED.items()):
         folder = root / f"idle-{processes}-{used}"
 
         def begun(
             number: int, folder: Path = folder, count: Callable[[int], int] = count
         ) -> Launched:
-            command = train(folder, card, 2 * number, whole | {"fsdp": count(number)}, steps)
+            command = train(folder, 2 * number, whole | {"fsdp": count(number)}, steps)
             return Launched(["-n", str(number), "--devices-per-process", "2"], command)
 
         first = begun(processes)
@@ -415,9 +336,8 @@ def idle(root: Path, steps: int) -> list[dict[str, Any]]:
         begin = time.monotonic()
         second = begun(others)
         codes.append(second.end())
-        found = losses(folder)
+        found = losses(RunFolder(folder))
         assert codes[1] == 0 and len(found) == steps, second.lines
-        events = [record for record in read_records(RunFolder(folder).metrics) if "event" in record]
         rows.append(
             {
                 "processes": processes,
@@ -425,8 +345,8 @@ def idle(root: Path, steps: int) -> list[dict[str, Any]]:
                 "mesh": used,
                 "devices": [count(processes), count(others)],
                 "codes": codes,
-                "resumed_at": [one["step"] for one in events if one["event"] == "resumed"],
-                "error": max(abs(found[step] - alone[step]) / abs(alone[step]) for step in alone),
+                "resumed_at": resumed_at(RunFolder(folder)),
+                "error": difference(found, reference),
                 "seconds": time.monotonic() - begin,
             }
         )
@@ -446,54 +366,32 @@ OURS = "import shardlib; shardlib.join(); import jax; assert len(jax.devices()) 
 def overhead(pairs: int) -> dict[str, Any]:
     """Medians, and their ratio."""
 
-    def took(words: Callable[[], list[str]]) -> float:
-        begin = time.monotonic()
-        subprocess.run(
-            words(), env=environ(), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        return time.monotonic() - begin
+    def bare() -> None:
+        alone([sys.executable, "-c", BARE, f"127.0.0.1:{free_port('127.0.0.1')}"])
 
-    bare, ours = [], []
-    for _ in range(pairs):
-        bare.append(
-            took(lambda: [sys.executable, "-c", BARE, f"127.0.0.1:{free_port('127.0.0.1')}"])
-        )
-        ours.append(
-            took(
-                lambda: shardlib(
-                    [
-                        "launch",
-                        "-n",
-                        "4",
-                        "--devices-per-process",
-                        "1",
-                        "--",
-                        sys.executable,
-                        "-c",
-                        OURS,
-                    ]
-                )
-            )
-        )
-        print(f"{bare[-1]:.2f} s bare, {ours[-1]:.2f} s with shardlib", flush=True)
+    def launched() -> None:
+        alone(shardlib("launch", *FOUR, "--", sys.executable, "-c", OURS))
+
+    calls = alternate({"bare": bare, "launch": launched}, pairs, warm_up=False)
+    seconds = {name: timings.seconds for name, timings in calls.items()}
+    medians = {name: statistics.median(all_of) for name, all_of in seconds.items()}
     return {
         "processes": 4,
-        "bare_seconds": statistics.median(bare),
-        "launch_seconds": statistics.median(ours),
-        "ratio": statistics.median(ours) / statistics.median(bare),
-        "pairs": [[*pair] for pair in zip(bare, ours, strict=True)],
+        "bare_seconds": medians["bare"],
+        "launch_seconds": medians["launch"],
+        "ratio": medians["launch"] / medians["bare"],
+        "pairs": [[*pair] for pair in zip(seconds["bare"], seconds["launch"], strict=True)],
     }
 
 
 def main() -> None:
-    """Runs the parts, and keeps what other parts have found before."""
     parser = command_line(__doc__)
     parser.add_argument("--only", choices=("equality", "faults", "overhead", "idle"))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=5)
     given = parser.parse_args()
     path = RESULTS / "launch_faults.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
+    found = stored(path)
     with tempfile.TemporaryDirectory() as name:
         parts = {
             "overhead": lambda: overhead(given.pairs),
@@ -508,7 +406,3 @@ def main() -> None:
             if given.only in (None, part):
                 found[part] = run()
                 write(path, {part: found[part] for part in parts if part in found})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""By which factor should predictions for a chip be corrected, going by what its compiler makes?
+"""Factors that correct predictions for a chip, learned from what its compiler makes.
 
-    python benchmarks/learn_corrections.py results.json [more.json ...] [--out FOLDER]
+    python -m benchmarks learn_corrections results.json [more.json ...] [--out FOLDER]
 
 Reads results of `benchmarks/compiled_programs.py --out results.json`. For each chip and compiler
 version, two corrections are looked for: one on the time of kernels and one on a part of the memory
@@ -16,20 +16,16 @@ and version; as a table for a topology file they are printed, too.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 import numpy as np
 
+from benchmarks.environment import ROOT, command_line, stored
 from shardlib.cost.roofline import Correction, Evidence
 from shardlib.machines.topology import topology
 
@@ -208,42 +204,32 @@ def file_name(key: Key) -> str:
     return f"{key[0]}-{compiler}-{versions.get(compiler, 'unknown')}.json"
 
 
-def main() -> None:
-    """Learns from files of results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "results", type=Path, nargs="+", help="results of benchmarks/compiled_programs.py"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "shardlib" / "cost" / "learned",
-        help="folder for the files",
-    )
+def asked(doc: str | None) -> tuple[list[dict[str, Any]], Path]:
+    """The rows of the results that a command line names, and the folder for what is learned."""
+    parser = command_line(doc)
+    results = "results of benchmarks/compiled_programs.py"
+    learned = ROOT / "shardlib" / "cost" / "learned"
+    parser.add_argument("results", type=Path, nargs="+", help=results)
+    parser.add_argument("--out", type=Path, default=learned, help="folder for the files")
     args = parser.parse_args()
-    for key, by_quantity in sorted(
-        read(row for path in args.results for row in json.loads(path.read_text())["rows"]).items()
-    ):
+    args.out.mkdir(parents=True, exist_ok=True)
+    return [row for path in args.results for row in stored(path, "rows")], args.out
+
+
+def main() -> None:
+    rows, out = asked(__doc__)
+    for key, by_quantity in sorted(read(rows).items()):
         found, left_out = corrections(key, by_quantity)
         print(f"# {key[0]}, {' '.join(' '.join(pair) for pair in key[1])}")
         for quantity, why in left_out.items():
             print(f"# no correction of {quantity}: {why}")
         if found:
             print("[corrections]")
+            text = json.dumps([one.to_json() for one in found], indent=1)
+            (out / file_name(key)).write_text(text + "\n")
         for one in found:
             print(
                 f"{one.quantity} = {one.factor:.4g}  # {one.n} programs: median error"
                 f" {one.median_error_before:.1%} -> {one.median_error_after:.1%}, other families"
                 f" {one.held_out_error:.1%}"
             )
-        if found:
-            args.out.mkdir(parents=True, exist_ok=True)
-            (args.out / file_name(key)).write_text(
-                json.dumps([one.to_json() for one in found], indent=1) + "\n"
-            )
-
-
-if __name__ == "__main__":
-    main()

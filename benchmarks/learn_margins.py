@@ -1,6 +1,6 @@
-"""How much memory must a plan leave free on a chip, going by what its compiler makes?
+"""Memory that a plan must leave free on a chip, learned from what its compiler makes.
 
-    python benchmarks/learn_margins.py results.json [more.json ...] [--out FOLDER]
+    python -m benchmarks learn_margins results.json [more.json ...] [--out FOLDER]
 
 Reads results of `benchmarks/compiled_programs.py --out results.json`, of predictions with the
 corrections that are in force (`learn_corrections.py` comes first, and this again after it). For
@@ -16,21 +16,16 @@ of the order of what was predicted, and plans say so (finding `pipeline-on-gpus`
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 import numpy as np
 
-from benchmarks.learn_corrections import LEAST_CASES, LEAST_FAMILIES, Key, file_name
+from benchmarks.environment import stored
+from benchmarks.learn_corrections import LEAST_CASES, LEAST_FAMILIES, Key, asked, file_name
 from shardlib.cost.roofline import Correction, Evidence
 from shardlib.machines.catalog import CATALOG
 from shardlib.machines.topology import topology
@@ -70,11 +65,8 @@ def read(rows: Iterable[Mapping[str, Any]]) -> dict[Key, list[Evidence]]:
 
 
 def needed(one: Evidence, usable: float) -> float:
-    """The margin with which a program fits wherever it is predicted to: at least 1.
-
-    Args:
-        one: the program.
-        usable: bytes of a device.
+    """The margin with which a program fits wherever it is predicted to, on a device of so many
+    usable bytes: at least 1.
     """
     excess = max(0.0, one.compiled - one.predicted)
     return (
@@ -85,12 +77,7 @@ def needed(one: Evidence, usable: float) -> float:
 
 
 def learn(key: Key, programs: list[Evidence]) -> Correction | str:
-    """The margin of a chip and version, or why there is none.
-
-    Args:
-        key: chip and versions.
-        programs: that were compiled.
-    """
+    """The margin of a chip and version, or why there is none."""
     families = sorted({one.family for one in programs})
     if len(programs) < LEAST_CASES or len(families) < LEAST_FAMILIES:
         return (
@@ -122,21 +109,7 @@ def learn(key: Key, programs: list[Evidence]) -> Correction | str:
 
 
 def main() -> None:
-    """Learns from files of results; other entries of a chip's file stay."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "results", type=Path, nargs="+", help="results of benchmarks/compiled_programs.py"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=ROOT / "shardlib" / "cost" / "learned",
-        help="folder for the files",
-    )
-    args = parser.parse_args()
-    rows = (row for path in args.results for row in json.loads(path.read_text())["rows"])
+    rows, out = asked(__doc__)
     for key, programs in sorted(read(rows).items()):
         found = learn(key, programs)
         print(f"# {key[0]}, {' '.join(' '.join(pair) for pair in key[1])}")
@@ -147,12 +120,7 @@ def main() -> None:
             f"margin = {found.factor:.4g}  # {found.n} programs, median error"
             f" {found.median_error_before:.1%}; other families {found.held_out_error:.1%} more"
         )
-        path = args.out / file_name(key)
-        kept = json.loads(path.read_text()) if path.exists() else []
+        path = out / file_name(key)
+        kept = stored(path, "", [])
         kept = [entry for entry in kept if entry["quantity"] != "margin"]
-        args.out.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps([*kept, found.to_json()], indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

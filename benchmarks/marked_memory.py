@@ -1,6 +1,6 @@
-"""Is the memory of a step whose loss is marked predicted as well as that of `shardlib.compile`?
+"""Memory of a step whose loss is marked, as predicted and as compiled.
 
-    python benchmarks/marked_memory.py [--only fsdp|stage] [--seconds 400]
+    python -m benchmarks marked_memory [--only fsdp|stage] [--seconds 400]
 
 A language model of 16 layers of 2,048 (fsdp 8, ZeRO 3, two microbatches; two stages of fsdp 4,
 ZeRO 2, four microbatches) under AdamW in float32, for eight H100s: the peak of bytes on a device
@@ -11,13 +11,9 @@ same loss and optimizer. Compiled ahead of time, in processes of their own.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -26,22 +22,13 @@ import numpy as np
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, source_digest, write
+from benchmarks.environment import RESULTS, command_line, show, source_digest, stored, table, write
 from shardlib.verification.isolation import Limits
 from shardlib.verification.report import Verification
 
 LAYERS, WIDE, VOCAB, SEQ, ROWS = 16, 2048, 16384, 1024, 64
 #: Pins of each case.
-CASES: dict[str, dict[str, Any]] = {
-    "fsdp": {"mesh": {"fsdp": 8}, "zero": 3, "microbatches": 2, "remat": "full"},
-    "stage": {
-        "mesh": {"stage": 2, "fsdp": 4},
-        "zero": 2,
-        "microbatches": 4,
-        "remat": "full",
-        "schedule": "1f1b",
-    },
-}
+CASES: dict[str, dict[str, Any]] = table("marked_memory")
 OPTIMIZER = optax.adamw(1e-3)
 
 
@@ -125,18 +112,17 @@ def measured(pin: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Compiles the cases and writes the table."""
     parser = command_line(__doc__)
     parser.add_argument("--only", choices=list(CASES), help="a case; all when left out")
     parser.add_argument("--seconds", type=float, default=400.0, help="for a compiler")
     given = parser.parse_args()
     path = RESULTS / "marked_memory.json"
-    table = json.loads(path.read_text())["cases"] if path.exists() else {}
+    table = stored(path, "cases")
     source = source_digest("lowering", "tracing", "frontend", "cost")
     for name, pin in CASES.items():
         if given.only in (None, name):
             table[name] = {**measured(pin, given.seconds), "source": source}
-            print(name, json.dumps(table[name], indent=1), flush=True)
+            show(name, table[name])
             write(path, {"parameters": parameters(), "cases": table})
     return 0
 
@@ -145,7 +131,3 @@ def parameters() -> int:
     """Of the model."""
     shapes = jax.eval_shape(init, jax.eval_shape(lambda: jax.random.key(0)))
     return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,6 +1,6 @@
-"""What share of the peak do matmuls of typical layers reach, by the TPU compiler's own cycles?
+"""Share of the peak that matmuls of typical layers reach, by the TPU compiler's own cycles.
 
-    python benchmarks/matmul_cycles.py [v5e v6e] [--out FILE]
+    python -m benchmarks matmul_cycles [v5e v6e] [--out FILE]
 
 Matmuls of the sizes that layers have on one device are compiled ahead of time for each generation,
 which needs no chip, forward and as gradients of weights (contracted over rows, float32 results).
@@ -15,11 +15,8 @@ from __future__ import annotations
 import os
 import re
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -29,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, write
 from shardlib.verification.isolation import TPU_FLOPS_PER_CYCLE
 
 #: The smallest machine of each generation, as the compiler names it.
@@ -83,10 +80,8 @@ def share(chip: str, rows: int, columns: int, depth: int, backward: bool) -> flo
 
 
 def main() -> None:
-    """Compiles all matmuls for the chips that are named, or all, beside those stored before."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "matmul_cycles.json")
     parser.add_argument("chips", nargs="*", choices=[*MACHINES, []])
-    parser.add_argument("--out", type=Path, default=RESULTS / "matmul_cycles.json")
     args = parser.parse_args()
     found: dict[str, Any] = {}
     for chip in args.chips or MACHINES:
@@ -99,8 +94,4 @@ def main() -> None:
         }
         found[chip] = {"share": round(statistics.geometric_mean(shares.values()), 3), **shares}
         print(chip, found[chip], flush=True)
-    write(args.out, {"command": "python benchmarks/matmul_cycles.py", "chips": found})
-
-
-if __name__ == "__main__":
-    main()
+    write(args.out, {"command": "python -m benchmarks matmul_cycles", "chips": found})

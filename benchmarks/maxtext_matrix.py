@@ -1,7 +1,7 @@
 """MaxText's own cases beside this library: sharding dumps, and programs compiled ahead of time.
 
-    python benchmarks/maxtext_matrix.py dumps --maxtext FOLDER
-    python benchmarks/maxtext_matrix.py compile --maxtext FOLDER --python MAXTEXT/bin/python [--only NAME ...]
+    python -m benchmarks maxtext_matrix dumps --maxtext FOLDER
+    python -m benchmarks maxtext_matrix compile --maxtext FOLDER --python MAXTEXT/bin/python [--only NAME ...]
 
 FOLDER is a checkout of MaxText; its text is read and never copied. The model of a case is described
 by a `TransformerConfig` that `described` makes of MaxText's own settings, or the case is listed with
@@ -28,7 +28,6 @@ import ast
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -38,8 +37,6 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
@@ -47,13 +44,13 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, source_digest, write
+from benchmarks.compiling import compiled, inputs
+from benchmarks.environment import RESULTS, command_line, show, source_digest, stored, table, write
 from shardlib import models
 from shardlib.layout import STORED_AXES, MeshShape
 from shardlib.models.config import Experts, LatentAttention, RopeScaling
 from shardlib.planner.layouts import LANES, ROWS
 from shardlib.verification.hlo import parse
-from shardlib.verification.isolation import Limits
 from shardlib.verification.report import totals
 from shardlib.verification.traffic import read_traffic
 
@@ -61,71 +58,20 @@ Settings = Mapping[str, Any]
 WORKER = Path(__file__).resolve().parent / "peers" / "maxtext_ahead.py"
 #: Decoders of MaxText that a `TransformerConfig` describes.
 DECODERS = ("llama2", "mistral", "mixtral", "qwen3", "qwen3_moe", "deepseek", "gpt3")
+_TABLE = table("maxtext_matrix")
 #: MaxText's mesh axes -> this library's. The others shard what no card has.
-AXES = {
-    "data": "data",
-    "fsdp": "fsdp",
-    "fsdp_transpose": "fsdp",
-    "tensor": "tensor",
-    "tensor_sequence": "tensor",
-    "tensor_transpose": "tensor",
-    "expert": "expert",
-    "context": "context",
-    "stage": "stage",
-}
+AXES = _TABLE["axes"]
 #: Settings that change the computation of a layer, with the value that leaves it as a card has it.
-PLAIN = {
-    "attention_sink": False,
-    "use_indexer": False,
-    "mhc_expansion_rate": 1,
-    "engram_layers": [],
-    "quantization": "",
-    "sliding_window_size": 0,
-    "attention_bias": False,
-    "mtp_num_layers": 0,
-}
+PLAIN = _TABLE["plain"]
 #: Paths of parameters, MaxText's -> this library's; `dense_layers` and `layers` stand before them.
-ENDS = {
-    "token_embedder.embedding": "embedding",
-    "decoder.decoder_norm.scale": "norm.scale",
-    "decoder.logits_dense.kernel": "head",
-}
-LAYER = {
-    "pre_self_attention_layer_norm.scale": "attention_norm.scale",
-    "post_self_attention_layer_norm.scale": "mlp_norm.scale",
-    "self_attention.query.kernel": "attention.query",
-    "self_attention.key.kernel": "attention.key",
-    "self_attention.value.kernel": "attention.value",
-    "self_attention.out.kernel": "attention.out",
-    "self_attention.query_norm.scale": "attention.query_norm.scale",
-    "self_attention.key_norm.scale": "attention.key_norm.scale",
-    "self_attention.kv_norm.scale": "attention.norm.scale",
-    "self_attention.wkv_a.kernel": "attention.down",
-    "self_attention.wkv_b.kernel": "attention.key",
-    "mlp.wi_0.kernel": "mlp.gate",
-    "mlp.wi_1.kernel": "mlp.up",
-    "mlp.wo.kernel": "mlp.down",
-    "MoeBlock_0.gate.kernel": "experts.router",
-    "MoeBlock_0.wi_0": "experts.gate",
-    "MoeBlock_0.wi_1": "experts.up",
-    "MoeBlock_0.wo": "experts.down",
-    "shared_experts.wi_0.kernel": "experts.shared.gate",
-    "shared_experts.wi_1.kernel": "experts.shared.up",
-    "shared_experts.wo.kernel": "experts.shared.down",
-}
+ENDS = _TABLE["ends"]
+LAYER = _TABLE["layer"]
 #: MaxText splits no head: these are two parameters here, of which the first is compared.
-MERGED = {
-    "self_attention.query.kernel": "the part without and the part with positions are two parameters",
-    "self_attention.wkv_a.kernel": "the part without and the part with positions are two parameters",
-    "self_attention.wkv_b.kernel": "keys and values are two parameters",
-}
+MERGED = _TABLE["merged"]
 
 
 class NotDescribedError(Exception):
     """No card describes the model; the message lists why."""
-
-
-# Models
 
 
 def settings_of(maxtext: Path, model: str) -> dict[str, Any]:
@@ -137,11 +83,13 @@ def settings_of(maxtext: Path, model: str) -> dict[str, Any]:
     return {name.removeprefix("base_"): value for name, value in merged.items()}
 
 
-def described(settings: Settings, name: str) -> models.TransformerConfig:
-    """The card of a model that MaxText's settings describe.
+def _fields(of: str, settings: Settings) -> dict[str, Any]:
+    return {field: settings[name] for field, name in _TABLE[of].items()}
 
-    Raises:
-        NotDescribedError: with every reason.
+
+def described(settings: Settings, name: str) -> models.TransformerConfig:
+    """The card of a model that MaxText's settings describe; a `NotDescribedError` has every reason
+    why there is none.
     """
     block = settings["decoder_block"]
     reasons = [] if block in DECODERS else [f"the decoder block {block}"]
@@ -159,13 +107,7 @@ def described(settings: Settings, name: str) -> models.TransformerConfig:
     gpt = block == "gpt3"
     return models.TransformerConfig(
         name=name,
-        vocab_size=settings["vocab_size"],
-        layers=settings["num_decoder_layers"],
-        embed=settings["emb_dim"],
-        heads=settings["num_query_heads"],
-        kv_heads=settings["num_kv_heads"],
-        head_dim=settings["head_dim"],
-        mlp=settings["mlp_dim"],
+        **_fields("card", settings),
         max_seq=max(
             settings.get("trainable_position_size") or 0, settings["max_target_length"], 2048
         ),
@@ -182,9 +124,7 @@ def described(settings: Settings, name: str) -> models.TransformerConfig:
         rope_scaling=_yarn(settings),
         qk_norm=bool(settings.get("use_qk_norm")),
         experts=_experts(settings) if sparse else None,
-        latent=_latent(settings) if latent else None,
-        param_dtype=settings["weight_dtype"],
-        compute_dtype=settings["dtype"],
+        latent=LatentAttention(**_fields("latent", settings)) if latent else None,
     )
 
 
@@ -219,16 +159,6 @@ def _experts(settings: Settings) -> Experts:
     )
 
 
-def _latent(settings: Settings) -> LatentAttention:
-    return LatentAttention(
-        q_lora=settings["q_lora_rank"],
-        kv_lora=settings["kv_lora_rank"],
-        rope_dim=settings["qk_rope_head_dim"],
-        nope_dim=settings["qk_nope_head_dim"],
-        v_dim=settings["v_head_dim"],
-    )
-
-
 def mesh_of(sizes: Mapping[str, int]) -> dict[str, int]:
     """MaxText's mesh in this library's axes; sizes of axes that mean the same are multiplied."""
     mesh: dict[str, int] = {}
@@ -238,29 +168,6 @@ def mesh_of(sizes: Mapping[str, int]) -> dict[str, int]:
                 raise NotDescribedError(f"the mesh axis {axis}")
             mesh[AXES[axis]] = mesh.get(AXES[axis], 1) * size
     return mesh
-
-
-def planned(
-    card: models.TransformerConfig,
-    batch: int,
-    seq: int,
-    topology: str,
-    pin: Mapping[str, Any],
-    optimizer: optax.GradientTransformation | None = None,
-) -> tuple[dict[str, Any], shardlib.Plan]:
-    """The keyword arguments of `shardlib.plan` and `verify`, and the plan."""
-    init, loss = models.build(card)
-    arguments = {
-        "init": init,
-        "loss": loss,
-        "optimizer": optimizer or optax.adamw(3e-5),
-        "batch": models.example_batch(card, batch, seq),
-        "name": card.name,
-    }
-    return arguments, shardlib.plan(**arguments, topology=topology, pin=dict(pin))
-
-
-# Sharding dumps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,7 +249,7 @@ def compare_dump(maxtext: Path, folder: Path) -> dict[str, Any]:
     }
     for what, pin in pins.items():
         try:
-            _, plan = planned(card, 12 * devices, 2048, topology, pin)
+            plan = shardlib.plan(**inputs(card, 12 * devices, 2048), topology=topology, pin=pin)
         except shardlib.ShardlibError as error:
             row[what] = {"error": str(error)}
             continue
@@ -430,9 +337,6 @@ def _whole(shape: tuple[int, ...], dim: int, ways: int) -> bool:
     """Whether shards of a dim are whole tiles of a TPU's memory."""
     last = len(shape) - 1
     return dim < last - 1 or shape[dim] // ways % (LANES if dim == last else ROWS) == 0
-
-
-# Programs compiled ahead of time
 
 
 def test_cases(maxtext: Path) -> dict[str, dict[str, str]]:
@@ -553,15 +457,13 @@ def ours(settings: Settings, name: str, seconds: float) -> dict[str, Any]:
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optimizer)
     started = time.monotonic()
     try:
-        arguments, plan = planned(
-            card, settings["global_batch"], settings["max_target_length"], topology, pin, optimizer
-        )
+        sizes = settings["global_batch"], settings["max_target_length"]
+        arguments = inputs(card, *sizes, optimizer)
+        plan = shardlib.plan(**arguments, topology=topology, pin=pin)
         planning = time.monotonic() - started
-        made = shardlib.verify(
-            **arguments, topology=topology, plan=plan, limits=Limits(seconds=seconds)
-        )
     except shardlib.ShardlibError as error:
         return {"error": f"{type(error).__name__}: {error}"}
+    made = compiled(arguments, topology, seconds=seconds, plan=plan)
     facts = {
         "topology": topology,
         "pin": pin,
@@ -572,8 +474,8 @@ def ours(settings: Settings, name: str, seconds: float) -> dict[str, Any]:
         "plan_seconds": round(planning, 2),
         "predicted_peak_bytes": plan.estimate.device_bytes.peak,
     }
-    if made.compiled is None:
-        return facts | {"error": str(made.findings[0])}
+    if isinstance(made, str):
+        return facts | {"error": made}
     return facts | {
         "compile_seconds": round(made.compile_seconds, 1),
         "peak_bytes": made.compiled.device_bytes["peak"],
@@ -601,10 +503,7 @@ def compile_case(
 
 def compiled_source() -> str:
     """Digest of the code that decides what is compiled."""
-    return source_digest("lowering", "tracing", "models", "annotation", "planning", "cost")
-
-
-# Command line
+    return source_digest("lowering", "tracing", "models", "annotation", "planner", "cost")
 
 
 def dumps(options: argparse.Namespace) -> dict[str, Any]:
@@ -615,21 +514,19 @@ def dumps(options: argparse.Namespace) -> dict[str, Any]:
     for folder in folders:
         row = compare_dump(options.maxtext, folder)
         rows.append(row)
-        parts = [
-            row[what]["error"]
-            if "error" in row[what]
-            else f"{what}: {sum(one['same'] for one in row[what].values())} of {len(row[what])} the same"
+        same = {
+            what: sum(parameter["same"] for parameter in row[what].values())
             for what in ("mesh pinned", "mesh and rules pinned")
-            if what in row
-        ] or [row["reason"]]
-        print(f"{row['model']} {row['machine']} {row['rule']}: {'; '.join(parts)}")
+            if "error" not in row.get(what, {"error": ""})
+        }
+        show(f"{row['model']} {row['machine']} {row['rule']}", row | same, "reason", *same)
     return {"benchmark": "maxtext_dumps", "dumps": rows}
 
 
 def compile_all(options: argparse.Namespace) -> dict[str, Any]:
     """All cases, or those that are named; the result is written after each."""
-    out = options.out or RESULTS / "maxtext_matrix.json"
-    rows = json.loads(out.read_text())["cases"] if out.exists() else []
+    out = RESULTS / "maxtext_matrix.json"
+    rows = stored(out, "cases", [])
     by_name = {row["name"]: row for row in rows}
     cases = test_cases(options.maxtext)
     for name in options.only or cases:
@@ -642,18 +539,8 @@ def compile_all(options: argparse.Namespace) -> dict[str, Any]:
         row = compile_case(name, cases[name], made if "peak_bytes" in made else None, options)
         by_name[name] = row
         write(out, {"benchmark": "maxtext_matrix", "cases": list(by_name.values())}, quiet=True)
-        print(name, _line(row), flush=True)
+        show(name, row, "memory_ratio", "wire_ratio")
     return {"benchmark": "maxtext_matrix", "cases": list(by_name.values())}
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    if "memory_ratio" in row:
-        wire = f", wire bytes {row['wire_ratio']:.2f}" if "wire_ratio" in row else ""
-        return f"memory {row['memory_ratio']:.2f}{wire} of MaxText's"
-    mine = row.get("shardlib", {})
-    return str(
-        row["maxtext"].get("error") or mine.get("reason") or mine.get("error") or "not compared"
-    )
 
 
 def main() -> None:
@@ -666,13 +553,8 @@ def main() -> None:
         "--again", action="store_true", help="compile our half of what was compiled before"
     )
     parser.add_argument("--seconds", type=float, default=900.0, help="most for one compilation")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.what == "compile" and not options.python:
         parser.error("compile needs --python")
     result = dumps(options) if options.what == "dumps" else compile_all(options)
-    write(options.out or RESULTS / f"{result['benchmark']}.json", result)
-
-
-if __name__ == "__main__":
-    main()
+    write(RESULTS / f"{result['benchmark']}.json", result)

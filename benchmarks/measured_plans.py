@@ -1,6 +1,6 @@
-"""Is the plan that is predicted best the best that was measured?
+"""The plan that is predicted best, among measured plans.
 
-    python benchmarks/measured_plans.py [--data FILE.jsonl] [--fit] [--out measured_plans.json]
+    python -m benchmarks measured_plans [--data FILE.jsonl] [--fit] [--out measured_plans.json]
 
 Prices measured configurations of one cluster (the ultra-scale playbook: Llama-like models under
 nanotron on 8 to 512 H100, data x tensor x pipeline x ZeRO x micro batch at one global batch) with
@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +28,6 @@ import numpy as np
 from scipy.optimize import least_squares
 from scipy.stats import spearmanr
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from benchmarks.environment import RESULTS, command_line, write
@@ -248,7 +246,6 @@ def priced(runs: Sequence[Row]) -> dict[str, tuple[float, bool]]:
 
 
 def main() -> None:
-    """Prices the runs of a file, or fits to them."""
     parser = command_line(__doc__)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--fit", action="store_true")
@@ -263,7 +260,7 @@ def main() -> None:
     clean = [run for run in runs if run["ran"] and not run["slow"]]
     fits, ran = ({r["id"] for r in runs if prices[r["id"]][1]}, {r["id"] for r in runs if r["ran"]})
     result = {
-        "command": "python benchmarks/measured_plans.py --out",
+        "command": "python -m benchmarks measured_plans --out",
         "fitted": figures_of([run for run in clean if is_train(run)], prices),
         "unseen": figures_of([run for run in clean if not is_train(run)], prices),
         "feasibility": {
@@ -274,7 +271,3 @@ def main() -> None:
     print(json.dumps(result, indent=1))
     if args.out:
         write(args.out, result)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
-"""What does every saver of memory save, as predicted and as the compilers of a TPU and a GPU have
-it?
+"""Savings of every saver of memory, as predicted and as the compilers of a TPU and a GPU have it.
 
-    python benchmarks/memory_savers.py [--topology v5e:2x4 ...] [--only NAME ...] [--out results.json]
+    python -m benchmarks memory_savers [--topology v5e:2x4 ...] [--only NAME ...] [--out results.json]
 
 One Llama-like model of 400 million parameters on eight devices: ZeRO 0 to 3, recomputation,
 gradient accumulation, dtypes, and what rests in host memory. Every step is compiled ahead of time;
@@ -11,105 +10,37 @@ compiled; collectives of gradients are listed with their dtypes.
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import optax
 
-import shardlib
-from benchmarks.environment import RESULTS, write
-from shardlib import models
+from benchmarks.compiling import compiled, inputs
+from benchmarks.environment import card, command_line, show, table, write
 from shardlib.models.config import TransformerConfig
-from shardlib.verification.isolation import Limits
 from shardlib.verification.report import totals
 
-MODEL = TransformerConfig(
-    name="llama-400m",
-    vocab_size=4096,
-    layers=24,
-    embed=1024,
-    heads=8,
-    kv_heads=8,
-    head_dim=128,
-    mlp=4096,
-    max_seq=1024,
-)
+MODEL = card("llama-400m")
 BATCH, SEQ = 32, 1024
 #: Attention as programs have it that are compiled without the machine: the kernel of cuDNN is
 #: lowered where the GPUs are, and nowhere else.
 ATTENTION = {"h100:8": "blocks"}
 TOPOLOGIES = ("v5e:2x4", "h100:8")
-FULL = {"remat": "full", "microbatches": 1}
-ZERO3 = {**FULL, "mesh": {"fsdp": 8}, "zero": 3}
 #: (name, the row that it is compared with, pins).
-ROWS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("zero 0", "", {**FULL, "mesh": {"data": 8}, "zero": 0}),
-    ("zero 1", "zero 0", {**FULL, "mesh": {"fsdp": 8}, "zero": 1}),
-    ("zero 2", "zero 0", {**FULL, "mesh": {"fsdp": 8}, "zero": 2}),
-    ("zero 3", "zero 0", ZERO3),
-    ("remat none", "", {**ZERO3, "remat": "none"}),
-    ("remat dots", "remat none", {**ZERO3, "remat": "dots"}),
-    ("remat full", "remat none", ZERO3),
-    ("remat full of 12 layers", "remat none", {**ZERO3, "remat_layers": 12}),
-    ("accumulation 4, remat none", "remat none", {**ZERO3, "remat": "none", "microbatches": 4}),
-    ("accumulation 4", "zero 3", {**ZERO3, "microbatches": 4}),
-    (
-        "accumulation 4, sums in bfloat16",
-        "accumulation 4",
-        {**ZERO3, "microbatches": 4, "gradient_dtype": "bfloat16"},
-    ),
-    (
-        "accumulation 4, zero 0",
-        "zero 0",
-        {**FULL, "mesh": {"data": 8}, "zero": 0, "microbatches": 4},
-    ),
-    (
-        "accumulation 4, zero 1",
-        "zero 1",
-        {**FULL, "mesh": {"fsdp": 8}, "zero": 1, "microbatches": 4},
-    ),
-    ("parameters in bfloat16", "zero 3", {**ZERO3, "param_dtype": "bfloat16"}),
-    ("moments in bfloat16", "zero 3", {**ZERO3, "moment_dtype": "bfloat16"}),
-    ("gradients in float32 on the wire", "zero 3", {**ZERO3, "reduction_dtype": "float32"}),
-    (
-        "zero 0, gradients in bfloat16 on the wire",
-        "zero 0",
-        {**FULL, "mesh": {"data": 8}, "zero": 0, "reduction_dtype": "bfloat16"},
-    ),
-    ("optimizer state in host memory", "zero 3", {**ZERO3, "offload": ["optimizer"]}),
-    ("activations in host memory", "zero 3", {**ZERO3, "offload": ["activations"]}),
-)
+ROWS: list[tuple[str, str, dict[str, Any]]] = table("memory_savers")["rows"]
 
 
 def measure(
     topology: str, name: str, pin: dict[str, Any], model: TransformerConfig
 ) -> dict[str, Any]:
     """One row as plain data."""
-    init, loss = models.build(model)
     pin = {**({"attention": ATTENTION[topology]} if topology in ATTENTION else {}), **pin}
     row: dict[str, Any] = {"topology": topology, "name": name, "model": model.name, "pin": pin}
-    try:
-        found = shardlib.verify(
-            init,
-            loss,
-            optax.adamw(3e-4),
-            models.example_batch(model, BATCH, SEQ),
-            topology=topology,
-            pin=pin,
-            name=model.name,
-            limits=Limits(seconds=900),
-        )
-    except shardlib.ShardlibError as error:
-        return {**row, "failed": f"{type(error).__name__}: {error}"}
-    if found.compiled is None:
-        return {**row, "failed": str(found.findings[0])}
+    found = compiled(inputs(model, BATCH, SEQ), topology, seconds=900, pin=pin)
+    if isinstance(found, str):
+        return {**row, "failed": found}
     predicted, made = found.plan.estimate.device_bytes, found.compiled.device_bytes
     return {
         **row,
@@ -132,64 +63,32 @@ def measure(
     }
 
 
-def line(row: dict[str, Any], others: dict[str, dict[str, Any]], base: str) -> str:
-    """A row in one line for people."""
-    if "failed" in row:
-        return (
-            f"{row['topology']:8s} {row['name']:44s} failed: {row['failed'].splitlines()[0][:160]}"
-        )
-    other = others.get(base, {})
-    saved = (
-        "".join(
-            f"{other[key] / 2**30 - row[key] / 2**30:9.2f}"
-            for key in ("predicted_bytes", "compiled_bytes")
-        )
-        if "compiled_bytes" in other
-        else ""
-    )
-    return (
-        f"{row['topology']:8s} {row['name']:44s} {row['predicted_bytes'] / 2**30:9.2f}"
-        f" {row['compiled_bytes'] / 2**30:9.2f} {row['error']:7.1%} {saved}"
-    )
-
-
 def run(
     benchmark: str,
     description: str | None,
     rows: Sequence[tuple[str, str, dict[str, Any], TransformerConfig]],
 ) -> None:
-    """Measures every row that the command line asks for, prints the table and writes the results.
-
-    Args:
-        benchmark: its name, that of the file of results.
-        description: of the command.
-        rows: (name, the row that it is compared with or "", pins, model).
+    """Measures rows (name, the row that it is compared with or "", pins, model) that the command
+    line asks for, and writes the result of the benchmark.
     """
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(description, f"{benchmark}.json")
     parser.add_argument("--topology", nargs="*", default=TOPOLOGIES)
     parser.add_argument("--only", nargs="*", default=None, help="names of rows")
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{benchmark}.json")
     args = parser.parse_args()
-    print(
-        f"{'':8s} {'GiB per device':44s} {'predicted':>9s} {'compiled':>9s} {'error':>7s}   saved,"
-        " predicted and compiled"
-    )
     found: list[dict[str, Any]] = []
     for topology in args.topology:
         done: dict[str, dict[str, Any]] = {}
         for name, base, pin, model in rows:
             if args.only is None or name in args.only:
-                done[name] = measure(topology, name, pin, model)
-                found.append(done[name])
-                print(line(done[name], done, base), flush=True)
-                write(
-                    args.out,
-                    {"benchmark": benchmark, "batch": BATCH, "seq": SEQ, "rows": found},
-                    quiet=True,
-                )
+                row = done[name] = measure(topology, name, pin, model)
+                found.append(row)
+                sizes = ("predicted_bytes", "compiled_bytes")
+                compared = done.get(base, {}).keys() & row.keys() & {*sizes}
+                saved = {f"saved {key}": done[base][key] - row[key] for key in compared}
+                show(f"{topology} {name}", row | saved, "failed", *sizes, "error", *saved)
+                result = {"benchmark": benchmark, "batch": BATCH, "seq": SEQ, "rows": found}
+                write(args.out, result, quiet=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
     run("memory_savers", __doc__, [(*row, MODEL) for row in ROWS])

@@ -1,6 +1,6 @@
-"""Do attention and experts on every mesh of up to eight devices compute the numbers of one device?
+"""Attention and experts on every mesh of up to eight devices, beside one device.
 
-    python benchmarks/mesh_equality.py [--devices N ...] [--redo]
+    python -m benchmarks mesh_equality [--devices N ...] [--redo]
 
 Every factorisation of 1 to 8 devices over data, fsdp, expert, context and tensor axes, and those
 with stages: a model of attention with grouped heads and top-2 experts, written with the functions
@@ -18,15 +18,20 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, simulate_devices, source_digest, write
+from benchmarks.environment import (
+    RESULTS,
+    command_line,
+    missing,
+    show,
+    simulate_devices,
+    source_digest,
+    stored,
+    write,
+)
 
 simulate_devices(8)
 os.environ["XLA_FLAGS"] = (
@@ -238,47 +243,23 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the cases that are missing."""
     parser = command_line(__doc__)
     parser.add_argument("--devices", type=int, nargs="*", default=list(range(1, 9)))
     parser.add_argument("--redo", action="store_true", help="run what is stored too")
     given = parser.parse_args()
     digest = source_digest("lowering", "functions", "tracing")
-    known = {
-        json.dumps([row["devices"], row["pin"], row["experts"]]): row
-        for row in (
-            json.loads(PATH.read_text())["rows"] if PATH.exists() and not given.redo else []
-        )
-    }
-    for devices in given.devices:
-        for case in grid(devices):
-            key = json.dumps([devices, case["pin"], case["experts"]])
-            if known.get(key, {}).get("source") == digest:
-                continue
-            known[key] = {"devices": devices, **case, **compared(devices, case), "source": digest}
-            row = known[key]
-            print(
-                " ".join(f"{axis}={size}" for axis, size in case["pin"]["mesh"].items() if size > 1)
-                or "one device",
-                case["pin"]["context"],
-                case["experts"],
-                row.get("refused")
-                or f"{row['error']:.1e} decisions {'equal' if row['decisions_equal'] else 'DIFFER'} {row['dropped']:.0f} dropped {row['seconds']} s",
-                flush=True,
-            )
-            write(
-                PATH,
-                {
-                    "tolerance": TOLERANCE,
-                    "summary": summary(list(known.values())),
-                    "rows": list(known.values()),
-                },
-                quiet=True,
-            )
-            if len(known) % 50 == 0:
-                jax.clear_caches()
-    print(summary(list(known.values())))
 
+    def key(case: dict[str, Any]) -> str:
+        return json.dumps([case["devices"], case["pin"], case["experts"]])
 
-if __name__ == "__main__":
-    main()
+    rows = {key(row): row for row in stored(PATH, "rows", [])}
+    cases = [{"devices": n, **case} for n in given.devices for case in grid(n)]
+    for name, case in missing(((key(case), case) for case in cases), rows, digest, redo=given.redo):
+        rows[name] = {**case, **compared(case["devices"], case), "source": digest}
+        show(name, rows[name])
+        table = [*rows.values()]
+        result = {"tolerance": TOLERANCE, "summary": summary(table), "rows": table}
+        write(PATH, result, quiet=True)
+        if len(rows) % 50 == 0:
+            jax.clear_caches()
+    print(summary([*rows.values()]))

@@ -1,6 +1,6 @@
-"""Does the planner choose as many microbatches on one CPU device as are fastest there?
+"""The planned number of microbatches on one CPU device, beside the fastest.
 
-    python benchmarks/microbatches_on_cpu.py
+    python -m benchmarks microbatches_on_cpu
 
 The four-layer transformer of `pipeline_times.py` on one simulated device, with each number of
 microbatches pinned and all else free, and as planned without pins. Steps alternate in one process.
@@ -9,19 +9,14 @@ Stored are predicted and measured seconds, and how much longer the free plan tak
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-import jax
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import alternate, command_line, show, simulate_devices, write
 from benchmarks.pipeline_times import CONFIG, ROWS, SEQ
-from benchmarks.stepping import alternate, random_tokens, stepper
+from benchmarks.stepping import random_tokens, stepper
 from shardlib import models
 
 simulate_devices(1)  # pipeline_times asks for eight
@@ -30,12 +25,8 @@ COUNTS = (1, 2, 4, 8, 16, 32)
 
 
 def main() -> None:
-    """Plans, runs and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "microbatches_on_cpu_jax-*.json")
     parser.add_argument("--repeats", type=int, default=15, help="timed steps of each program")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / f"microbatches_on_cpu_jax-{jax.__version__}.json"
-    )
     args = parser.parse_args()
     init, loss = models.build(CONFIG)
     pins: dict[str, dict[str, Any]] = {"free": {}, **{str(n): {"microbatches": n} for n in COUNTS}}
@@ -44,7 +35,7 @@ def main() -> None:
             init,
             loss,
             optax.adamw(1e-3),
-            random_tokens(CONFIG, ROWS, SEQ),
+            random_tokens(CONFIG.vocab_size, ROWS, SEQ),
             topology="cpu:1",
             pin=pin,
         )
@@ -53,7 +44,7 @@ def main() -> None:
     steps = {
         name: stepper(CONFIG, optax.adamw(1e-3), ROWS, SEQ, 1, pin) for name, pin in pins.items()
     }
-    found = alternate(steps, args.repeats)
+    found = {name: calls.summary() for name, calls in alternate(steps, args.repeats).items()}
     fastest = min(row["median_s"] for row in found.values())
     result = {
         "benchmark": "microbatches_on_cpu",
@@ -69,13 +60,6 @@ def main() -> None:
         },
     }
     for name, row in result["plans"].items():
-        print(
-            f"{name:>5}: {row['microbatches']} microbatches, remat {row['remat']}, predicted"
-            f" {1e3 * row['predicted_s']:.0f} ms, measured {1e3 * row['median_s']:.0f} ms"
-        )
+        show(name, row)
     print(f"the free plan takes {result['regret']:.1%} longer than the fastest")
     write(args.out, result)
-
-
-if __name__ == "__main__":
-    main()

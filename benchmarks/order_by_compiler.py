@@ -1,6 +1,6 @@
-"""Are the plans that are predicted to be the fastest the fastest by the TPU compiler?
+"""The order of predicted plans, beside their order by the TPU compiler.
 
-    python benchmarks/order_by_compiler.py [--job dense --job lstm]
+    python -m benchmarks order_by_compiler [--job dense --job lstm]
 
 For each job: every mesh over data, fsdp and tensor with ZeRO stages 1 and 3, one or two
 microbatches, and with tensor also with sharded sequences, is priced; of the plans within 20% of the
@@ -18,15 +18,11 @@ those that were compiled. *Rank correlation*: Spearman's, where plans differ by 
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -36,7 +32,7 @@ import optax
 from flax import nnx
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, source_digest, write
+from benchmarks.environment import command_line, show, source_digest, stored, write
 from benchmarks.families import FAMILIES
 from benchmarks.order_candidates import Pin, candidates, judged, pins, summary
 from benchmarks.scheduled_wire import waited_seconds
@@ -171,7 +167,7 @@ def run(job: Job, most: int, limits: Limits) -> dict[str, Any]:
     done = [row for row in rows if "failed" not in row]
     return {
         "job": asdict(job),
-        "source": source_digest("lowering", "tracing", "models", "annotation", "cost", "planning"),
+        "source": source_digest("lowering", "tracing", "models", "annotation", "cost", "planner"),
         "plans": rows,
         **{name: judged_by(name, done) for name in ("compiled", "scheduled")},
     }
@@ -248,7 +244,7 @@ def priced_again(kept: Mapping[str, Any]) -> dict[str, Any]:
         row["compiled"] = _parts(rule)
         row["scheduled"] = _parts(replace(rule, exposed=waited))
     figures = {name: judged_by(name, done) for name in ("compiled", "scheduled")}
-    return {**kept, **figures, "priced": source_digest("cost", "planning")}
+    return {**kept, **figures, "priced": source_digest("cost", "planner")}
 
 
 def _exported(
@@ -291,27 +287,11 @@ def _wire(collectives: Iterable[shardlib.Collective]) -> dict[str, float]:
     return seconds
 
 
-def line(name: str, row: Mapping[str, Any]) -> str:
-    """A job in one line for people."""
-    failed = sum("failed" in one for one in row["plans"])
-    return (
-        f"{name:8s} {row['job']['topology']} {len(row['plans'])} plans ({failed} not compiled):"
-        + "; ".join(
-            f" {by} regret {row[by]['regret']:.1%}, spread {row[by]['spread']:.1%}, rank"
-            f" correlation {row[by]['rank_correlation']}, predicted over found"
-            f" {row[by]['predicted_over_measured']:.2f}"
-            for by in ("compiled", "scheduled")
-        )
-    )
-
-
 def main() -> None:
-    """Compiles plans of the jobs and adds them to the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "order_by_compiler.json")
     parser.add_argument("--job", choices=JOBS, action="append", help="all of them when left out")
     parser.add_argument("--plans", type=int, default=6, help="plans of a job, at most")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each compilation")
-    parser.add_argument("--out", type=Path, default=RESULTS / "order_by_compiler.json")
     parser.add_argument(
         "--price-again",
         action="store_true",
@@ -319,18 +299,14 @@ def main() -> None:
     )
     args = parser.parse_args()
     limits = Limits(seconds=args.seconds, memory_bytes=24 * 2**30)
-    kept = json.loads(args.out.read_text())["jobs"] if args.out.exists() else {}
+    kept = stored(args.out, "jobs")
     for name in args.job or JOBS:
         again = args.price_again and name in kept
         kept[name] = priced_again(kept[name]) if again else run(JOBS[name], args.plans, limits)
-        print(line(name, kept[name]), flush=True)
+        show(name, kept[name], "compiled", "scheduled")
         figures = {
             by: summary(job[by] for job in kept.values()) for by in ("compiled", "scheduled")
         }
         result = {"benchmark": "order_by_compiler", **figures, "jobs": kept}
         write(args.out, result, quiet=True)
         print(figures, flush=True)
-
-
-if __name__ == "__main__":
-    main()

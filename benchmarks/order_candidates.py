@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
+from scipy.stats import spearmanr
 
 import shardlib
 from shardlib.errors import InfeasibleError, PinError
@@ -34,14 +34,8 @@ def pins(devices: int) -> Iterator[Pin]:
 def candidates(
     job: Mapping[str, Any], topology: str, tried: Iterable[Pin], most: int
 ) -> list[tuple[Pin, shardlib.Plan]]:
-    """The plans within `SLACK` of the best prediction, at most so many: the best, and others spread
-    evenly over the predictions.
-
-    Args:
-        job: what `shardlib.plan` takes of a model.
-        topology: what is planned for.
-        tried: pins; those that allow no plan are passed over.
-        most: how many plans, at least 2.
+    """The plans within `SLACK` of the best prediction: the best, and others spread evenly over the
+    predictions, at most `most` (at least 2) in all. Pins that allow no plan are passed over.
     """
     found: dict[str, tuple[Pin, shardlib.Plan]] = {}
     for pin in tried:
@@ -61,12 +55,8 @@ def candidates(
 def judged(
     predicted: Sequence[float], found: Sequence[float], noise: float = 0.0
 ) -> dict[str, float | None]:
-    """Regret, and the rank correlation where plans differ by more than noise.
-
-    Args:
-        predicted: seconds of a step of each plan.
-        found: the same, measured or by a compiler.
-        noise: of what was found, relative.
+    """Regret, and the rank correlation where plans differ by more than the relative noise of what
+    was found.
     """
     first = min(range(len(predicted)), key=lambda i: predicted[i])
     spread = max(found) / min(found) - 1
@@ -76,19 +66,8 @@ def judged(
         "predicted_over_measured": predicted[first] / found[first],
         "spread": spread,
         "noise": noise,
-        "rank_correlation": spearman(predicted, found) if told else None,
+        "rank_correlation": float(spearmanr(predicted, found)[0]) if told else None,
     }
-
-
-def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's rank correlation."""
-
-    def ranks(values: Sequence[float]) -> np.ndarray:
-        return np.array(
-            [np.mean([v < x for v in values]) + np.mean([v <= x for v in values]) for x in values]
-        )
-
-    return float(np.corrcoef(ranks(a), ranks(b))[0, 1])
 
 
 def summary(jobs: Iterable[Mapping[str, Any]]) -> dict[str, float | None]:

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 
 import shardlib
+from benchmarks.stepping import random_tokens
 from shardlib import models
 from shardlib.models.config import Experts, TransformerConfig
 
@@ -34,12 +35,7 @@ def transformer(batch: int, seq: int, **changes: Any) -> Job:
         **{**shape, **changes},
     )
     init, loss = models.build(config)
-    numbers = np.random.default_rng(0)
-    ids = {
-        key: numbers.integers(0, 512, (batch, seq)).astype(np.int32)
-        for key in ("inputs", "targets")
-    }
-    return _job(init, loss, ids)
+    return _job(init, loss, random_tokens(512, batch, seq))
 
 
 def _job(init: Any, loss: Callable[[Any, Any], jax.Array], batch: dict[str, np.ndarray]) -> Job:

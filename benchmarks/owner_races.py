@@ -1,6 +1,6 @@
 """Two writers on one folder: is anything lost?
 
-    python benchmarks/owner_races.py [--races 20] [--steps 24] [--out results/owner_races.json]
+    python -m benchmarks owner_races [--races 20] [--steps 24] [--out results/owner_races.json]
 
 In every race two processes train the same run in the same folder. They start at the same moment, or
 the second comes while the first trains or while it saves; in some races the first is then killed
@@ -29,7 +29,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.update(
     JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2", XLA_FLAGS="--xla_backend_optimization_level=0"
 )
@@ -40,7 +39,8 @@ import optax
 from flax import nnx
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, write
+from benchmarks.runs import last_arrays, losses
 from shardlib.checkpointing.store import Keep
 from shardlib.errors import OwnedError
 from shardlib.training.fit import fit
@@ -203,15 +203,9 @@ def left(
         "lines_wrong": wrong,
         "steps_missing": len(set(range(1, steps + 1)) - set(found)),
         "losses_equal": not alone or found == alone,
-        "parameters_equal": not sums or final(folder, steps) == sums,
+        "parameters_equal": not sums or last_arrays(folder, steps) == sums,
         "saves_lost": len(promised - set(folder.saved())),
     }
-
-
-def final(folder: RunFolder, steps: int) -> Any:
-    """Shapes and sums of the arrays of the last checkpoint; None where there is none."""
-    found = [*(folder.checkpoints / str(steps)).rglob("about/*")]
-    return json.loads(found[0].read_text())["content"]["arrays"] if found else None
 
 
 def good(row: dict[str, Any]) -> bool:
@@ -228,12 +222,10 @@ def good(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    """Races, compares, writes."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "owner_races.json")
     parser.add_argument("--races", type=int, default=20)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "owner_races.json")
     given = parser.parse_args()
     kinds = [("together", "train", "save", "killed")[number % 4] for number in range(given.races)]
     random.Random(given.seed).shuffle(kinds)
@@ -247,11 +239,8 @@ def main() -> None:
         ).read_text()
         one = RunFolder(root / "alone" / "run")
         alone, sums = (
-            {
-                step: record["loss"]
-                for step, record in by_step(read_lines(one.metrics).records).items()
-            },
-            final(one, given.steps),
+            losses(one),
+            last_arrays(one, given.steps),
         )
         rows = []
         for number, kind in enumerate(kinds):
@@ -269,7 +258,3 @@ def main() -> None:
         },
     )
     print(f"{sum(map(good, rows))} of {given.races} races lost nothing")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Three workers over two parameter servers, one of them slow: what do the others lose, how stale
 are gradients, and what does the slow one cost?
 
-    python benchmarks/parameter_server.py
+    python -m benchmarks parameter_server
 
 Worker 2 is a process that is stopped and continued again, so that it runs a fifth of the time. Each
 worker simulates two devices; a step waits 10 ms for its rows, so that a machine of two cores has
@@ -24,14 +24,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import shardlib
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import RESULTS, command_line, show, write
 from shardlib.islands import servers
 from shardlib.islands.servers.server import Listening, Service
 from shardlib.islands.servers.wire import Ask, Connection, address_file, listed
@@ -148,7 +146,16 @@ def serve(folder: Path, rule: Any) -> None:
 def transfers(rule: str, elements: int = 10_000_000) -> dict[str, float]:
     """Seconds of a fetch and of a push, each the median of five."""
     with tempfile.TemporaryDirectory() as name:
-        words = [sys.executable, __file__, "--serve", name, "--rule", rule]
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks",
+            "parameter_server",
+            "--serve",
+            name,
+            "--rule",
+            rule,
+        ]
         process = subprocess.Popen(words)
         try:
             link = Connection(where=listed(Path(name), 0), server=0, worker=0, secret="benchmark")
@@ -168,7 +175,7 @@ def transfers(rule: str, elements: int = 10_000_000) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--rule", default="sgd", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -178,27 +185,16 @@ def main() -> None:
     found = {}
     for name, more in CASES.items():
         found[name] = case = row(more)
-        rates = ", ".join(f"{rate:.1f}" for rate in case["steps_per_s"])
-        goal = case["seconds_to_goal"]
-        print(
-            f"{name}: steps/s {rates}; staleness {case['mean_staleness']:.2f} in the mean,"
-            f" {max(map(int, case['staleness']))} at most; loss below {GOAL} after"
-            f" {'never' if goal is None else f'{goal:.1f} s'}",
-            flush=True,
-        )
+        show(name, case, "mean_staleness", "seconds_to_goal")
     bytes_40m = {rule: transfers(rule) for rule in ("sgd", "adagrad")}
     print(bytes_40m)
     write(
         RESULTS / "parameter_server.json",
         {
-            "command": "python benchmarks/parameter_server.py",
+            "command": "python -m benchmarks parameter_server",
             "steps": STEPS,
             "slow_worker": SLOW,
             "cases": found,
             "transfers_of_40_mb": bytes_40m,
         },
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """LoRA adapters to PEFT and back: a Flax model and a PyTorch one with the same base weights give
 the same numbers under adapters that either library has written.
 
-    python benchmarks/peft_adapters.py --torch PYTHON --out benchmarks/results/peft_adapters.json
+    python -m benchmarks peft_adapters --torch PYTHON --out benchmarks/results/peft_adapters.json
 
 PYTHON has torch, peft and safetensors; it runs in a process of its own. Base weights go over as
 safetensors, and come back by learned names.
@@ -9,14 +9,13 @@ safetensors, and come back by learned names.
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.environment import command_line
+
 INNER, OUTER, RANK, ROWS = 12, 20, 3, 7
 
 #: What the other Python does: a model of two layers; reads our adapter, and makes one of its own.
@@ -54,9 +53,7 @@ print(json.dumps({{"torch": torch.__version__, "peft": peft.__version__}}))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--torch", required=True, help="a Python with torch and peft")
     parser.add_argument("--out", type=Path, help="store the figures")
     options = parser.parse_args()
@@ -135,8 +132,3 @@ def main() -> None:
     print(json.dumps(figures, indent=1))
     if options.out is not None:
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    main()

@@ -1,7 +1,7 @@
 """The adapter that `examples/lora_of_hugging_face.py` writes, read by PEFT: a PyTorch model of the
 same folder gives the logits of the trained Flax model.
 
-    python benchmarks/peft_example.py --torch PYTHON --out benchmarks/results/peft_example.json
+    python -m benchmarks peft_example --torch PYTHON --out benchmarks/results/peft_example.json
 
 PYTHON has torch, transformers, peft and safetensors; it runs in a process of its own, and sees the
 folder and some tokens alone.
@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.environment import command_line, simulate_devices, write
 
@@ -138,7 +135,3 @@ def main() -> None:
     print(json.dumps(figures, indent=1))
     if options.out is not None:
         write(options.out, figures)
-
-
-if __name__ == "__main__":
-    main()

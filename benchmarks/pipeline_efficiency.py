@@ -1,6 +1,6 @@
-"""How close does a pipeline come to the ideal time of its schedule?
+"""Step time of a pipeline over the ideal time of its schedule.
 
-    python benchmarks/pipeline_efficiency.py
+    python -m benchmarks pipeline_efficiency
 
 Two stages on two simulated devices of one process, with a budget of one core each: the process
 keeps to two cores, and what is measured on one device beside it runs with all threads of the
@@ -22,15 +22,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import alternate, card, command_line, show, simulate_devices, write
 
 STAGES = 2
 simulate_devices(STAGES)
@@ -41,7 +38,7 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks.stepping import alternate, stepper
+from benchmarks.stepping import stepper
 from shardlib.models.config import TransformerConfig
 
 ROWS, SEQ = 4, 128
@@ -51,20 +48,7 @@ SCHEDULES = ("1f1b", "gpipe", "zero-bubble")
 
 def config(width: int) -> TransformerConfig:
     """Eight layers, with ends that are small beside them."""
-    return TransformerConfig(
-        name="eight-layers",
-        vocab_size=256,
-        layers=8,
-        embed=width,
-        heads=4,
-        kv_heads=4,
-        head_dim=width // 4,
-        mlp=4 * width,
-        max_seq=SEQ,
-        gated=False,
-        activation="gelu_tanh",
-        compute_dtype="float32",
-    )
+    return replace(card("eight-layers"), embed=width, head_dim=width // 4, mlp=4 * width)
 
 
 @contextmanager
@@ -123,7 +107,7 @@ def measure(schedule: str, form: str, width: int, remat: str, repeats: int) -> d
                 "pipeline": form,
             },
         )
-    found = alternate(steps, repeats)
+    found = {name: calls.summary() for name, calls in alternate(steps, repeats).items()}
     one = found["microbatch"]["median_s"]
     rows = {}
     for count in MICROBATCHES:
@@ -153,8 +137,7 @@ def measure(schedule: str, form: str, width: int, remat: str, repeats: int) -> d
 
 
 def main() -> None:
-    """Runs every schedule and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "pipeline_efficiency.json")
     parser.add_argument(
         "--schedule",
         choices=SCHEDULES,
@@ -170,7 +153,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=256, help="width of the model")
     parser.add_argument("--remat", default="none", choices=("none", "dots", "full"))
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each program")
-    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_efficiency.json")
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     for schedule, form in itertools.product(
@@ -179,17 +161,7 @@ def main() -> None:
         row = rows[f"{schedule} {form}"] = measure(
             schedule, form, args.width, args.remat, args.repeats
         )
-        print(
-            f"{schedule:12s} {form:9s} microbatch {row['microbatch']['median_s'] * 1e3:.1f} ms on"
-            f" {row['microbatch']['cores']:.2f} cores; over ideal: "
-            + ", ".join(
-                f"M={count} {found['overhead']:.3f} (work {found['work']:.3f}, {found['cores']:.2f}"
-                " cores)"
-                for count, found in row["microbatches"].items()
-            )
-            + f"; a tick {row['tick_overhead']:.3f}",
-            flush=True,
-        )
+        show(f"{schedule} {form}", row)
         jax.clear_caches()
         write(
             args.out,
@@ -204,7 +176,3 @@ def main() -> None:
             },
             quiet=True,
         )
-
-
-if __name__ == "__main__":
-    main()

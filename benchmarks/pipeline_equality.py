@@ -1,6 +1,6 @@
-"""Does a pipeline compute the numbers of the unsharded model, under every schedule?
+"""Loss and gradients of pipelines beside those of the unsharded model, under every schedule.
 
-    python benchmarks/pipeline_equality.py [--only transformer --only 1f1b ...]
+    python -m benchmarks pipeline_equality [--only transformer --only 1f1b ...]
 
 The product of three models (stacked layers under a scan; a decoder written out in a Python loop,
 every layer of which reads an encoder's output; Linen's `nn.scan` with recomputation of its own),
@@ -18,17 +18,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, simulate_devices, source_digest, write
+from benchmarks.environment import (
+    command_line,
+    missing,
+    show,
+    simulate_devices,
+    source_digest,
+    stored,
+    write,
+)
 
 simulate_devices(16)
 os.environ["XLA_FLAGS"] = (
@@ -146,86 +149,36 @@ def measure(name: str, pin: dict[str, Any], layers: int) -> dict[str, Any]:
 
 def main() -> int:
     """Runs what is missing of the grid and writes the table; 1 when some number is wrong."""
-    parser = command_line(__doc__)
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        help="a word of a case's label; cases that have all of them",
-    )
+    parser = command_line(__doc__, "pipeline_equality.json")
+    parser.add_argument("--only", action="append", default=[], help="a word that labels have")
     parser.add_argument("--again", action="store_true", help="run what is there already, too")
-    parser.add_argument(
-        "--missing",
-        action="store_true",
-        help="run only what is not there at all, whatever code the rest was run with",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=float("inf"),
-        help="begin no case after so long; another run goes on from there",
-    )
-    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_equality.json")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case later")
     args = parser.parse_args()
-    rows: dict[str, dict[str, Any]] = (
-        json.loads(args.out.read_text())["cases"] if args.out.exists() else {}
-    )
+    rows: dict[str, dict[str, Any]] = stored(args.out, "cases")
     source = source_digest("lowering", "tracing", "annotation", "schedules", "propagation")
-    start = time.perf_counter()
-    for name, pin, layers in grid():
-        key = label(name, pin)
-        if time.perf_counter() - start > args.seconds:
-            print("out of time", flush=True)
-            break
-        if not set(args.only) <= set(key.split()) or (
-            not args.again
-            and "error" in rows.get(key, {})
-            and (args.missing or rows[key]["source"] == source)
-        ):
-            continue
-        rows[key] = {**measure(name, pin, layers), "source": source}
-        print(
-            f"{key:60s} {rows[key].get('relative_error', 'FAILED')}"
-            f" {rows[key].get('seconds', 0):.1f} s",
-            flush=True,
-        )
-        if rows[key].get("error", 2) > 1:
-            print(f"WRONG {key}: {rows[key]}", flush=True)
-        save(args.out, rows)
+    cases = ((label(name, pin), (name, pin, layers)) for name, pin, layers in grid())
+    chosen = (case for case in cases if set(args.only) <= set(case[0].split()))
+    for key, case in missing(chosen, rows, source, redo=args.again, seconds=args.seconds):
+        row = measure(*case)
+        rows[key] = {**row, "source": source if "error" in row else "failed"}
+        show(key, rows[key])
+        write(args.out, report(rows), quiet=True)
         if len(rows) % len(SCHEDULES) == 0:
             jax.clear_caches()
-    return int(save(args.out, rows) > 0)
+    return int(report(rows)["wrong"] > 0)
 
 
-def save(path: Path, rows: dict[str, dict[str, Any]]) -> int:
-    """Writes what there is so far; returns the number of wrong or failed cases."""
-    wrong = sum(row.get("error", 2) > 1 for row in rows.values())
-    worst = {
-        schedule: max(
-            (
-                row["relative_error"]
-                for key, row in rows.items()
-                if key.split()[1] == schedule and "error" in row
-            ),
-            default=None,
-        )
-        for schedule in SCHEDULES
+def report(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What there is so far, with the number of wrong or failed cases."""
+    errors: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
+    for key, row in rows.items():
+        errors[key.split()[1]] += [row["relative_error"]] if "error" in row else []
+    return {
+        "benchmark": "pipeline_equality",
+        "tolerance": TOLERANCE,
+        "floor": FLOOR,
+        "runs": len(rows),
+        "wrong": sum(row.get("error", 2) > 1 for row in rows.values()),
+        "worst_relative_error": {name: max(some, default=None) for name, some in errors.items()},
+        "cases": rows,
     }
-    write(
-        path,
-        {
-            "benchmark": "pipeline_equality",
-            "tolerance": TOLERANCE,
-            "floor": FLOOR,
-            "runs": len(rows),
-            "wrong": wrong,
-            "worst_relative_error": worst,
-            "cases": rows,
-        },
-        quiet=True,
-    )
-    return wrong
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""How long does a step of a pipeline take, measured by the same model's step on one device?
+"""Step time of a pipeline over that of the same model on one device.
 
-    python benchmarks/pipeline_times.py
+    python -m benchmarks pipeline_times
 
 Four layers of width 128 with 4 heads and a feed-forward of 512 (GELU), a vocabulary of 1024, 32
 sequences of 128 tokens, float32, AdamW; two stages with 4 microbatches and four with 8, alone and
@@ -16,37 +16,19 @@ that say so, with stages that are programs of their own (`pipeline="programs"`).
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import alternate, card, command_line, show, simulate_devices, write
 
 simulate_devices(8)
 
 import jax
 import optax
 
-from benchmarks.stepping import alternate, stepper
-from shardlib.models.config import TransformerConfig
+from benchmarks.stepping import stepper
 
-CONFIG = TransformerConfig(
-    name="four-layers",
-    vocab_size=1024,
-    layers=4,
-    embed=128,
-    heads=4,
-    kv_heads=4,
-    head_dim=32,
-    mlp=512,
-    max_seq=128,
-    activation="gelu_tanh",
-    gated=False,
-    compute_dtype="float32",
-)
+CONFIG = card("four-layers")
 ROWS, SEQ = 32, 128
 MESHES: dict[str, tuple[dict[str, int], int]] = {
     "stage2": ({"stage": 2}, 4),
@@ -98,7 +80,7 @@ def compare(
     assert all(
         abs(loss - losses["single"]) <= 1e-5 * abs(losses["single"]) for loss in losses.values()
     ), f"the programs differ: {losses}"
-    found = alternate(steps, repeats)
+    found = {name: calls.summary() for name, calls in alternate(steps, repeats).items()}
     return {
         "mesh": mesh,
         "microbatches": microbatches,
@@ -115,8 +97,7 @@ def compare(
 
 
 def main() -> None:
-    """Runs every mesh and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "pipeline_times.json")
     parser.add_argument(
         "--mesh", choices=MESHES, action="append", help="a mesh; all of them when left out"
     )
@@ -124,19 +105,11 @@ def main() -> None:
         "--form", choices=FORMS, action="append", help="how stages run; all of them when left out"
     )
     parser.add_argument("--repeats", type=int, default=15, help="timed steps of each program")
-    parser.add_argument("--out", type=Path, default=RESULTS / "pipeline_times.json")
     args = parser.parse_args()
     rows: dict[str, Any] = {}
     for name in args.mesh or MESHES:
         row = rows[name] = compare(*MESHES[name], args.repeats, args.form or FORMS)
-        print(
-            f"{name:14s} single {row['steps']['single']['median_s'] * 1e3:.0f} ms; "
-            + ", ".join(
-                f"{who} " + " ".join(f"{row[key][who]:.3f}" for key in RATIOS)
-                for who in row["ratio"]
-            ),
-            flush=True,
-        )
+        show(name, row, *RATIOS)
         jax.clear_caches()
         write(
             args.out,
@@ -149,7 +122,3 @@ def main() -> None:
             },
             quiet=True,
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Is what the real TPU and GPU compilers communicate, and keep in memory, what was planned?
+"""Collectives and memory by the real TPU and GPU compilers, beside the plan.
 
-    python benchmarks/planned_collectives.py [CASES.json] [--only TEXT] [--out RESULTS.json]
+    python -m benchmarks planned_collectives [CASES.json] [--only TEXT] [--out RESULTS.json]
 
 A case has a `family` (`families.py`), a `topology`, `batch`, `seq` and `pin`. Its program is
 compiled ahead of time, with none of the hardware there. Of the bytes of compiled collectives,
@@ -19,35 +19,37 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import shardlib
-from benchmarks.environment import command_line, environment, source_digest
+from benchmarks.compiling import compiled, decisions
+from benchmarks.environment import (
+    ROOT,
+    command_line,
+    show,
+    source_digest,
+    stored,
+    write,
+)
 from benchmarks.families import FAMILIES
 from shardlib.machines.topology import Topology, place
-from shardlib.verification.isolation import Limits
 from shardlib.verification.report import Key, counts, key_text, totals
 
 #: What the plan may be off by before more of the same is unplanned.
 SLACK = 1.02
 
 
-def run(case: dict[str, Any], limits: Limits) -> dict[str, Any]:
+def run(case: dict[str, Any], seconds: float) -> dict[str, Any]:
     """One case, compiled, and what its plan has of it."""
     start = time.monotonic()
     given = FAMILIES[case["family"]](case["batch"], case["seq"])
-    try:
-        found = shardlib.verify(**given, topology=case["topology"], pin=case["pin"], limits=limits)
-    except shardlib.ShardlibError as error:
-        return {"case": case, "failed": f"{type(error).__name__}: {error}"}
-    if found.compiled is None:
-        return {"case": case, "failed": str(found.findings[0])}
+    found = compiled(given, case["topology"], seconds=seconds, gibibytes=24, pin=case["pin"])
+    if isinstance(found, str):
+        return {"case": case, "failed": found}
     return {
         "case": case,
         **compared(found, shardlib.topology(case["topology"])),
@@ -99,10 +101,7 @@ def compared(found: shardlib.Verification, topology: Topology) -> dict[str, Any]
             "predicted": plan.estimate.to_json()["device_bytes"],
             "compiled": dict(found.compiled.device_bytes),
         },
-        "plan": {
-            "mesh": dict(plan.mesh),
-            **{name: plan.decisions[name] for name in ("zero", "remat", "microbatches")},
-        },
+        "plan": decisions(plan),
     }
 
 
@@ -143,63 +142,29 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float | int]:
     }
 
 
-def line(row: dict[str, Any]) -> str:
-    """A case in one line for people."""
-    case = row["case"]
-    name = f"{case['family']} {case['topology']} {json.dumps(case['pin'])}"
-    if "failed" in row:
-        return f"{name}: failed: {row['failed'].splitlines()[0]}"
-    return (
-        f"{name}: planned {row['planned']:.1%}, missing {row['missing']:.1%}, slow"
-        f" {row['slow'] / 2**20:.1f} MiB, memory {row['memory']:+.1%}"
-    )
-
-
-def stored(path: Path | None) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier run by their cases, in their order."""
-    if path is None or not path.exists():
-        return {}
-    return {_key(row["case"]): row for row in json.loads(path.read_text())["rows"]}
-
-
-def _key(case: dict[str, Any]) -> str:
-    return json.dumps(case, sort_keys=True)
-
-
 def main() -> None:
-    """Runs the cases of a file."""
     parser = command_line(__doc__)
     parser.add_argument(
         "cases",
         type=Path,
         nargs="?",
-        default=Path(__file__).parent / "planned_cases.json",
+        default=ROOT / "benchmarks" / "planned_cases.json",
         help="a JSON list of cases",
     )
     parser.add_argument("--only", default="", help="cases whose line has this text")
     parser.add_argument("--out", type=Path, help="add the rows to this JSON")
-    parser.add_argument(
-        "--seconds", type=float, default=300.0, help="time that the compiler may take for a case"
-    )
+    parser.add_argument("--seconds", type=float, default=300.0, help="for a case")
     args = parser.parse_args()
-    limits = Limits(seconds=args.seconds, memory_bytes=24 * 2**30)
-    table = stored(args.out)
+    before = stored(args.out, "rows", []) if args.out else []
+    table = {json.dumps(row["case"], sort_keys=True): row for row in before}
     for case in json.loads(args.cases.read_text()):
         if args.only not in json.dumps(case):
             continue
-        row = table[_key(case)] = run(case, limits)
-        print(line(row), file=sys.stderr, flush=True)
+        row = table[json.dumps(case, sort_keys=True)] = run(case, args.seconds)
+        show(json.dumps(case), row, "failed", "planned", "missing", "slow", "memory")
         rows = [*table.values()]
-        result = {
-            **environment(),
-            "benchmark": "planned_collectives",
-            "rows": rows,
-            "summary": summary(rows) if any("failed" not in row for row in rows) else {},
-        }
+        figures = summary(rows) if any("failed" not in row for row in rows) else {}
         if args.out is not None:
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result["summary"], indent=1))
-
-
-if __name__ == "__main__":
-    main()
+            result = {"benchmark": "planned_collectives", "rows": rows, "summary": figures}
+            write(args.out, result, quiet=True)
+    show("summary", figures)

@@ -1,6 +1,6 @@
-"""Does training in other dtypes follow training in float32?
+"""Training in other dtypes beside training in float32.
 
-    python benchmarks/precision.py [--steps 80] [--out results.json]
+    python -m benchmarks precision [--steps 80] [--out results.json]
 
 The demonstration model learns bytes of the Python standard library on four simulated devices (data
 and fsdp of two, ZeRO 3), from the same parameters on the same batches: in float32; in bfloat16 with
@@ -12,15 +12,11 @@ parameters and batches differ by is the noise.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import command_line, show, simulate_devices, write
 
 simulate_devices(4)
 
@@ -96,10 +92,8 @@ def run(
 
 
 def main() -> None:
-    """Runs everything and prints the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "precision.json")
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--out", type=Path, default=RESULTS / "precision.json")
     args = parser.parse_args()
     datasets = {seed: read(seq=SEQ, seed=seed) for seed in {run[-1] for run in RUNS}}
     print(
@@ -110,11 +104,7 @@ def main() -> None:
     for one in RUNS:
         rows.append(run(*one, steps=args.steps, dataset=datasets[one[-1]]))
         row = rows[-1]
-        print(
-            f"{row['name']:34s} {row['last']:7.4f} {row['last'] - rows[0]['last']:+10.4f}"
-            f" {row['skipped']:8d} {row['last_scale']:9.3g}",
-            flush=True,
-        )
+        show(row["name"], row, "last", "skipped", "last_scale")
     exact = [row["last"] for row in rows if row["name"].startswith("float32")]
     noise = max(exact) - min(exact)
     far = {
@@ -136,7 +126,3 @@ def main() -> None:
             "rows": rows,
         },
     )
-
-
-if __name__ == "__main__":
-    main()

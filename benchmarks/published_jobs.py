@@ -1,6 +1,6 @@
 """Memory and schedule of two published TPU jobs, as the TPU compiler makes them.
 
-    python benchmarks/published_jobs.py [llama2-70b llama2-7b llama2-7b-by-hand]
+    python -m benchmarks published_jobs [llama2-70b llama2-7b llama2-7b-by-hand]
 
 Llama 2 70B on 128 chips (v5p:4x4x8, four stages of 32-way FSDP, nothing else pinned) and Llama 2 7B
 on 256 (v5e:16x16, FSDP), planned, lowered, and compiled ahead of time with no chip there; and the
@@ -15,19 +15,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax
-import optax
 from jax.sharding import AbstractMesh, AxisType
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, source_digest, write
+from benchmarks.compiling import inputs
+from benchmarks.environment import command_line, show, source_digest, stored, table, write
 from benchmarks.hand_llama import AXIS, HandLlama
 from benchmarks.hlo_collectives import by_overlap
 from shardlib import models
@@ -37,22 +33,7 @@ from shardlib.frontend.model import read_and_trace
 from shardlib.verification.isolation import ExportedStep, Failure, Limits, compile_apart, target
 from shardlib.verification.verify import export_step
 
-JOBS: dict[str, dict[str, Any]] = {
-    "llama2-70b": {
-        "model": "llama2-70b",
-        "topology": "v5p:4x4x8",
-        "batch": 512,
-        "seq": 4096,
-        "pin": {"mesh": {"stage": 4, "fsdp": 32}},
-    },
-    "llama2-7b": {
-        "model": "llama2-7b",
-        "topology": "v5e:16x16",
-        "batch": 1024,
-        "seq": 2048,
-        "pin": {"mesh": {"fsdp": 256}, "microbatches": 1, "remat": "full", "zero": 3},
-    },
-}
+JOBS: dict[str, dict[str, Any]] = table("published_jobs")
 #: What of a plan is stored.
 DECISIONS = ("zero", "remat", "microbatches", "schedule", "virtual_stages", "gather", "attention")
 #: Ending of the name of a job that is to be done by hand.
@@ -64,16 +45,15 @@ def prepared(name: str) -> tuple[shardlib.Plan, ExportedStep]:
     job = JOBS[name.removesuffix(BY_HAND)]
     config = models.load(job["model"])
     assert isinstance(config, models.TransformerConfig)
-    init, loss = models.build(config)
-    batch, optimizer = models.example_batch(config, job["batch"], job["seq"]), optax.adamw(3e-4)
-    plan = shardlib.plan(
-        init, loss, optimizer, batch, topology=job["topology"], pin=job["pin"], name=config.name
-    )
+    given = inputs(config, job["batch"], job["seq"])
+    plan = shardlib.plan(**given, topology=job["topology"], pin=job["pin"])
     if name.endswith(BY_HAND):
         mesh = AbstractMesh((plan.mesh.devices,), (AXIS,), axis_types=(AxisType.Auto,))
-        return plan, HandLlama(config=config, mesh=mesh).exported(optimizer, batch)
+        return plan, HandLlama(config=config, mesh=mesh).exported(
+            given["optimizer"], given["batch"]
+        )
     with tree.no_mesh():
-        traced = read_and_trace(init, loss, optimizer, batch, None, config.name)
+        traced = read_and_trace(**given, batch_axes=None)
         return plan, export_step(lower(traced, plan, abstract=True), "tpu")
 
 
@@ -114,43 +94,16 @@ def measured(name: str, limits: Limits, options: dict[str, str]) -> dict[str, An
     }
 
 
-def line(name: str, row: dict[str, Any]) -> str:
-    """A job in one line for people."""
-    if "failed" in row:
-        return f"{name}: failed: {row['failed']}"
-    kinds = ", ".join(
-        f"{kind} {count['waited']} waited, {count['overlapped']} overlapped"
-        for kind, count in row["collectives"].items()
-    )
-    predicted = (
-        f", a step predicted at {row['predicted_seconds']:.2f} s, MFU {row['predicted_mfu']:.1%}"
-        if "predicted_seconds" in row
-        else ""
-    )
-    return (
-        f"{name}: {row['gibibytes']} GiB a device, {row['cycles'] / 1e9:.3f} G cycles,"
-        f" {row['kernel_seconds']:.2f} s of kernels without attention{predicted}; {kinds}"
-    )
-
-
 def main() -> None:
-    """Compiles the jobs that are named, or all."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "published_jobs_jax-*.json")
     names = [*JOBS, f"llama2-7b{BY_HAND}"]
     parser.add_argument("jobs", nargs="*", choices=[*names, []])
     parser.add_argument("--options", type=json.loads, default={}, help="of the compiler, as JSON")
     parser.add_argument("--seconds", type=float, default=1800.0, help="that a compilation may take")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / f"published_jobs_jax-{jax.__version__}.json"
-    )
     args = parser.parse_args()
-    rows = json.loads(args.out.read_text())["jobs"] if args.out.exists() else {}
+    rows = stored(args.out, "jobs")
     for name in args.jobs or names:
         rows[name] = measured(name, Limits(seconds=args.seconds), args.options)
-        print(line(name, rows[name]), flush=True)
-        command = "python benchmarks/published_jobs.py"
+        show(name, rows[name], "failed", "gibibytes", "cycles", "kernel_seconds", "collectives")
+        command = "python -m benchmarks published_jobs"
         write(args.out, {"command": command, "jobs": rows}, quiet=True)
-
-
-if __name__ == "__main__":
-    main()

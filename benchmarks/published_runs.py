@@ -1,6 +1,6 @@
-"""How well does shardlib predict training runs that others have published?
+"""Predictions of training runs that others have published.
 
-    python benchmarks/published_runs.py FILE.yaml
+    python -m benchmarks published_runs FILE.yaml
 
 Every row of the file (`benchmarks/published/document.py` says what one is) is traced as the
 reference transformer, planned with the published plan pinned, priced by the planner's own cost
@@ -13,19 +13,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import signal
-import sys
-import threading
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import RESULTS, command_line, show, write
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import read
 from benchmarks.published.freely import Better, better, counts
@@ -34,34 +30,11 @@ from benchmarks.published.summary import Result, compare, overall, summary
 from shardlib.errors import ShardlibError
 from shardlib.processes import child
 
-COLUMNS: tuple[tuple[str, str], ...] = (
-    ("rows", "rows"),
-    ("step_time_median_error", "time"),
-    ("step_time_p90_error", "p90"),
-    ("step_time_signed_median", "signed"),
-    ("memory_median_error", "memory"),
-    ("memory_signed_median", "signed"),
-    ("oom_right", "oom"),
-    ("fits_right", "fits"),
-    ("rank_right", "rank"),
+#: Figures of a source that are printed.
+FIGURES = (
+    *("rows", "step_time_median_error", "step_time_p90_error", "step_time_signed_median"),
+    *("memory_median_error", "memory_signed_median", "oom_right", "fits_right", "rank_right"),
 )
-
-
-def end_with_parent() -> None:
-    """Has this process end with the one that started it, whatever ends that: for workers of a pool,
-    as its initializer.
-    """
-    parent = os.getppid()
-    child.ask_kernel()
-    threading.Thread(
-        target=_watch_parent, args=(parent,), name="shardlib-parent", daemon=True
-    ).start()
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os._exit(128 + signal.SIGKILL)
 
 
 def price_all(cases: list[Case], bench: Bench) -> tuple[list[Result], dict[str, str]]:
@@ -92,7 +65,7 @@ def price_side_by_side(cases: list[Case], processes: int) -> tuple[list[Result],
     for source, _ in counts.most_common():
         min(shares, key=len).extend(case for case in cases if case.source == source)
     with ProcessPoolExecutor(
-        processes, mp_context=multiprocessing.get_context("spawn"), initializer=end_with_parent
+        processes, mp_context=multiprocessing.get_context("spawn"), initializer=child.ask_kernel
     ) as pool:
         found = list(pool.map(_price_alone, shares))
     order = {case.id: number for number, case in enumerate(cases)}
@@ -141,76 +114,23 @@ def report(results: list[Result], left_out: dict[str, str]) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """The summary for people."""
-
-    def cell(value: Any) -> str:
-        return (
-            "-"
-            if value is None
-            else str(value)
-            if isinstance(value, int)
-            else f"{100 * value:.1f}%"
-        )
-
-    lines = [["source", *(head for _, head in COLUMNS)]]
-    lines += [
-        [source, *(cell(figures[key]) for key, _ in COLUMNS)]
-        for source, figures in found["summary"]["by_source"].items()
-    ]
-    lines += [["mean over sources", *(cell(found["summary"][key]) for key, _ in COLUMNS)]]
-    pooled = found["summary"]["pooled"]
-    lines += [["all rows", *(cell(pooled[key]) for key, _ in COLUMNS)]]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if i == 0 else text.rjust(width)
-            for i, (text, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
-
-
-def left_out_text(left_out: dict[str, str]) -> str:
-    """Why rows were left out, and how many of each."""
-    counts = Counter(reason.splitlines()[0] for reason in left_out.values())
-    return "\n".join(
-        [
-            f"left out: {len(left_out)} rows",
-            *(f"  {count:4} {reason}" for reason, count in counts.most_common()),
-        ]
-    )
-
-
-def free_text(found: list[Better]) -> str:
-    """Where the planner would do otherwise."""
-    lines = [
-        f"{one.id}: published {one.published_s:.3f} s, planned {one.planned_s:.3f} s ({one.what})"
-        for one in found
-        if one.faster
-    ]
-    count, slower = (
-        counts(found),
-        [
-            one.id + ("" if one.published_fits else " (which does not fit)")
-            for one in found
-            if one.slower
-        ],
-    )
-    return "\n".join(
-        [
-            *lines,
-            (
-                f"{count['planned_faster']} of {count['rows']} plans of the planner are faster than"
-                f" the published ones, {count['planned_slower']} slower"
-            ),
-            *(f"  slower than the published plan: {one}" for one in slower),
-        ]
-    )
+def print_all(found: dict[str, Any], free: list[Better]) -> None:
+    """The figures of every source, the reasons why rows are left out, and where the planner would
+    do otherwise.
+    """
+    for source, figures in found["summary"]["by_source"].items():
+        show(source, figures, *FIGURES)
+    show("mean over sources", found["summary"], *FIGURES)
+    show("all rows", found["summary"]["pooled"], *FIGURES)
+    show("left out", Counter(reason.splitlines()[0] for reason in found["left_out"].values()))
+    for plan in free:
+        if plan.faster or plan.slower:
+            show(plan.id, {**plan.__dict__, "published_fits": plan.published_fits})
+    if free:
+        show("planned freely", counts(free))
 
 
 def main() -> int:
-    """Prices the rows of a file."""
     parser = command_line(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument(
@@ -281,22 +201,16 @@ def main() -> int:
     if args.json:
         print(json.dumps(found, indent=1))
     else:
-        print(
-            table(found),
-            left_out_text(found["left_out"]),
-            *([free_text(free)] if args.free else []),
-            f"{found['seconds']:.0f} s",
-            sep="\n",
-        )
+        print_all(found, free)
     if args.out:
-        command = f"python benchmarks/published_runs.py {args.file.name} --out {args.out.name}"
+        command = f"python -m benchmarks published_runs {args.file.name} --out {args.out.name}"
         write(args.out, {"command": command, **found})
     if args.free and args.free_out:
         write(
             args.free_out,
             {
                 "command": (
-                    f"python benchmarks/published_runs.py {args.file.name} --free --free-out"
+                    f"python -m benchmarks published_runs {args.file.name} --free --free-out"
                 ),
                 "seconds": found["seconds"],
                 "summary": counts(free),
@@ -304,7 +218,3 @@ def main() -> int:
             },
         )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""How well are published inference runs predicted, of a source that nothing was fitted to?
+"""Predictions of published inference runs, of sources that nothing was fitted to.
 
-    python benchmarks/published_serving.py [--fit] [--out]
+    python -m benchmarks published_serving [--fit] [--out]
 
 Every model is traced as a user's would be (`shardlib.serve.frontend.traced_served`), and every
 row of `published/inference_rows.yaml` is priced by the prices of serving plans
@@ -19,20 +19,18 @@ import itertools
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 import yaml
 from scipy.optimize import least_squares
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import RESULTS, command_line, table, write
 from benchmarks.published.served_models import served
 from shardlib.cost.collectives import FREE, collective_cost
 from shardlib.layout import MeshShape
@@ -41,28 +39,12 @@ from shardlib.serve import cost as learned_constants
 from shardlib.serve.cost import Constants, Load, Pricing, Split, cuts, split
 
 ROWS = Path(__file__).parent / "published" / "inference_rows.yaml"
-MACHINES: Mapping[str, str] = {
-    "h100-80gb": "h100:8",
-    "h200-141gb": "h200:8",
-    "a100-80gb": "a100:8",
-    "v6e": "v6e:2x4",
-}
-V4: Mapping[int, str] = {8: "v4:2x2x2", 16: "v4:2x2x4", 32: "v4:2x4x4", 64: "v4:4x4x4"}
-STORED: Mapping[str, str] = {"fp8": "fp8", "fp16": "bf16", "bf16": "bf16", "int8w": "int8"}
+_TABLE = table("published_serving")
+MACHINES: Mapping[str, str] = _TABLE["machines"]
+V4: Mapping[int, str] = _TABLE["v4"]
+STORED: Mapping[str, str] = _TABLE["stored"]
 #: Where a fit begins, and towards what it is drawn; and between what it stays.
-BEGIN: Mapping[str, float] = {
-    "matmul": 0.6,
-    "eight_bit": 0.5,
-    "memory": 0.8,
-    "cache": 0.8,
-    "attention": 0.4,
-    "moved": 1.0,
-    "latency": 2.0,
-    "links": 0.8,
-    "layer_s": 2e-5,
-    "step_s": 1e-3,
-    "row_s": 3e-6,
-}
+BEGIN: Mapping[str, float] = _TABLE["begin"]
 SHARE, WIDE = (0.25, 0.95), (1 / 30, 30.0)
 #: A roofline of two constants, for comparison: 55% of the FLOP/s, 75% of the memory's rate, and
 #: nothing else.
@@ -252,7 +234,6 @@ def orders(samples: Sequence[Sample], found: Mapping[str, float]) -> tuple[int, 
 
 
 def main() -> None:
-    """Prices every row and writes the table."""
     parser = command_line(__doc__)
     parser.add_argument("--fit", action="store_true", help="write the constants of shardlib")
     parser.add_argument(
@@ -291,13 +272,9 @@ def main() -> None:
     ]
     if args.fit:
         where = Path(learned_constants.__file__).with_name(learned_constants.FILE)
-        source = "python benchmarks/published_serving.py --fit"
+        source = "python -m benchmarks published_serving --fit"
         where.write_text(
             json.dumps({"source": source, "constants": asdict(constants)}, indent=2) + "\n"
         )
     if args.out:
         write(args.out, {"benchmark": "published_serving", **table})
-
-
-if __name__ == "__main__":
-    main()

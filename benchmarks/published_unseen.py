@@ -1,6 +1,6 @@
-"""How well does shardlib predict published training runs of a source that nothing was fitted to?
+"""Predictions of published training runs, of sources that nothing was fitted to.
 
-    python benchmarks/published_unseen.py FILE.yaml... --out
+    python -m benchmarks published_unseen FILE.yaml... --out
 
 Leave one source out: for every source of the files the figures of chips under frameworks are fitted
 anew to all rows of the other sources, and the source's own rows are priced with those. Beside it
@@ -16,17 +16,15 @@ of it is fitted.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import RESULTS, command_line, show, write
 from benchmarks.published.summary import Result, summary
 from benchmarks.published.unseen.levels import (
     MOST,
@@ -64,13 +62,7 @@ def priced(runs: list[Run], others: list[Run], method: str) -> list[Result]:
 
 
 def unseen(runs: list[Run], sources: list[str], method: str) -> dict[str, list[Result]]:
-    """For every source its rows, priced with figures that are fitted to all other sources.
-
-    Args:
-        runs: of all sources.
-        sources: names of those to price.
-        method: one of `METHODS`.
-    """
+    """For every source its rows, priced with figures that are fitted to all other sources."""
     found: dict[str, list[Result]] = {}
     for source in sources:
         started = time.perf_counter()
@@ -78,7 +70,7 @@ def unseen(runs: list[Run], sources: list[str], method: str) -> dict[str, list[R
         others = [run for run in runs if run.sample.source != source]
         found[source] = priced(own, others, method)
         seconds = time.perf_counter() - started
-        print(f"{line(source, summary(found[source]))}  {seconds:.0f} s", file=sys.stderr)
+        show(source, {**summary(found[source]), "seconds": seconds})
     return found
 
 
@@ -102,30 +94,7 @@ def figures(found: dict[str, list[Result]]) -> dict[str, Any]:
     }
 
 
-def line(name: str, s: dict[str, Any]) -> str:
-    """The figures of some rows in a line."""
-
-    def share(value: float | None) -> str:
-        return "    -" if value is None else f"{100 * value:5.1f}%"
-
-    right, total = s["counts"]["rank"]
-    return (
-        f"{name:28} rows {s['rows']:4}  time {share(s['step_time_median_error'])}  p90"
-        f" {share(s['step_time_p90_error'])}  signed {share(s['step_time_signed_median'])}  memory"
-        f" {share(s['memory_median_error'])}  pairs {right} of {total}"
-    )
-
-
-def show(title: str, found: dict[str, Any]) -> None:
-    """Prints the figures of every source, and of all rows."""
-    print(f"{title}:")
-    for source, one in found["by_source"].items():
-        print(line(source, one))
-    print(line("all rows", found["pooled"]), flush=True)
-
-
 def main() -> int:
-    """Prices every source as one that nobody has seen."""
     parser = command_line(__doc__)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--source", action="append", help="this source alone; may be repeated")
@@ -155,7 +124,7 @@ def main() -> int:
     if args.out:
         names = " ".join(file.name for file in args.files)
         flag = " --shipped" if args.shipped else f" --method {args.method}"
-        command = f"python benchmarks/published_unseen.py {names}{flag} --out {args.out.name}"
+        command = f"python -m benchmarks published_unseen {names}{flag} --out {args.out.name}"
         rows = [
             {
                 "id": r.id,
@@ -180,7 +149,3 @@ def main() -> int:
             },
         )
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,6 @@
-"""Are plans and programs what they were when they were stored?
+"""Plans and programs beside those that were stored.
 
-    python benchmarks/replay.py [plans] [programs] [--write]
+    python -m benchmarks replay [plans] [programs] [--write]
 
 Plans of hundreds of jobs (`tests/replay/jobs.py`: digest, price, bytes, mesh, findings) and
 collectives and memory of lowered programs (`tests/replay/programs.py`) are made again and compared
@@ -10,15 +10,13 @@ part for every version of JAX. Exit code 1 where something differs; `--write` st
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.environment import command_line, stored
 from tests.conftest import keep_figures  # simulates the devices of the tests
 
 keep_figures()
@@ -27,14 +25,10 @@ from tests.replay.plans import differences, versions
 
 
 def replayed(what: str, *, write: bool) -> int:
-    """Makes a table again.
-
-    Returns:
-        How many rows differ.
-    """
+    """Makes a table again; returns how many rows differ."""
     table = importlib.import_module(f"tests.replay.{what}")
     path: Path = table.STORED
-    kept = json.loads(path.read_text()) if path.exists() else {}
+    kept = stored(path)
     before, after, differing, begin = kept.get(versions(), {}), {}, 0, time.perf_counter()
     for job, row in table.rows(table.everything()):
         after[job.name] = row
@@ -57,9 +51,7 @@ def replayed(what: str, *, write: bool) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument(
         "what", nargs="*", choices=["plans", "programs"], default=["plans", "programs"]
     )

@@ -1,13 +1,12 @@
-"""How large is the page of a plan, how soon is it open, and does axe find a fault?
+"""Size of the page of a plan, time until it is open, and faults that axe finds.
 
-    python benchmarks/report_in_browser.py --out benchmarks/results/report_in_browser.json
+    python -m benchmarks report_in_browser --out benchmarks/results/report_in_browser.json
 
 The plan is that of Llama 3 405B on 2048*h100:8, data 4 x fsdp 256 x tensor 16, and the best one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import platform
 import shutil
@@ -20,6 +19,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import sync_playwright
 
 import shardlib
+from benchmarks.environment import command_line
 from shardlib.cli.inputs import inputs_of
 
 PINS = {
@@ -67,9 +67,7 @@ def looked_at(file: Path, times: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--out", type=Path, help="store the figures")
     parser.add_argument("--times", type=int, default=4, help="how often each page is opened")
     options = parser.parse_args()
@@ -82,7 +80,3 @@ def main() -> None:
         print(name, found[name])
     if options.out is not None:
         options.out.write_text(json.dumps(found, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    main()

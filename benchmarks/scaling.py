@@ -1,6 +1,6 @@
-"""How long do the questions about a plan take, on one core?
+"""Processor seconds of the questions about a plan, on one core.
 
-    python benchmarks/scaling.py
+    python -m benchmarks scaling
 
 Times in one process: the strong and weak scaling sweeps of a model from 8 to 16,384 GPUs (all 12
 machines, tracing included), and for its plan on one of them the replan after the loss of a host,
@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import command_line, show, simulate_devices, write
 
 #: Seconds that each may take.
 PROMISES = {
@@ -49,8 +45,7 @@ def timed(function: Callable[[], Any], repeats: int) -> tuple[float, Any]:
 
 
 def main() -> int:
-    """Runs all of them and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "scaling_llama3_70b.json")
     parser.add_argument("--model", default="llama3-70b")
     parser.add_argument(
         "--topology", default="16*h100:8", help="family of machines, and the one that loses a host"
@@ -66,7 +61,6 @@ def main() -> int:
     )
     parser.add_argument("--seq", type=int, default=8192, help="tokens in a sequence")
     parser.add_argument("--repeats", type=int, default=3, help="of everything but the sweeps")
-    parser.add_argument("--out", type=Path, default=RESULTS / "scaling_llama3_70b.json")
     args = parser.parse_args()
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core
     simulate_devices(1)
@@ -134,14 +128,5 @@ def main() -> int:
         },
     )
     print(f"{strong}\n{weak}")
-    print(
-        ", ".join(
-            f"{name} {value:.2f} s (promise {PROMISES[name]:.0f} s)"
-            for name, value in seconds.items()
-        )
-    )
+    show("seconds", seconds)
     return 1 if broken else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

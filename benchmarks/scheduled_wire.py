@@ -1,5 +1,4 @@
-"""How long a compiled program waits for its collectives, by the order in which the TPU compiler has
-scheduled it.
+"""Seconds that a compiled program waits for its collectives, by the TPU compiler's schedule.
 
 A collective that has a start and a done hides behind the kernels between the two, for as long as
 the compiler estimates that these take; of one that fusions with matmuls carry along, start and done
@@ -27,13 +26,8 @@ def waited_seconds(
     seconds: Callable[[InstructionTraffic], float],
     cycles_per_s: float,
 ) -> dict[Key, float]:
-    """Seconds of a step in which no kernel runs because of a collective, by kind and mesh axes.
-
-    Args:
-        module: the program.
-        found: its collectives with their executions.
-        seconds: of one execution of a collective.
-        cycles_per_s: of the device.
+    """Seconds of a step in which no kernel runs because of a collective, by kind and mesh axes;
+    `seconds` are those of one execution of a collective.
     """
     hidden, waited = windows(module), defaultdict[Key, float](float)
     for one in found:

@@ -1,6 +1,6 @@
-"""How does the time of a search grow with devices, layers and logical axes?
+"""Time of a search by devices, layers and logical axes.
 
-    python benchmarks/search_growth.py [--many] [--out FILE]
+    python -m benchmarks search_growth [--many]
 
 Every model is traced once; then the search over six axes is timed in processor seconds of one core,
 so that other work on the machine does not count.
@@ -12,20 +12,16 @@ which a small batch cannot use them all, or whose numbers of devices are prime, 
 from __future__ import annotations
 
 import os
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 import optax
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import RESULTS, command_line, show, table, write
 from shardlib import models
 from shardlib.errors import InfeasibleError
 from shardlib.frontend.model import problem
@@ -33,33 +29,13 @@ from shardlib.models.config import TransformerConfig
 from shardlib.planner.search import search
 from shardlib.planner.workload import Workload, prepare
 
+_TABLE = table("search_growth")
 #: (model, topology, batch, tokens): growth with devices, and the two largest.
-DEVICES = [("llama3-70b", f"{n}*h100:8", 1024, 8192) for n in (4, 16, 64, 256, 1024)] + [
-    ("llama3-70b", "16384*h100:8", 16384, 8192),
-    ("llama3-405b", "2048*h100:8", 2048, 8192),
-    ("llama3-405b", "v5p:16x16x32", 2048, 8192),
-    ("1t-moe", "v5p:8x8x8", 512, 4096),
-    ("1t-moe", "2048*h100:8", 4096, 4096),
-    ("deepseek-v3", "256*h100:8", 4096, 4096),
-]
+DEVICES = _TABLE["devices"]
 #: Machines that are too small.
-TOO_SMALL = [
-    ("llama3-405b", "8*h100:8", 2048, 8192),
-    ("llama3-405b", "2*h100:8", 2048, 8192),
-    ("llama3-405b", "v5e:16x16", 2048, 8192),
-    ("deepseek-v3", "8*h100:8", 4096, 4096),
-    ("1t-moe", "16*h100:8", 4096, 4096),
-]
+TOO_SMALL = _TABLE["too small"]
 #: Machines of about a million devices.
-MANY = [
-    *(("gpt2-small", "131072*h100:8", batch, 512) for batch in (1024, 8192, 262144, 4194304)),
-    ("gpt2-small", "1000003*h100:1", 1024, 512),
-    ("gpt2-small", "999983*h100:1", 1024, 512),
-    ("gpt2-small", "65537*h100:8", 1021, 512),
-    ("gpt2-small", "4093*v5e:16x16", 1024, 512),
-    ("llama3-70b", "131072*h100:8", 1024, 4096),
-    ("1t-moe", "131072*h100:8", 1024, 4096),
-]
+MANY = _TABLE["many"]
 #: Layers of a Llama 3 70B on 1,024 GPUs.
 LAYERS = (8, 20, 80, 320, 512)
 
@@ -93,19 +69,9 @@ def timed(load: Workload, topology: str) -> dict[str, Any]:
     return row
 
 
-def told(row: dict[str, Any]) -> str:
-    """What a search took, in words."""
-    if "infeasible" in row:
-        return f"does not fit, {row['infeasible']:6.2f} s"
-    joint = row["joint"]
-    return f"joint {joint['seconds']:6.2f} s, {joint['evaluations']:>9,} priced, gap {joint['gap']}"
-
-
 def main() -> None:
-    """Times all and writes the table."""
     parser = command_line(__doc__)
     parser.add_argument("--many", action="store_true", help="about a million devices")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     name = "search_growth_many" if args.many else "search_growth"
     rows: list[dict[str, Any]] = []
@@ -113,11 +79,7 @@ def main() -> None:
 
     def note(row: dict[str, Any]) -> None:
         rows.append(row)
-        print(
-            f"{row['model']:12} {row['layers']:4} layers {row['colours']:3} colours"
-            f" {row['topology']:>14}: {told(row)}",
-            flush=True,
-        )
+        show(row["model"], row)
 
     for model, topology, batch, seq in MANY if args.many else DEVICES + TOO_SMALL:
         config = models.load(model)
@@ -150,14 +112,10 @@ def main() -> None:
             }
         )
     write(
-        args.out or RESULTS / f"{name}.json",
+        RESULTS / f"{name}.json",
         {
             "benchmark": name,
-            "command": f"python benchmarks/search_growth.py{' --many' * args.many}",
+            "command": f"python -m benchmarks search_growth{' --many' * args.many}",
             "rows": rows,
         },
     )
-
-
-if __name__ == "__main__":
-    main()

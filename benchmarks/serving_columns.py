@@ -1,6 +1,6 @@
-"""What does it save on a CPU that weights stand first in products of few rows?
+"""Time that it saves on a CPU that weights stand first in products of few rows.
 
-    python benchmarks/serving_columns.py [--rounds N]
+    python -m benchmarks serving_columns [--rounds N]
 
 A Llama of three layers, 2,048 and 5,632 wide, float32, answers eight requests: once as engines on
 CPUs hold its weights (`shardlib.serve`), once as arrays. Both take turns in one
@@ -9,22 +9,19 @@ process; a step is the median of those that compute eight next tokens.
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import jax
 import numpy as np
 
 from benchmarks.continuous_batching import LLAMA, forward
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import alternate, command_line, write
 from shardlib import models, serve
 from shardlib.serve.program import TracedForward
 
@@ -54,27 +51,19 @@ def step_ms(served: serve.Engine) -> float:
 
 
 def main() -> None:
-    """Measures both in turn."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "serving_columns_jax-*.json")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     held = {"columns": engine()}
     with mock.patch.object(TracedForward, "factors", property(lambda _: {})):
         held["arrays"] = engine()
-    for one in held.values():
-        step_ms(one)
-    found: dict[str, list[float]] = {name: [] for name in held}
-    for _ in range(asked.rounds):
-        for name, one in held.items():
-            found[name].append(step_ms(one))
+    calls = alternate(
+        {name: functools.partial(step_ms, engine) for name, engine in held.items()}, asked.rounds
+    )
+    found = {name: timings.results for name, timings in calls.items()}
     step = {name: statistics.median(times) for name, times in found.items()}
     write(
-        asked.out or RESULTS / f"serving_columns_jax-{jax.__version__}.json",
+        asked.out,
         {"step_ms": step, "rounds": found, "arrays_over_columns": step["arrays"] / step["columns"]},
     )
     print({name: round(one, 1) for name, one in step.items()})
-
-
-if __name__ == "__main__":
-    main()

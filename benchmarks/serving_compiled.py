@@ -1,6 +1,6 @@
-"""What do compilers make of the programs that serve large models?
+"""Programs that serve large models, as compilers make them.
 
-    python benchmarks/serving_compiled.py
+    python -m benchmarks serving_compiled
 
 Programs for the next tokens of 16 requests a group of devices, and for 64 tokens of prompts beside
 them, each over pages of 4,096 tokens, compiled ahead of time for machines that are not here
@@ -13,34 +13,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, table, write
 from shardlib import models, serve
 from shardlib.models.config import TransformerConfig
 
 #: (model, machine, groups of devices, devices of a group, pages of 64 tokens a group, weights,
 #: cache)
-CASES = (
-    ("llama3-70b", "v5e:4x4", 1, 16, 1024, "model", "model"),
-    ("llama3-70b", "v5e:4x4", 1, 16, 1024, "int8", "fp8"),
-    ("llama3-70b", "v5e:4x4", 1, 16, 1024, "int8", "int8"),
-    ("llama3-70b", "v6e:2x4", 1, 8, 1024, "model", "model"),
-    ("llama3-70b", "h100:8", 1, 8, 1024, "model", "model"),
-    ("llama3-8b", "v5e:2x4", 1, 8, 1024, "model", "model"),
-    ("llama3-8b", "v5e:2x4", 2, 4, 512, "model", "model"),
-    ("llama3-8b", "h100:8", 1, 2, 1024, "model", "model"),
-    ("deepseek-v3", "2*h200:8", 1, 16, 1024, "model", "model"),
-)
+CASES = table("serving_compiled")
 
 
 def case(
@@ -76,13 +62,9 @@ def _case(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Compiles all cases and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "serving_compiled_jax-*.json")
     parser.add_argument(
         "--only", default="", help="cases in whose JSON this text stands; others are kept"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / f"serving_compiled_jax-{jax.__version__}.json"
     )
     args = parser.parse_args()
     rows = [row for one in CASES if args.only in json.dumps(one) for row in case(*one)]
@@ -91,7 +73,3 @@ def main() -> None:
         before = json.loads(args.out.read_text())["programs"]
         rows = [row for row in before if _case(row) not in done] + rows
     write(args.out, {"benchmark": "serving_compiled", "programs": rows})
-
-
-if __name__ == "__main__":
-    main()

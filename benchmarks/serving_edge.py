@@ -1,6 +1,6 @@
-"""Is a chain of unlike devices as fast as planned, and faster than the even cut?
+"""Batches a second of a chain of unlike devices, against the plan and the even cut.
 
-    python benchmarks/serving_edge.py [--batches N] [--pairs N]
+    python -m benchmarks serving_edge [--batches N] [--pairs N]
 
 A Llama of eight layers goes through three processes over TCP: devices that take 30, 60 and 150 ms a
 layer. Their speeds are simulated: each process computes its part, and then sleeps until its batch
@@ -13,42 +13,27 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import card, command_line, write
 from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.frontend.model import problem
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import Device
-from shardlib.models.config import TransformerConfig
 from shardlib.serve.edge import run_edge
 from shardlib.serve.edge_plan import EdgePlan, costs_of
 from shardlib.serve.frontend import plan_edge
 
-LLAMA = TransformerConfig(
-    name="llama-8-layers",
-    vocab_size=512,
-    layers=8,
-    embed=256,
-    heads=4,
-    kv_heads=2,
-    head_dim=64,
-    mlp=512,
-    max_seq=128,
-    compute_dtype="float32",
-)
+LLAMA = card("llama-8-layers")
 BATCH = {"tokens": jax.ShapeDtypeStruct((2, 32), jnp.int32)}
 
 
@@ -96,11 +81,9 @@ def even(plan: EdgePlan, init: Any) -> EdgePlan:
 
 
 def main() -> None:
-    """Runs both cuts in turn."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "serving_edge_jax-*.json")
     parser.add_argument("--batches", type=int, default=24)
     parser.add_argument("--pairs", type=int, default=2)
-    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     init = models.build(LLAMA)[0]
     model = read(init)
@@ -139,12 +122,8 @@ def main() -> None:
         **rows,
         "planned_over_even": ratio,
     }
-    write(asked.out or RESULTS / f"serving_edge_jax-{jax.__version__}.json", result)
+    write(asked.out, result)
     print(
         f"planned over even {ratio:.2f}, {rows['planned']['off']:+.1%} off the plan, the same as one"
         f" process: {equal}"
     )
-
-
-if __name__ == "__main__":
-    main()

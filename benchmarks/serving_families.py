@@ -1,9 +1,9 @@
-"""Are the tokens of a served folder those of `transformers`? Every Hugging Face family that is
-imported, with small random weights, in float32 on a CPU.
+"""Tokens of a served folder beside those of `transformers`, for every Hugging Face family that is
+imported.
 
-    python benchmarks/serving_families.py [--write] [--out FILE]
+    python -m benchmarks serving_families [--write] [--out FILE]
 
-`transformers` builds each model, saves it, and continues some prompts greedily; `read_folder` reads
+`transformers` builds each model with small random weights in float32 on a CPU, saves it, and continues some prompts greedily; `read_folder` reads
 the same folder and its engine answers all prompts together. It needs torch, transformers and peft beside
 shardlib. `--write` stores the tokens of `transformers` for tests/serve/test_folders.py, which
 draws the same weights.
@@ -12,9 +12,9 @@ draws the same weights.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 import zlib
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 from safetensors.numpy import load_file, save_file
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.environment import command_line, environment
+from benchmarks.environment import ROOT, card, command_line, show, table, write
 from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.checkpointing.huggingface import save_weights
@@ -40,9 +37,11 @@ from shardlib.serve.served import ByteText, Served
 from tests.models.configs import PUBLISHED, tiny
 from tests.serve.hf_folders import write_tokenizer
 
-GOLDEN = ROOT / "tests" / "serving" / "transformers_tokens.json"
+GOLDEN = ROOT / "tests" / "serve" / "transformers_tokens.json"
 PROMPTS = ([5, 2, 7, 11, 60, 3, 9], [1], [33, 33, 12, 8, 4, 19, 21, 2, 40, 41, 5])
 MOST = 18
+_TABLE = table("serving_families")
+SOME_WINDOWS, ADAPTERS, WRITTEN = (_TABLE[name] for name in ("windows", "adapters", "written"))
 
 
 def weights(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -93,12 +92,7 @@ def answers(model: Any) -> list[list[int]]:
 
 
 def ours(folder: Path, windows: int = 0) -> list[list[int]]:
-    """What the engine says, all prompts at once.
-
-    Args:
-        folder: of the model.
-        windows: cache groups that it has to have; 0 for any.
-    """
+    """What the engine says, all prompts at once; of a number of windows, with as many cache groups."""
     write_tokenizer(folder, 300)
     found = read_folder(folder, dtype="float32")
     engine = found.engine(Capacity(longest=32, slots=3, page=4))
@@ -106,37 +100,17 @@ def ours(folder: Path, windows: int = 0) -> list[list[int]]:
     return engine.generate(PROMPTS, most=MOST)
 
 
-#: What is changed of a published configuration so that some layers have a window that requests
-#: outgrow.
-SOME_WINDOWS: dict[str, dict[str, Any]] = {
-    "gemma-2-9b": {"sliding_window": 6},
-    "gemma-3-1b": {"sliding_window": 6, "num_hidden_layers": 7},
-}
+def compared(right: list[list[int]], found: list[list[int]]) -> dict[str, Any]:
+    """Whether answers are equal, and how many tokens and different tokens they have."""
+    tokens = [token for answer in right for token in answer]
+    return {"equal": right == found, "tokens": len(tokens), "different_tokens": len({*tokens})}
 
 
 def windowed(name: str, folder: Path) -> dict[str, Any]:
     """A model of which some layers have a window and some have none."""
     made({**tiny(name), **SOME_WINDOWS[name]}, folder)
     right, found = theirs(folder), ours(folder, windows=2)
-    return {
-        "model": name,
-        "changed": SOME_WINDOWS[name],
-        "equal": right == found,
-        "tokens": sum(map(len, right)),
-        "different_tokens": len({token for answer in right for token in answer}),
-    }
-
-
-#: Adapters of PEFT for a small Llama, with the weights of this file.
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "a": {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "o_proj"]},
-    "b": {
-        "r": 2,
-        "lora_alpha": 8,
-        "use_rslora": True,
-        "target_modules": ["k_proj", "gate_proj", "down_proj", "q_proj"],
-    },
-}
+    return {"model": name, "changed": SOME_WINDOWS[name], **compared(right, found)}
 
 
 def peft_tokens(folder: Path) -> dict[str, list[list[int]]]:
@@ -180,90 +154,18 @@ def served_adapters(folder: Path) -> dict[str, list[list[int]]]:
     return {name: [one.answer for one in requests] for name, requests in asked.items()}
 
 
-SMALL = TransformerConfig(
-    name="small",
-    vocab_size=256,
-    layers=3,
-    embed=32,
-    heads=4,
-    kv_heads=2,
-    head_dim=8,
-    mlp=48,
-    max_seq=64,
-    compute_dtype="float32",
-)
-LATENT = LatentAttention(q_lora=0, kv_lora=16, rope_dim=4, nope_dim=8, v_dim=8)
-#: Transformers of ours that are written, by the family that they are written as.
-WRITTEN = {
-    "llama": replace(SMALL, tied=True),
-    "mistral": replace(SMALL, sliding_window=6),
-    "qwen3": replace(SMALL, qk_norm=True),
-    "gpt2": replace(
-        SMALL,
-        kv_heads=4,
-        norm="layer",
-        activation="gelu_tanh",
-        gated=False,
-        tied=True,
-        learned_positions=True,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-    ),
-    "mixtral": replace(SMALL, mlp=24, experts=Experts(count=4, per_token=2, mlp=24)),
-    "qwen2_moe": replace(
-        SMALL,
-        qkv_bias=True,
-        experts=Experts(count=4, per_token=2, mlp=24, shared=2, shared_gate=True, normalise=False),
-    ),
-    "deepseek_v2": replace(
-        SMALL,
-        kv_heads=4,
-        head_dim=12,
-        latent=LATENT,
-        experts=Experts(
-            count=6, per_token=2, mlp=16, shared=1, first_dense=1, normalise=False, scaling=2.0
-        ),
-    ),
-    "deepseek_v3": replace(
-        SMALL,
-        kv_heads=4,
-        head_dim=12,
-        latent=replace(LATENT, q_lora=12),
-        experts=Experts(
-            count=8,
-            per_token=2,
-            mlp=16,
-            shared=1,
-            first_dense=1,
-            router="sigmoid",
-            scaling=1.5,
-            groups=4,
-            groups_per_token=2,
-            group_score=2,
-            bias=True,
-        ),
-    ),
-    "gemma2": replace(
-        SMALL,
-        tied=True,
-        norm_offset=True,
-        embed_scale=True,
-        post_norms=True,
-        activation="gelu_tanh",
-        sliding_window=6,
-        global_every=2,
-        attention_softcap=20.0,
-        logit_softcap=10.0,
-    ),
-}
+def changed(changes: dict[str, Any]) -> TransformerConfig:
+    """A small transformer with some changes."""
+    kinds = {"experts": Experts, "latent": LatentAttention}
+    made = {key: kinds[key](**value) for key, value in changes.items() if key in kinds}
+    return replace(card("small"), **changes | made)
 
 
 def written(family: str, folder: Path) -> dict[str, Any]:
     """A transformer of ours with random weights: its tokens, and those of `transformers`, which
     loads what is written of it.
     """
-    config = WRITTEN[family]
+    config = changed(WRITTEN[family])
     served = Served(
         name=family,
         init=models.build(config)[0],
@@ -282,18 +184,17 @@ def written(family: str, folder: Path) -> dict[str, Any]:
     return {
         "model_type": data["model_type"],
         "as_wanted": data["model_type"] == family,
-        "equal": right == found,
+        **compared(right, found),
         "same_text": same_text,
-        "different_tokens": len({token for answer in right for token in answer}),
     }
 
 
-def written_switch(folder: Path) -> dict[str, Any]:
+def written_switch(name: str, folder: Path) -> dict[str, Any]:
     """A small Switch transformer with random weights: its tokens, by its forward pass alone, and
     those of `transformers`, which loads what is written of it.
     """
     config = models.EncoderDecoderConfig(
-        name="switch",
+        name=name,
         vocab_size=64,
         encoder_layers=4,
         decoder_layers=4,
@@ -324,60 +225,40 @@ def written_switch(folder: Path) -> dict[str, Any]:
             logits = ours(np.asarray([prompt]), said)
             said[0, at + 1] = int(np.argmax(np.asarray(logits)[0, at]))
         found.append(said[0, 1:].tolist())
-    return {
-        "model_type": "switch_transformers",
-        "as_wanted": True,
-        "equal": right == found,
-        "different_tokens": len({token for answer in right for token in answer}),
-    }
+    return {"model_type": "switch_transformers", "as_wanted": True, **compared(right, found)}
 
 
 def main() -> None:
-    """Compares all families."""
     parser = command_line(__doc__)
     parser.add_argument("--write", action="store_true", help="stores the tokens for the tests")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=sorted(PUBLISHED))
     asked = parser.parse_args()
-    rows, golden = list[dict[str, Any]](), dict[str, list[list[int]]]()
-    for name in asked.only:
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            made(tiny(name), folder)
-            right, found = theirs(folder), ours(folder)
-        golden[name] = right
-        kinds = len({token for answer in right for token in answer})
-        rows.append(
-            {
-                "model": name,
-                "model_type": tiny(name)["model_type"],
-                "equal": right == found,
-                "tokens": sum(map(len, right)),
-                "different_tokens": kinds,
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
-    some = list[dict[str, Any]]()
-    for name in SOME_WINDOWS:
-        with tempfile.TemporaryDirectory() as place:
-            some.append(windowed(name, Path(place)))
-        print(json.dumps(some[-1]), flush=True)
-    sent = list[dict[str, Any]]()
-    for family in WRITTEN:
-        with tempfile.TemporaryDirectory() as place:
-            sent.append(written(family, Path(place) / "out"))
-        print(json.dumps(sent[-1]), flush=True)
-    with tempfile.TemporaryDirectory() as place:
-        sent.append(written_switch(Path(place) / "out"))
-    print(json.dumps(sent[-1]), flush=True)
+    golden: dict[str, list[list[int]]] = {}
+
+    def published(name: str, folder: Path) -> dict[str, Any]:
+        made(tiny(name), folder)
+        golden[name] = theirs(folder)
+        row = compared(golden[name], ours(folder))
+        return {"model": name, "model_type": tiny(name)["model_type"], **row}
+
+    def each(names: Iterable[str], run: Callable[[str, Path], dict[str, Any]]) -> list[Any]:
+        rows = []
+        for name in names:
+            with tempfile.TemporaryDirectory() as place:
+                rows.append(run(name, Path(place) / "model"))
+            show(name, rows[-1])
+        return rows
+
+    rows, some = each(asked.only, published), each(SOME_WINDOWS, windowed)
+    sent = each(WRITTEN, written) + each(["switch"], written_switch)
     with tempfile.TemporaryDirectory() as place:
         golden_adapters = peft_tokens(Path(place))
         same = golden_adapters == served_adapters(Path(place))
-    print(json.dumps({"adapters": len(ADAPTERS), "equal": same}), flush=True)
+    show("adapters of PEFT", {"adapters": len(ADAPTERS), "equal": same})
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     result = {
-        **environment(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **versions,
         "rows": rows,
         "equal": sum(row["equal"] for row in rows),
         "of": len(rows),
@@ -386,27 +267,12 @@ def main() -> None:
         "adapters": {"of_peft": ADAPTERS, "equal": same},
     }
     if asked.write:
-        told = {"transformers": transformers.__version__, "torch": torch.__version__}
-        GOLDEN.write_text(
-            json.dumps(
-                {
-                    **told,
-                    "prompts": PROMPTS,
-                    "most": MOST,
-                    "tokens": golden,
-                    "adapters": {
-                        name: {**how, "tokens": golden_adapters[name]}
-                        for name, how in ADAPTERS.items()
-                    },
-                }
-            )
-            + "\n"
-        )
+        adapters = {
+            name: {**how, "tokens": golden_adapters[name]} for name, how in ADAPTERS.items()
+        }
+        tokens = {"prompts": PROMPTS, "most": MOST, "tokens": golden, "adapters": adapters}
+        GOLDEN.write_text(json.dumps(versions | tokens) + "\n")
     if asked.out:
-        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+        write(asked.out, result)
     print(f"{result['equal']} of {result['of']} models say the same tokens")
     print(f"{sum(row['equal'] for row in sent)} of {len(sent)} that are written do")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""What would JAX's kernel of ragged paged attention make of a step on a TPU?
+"""JAX's kernel of ragged paged attention beside ours, compiled for a TPU.
 
-    python benchmarks/serving_kernel.py
+    python -m benchmarks serving_kernel
 
 Attention of the next tokens of 16 requests over pages of 4,096 tokens, in the layers of Llama 3 70B
 over eight devices, compiled ahead of time for a slice that is not here, in two forms: as this
@@ -14,13 +14,10 @@ kernel is interpreted, for a small case.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import jax
@@ -31,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, write
 from shardlib.functions.attention import Attention
 from shardlib.layout import MeshShape
 from shardlib.serve.cache import Grid, Where, attending
@@ -195,12 +192,8 @@ def equal() -> float:
 
 
 def main() -> None:
-    """Compiles both forms, compares them, and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "serving_kernel_jax-*.json")
     parser.add_argument("--topology", default="v5e:2x4")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / f"serving_kernel_jax-{jax.__version__}.json"
-    )
     args = parser.parse_args()
     try:
         off: float | str = equal()
@@ -213,7 +206,3 @@ def main() -> None:
         rows.append(compiled(args.topology, kernel))
         print(rows[-1], flush=True)
     write(args.out, {"benchmark": "serving_kernel", "differ": off, "forms": rows})
-
-
-if __name__ == "__main__":
-    main()

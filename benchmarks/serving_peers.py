@@ -1,6 +1,6 @@
-"""How fast does our engine answer beside `transformers` and vLLM, on one CPU and one checkpoint?
+"""Tokens a second beside `transformers` and vLLM, on one CPU and one checkpoint.
 
-    python benchmarks/serving_peers.py [--pairs N] [--vllm PYTHON]
+    python -m benchmarks serving_peers [--pairs N] [--vllm PYTHON]
 
 Two Llamas, float32, written as folders of Hugging Face, continue eight prompts of 32 tokens by 64,
 greedily: one of 27.8 M parameters in eight layers of 512 and 1,408, and one of 205 M in four layers
@@ -19,16 +19,13 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
@@ -36,7 +33,7 @@ import torch  # pyright: ignore[reportMissingImports]
 import transformers  # pyright: ignore[reportMissingImports]
 
 from benchmarks.continuous_batching import LLAMA
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import alternate, command_line, ratio, write
 from shardlib import models, serve
 from shardlib.annotation.tree import read
 from shardlib.checkpointing.huggingface import save_weights
@@ -58,13 +55,7 @@ def folder(place: Path, config: models.TransformerConfig) -> None:
 
 
 class Vllm:
-    """A process of vLLM that answers.
-
-    Args:
-        python: that has it.
-        place: folder of the model.
-        threads: that it may use.
-    """
+    """A process of vLLM that answers."""
 
     def __init__(self, python: Path, place: Path, threads: int) -> None:
         program = Path(__file__).parent / "serving" / "vllm_peer.py"
@@ -78,7 +69,7 @@ class Vllm:
             env={key: value for key, value in os.environ.items() if key not in hidden},
         )
         self.version = self._read()["vllm"]
-        self.cpu_seconds = 0.0
+        self.cpu_seconds: list[float] = []
 
     def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
         """Tokens of the answers."""
@@ -86,7 +77,7 @@ class Vllm:
         self._process.stdin.write(json.dumps({"prompts": prompts, "most": MOST}) + "\n")
         self._process.stdin.flush()
         found = self._read()
-        self.cpu_seconds = found["cpu_seconds"]
+        self.cpu_seconds.append(found["cpu_seconds"])
         return found["tokens"]
 
     def close(self) -> None:
@@ -104,11 +95,9 @@ class Vllm:
 
 
 def main() -> None:
-    """Runs all in turn."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "serving_peers.json")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--vllm", type=Path, help="a Python that has vLLM")
-    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(THREADS)
     result = {
@@ -120,11 +109,11 @@ def main() -> None:
             config.name: measured(config, asked.pairs, asked.vllm) for config in (LLAMA, WIDE)
         },
     }
-    write(asked.out or RESULTS / "serving_peers.json", result)
+    write(asked.out, result)
     for name, found in result["models"].items():
-        for which, ratio in found["throughput_over"].items():
+        for which, over in found["throughput_over"].items():
             print(
-                f"{name}: {ratio:.2f} of the throughput of {which}, which takes"
+                f"{name}: {over:.2f} of the throughput of {which}, which takes"
                 f" {found['cpu_seconds_over'][which]:.2f} of our seconds of CPU,"
                 f" tokens equal: {found['tokens_equal'][which]}"
             )
@@ -174,17 +163,12 @@ def compared(pairs: int, peer: Any, engine: serve.Engine, vllm: Vllm | None) -> 
     if vllm is not None:
         runs["vllm"] = lambda: vllm(prompts.tolist())
     first = {which: run() for which, run in runs.items()}
-    seconds: dict[str, list[float]] = {which: [] for which in runs}
-    cpu: dict[str, list[float]] = {which: [] for which in runs}
-    for _ in range(pairs):
-        for which, run in runs.items():
-            start, own = time.perf_counter(), time.process_time()
-            run()
-            seconds[which].append(time.perf_counter() - start)
-            other = vllm.cpu_seconds if vllm is not None and which == "vllm" else 0.0
-            cpu[which].append(other or time.process_time() - own)
-        print({which: round(times[-1], 3) for which, times in seconds.items()}, flush=True)
-    mine, tokens = seconds["shardlib"], ROWS * MOST
+    calls = alternate(runs, pairs, warm_up=False)
+    seconds = {which: timings.seconds for which, timings in calls.items()}
+    cpu = {which: timings.processor for which, timings in calls.items()}
+    if vllm is not None:
+        cpu["vllm"] = vllm.cpu_seconds[-pairs:]
+    tokens = ROWS * MOST
     others = [which for which in runs if which != "shardlib"]
     return {
         **({} if vllm is None else {"vllm": vllm.version}),
@@ -194,18 +178,6 @@ def compared(pairs: int, peer: Any, engine: serve.Engine, vllm: Vllm | None) -> 
         },
         "seconds": seconds,
         "cpu_seconds": cpu,
-        "throughput_over": {
-            which: statistics.median(a / b for a, b in zip(seconds[which], mine, strict=True))
-            for which in others
-        },
-        "cpu_seconds_over": {
-            which: statistics.median(
-                a / b for a, b in zip(cpu[which], cpu["shardlib"], strict=True)
-            )
-            for which in others
-        },
+        "throughput_over": {which: ratio(seconds[which], seconds["shardlib"]) for which in others},
+        "cpu_seconds_over": {which: ratio(cpu[which], cpu["shardlib"]) for which in others},
     }
-
-
-if __name__ == "__main__":
-    main()

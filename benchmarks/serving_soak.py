@@ -1,7 +1,6 @@
-"""Does a server under twice its load, with clients that go and clients that hardly read, lose
-anything, and do the others notice?
+"""A server under twice its load, with clients that go and clients that hardly read.
 
-    python benchmarks/serving_soak.py
+    python -m benchmarks serving_soak
 
 A process of `shardlib serve demo` has 8 slots and 8 places to wait. 32 clients ask 1,000 times in
 all; who is refused comes back when the server says. In every other run all are alike; in the others
@@ -14,12 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -28,12 +24,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import httpx2
 import numpy as np
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, serving, write
 
 REQUESTS, CLIENTS, SLOTS, WAITING = 1000, 32, 8, 8
 #: Shares of those that go, and of those that hardly read.
@@ -182,32 +176,11 @@ def told(seen: Seen, seconds: float) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "serving_soak_jax-*.json")
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    words = [
-        "serve",
-        "demo",
-        "--port",
-        "0",
-        "--slots",
-        f"{SLOTS}",
-        "--waiting",
-        f"{WAITING}",
-        "--json",
-    ]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "shardlib", *words],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).resolve().parents[1],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-    try:
-        assert server.stdout is not None
-        url = json.loads(server.stdout.readline())["url"].removesuffix("/v1")
+    with serving("demo", "--slots", f"{SLOTS}", "--waiting", f"{WAITING}") as (url, server):
         asyncio.run(run(url, options.requests // 5, alike=True))
         pairs: list[dict[str, Any]] = []
         bytes_before = resident(server.pid)
@@ -223,12 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             pairs.append(pair)
             print(json.dumps(pair))
         growth = resident(server.pid) - bytes_before
-        server.terminate()
-        code = server.wait(60)
-    finally:
-        server.kill()
     result = {
-        "command": "python benchmarks/serving_soak.py",
+        "command": "python -m benchmarks serving_soak",
         "requests": options.requests,
         "clients": CLIENTS,
         "places": SLOTS + WAITING,
@@ -238,13 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "left": [pair[name]["left"] for pair in pairs for name in ("alike", "mixed")],
         "wrong": sum(len(pair[name]["wrong"]) for pair in pairs for name in ("alike", "mixed")),
         "server_grew_bytes": growth,
-        "exit_code": code,
+        "exit_code": server.returncode,
     }
     print(f"p99 of the others: {result['request_p99_ratio']:.2f} of what it is when all are alike")
-    import jax
-
-    write(options.out or RESULTS / f"serving_soak_jax-{jax.__version__}.json", result)
-
-
-if __name__ == "__main__":
-    main()
+    write(options.out, result)

@@ -1,7 +1,7 @@
-"""How far do weights and caches of eight bits move what a trained model says?
+"""Perplexity of a trained model with weights and caches of eight bits.
 
     shardlib train --run demo --sample-bytes 0
-    python benchmarks/serving_storage.py demo
+    python -m benchmarks serving_storage demo
 
 The demonstration of `shardlib serve`, which has learned Python's library byte by byte, scores
 passages that it has not seen, of another language and of English: engines that store weights, keys
@@ -13,19 +13,17 @@ far its logarithm moves from float32, and in how many places the likeliest byte 
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, table, write
 from shardlib import models, serve
 from shardlib.annotation.tree import read
 from shardlib.serve.loading import TrainedRun, trained_run
@@ -34,16 +32,7 @@ LENGTH, PASSAGES = 120, 12
 #: Texts of Debian that the run has not seen: English, and Perl.
 TEXTS = ("/usr/share/common-licenses/Apache-2.0", "/usr/share/perl/5.36/CPAN.pm")
 #: What matrices are multiplied in, and how weights and the cache are stored.
-WAYS = (
-    ("float32", "model", "model"),
-    ("bfloat16", "model", "model"),
-    ("bfloat16", "model", "int8"),
-    ("bfloat16", "model", "fp8"),
-    ("bfloat16", "int8", "model"),
-    ("bfloat16", "fp8", "model"),
-    ("bfloat16", "int8", "int8"),
-    ("bfloat16", "fp8", "fp8"),
-)
+WAYS = table("serving_storage")
 
 
 def passages(path: str) -> list[list[int]]:
@@ -82,10 +71,8 @@ def plainly(run: TrainedRun, texts: list[list[int]]) -> np.ndarray:
 
 
 def main() -> None:
-    """Scores and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "serving_storage.json")
     parser.add_argument("run", type=Path, help="folder of a run of `shardlib train`")
-    parser.add_argument("--out", type=Path, default=RESULTS / "serving_storage.json")
     args = parser.parse_args()
     run = trained_run(args.run)
     rows = list[dict[str, Any]]()
@@ -112,7 +99,3 @@ def main() -> None:
             )
             print(rows[-1], flush=True)
     write(args.out, {"benchmark": "serving_storage", "step": run.step, "ways": rows})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Does the real Triton serve what `shardlib export --triton` writes?
+"""Repositories of `shardlib export --triton`, served by the real Triton.
 
-    python benchmarks/serving_triton.py --numpy1 FOLDER [--out FILE]
+    python -m benchmarks serving_triton --numpy1 FOLDER [--out FILE]
 
 The wheel nvidia-pytriton bundles a Triton server with its Python backend; it runs on a CPU, with a
 Python that has a shared library of its own version (Debian's python3.11 with libpython3.11 does).
@@ -33,8 +33,6 @@ from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
 
 import jax
 import jax.numpy as jnp
@@ -48,35 +46,24 @@ from tritonclient.grpc import (  # pyright: ignore[reportMissingImports]
     model_config_pb2,
 )
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import ROOT, command_line, write
 from shardlib import models, serve
 from shardlib.serve.artefacts import embedding_pass, user_pass
 from shardlib.serve.triton.repository import Repository
 from tests.serve.classifier import Classifier, classifier, forward
 
 SEQ, ROWS, MOST = 32, 16, 24
-CARD = """
-name = "bytes"
-vocab_size = 256
-layers = 2
-embed = 64
-heads = 4
-kv_heads = 2
-head_dim = 16
-mlp = 128
-max_seq = 128
-compute_dtype = "float32"
-"""
+CARD = ROOT / "benchmarks" / "models" / "bytes.toml"
 PROMPTS = [f"value_{n} = {n * 7} +" for n in range(6)]
 
 
-def repository(folder: Path, card: Path) -> list[str]:
+def repository(folder: Path) -> list[str]:
     """Writes both models; returns the names of all."""
     packages = [sysconfig.get_paths()["purelib"], str(ROOT)]
     made = Repository(folder=folder, rows=ROWS, instances=2, python_path=tuple(packages))
     one = user_pass(models.UserModel(**{"name": "classifier", **classifier()}), "classifier")
     capacity = {"longest": 64, "slots": 4, "page": 8}
-    served = serve.named(str(card))
+    served = serve.named(str(CARD))
     return [made.write_pass(one), *made.write_language_model(served, capacity=capacity, seq=SEQ)]
 
 
@@ -223,7 +210,7 @@ def streams(port: int, name: str) -> tuple[list[list[int]], list[list[float]], s
     return [[a for a, _ in row] for row in found], [[b for _, b in row] for row in found], refused
 
 
-def measured(ports: tuple[int, int, int], names: list[str], card: Path) -> dict[str, Any]:
+def measured(ports: tuple[int, int, int], names: list[str]) -> dict[str, Any]:
     """Asks for everything, and compares it."""
     at = f"127.0.0.1:{ports[0]}"
     client = http.InferenceServerClient(at)
@@ -244,7 +231,7 @@ def measured(ports: tuple[int, int, int], names: list[str], card: Path) -> dict[
     right = np.asarray(forward(module, {"x": rows[:, 0]})["probabilities"])
     wrong = float(np.abs(np.stack(many(classify, 64)) - right).max())
 
-    served = serve.named(str(card))
+    served = serve.named(str(CARD))
     states = embedding_pass(served, SEQ)
     model = states.model.rebuild(*states.weights)
     tokens, length = np.zeros((len(PROMPTS), SEQ), np.int32), np.zeros((len(PROMPTS), 1), np.int32)
@@ -307,9 +294,7 @@ def _numpy1(folder: Path) -> str:
 
 
 def main() -> None:
-    """Writes a repository, has it served, and asks."""
-    parser = command_line(__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "serving_triton.json")
+    parser = command_line(__doc__, "serving_triton.json")
     parser.add_argument("--port", type=int, default=8300)
     parser.add_argument(
         "--numpy1", type=Path, required=True, help="pip install --target FOLDER numpy==1.26.4"
@@ -318,9 +303,7 @@ def main() -> None:
     ports = asked.port, asked.port + 1, asked.port + 2
     with tempfile.TemporaryDirectory() as place:
         work = Path(place)
-        card = work / "bytes.toml"
-        card.write_text(CARD)
-        names = repository(work / "repository", card)
+        names = repository(work / "repository")
         refused = refusal(work / "repository", work / "alone", ports)
         settings = work / "repository" / "bytes_tokenize" / "1" / "settings.json"
         said = json.loads(settings.read_text())
@@ -332,7 +315,7 @@ def main() -> None:
             assert parsed.name == name
         server, seconds = started(work / "repository", work, ports)
         try:
-            found = measured(ports, names, card)
+            found = measured(ports, names)
         finally:
             server.terminate()
             try:
@@ -349,7 +332,3 @@ def main() -> None:
     }
     write(asked.out, data)
     print(json.dumps(found, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Is a run that still trains served with its newest checkpoint, without a dropped request?
+"""Answers from the newest checkpoint of a run that still trains.
 
-    python benchmarks/serving_while_training.py
+    python -m benchmarks serving_while_training
 
 One process trains the demonstration with a checkpoint every 20 steps, another serves its folder and
 looks for newer ones every second, and six clients ask without a pause for answers of 10 to 100
@@ -22,13 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import httpx2
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import ROOT, command_line, serving, write
 
-ROOT = Path(__file__).resolve().parents[1]
 CLIENTS, STEPS, EVERY = 6, 200, 20
 
 
@@ -61,66 +58,45 @@ def ask(url: str, number: int, end: threading.Event, seen: list[tuple[str, str, 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "serving_while_training_jax-*.json")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     home = Path(tempfile.mkdtemp(prefix="shardlib-served-"))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "shardlib"]
-    words = [
-        "train",
-        "--run",
-        str(home / "run"),
-        "--steps",
-        f"{options.steps}",
-        "--save-every",
-        f"{EVERY}",
-    ]
+    words = f"train --steps {options.steps} --save-every {EVERY} --sample-bytes 0 --quiet --json"
     training = subprocess.Popen(
-        [*command, *words, "--sample-bytes", "0", "--quiet", "--json"],
-        env=environment,
+        [sys.executable, "-m", "shardlib", *words.split(), "--run", str(home / "run")],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.DEVNULL,
+        cwd=ROOT,
     )
-    serving: subprocess.Popen[str] | None = None
     try:
         while not (home / "run" / "checkpoints" / f"{EVERY}").exists():
             assert training.poll() is None, "the run has ended"
             time.sleep(0.2)
-        serving = subprocess.Popen(
-            [*command, "serve", str(home / "run"), "--port", "0", "--refresh", "1s", "--json"],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert serving.stdout is not None
-        url = json.loads(serving.stdout.readline())["url"]
-        end, seen = threading.Event(), list[tuple[str, str, str]]()
-        clients = [
-            threading.Thread(target=ask, args=(url, number, end, seen)) for number in range(CLIENTS)
-        ]
-        for one in clients:
-            one.start()
-        code = training.wait(900)
-        last = f"step {options.steps}"
-        until = time.monotonic() + 60
-        while time.monotonic() < until and not any(mark == last for mark, *_ in seen[-20:]):
-            time.sleep(0.5)
-        end.set()
-        for one in clients:
-            one.join()
-        serving.terminate()
-        ended = serving.wait(90)
+        with serving(str(home / "run"), "--refresh", "1s") as (url, server):
+            end, seen = threading.Event(), list[tuple[str, str, str]]()
+            clients = [
+                threading.Thread(target=ask, args=(f"{url}/v1", number, end, seen))
+                for number in range(CLIENTS)
+            ]
+            for client in clients:
+                client.start()
+            code = training.wait(900)
+            last = f"step {options.steps}"
+            until = time.monotonic() + 60
+            while time.monotonic() < until and not any(mark == last for mark, *_ in seen[-20:]):
+                time.sleep(0.5)
+            end.set()
+            for client in clients:
+                client.join()
     finally:
-        for process in (training, serving):
-            if process is not None:
-                process.kill()
+        training.kill()
     answers: dict[str, set[str]] = defaultdict(set)
     for mark, text, wrong in seen:
         if text and not wrong:
             answers[mark].add(text)
     result = {
-        "command": "python benchmarks/serving_while_training.py",
+        "command": "python -m benchmarks serving_while_training",
         "steps": options.steps,
         "save_every": EVERY,
         "clients": CLIENTS,
@@ -129,13 +105,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "by_checkpoint": dict(Counter(mark for mark, *_ in seen)),
         "greedy_texts_by_checkpoint": {mark: len(texts) for mark, texts in answers.items()},
         "newest_served": last in {mark for mark, *_ in seen},
-        "exit_codes": {"train": code, "serve": ended},
+        "exit_codes": {"train": code, "serve": server.returncode},
     }
     print(json.dumps({name: result[name] for name in ("answers", "dropped", "by_checkpoint")}))
-    import jax
 
-    write(options.out or RESULTS / f"serving_while_training_jax-{jax.__version__}.json", result)
-
-
-if __name__ == "__main__":
-    main()
+    write(options.out, result)

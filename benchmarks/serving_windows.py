@@ -1,6 +1,6 @@
-"""How much memory does a cache take where layers with a window keep the window alone?
+"""Memory of a cache where layers with a window keep the window alone.
 
-    python benchmarks/serving_windows.py [--compile v6e:2x4] [--out FILE]
+    python -m benchmarks serving_windows [--compile v6e:2x4] [--out FILE]
 
 Gemma 3 27B (its published config.json: 62 layers, of which every sixth sees all tokens and the
 others 1,024; 16 key heads of 128; bfloat16), for 16 requests of up to 32,768 tokens, pages of 16
@@ -14,18 +14,14 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 os.environ.update(JAX_PLATFORMS="cpu", TPU_SKIP_MDS_QUERY="1", ALLOW_MULTIPLE_LIBTPU_LOAD="1")
 
 import jax
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, table, write
 from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.models import huggingface
@@ -35,19 +31,7 @@ from shardlib.serve.program import TracedForward, traced_forward
 from shardlib.serve.requests import Capacity
 
 #: huggingface.co/google/gemma-3-27b-it, text_config.
-GEMMA = {
-    "model_type": "gemma3_text",
-    "hidden_size": 5376,
-    "intermediate_size": 21504,
-    "num_hidden_layers": 62,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 16,
-    "head_dim": 128,
-    "query_pre_attn_scalar": 168,
-    "sliding_window": 1024,
-    "vocab_size": 262208,
-    "max_position_embeddings": 131072,
-}
+GEMMA = table("serving_windows")
 LONGEST, SLOTS, CHUNK = 32768, 16, 2048
 SIZES = Capacity(
     longest=LONGEST,
@@ -71,10 +55,8 @@ def cache_bytes(traced: TracedForward, sizes: Capacity) -> int:
 
 
 def main() -> None:
-    """Counts bytes, and compiles."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "serving_windows_jax-*.json")
     parser.add_argument("--compile", metavar="TOPOLOGY", help="with all its devices a layer")
-    parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     config = huggingface.read(GEMMA, "gemma-3-27b")
     assert isinstance(config, TransformerConfig)
@@ -99,9 +81,4 @@ def main() -> None:
         found["compiled"] = [one.to_json() for one in programs]
         for one in programs:
             print(one)
-    version = jax.__version__
-    write(asked.out or RESULTS / f"serving_windows_jax-{version}.json", found)
-
-
-if __name__ == "__main__":
-    main()
+    write(asked.out, found)

@@ -1,6 +1,6 @@
-"""How many steps does guessing ahead save on a text that repeats itself?
+"""Steps that guessing ahead saves on a text that repeats itself.
 
-    python benchmarks/speculation.py
+    python -m benchmarks speculation
 
 A small transformer learns records of bytes (`id: 0417, name: item-0417, ...`), and a smaller one,
 too; then 12 requests, each a few records and the beginning of the next, are answered with 120 bytes
@@ -12,39 +12,23 @@ time. Answers are equal.
 
 from __future__ import annotations
 
+import functools
 import os
-import statistics
-import sys
-import time
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-import jax
 import numpy as np
 import optax
 
 import shardlib
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.continuous_batching import forward, served
+from benchmarks.environment import alternate, card, command_line, ratio, show, write
 from shardlib import models, serve
 from shardlib.models.config import TransformerConfig
 
-LARGE = TransformerConfig(
-    name="large",
-    vocab_size=256,
-    layers=4,
-    embed=128,
-    heads=4,
-    kv_heads=4,
-    head_dim=32,
-    mlp=384,
-    max_seq=512,
-    compute_dtype="float32",
-)
+LARGE = card("large")
 SMALL = replace(LARGE, name="small", layers=1, embed=64, heads=2, kv_heads=2, mlp=128)
 ROWS, SEQ, MOST, DRAFTS, REQUESTS = 16, 128, 120, 4, 12
 SIZES = serve.Capacity(longest=384, slots=4, page=16, budget=64)
@@ -73,33 +57,10 @@ def learned(config: TransformerConfig, steps: int) -> tuple[Any, float]:
     return (state.params, state.model_state), float(found)
 
 
-def forward(model: Any, tokens: jax.Array) -> jax.Array:
-    """Logits."""
-    return model(tokens)
-
-
-def served(
-    engine: serve.Engine, asked: Sequence[serve.Asked]
-) -> tuple[int, float, list[list[int]]]:
-    """Steps, seconds and answers."""
-    steps, start = engine.steps, time.perf_counter()
-    requests = [engine.add(one) for one in asked]
-    engine.run()
-    return (
-        engine.steps - steps,
-        time.perf_counter() - start,
-        [request.answer for request in requests],
-    )
-
-
 def main() -> None:
-    """Learns, serves and writes the table."""
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "speculation_jax-*.json")
     parser.add_argument("--runs", type=int, default=5, help="of each way")
     parser.add_argument("--steps", type=int, default=250, help="of training")
-    parser.add_argument(
-        "--out", type=Path, default=RESULTS / f"speculation_jax-{jax.__version__}.json"
-    )
     args = parser.parse_args()
     (large, loss), (small, other) = learned(LARGE, args.steps), learned(SMALL, args.steps)
     ways = {
@@ -134,33 +95,26 @@ def main() -> None:
             )
             for n in range(REQUESTS)
         ]
-        rows: dict[str, list[tuple[int, float]]] = {name: [] for name in ways}
-        answers: dict[str, list[list[int]]] = {}
-        for _ in range(args.runs):
-            for name, engine in ways.items():
-                steps, seconds, answers[name] = served(engine, asked)
-                rows[name].append((steps, seconds))
+        calls = alternate(
+            {
+                name: functools.partial(served, engine, asked, len(asked))
+                for name, engine in ways.items()
+            },
+            args.runs,
+            warm_up=False,
+        )
+        answers = {name: timings.results[-1][1] for name, timings in calls.items()}
         assert answers["plain"] == answers["n-grams"] == answers["draft model"]
         found = {
             name: {
-                "steps": runs[-1][0],
-                "seconds": [seconds for _, seconds in runs],
-                "seconds_of_plain": statistics.median(
-                    seconds / plain
-                    for (_, seconds), (_, plain) in zip(runs, rows["plain"], strict=True)
-                ),
+                "steps": timings.results[-1][0],
+                "seconds": timings.seconds,
+                "seconds_of_plain": ratio(timings.seconds, calls["plain"].seconds),
             }
-            for name, runs in rows.items()
+            for name, timings in calls.items()
         }
         result["temperatures"][str(temperature)] = found
         for name, way in found.items():
-            print(
-                f"temperature {temperature}, {name}: {way['steps']} steps,"
-                f" {way['seconds_of_plain']:.2f} times the seconds"
-            )
+            show(f"temperature {temperature}, {name}", way)
     result["load"] = os.getloadavg()[0]
     write(args.out, result)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
-"""What does optimizer state on disk save, as predicted, as compiled for a TPU, and as seen in a
-process; and what does it cost?
+"""Savings and cost of optimizer state on disk: predicted, compiled for a TPU, and in a process.
 
-    python benchmarks/state_on_disk.py [--steps 10] [--disk FOLDER] [--only compiled|run]
+    python -m benchmarks state_on_disk [--steps 10] [--disk FOLDER] [--only compiled|run]
 
 `compiled` needs libtpu beside JAX: all programs of a step of the model of `memory_savers.py` are
 compiled for v5e:2x4, and the one that needs the most memory, with what lies beside it, is compared
@@ -20,14 +19,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import RESULTS, card, command_line, simulate_devices, stored, write
 
 PIN = {"mesh": {"fsdp": 8}, "zero": 3, "remat": "full", "microbatches": 1}
 WHERE = {"memory": {}, "disk": {"offload": ["disk"]}}
@@ -35,22 +32,17 @@ WHERE = {"memory": {}, "disk": {"offload": ["disk"]}}
 
 def compiled(folder: str) -> dict[str, Any]:
     """Bytes of a device, predicted and compiled for v5e:2x4."""
-    import optax
     from jax.experimental import topologies
 
     import shardlib
+    from benchmarks.compiling import inputs
     from benchmarks.memory_savers import BATCH, MODEL, SEQ
-    from shardlib import models
 
     devices = topologies.get_topology_desc("v5e:2x4", platform="tpu").devices
-    init, loss = models.build(MODEL)
     found: dict[str, Any] = {"topology": "v5e:2x4", "model": MODEL.name, "batch": BATCH, "seq": SEQ}
     for where, pin in WHERE.items():
         program = shardlib.compile(
-            init,
-            loss,
-            optax.adamw(3e-4),
-            models.example_batch(MODEL, BATCH, SEQ),
+            **inputs(MODEL, BATCH, SEQ),
             topology="v5e:2x4",
             pin={**PIN, **pin},
             devices=devices,
@@ -81,25 +73,12 @@ def run(where: str, steps: int, folder: str) -> dict[str, Any]:
     import optax
 
     import shardlib
-    from benchmarks.memory_savers import MODEL
     from benchmarks.stepping import random_tokens
     from shardlib import models
 
-    config = replace(
-        MODEL,
-        name="llama-60m",
-        vocab_size=8192,
-        layers=8,
-        embed=640,
-        heads=8,
-        kv_heads=8,
-        head_dim=80,
-        mlp=2560,
-        max_seq=32,
-        compute_dtype="float32",
-    )
+    config = card("llama-60m")
     init, loss = models.build(config)
-    batch = random_tokens(config, 8, 32)
+    batch = random_tokens(config.vocab_size, 8, 32)
     program = shardlib.compile(
         init,
         loss,
@@ -136,7 +115,18 @@ def compared(steps: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for where in WHERE:
         output = subprocess.run(
-            [sys.executable, __file__, "--child", where, "--steps", str(steps), "--disk", folder],
+            [
+                sys.executable,
+                "-m",
+                "benchmarks",
+                "state_on_disk",
+                "--child",
+                where,
+                "--steps",
+                str(steps),
+                "--disk",
+                folder,
+            ],
             check=True,
             stdout=subprocess.PIPE,
             text=True,
@@ -157,7 +147,6 @@ def compared(steps: int, folder: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures and writes `benchmarks/results/state_on_disk.json`."""
     parser = command_line(__doc__)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--disk", default=None)
@@ -169,7 +158,7 @@ def main() -> None:
         if options.child:
             print(json.dumps(run(options.child, options.steps, folder)))
             return
-        found = json.loads(path.read_text()) if path.exists() else {}
+        found = stored(path)
         if options.only != "run":
             found["compiled"] = compiled(folder)
         if options.only != "compiled":
@@ -178,7 +167,3 @@ def main() -> None:
                 {key: value for key, value in found["run"].items() if key not in WHERE}, flush=True
             )
     write(path, {key: found[key] for key in ("compiled", "run") if key in found})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
-"""Do steps that people write give the numbers of one device on every mesh of up to eight devices?
+"""Steps that people write, on every mesh of up to eight devices, beside one device.
 
-    python benchmarks/steps_on_every_mesh.py [--marked] [--seconds 500] [--redo]
+    python -m benchmarks steps_on_every_mesh [--marked] [--seconds 500] [--redo]
 
 The nine steps of `tests/frontend/examples.py` on each of the 38 ordered factorisations of 1 to 8
 devices over data, fsdp and tensor axes - ZeRO 1, 2 and 3 in turn where there is an fsdp axis, and 0
@@ -19,15 +19,20 @@ from __future__ import annotations
 import functools
 import json
 import os
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, command_line, simulate_devices, source_digest, write
+from benchmarks.environment import (
+    RESULTS,
+    command_line,
+    missing,
+    show,
+    simulate_devices,
+    source_digest,
+    stored,
+    write,
+)
 
 simulate_devices(8)
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # they compile, and hardly compute
@@ -149,32 +154,26 @@ def main() -> int:
     """Runs the cases that are missing; 1 where one differs."""
     parser = command_line(__doc__)
     parser.add_argument("--marked", action="store_true", help="the steps with marked losses")
-    parser.add_argument("--seconds", type=float, help="after which no further case is begun")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no case later")
     parser.add_argument("--redo", action="store_true", help="run what is stored too")
     given = parser.parse_args()
     kind = "marked_steps" if given.marked else "steps"
     path = RESULTS / f"{kind}_on_every_mesh_jax-{jax.__version__}.json"
     digest = source_digest("lowering", "tracing", "propagation", "functions")
-    stored = json.loads(path.read_text())["rows"] if path.exists() and not given.redo else []
-    known = {json.dumps([row["step"], row["pin"]]): row for row in stored}
-    begun = time.monotonic()
-    for number, case in enumerate(cases(given.marked)):
-        key = json.dumps([case["step"], case["pin"]])
-        if known.get(key, {}).get("source") == digest:
-            continue
-        if given.seconds is not None and time.monotonic() - begun > given.seconds:
-            break
-        known[key] = {**case, "tries": tried(case, given.marked), "source": digest}
-        last = known[key]["tries"][-1]
-        print(case["step"], case["pin"], last.get("refused") or f"{last['error']:.1e}", flush=True)
-        rows = list(known.values())
-        write(path, {"tolerance": TOLERANCE, "summary": summary(rows), "rows": rows}, quiet=True)
+
+    def key(case: dict[str, Any]) -> str:
+        return json.dumps([case["step"], case["pin"]])
+
+    rows = {key(row): row for row in stored(path, "rows", [])}
+    named = ((key(case), case) for case in cases(given.marked))
+    todo = missing(named, rows, digest, redo=given.redo, seconds=given.seconds)
+    for number, (name, case) in enumerate(todo):
+        rows[name] = {**case, "tries": tried(case, given.marked), "source": digest}
+        show(name, rows[name]["tries"][-1])
+        table = [*rows.values()]
+        write(path, {"tolerance": TOLERANCE, "summary": summary(table), "rows": table}, quiet=True)
         if number % 10 == 9:
             jax.clear_caches()
-    found = summary(list(known.values()))
-    print(json.dumps(found, indent=1))
-    return int(found["wrong"] > 0)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    result = summary([*rows.values()])
+    print(json.dumps(result, indent=1))
+    return int(result["wrong"] > 0)

@@ -1,6 +1,6 @@
-"""Does the order in which parameters cross a link shorten a step?
+"""Step time by the order in which parameters cross a link.
 
-    python benchmarks/transfer_order.py
+    python -m benchmarks transfer_order
 
 A worker of a parameter server, whose stages are programs of their own on simulated CPU devices of
 one thread each, fetches all parameters, computes, and pushes all gradients, over an emulated link
@@ -28,13 +28,10 @@ import secrets
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.environment import RESULTS, write
+from benchmarks.environment import command_line, show, write
 
 STAGES, LAYERS, WIDTH, VOCABULARY = 4, 8, 256, 1024
 LATENCY_S = 0.005
@@ -163,7 +160,7 @@ def measured(name: str, microbatches: int, rows: int, steps: int) -> dict[str, A
     rate = 2 * size / compute
     word = secrets.token_hex(16)
     process = subprocess.Popen(
-        [sys.executable, __file__, "--serve", str(rate)],
+        [sys.executable, "-m", "benchmarks", "transfer_order", "--serve", str(rate)],
         env={**os.environ, "ORDER_SECRET": word, "JAX_PLATFORMS": "cpu"},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -225,10 +222,9 @@ def measured(name: str, microbatches: int, rows: int, steps: int) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, "transfer_order.json")
     parser.add_argument("--serve", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, default=9, help="of each way and model")
-    parser.add_argument("--out", type=Path, default=RESULTS / "transfer_order.json")
     options = parser.parse_args()
     if options.serve is not None:
         serve(options.serve)
@@ -238,17 +234,7 @@ def main() -> None:
     cases, before = list[dict[str, Any]](), os.getloadavg()[0]
     for name, microbatches, rows in MODELS:
         cases.append(case := measured(name, microbatches, rows, options.steps))
-        times = ", ".join(f"{way} {1e3 * one:.0f} ms" for way, one in case["step_s"].items())
-        print(
-            f"{name}: compute {1e3 * case['compute_s']:.0f} ms, wire {1e3 * case['wire_s']:.0f} ms;"
-            f" {times}: {100 * case['shorter_than_shuffled']:.1f}% shorter than shuffled,"
-            f" {100 * case['shorter_than_at_once']:.1f}% than at once",
-            flush=True,
-        )
+        show(name, case)
     load = [before, os.getloadavg()[0]]
-    command = "python benchmarks/transfer_order.py"
+    command = "python -m benchmarks transfer_order"
     write(options.out, {"command": command, "load_before_and_after": load, "cases": cases})
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What does a user bring, and what does the same model compute without shardlib?
+"""Models as users bring them, and the same models trained without shardlib.
 
 A `Case` holds what is handed to shardlib (`init`, `loss`, a batch) and `plain`, the same model
 trained by its own library and optax on one device. No line of shardlib is in the numbers of

@@ -1,4 +1,4 @@
-"""Does a brought model compute under shardlib what plain optax computes on one device?"""
+"""A brought model under shardlib beside plain optax on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a peer hands over: a step that was compiled, and what is known of it."""
+"""A step that a peer has compiled, and its figures."""
 
 from __future__ import annotations
 

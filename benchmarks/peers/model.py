@@ -94,12 +94,8 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens [batch, seq] to logits [batch, seq, vocab].
-
-    Args:
-        job: its sizes.
-        rngs: for its first weights.
-        scale: of the scores of attention; None for one over the square root of a head's width.
+    """Tokens [batch, seq] to logits [batch, seq, vocab]; without a `scale` the scores of attention
+    are divided by the square root of a head's width.
     """
 
     def __init__(self, job: Job, rngs: nnx.Rngs, scale: float | None = None):
@@ -150,13 +146,8 @@ def reference(
     scale: float | None = None,
     objective: Callable[[Decoder, Batch], jax.Array] = loss,
 ) -> list[float]:
-    """The first three losses of this model on one device, from weights that a peer began with.
-
-    Args:
-        job: sizes.
-        weights: path -> array for every parameter: "layers.0.query.kernel".
-        scale: see `Decoder`.
-        objective: see `loss`.
+    """The first three losses of this model on one device, from weights that a peer began with: path
+    -> array for every parameter ("layers.0.query.kernel").
     """
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(job, nnx.Rngs(0), scale)), nnx.Param)
     flat = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(params)}

@@ -1,4 +1,4 @@
-"""How many FLOPs do the matrix products of a compiled program need?
+"""FLOPs of the matrix products of a compiled program.
 
 Counts what runs, recomputation with it, and no elementwise work; so that programs of several
 libraries can be held side by side. Read off programs for CPUs, where a product stays a `dot`.

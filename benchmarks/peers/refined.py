@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
 
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -27,8 +27,7 @@ TPU = "v5e:2x4"
 
 
 def main() -> None:
-    parser = command_line(__doc__)
-    parser.add_argument("--out", type=Path, default=RESULTS / "peers_refined.json")
+    parser = command_line(__doc__, "peers_refined.json")
     options = parser.parse_args()
     job = JOBS["tpu"]
     what = (lambda rngs: Decoder(job, rngs), loss, OPTIMIZER, rows(job))

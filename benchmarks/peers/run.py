@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-from benchmarks.environment import RESULTS, command_line, simulate_devices, write
+from benchmarks.environment import command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -186,11 +186,10 @@ def priced() -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "peers.json")
     for name in THERE:
         parser.add_argument(f"--{name}", help=f"Python of an environment with {name}")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--out", type=Path, default=RESULTS / "peers.json")
     parser.add_argument("--svg", type=Path, help="where a picture of it goes")
     parser.add_argument("--page", type=Path, help="a page whose tables are written anew")
     parser.add_argument(

@@ -1,5 +1,4 @@
-"""Where the experts of a published plan are: over which ranks, and whether ranks of tensor cut their
-width.
+"""Ranks of the experts of a published plan, and whether ranks of tensor cut their width.
 
 `ep` counts the ranks that experts are spread over, and `etp` those of tensor that cut the width of
 every expert. Megatron-Core's default is etp = tp (NVIDIA/Megatron-LM megatron/training/arguments.py,
@@ -36,18 +35,7 @@ class Spread:
 
 
 def spread_of(row: Entry, routed: bool, plan: Mapping[str, int], data: int, fsdp: int) -> Spread:
-    """The ranks of the experts of a row.
-
-    Args:
-        row: the run.
-        routed: whether the model has experts.
-        plan: degrees of parallelism, devices.
-        data: replicas.
-        fsdp: ranks that shard parameters or optimizer state.
-
-    Raises:
-        ValueError: the mesh has no such ranks.
-    """
+    """The ranks of the experts of a row."""
     tensor, expert, etp = plan["tp"], plan["ep"], row["parallel"].get("etp")
     assumed: list[str] = []
     if routed and expert == 1 and _shards_experts(row):

@@ -1,4 +1,4 @@
-"""What would the planner do on the machine and with the software of a published run?"""
+"""The planner's own plan on the machine and with the software of a published run."""
 
 from __future__ import annotations
 

@@ -9,49 +9,18 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
+from benchmarks.environment import table
 from benchmarks.published.document import Document, Entry
 from shardlib.machines.catalog import CATALOG
 from shardlib.machines.chips import Chip, Product, Tier
 from shardlib.machines.topology import CORRECTABLE, Topology
 
+_TABLE = table("published_machines")
 #: Chip of a file -> the product of the catalogue that lends launch time, efficiency of links and,
 #: for a chip that is the same product, its name.
-PRODUCTS: Mapping[str, str] = {
-    "v100-16gb": "a100",
-    "v100-32gb": "a100",
-    "a100-40gb": "a100-40gb",
-    "a100-80gb": "a100",
-    "a100-pcie-80gb": "a100",
-    "h100-80gb": "h100",
-    "h100-96gb-meta": "h100",
-    "h200-141gb": "h200",
-    "b200-180gb": "b200",
-    "b300-288gb": "b200",
-    "gb200": "gb200",
-    "gb300": "gb200",
-    "tpu-v3": "v4",
-    "tpu-v4": "v4",
-    "tpu-v5e": "v5e",
-    "tpu-v5p": "v5p",
-    "tpu-v6e": "v6e",
-    "tpu-v7x": "tpu7x",
-}
+PRODUCTS: Mapping[str, str] = _TABLE["products"]
 #: Chips that are exactly the product that they map to.
-SAME: frozenset[str] = frozenset(
-    {
-        "a100-40gb",
-        "a100-80gb",
-        "h100-80gb",
-        "h200-141gb",
-        "b200-180gb",
-        "gb200",
-        "tpu-v4",
-        "tpu-v5e",
-        "tpu-v5p",
-        "tpu-v6e",
-        "tpu-v7x",
-    }
-)
+SAME: frozenset[str] = frozenset(_TABLE["same"])
 #: Dtypes whose peak the file calls bf16.
 _GPU_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
 
@@ -87,11 +56,7 @@ def chip_of(name: str, entry: Entry) -> Chip:
 
 
 def topology_of(document: Document, row: Entry) -> Topology:
-    """The machine of a row.
-
-    Raises:
-        ValueError: the devices of the row make no machine of this kind.
-    """
+    """The machine of a row."""
     system = document.systems[row["system"]]
     name = str(row.get("chip") or system["chip"])
     chip, product = chip_of(name, document.chips[name]), CATALOG[PRODUCTS[name]]

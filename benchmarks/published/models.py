@@ -6,21 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.environment import table
 from benchmarks.published.document import Entry
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 
 #: Published word -> the reference model's nearest activation; element-wise functions differ by a
 #: few operations.
-ACTIVATIONS: Mapping[str, str] = {
-    "gelu": "gelu_tanh",
-    "geglu": "gelu_tanh",
-    "relu": "relu",
-    "squared_relu": "relu",
-    "silu": "silu",
-    "swiglu": "silu",
-    "clamped_swiglu": "silu",
-    "unknown": "gelu_tanh",
-}
+ACTIVATIONS: Mapping[str, str] = table("published_activations")
 #: Vocabularies are padded to a multiple of this times the tensor axis (NVIDIA/Megatron-LM
 #: `--make-vocab-size-divisible-by`, default 128).
 PADDING = 128
@@ -32,12 +24,6 @@ def configuration(name: str, spec: Entry, row: Entry, param_dtype: str) -> Trans
     Models with experts in every second layer become as many dense layers followed by as many layers
     with experts, and models of which some layers have a window become one whose layers all have the
     window with as many scores: the work of a step is the same.
-
-    Args:
-        name: the model's name.
-        spec: its entry.
-        row: the run; `heads_override`, `seq_len` and the tensor axis matter.
-        param_dtype: dtype of the weights at rest.
     """
     heads = int(row.get("heads_override") or spec["heads"])
     overridden = heads != spec["heads"]

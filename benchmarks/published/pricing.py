@@ -127,11 +127,7 @@ class Bench:
         self._loads: dict[tuple[int, Any, str], Workload] = {}
 
     def predict(self, case: Case) -> Prediction:
-        """Prices a case.
-
-        Raises:
-            ShardlibError: the planner has no such plan.
-        """
+        """Prices a case."""
         plan = self.plan(case, case.pins, boundless(case.topology))
         arrays = float(plan.estimate.device_bytes.peak)
         needed = memory_of(arrays, case.software.runtime, "nvidia-smi")
@@ -143,11 +139,7 @@ class Bench:
         )
 
     def quote(self, case: Case) -> Quote:
-        """Finds the decision of a case.
-
-        Raises:
-            ShardlibError: the planner has no such plan.
-        """
+        """Finds the decision of a case."""
         machine = boundless(case.topology)
         load = self._load(case, machine)
         first = next(

@@ -1,4 +1,4 @@
-"""What a row says of recomputation, as a remat policy and the results of a layer that are kept.
+"""Recomputation of a row as a remat policy and the results of a layer that are kept.
 
 Names of MaxText's tensors (AI-Hypercomputer/maxtext MaxText/configs/base.yml,
 MaxText/layers/decoders.py) and its policies; torchtitan's selective checkpointing of ops saves
@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from benchmarks.environment import table
 from benchmarks.published.document import Entry
 
 
@@ -35,36 +36,14 @@ class Recompute:
 
 
 QKV: tuple[str, ...] = ("query", "key", "value")
+_TABLE = table("published_recompute")
 #: MaxText's names of tensors -> results of a layer.
 TENSORS: Mapping[str, tuple[str, ...]] = {
-    "dli": ("layer_input",),
-    "decoder_layer_input": ("layer_input",),
-    "q": ("query",),
-    "k": ("key",),
-    "v": ("value",),
-    "qkv": QKV,
-    "qkv_proj": QKV,
-    "query_proj": ("query",),
-    "key_proj": ("key",),
-    "value_proj": ("value",),
-    "context": ("context",),
-    "out": ("out",),
-    "out_proj": ("out",),
-    "mlpwi": ("gate", "wide"),
-    "mlpwi_0": ("gate",),
-    "mlpwi_1": ("wide",),
-    "mlpwo": ("narrow",),
+    word: tuple(names) for word, names in _TABLE["tensors"].items()
 }
 #: MaxText's policies -> results that they keep.
 POLICIES: Mapping[str, tuple[str, ...]] = {
-    "minimal": (*QKV, "out", "gate", "wide", "narrow"),
-    "minimal_flash": (*QKV, "context", "out", "gate", "wide", "narrow"),
-    "minimal_with_context": (*QKV, "context", "out", "gate", "wide", "narrow"),
-    "save_dot_with_context_except_mlp": (*QKV, "context", "out"),
-    "save_dot_except_mlpwi": (*QKV, "out", "narrow"),
-    "save_dot_except_mlp": (*QKV, "out"),
-    "save_qkv_proj": QKV,
-    "save_out_proj": ("out",),
+    word: tuple(names) for word, names in _TABLE["policies"].items()
 }
 #: What MaxText does where nothing is said (MaxText/configs/base.yml, remat_policy: 'full'; results
 #: that the policy 'custom' does not name are computed again as well).
@@ -76,18 +55,7 @@ ALTERNATE: tuple[str, ...] = ("query", "value", "context", "gate")
 SELECTIVE_LAYERS = 2
 #: Word in the recomputation of a row -> remat policy, the first that fits. Megatron's "selective"
 #: recomputes the core of attention, which a fused kernel does anyway.
-WORDS: tuple[tuple[str, str], ...] = (
-    ("none", "none"),
-    ("full", "full"),
-    ("selective", "none"),
-    ("minimal", "dots"),
-    ("save_dot", "dots"),
-    ("save", "dots"),
-    ("offload", "full"),
-    ("mla_up_proj", "none"),
-    ("layernorm", "none"),
-    ("unknown", "none"),
-)
+WORDS: tuple[tuple[str, str], ...] = _TABLE["words"]
 
 
 def recompute_of(row: Entry) -> Recompute:

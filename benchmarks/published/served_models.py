@@ -53,11 +53,7 @@ MODELS: Mapping[str, Sizes] = {
 
 @lru_cache
 def served(name: str) -> ServedModel:
-    """The model of a row, traced.
-
-    Args:
-        name: as the rows have it.
-    """
+    """The model of a row, traced."""
     sizes = MODELS[name]
     model = read(shardlib.tree(lambda key: _weights(sizes, key), _axes(sizes)))
     return traced_served(model, _forward(sizes), longest=4096)

@@ -13,38 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmarks.environment import table
 from benchmarks.published.document import Entry
 from benchmarks.published.experts import over_tensor
 from benchmarks.published.recompute import recompute_of
 from shardlib.cost.framework import FrameworkProfile, framework_profile
 
+_TABLE = table("published_software")
 #: Start of a framework's name -> its stack; the first that fits.
-STACKS: tuple[tuple[str, str], ...] = (
-    ("megatron-deepspeed", "megatron-deepspeed"),
-    ("megatron-lm 0.14", "megatron-core"),
-    ("megatron-core", "megatron-core-2024"),
-    *((f"megatron-bridge 26.0{month}", "megatron-core-2606") for month in (6, 7, 8, 9)),
-    ("megatron-bridge", "megatron-core"),
-    ("nemo automodel", "torchtitan"),
-    ("nemo 24.03", "megatron-core-2403"),
-    ("nemo 24", "megatron-core-2024"),
-    ("nemo", "megatron-core"),
-    ("megascale", "megatron-flash"),
-    ("megatron-lm", "megatron-2021"),
-    ("llm-foundry", "llm-foundry"),
-    ("torchtitan", "torchtitan"),
-    ("nanotron", "nanotron"),
-    ("maxtext", "maxtext"),
-    ("levanter", "maxtext"),
-    ("pathways", "maxtext"),
-    ("internal jax", "maxtext"),
-    ("pax 23", "pax-2310"),
-    ("pax", "maxtext"),
-    ("alpa", "alpa"),
-    ("deepspeed", "deepspeed-zero3"),
-    ("sagemaker mics", "deepspeed-zero3"),
-    ("meta internal 4d", "megatron-core-2024"),
-)
+STACKS: tuple[tuple[str, str], ...] = _TABLE["stacks"]
 #: Sources whose runs of MaxText on GPUs are of 2023 (AI-Hypercomputer/maxtext MaxText/configs/a3,
 #: first added in 2023).
 OF_2023: frozenset[str] = frozenset({"maxtext_a3"})
@@ -55,31 +32,10 @@ OF_2023: frozenset[str] = frozenset({"maxtext_a3"})
 #: the other.
 RECIPE_BLOCK, WINDOW_BLOCK = 2048, 1024
 #: Stacks that keep weights in float32 and cast them when they are gathered.
-FULL_PRECISION: frozenset[str] = frozenset(
-    {
-        "llm-foundry",
-        "torchtitan",
-        "torchtitan-eager",
-        "torchtitan-fp8",
-        "maxtext-tpu",
-        "maxtext-gpu",
-        "maxtext-gpu-2023",
-        "pax-2310",
-    }
-)
+FULL_PRECISION: frozenset[str] = frozenset(_TABLE["full precision"])
 #: What MegaScale added to Megatron-LM, in the order of its table 3 (arXiv:2402.15627); a run has
 #: everything up to its own entry.
-MEGASCALE: tuple[str, ...] = (
-    "base",
-    "PTB",
-    "+SWA",
-    "+TP overlap",
-    "+PP overlap",
-    "+DP overlap",
-    "+efficient ops",
-    "+misc",
-    "+LAMB gbs x3",
-)
+MEGASCALE: tuple[str, ...] = _TABLE["megascale"]
 #: Share of the collectives over tensor that hides under the matmuls beside them, where a matmul is
 #: split into pieces for it: four fifths for Transformer Engine, whose kernels overlap (pieces of
 #: eight or four devices, assumed); half for PyTorch's asynchronous tensor parallelism, which

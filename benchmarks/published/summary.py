@@ -1,4 +1,4 @@
-"""How far are predictions from measurements, per source and in all?
+"""Distance of predictions from measurements, per source and in all.
 
 The error of a row is |predicted / measured - 1|; signed, predicted / measured - 1. "In all" is the
 mean over sources, so that no large source dominates. A pair of rows of one group is called right
@@ -13,6 +13,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from benchmarks.published.cases import Case
 from benchmarks.published.pricing import Prediction
@@ -83,14 +85,6 @@ def compare(case: Case, found: Prediction) -> Result:
     )
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which a share of the values lies, interpolated."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    return ordered[low] + (ordered[min(low + 1, len(ordered) - 1)] - ordered[low]) * (place - low)
-
-
 def pairs(results: Iterable[Result]) -> tuple[int, int]:
     """Pairs of competing plans: (called right, all)."""
     right = total = 0
@@ -120,7 +114,7 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
     return {
         "rows": len(results),
         "step_time_median_error": statistics.median(map(abs, times)) if times else None,
-        "step_time_p90_error": quantile([abs(error) for error in times], 0.9) if times else None,
+        "step_time_p90_error": float(np.quantile(np.abs(times), 0.9)) if times else None,
         "step_time_signed_median": statistics.median(times) if times else None,
         "memory_median_error": statistics.median(map(abs, memory)) if memory else None,
         "memory_signed_median": statistics.median(memory) if memory else None,

@@ -15,7 +15,6 @@ import time
 
 
 def main() -> None:
-    """Answers until the input ends."""
     folder, threads = sys.argv[1:3]
     said = os.dup(1)  # vLLM writes to standard output, too
     os.dup2(2, 1)

@@ -36,7 +36,7 @@ from shardlib.untrusted.data import JsonObject
 # --------------------------------------------------------------------------------------------------
 # The figures of serving that were learned from published runs.
 #
-# They were fitted to rows of four sources by `python benchmarks/published_serving.py --fit`, which
+# They were fitted to rows of four sources by `python -m benchmarks published_serving --fit`, which
 # also says how well each source is predicted by figures that were fitted to the others. Rates of
 # chips and links are those of the catalogue; a share says how much of one a step reaches.
 
@@ -694,7 +694,7 @@ def _stacked(model: ServedModel) -> frozenset[str]:
 
 
 #: Share of a device's memory that stays free, for what is not counted: the compiler's own, and
-#: fragments. Compiled programs of `python benchmarks/serving_compiled.py` take up to 0.3 GiB of
+#: fragments. Compiled programs of `python -m benchmarks serving_compiled` take up to 0.3 GiB of
 #: temporaries beside weights and pages.
 MARGIN = 0.03
 

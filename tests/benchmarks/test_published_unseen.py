@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from benchmarks.published.cases import Case
-from benchmarks.published.fitting import Sample
 from benchmarks.published.pricing import Bench
 from benchmarks.published.summary import Result
 from benchmarks.published.unseen import levels
@@ -23,7 +22,7 @@ from benchmarks.published.unseen.levels import (
     fitted,
     names_for,
 )
-from benchmarks.published.unseen.runs import Run, sourced
+from benchmarks.published.unseen.runs import Run, Sample, sourced
 from benchmarks.published.unseen.tallies import Tallied, tallied
 from benchmarks.published_unseen import priced
 from tests.benchmarks.test_published_plans import sparse

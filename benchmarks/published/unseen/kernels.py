@@ -64,12 +64,8 @@ class Kernels:
     times: Array
 
     def seconds(self, of: Columns, launch_s: float, unfused_loss: float) -> Array:
-        """Seconds of an execution of each kernel, array [kernels, settings].
-
-        Args:
-            of: the figures.
-            launch_s: seconds of a launch on the chip.
-            unfused_loss: the least that `unfused` is outside of all layers.
+        """Seconds of an execution of each kernel, array [kernels, settings]; `unfused_loss` is the
+        least that `unfused` is outside of all layers.
         """
         share = np.ones((len(self.matrix), len(of["matmul"])))
         for name in ("matmul", "eight_bit", "attention", "attention_backward"):

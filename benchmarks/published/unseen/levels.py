@@ -18,6 +18,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.environment import table
 from benchmarks.published.unseen.runs import Figures, Run
 
 #: Figure -> least and largest value with its physical meaning. Shares of the matrix unit: half of
@@ -30,20 +31,7 @@ from benchmarks.published.unseen.runs import Figures, Run
 #: where pieces are small or ports shared, to a tenth above the catalogue's share of it. Matmuls of
 #: misaligned dims: cuBLAS before 11 without tensor cores, an eighth (NVIDIA, Matrix Multiplication
 #: Background User's Guide, 3.1).
-RANGES: Mapping[str, tuple[float, float]] = {
-    "matmul": (0.4, 1.0),
-    "eight_bit": (0.3, 1.0),
-    "grouped": (0.3, 1.0),
-    "unfused": (1.0, 4.0),
-    "attention": (0.2, 0.85),
-    "memory": (0.5, 0.95),
-    "slow": (0.33, 1.1),
-    "fast": (0.33, 1.1),
-    "dispatch_s": (0.0, 4e-5),
-    "gap_s": (0.0, 2e-5),
-    "microbatch_s": (0.0, 0.02),
-    "misaligned": (0.12, 1.0),
-}
+RANGES: Mapping[str, tuple[float, float]] = table("published_ranges")
 #: Figures that are not shares: their own values are fitted, not parts of the chip's.
 ABSOLUTE: frozenset[str] = frozenset({"unfused", "dispatch_s", "gap_s", "microbatch_s"})
 #: Rows that a figure takes.
@@ -90,12 +78,8 @@ def figures_of(level: Level, run: Run) -> Figures:
 
 
 def spread(runs: Sequence[Run], most: int, each: int | None = None) -> list[Run]:
-    """At most so many runs, one of each source, pair and `split` in turn.
-
-    Args:
-        runs: of which to choose.
-        most: in all.
-        each: most of one source and pair.
+    """At most `most` runs, one of each source, pair and `split` in turn, and at most `each` of one
+    source and pair.
     """
     by_split: dict[tuple[str, str], dict[str, list[Run]]] = {}
     for run in runs:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import Document, Entry, read
-from benchmarks.published.fitting import FIGURES, Sample
 from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.pricing import Bench
 from benchmarks.published.software import memory_of
@@ -20,6 +19,38 @@ from benchmarks.published.unseen.tallies import tallied
 from shardlib.cost.roofline import curves, efficiency
 from shardlib.errors import ShardlibError
 from shardlib.planner.assembly import price
+
+#: Figures of a chip that are fitted.
+FIGURES: tuple[str, ...] = (
+    "matmul",
+    "eight_bit",
+    "unfused",
+    "memory",
+    "attention",
+    "microbatch_s",
+    "dispatch_s",
+    "gap_s",
+    "fast",
+    "slow",
+    "misaligned",
+    "grouped",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One run of a group.
+
+    Attributes:
+        id, source, split: of the row; runs of one `split` are alike.
+        measured_s: seconds of a step.
+    """
+
+    id: str
+    source: str
+    split: str
+    measured_s: float
+
 
 Figures = dict[str, Any]
 
@@ -81,6 +112,17 @@ class Run:
         return replace(self.result, predicted_s=self.seconds(values))
 
 
+@dataclass(frozen=True)
+class Default:
+    """How a vendor's runs are priced under the profile that users plan with: what becomes of a
+    case, and the figures of a chip.
+    """
+
+    vendor: str
+    case: Callable[[Case], Case]
+    sourced: Callable[[str, str], tuple[Figures, Figures]]
+
+
 def complete(values: Figures, start: Figures) -> Figures:
     """The figures of a curve; attention backward keeps its proportion to attention forward."""
     found = dict(values)
@@ -104,12 +146,13 @@ def sourced(chip: str, vendor: str) -> tuple[Figures, Figures]:
     return start, {name: value for name, value in own.items() if name not in start}
 
 
-def runs_of(files: Sequence[Path], keep: Path) -> tuple[list[Run], dict[str, str]]:
+def runs_of(
+    files: Sequence[Path], keep: Path, default: Default | None = None
+) -> tuple[list[Run], dict[str, str]]:
     """The runs of some files, and why other rows are left out.
 
-    Args:
-        files: documents.
-        keep: folder with the runs of every source that was read before; written to.
+    The folder `keep` has the runs of every source that was read before, and is written to. With a
+    `default` the runs are those of one vendor under the profile that users plan with.
     """
     keep.mkdir(parents=True, exist_ok=True)
     runs: list[Run] = []
@@ -120,9 +163,9 @@ def runs_of(files: Sequence[Path], keep: Path) -> tuple[list[Run], dict[str, str
             path = keep / f"{source}.pickle"
             if not path.exists():
                 own = [row for row in document.rows if row["source"] == source]
-                path.write_bytes(pickle.dumps(_read(document, own)))
+                path.write_bytes(pickle.dumps(_read(document, own, default)))
             some, refused = pickle.loads(path.read_bytes())
-            runs += [_current(run) for run in some]
+            runs += some if default else [_current(run) for run in some]
             left_out |= refused
     return runs, left_out
 
@@ -133,7 +176,9 @@ def _current(run: Run) -> Run:
     return replace(run, start=start, fixed=fixed)
 
 
-def _read(document: Document, rows: Sequence[Entry]) -> tuple[list[Run], dict[str, str]]:
+def _read(
+    document: Document, rows: Sequence[Entry], default: Default | None
+) -> tuple[list[Run], dict[str, str]]:
     bench, runs, refused = Bench(), list[Run](), dict[str, str]()
     gc.disable()  # tracing makes many objects that live as long as the bench
     for row in rows:
@@ -141,8 +186,11 @@ def _read(document: Document, rows: Sequence[Entry]) -> tuple[list[Run], dict[st
         if isinstance(case, str):
             refused[row["id"]] = case
             continue
+        if default and case.topology.chip.vendor != default.vendor:
+            continue
         try:
-            runs.append(_run(case, str(row.get("split_group") or row["id"]), bench))
+            split = str(row.get("split_group") or row["id"])
+            runs.append(_run(default.case(case) if default else case, split, bench, default))
         except ShardlibError as error:
             refused[case.id] = str(error)
         except (AssertionError, ValueError, KeyError, IndexError) as error:
@@ -151,9 +199,9 @@ def _read(document: Document, rows: Sequence[Entry]) -> tuple[list[Run], dict[st
     return runs, refused
 
 
-def _run(case: Case, split: str, bench: Bench) -> Run:
+def _run(case: Case, split: str, bench: Bench, default: Default | None) -> Run:
     chip, quote = case.topology.chip, bench.quote(case)
-    start, fixed = sourced(chip.name, chip.vendor)
+    start, fixed = (default.sourced if default else sourced)(chip.name, chip.vendor)
     found = price(quote.load, quote.topology, quote.candidate)
     arrays = float(found.peak_bytes[0])
     needed = memory_of(arrays, case.software.runtime, "nvidia-smi")

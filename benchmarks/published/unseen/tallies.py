@@ -136,12 +136,9 @@ def _columns(settings: Sequence[Mapping[str, Any]], pricer: Pricer) -> Columns:
 
 
 def tallied(quote: Quote, figures: Mapping[str, Any]) -> Tallied:
-    """The quote as arrays. Where some layers rematerialise alone, or values are in host memory, it
-    is the plan in which all do and none are, scaled to the price of the quote under `figures`.
-
-    Args:
-        quote: of a run.
-        figures: those of the chip that are never fitted, such as tiles of matmuls.
+    """The quote as arrays; `figures` are those of the chip that are never fitted, such as tiles of
+    matmuls. Where some layers rematerialise alone, or values are in host memory, it is the plan in
+    which all do and none are, scaled to the price of the quote under `figures`.
     """
     how, load, choice = quote.candidate.decisions, quote.load, quote.candidate.choice
     if how.remat_layers or how.offload:
