@@ -1,10 +1,132 @@
-"""No plan is faster or smaller than the bounds say that exclude it."""
+"""No plan is smaller than the bounds say that exclude it; brute force (`test_search`) holds those on
+time.
+"""
 
 from __future__ import annotations
 
-import numpy as np
+import functools
+import itertools
+from collections import defaultdict
+from dataclasses import replace
 
-from shardlib.planner.bounds import Pairs, Tick, mixed, step_seconds
+import numpy as np
+import pytest
+
+from shardlib.cost.framework import framework_profile
+from shardlib.cost.stages import distinct
+from shardlib.cost.tables import Pricer
+from shardlib.decisions.pins import Pins
+from shardlib.decisions.table import Decisions
+from shardlib.machines.topology import topology
+from shardlib.planner.assembly import price
+from shardlib.planner.bounds import Entries, Fitting, Pairs, Tick, mixed, step_seconds
+from shardlib.planner.space import Scope, Strategy, build
+from shardlib.planner.stored import Candidate
+from shardlib.planner.workload import Workload, prepare
+from tests.planner import worlds
+from tests.planner.brute_force import every_candidate, variants
+
+WHERE = "2*h100:2"
+#: Plans that are priced one by one, and as many variants of them.
+SAMPLE = 60
+OFFLOADS = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
+
+
+@functools.cache
+def _load(world: str, software: str) -> Workload:
+    problem = {
+        "layers": lambda: worlds.layers(batch=4, heads=2, depth=3),
+        "deep": lambda: worlds.stack(batch=4, depth=6, seq=16),
+        "experts": worlds.experts,
+    }[world]()
+    return prepare(problem, "nvidia", framework_profile(software))
+
+
+@functools.cache
+def _prices(world: str, software: str) -> list[tuple[Candidate, float, float]]:
+    """(decision, seconds, bytes) of a sample of all plans on all devices, each with one of its
+    variants.
+    """
+    load, where = _load(world, software), topology(WHERE)
+    some = [one for one in every_candidate(load, where) if one.mesh.devices == where.devices]
+    some = some[:: max(1, len(some) // SAMPLE)]
+    every = itertools.chain.from_iterable(
+        (one, *itertools.islice(variants(load, where, one), number % 9, number % 9 + 1))
+        for number, one in enumerate(some)
+    )
+    return [
+        (one, float(totals.step_seconds[0]), float(totals.peak_bytes[0]))
+        for one in every
+        for totals in [price(load, where, one)]
+    ]
+
+
+def _entries(world: str, software: str, routes: bool) -> Entries:
+    load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
+    space = build(load, Pins(), None, Strategy(decisions=Decisions(context="all-gather")))
+    sizes = space.mesh_sizes(load.colouring, pricer.topology.devices)
+    shapes, shape = distinct(sizes)
+    fitting = Fitting(space=space, pricer=pricer, capacity=np.inf, offloads=OFFLOADS)
+    scope = Scope(
+        load=load,
+        space=space,
+        cuttable=space.tensor,
+        along=load.colouring.sequence_colour,
+        routes=routes,
+    )
+    values = pricer.values(load.ledger.book, shapes)
+    return Entries(scope, pricer, fitting, sizes, values, shape)
+
+
+def _index(entries: Entries) -> dict[tuple[int, ...], int]:
+    """The index of every (sizes of the axes, microbatches)."""
+    return {
+        tuple(int(values[at]) for values in entries.sizes.values()): at
+        for at in range(len(entries))
+    }
+
+
+def _key(entries: Entries, one: Candidate) -> tuple[int, ...]:
+    return tuple(
+        one.decisions.microbatches if axis == "micro" else one.mesh[axis] for axis in entries.sizes
+    )
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("world", "software"),
+    (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")),
+)
+def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
+    prices = _prices(world, software)
+    routes = _load(world, software).expert is not None
+    entries = _entries(world, software, routes)
+    every = np.arange(len(entries))
+    of_entries, of_pairs, places = (
+        entries.leanest(every),
+        entries.pairs(every, minimum_memory=True),
+        _index(entries),
+    )
+    bounds = {
+        (int(entry), int(choice)): least
+        for entry, choice, least in zip(
+            of_pairs.entries, of_pairs.choices, of_pairs.least, strict=True
+        )
+    }
+    least = defaultdict[tuple[int, int], float](lambda: np.inf)
+    for one, _, size in prices:
+        if one.routes == routes:
+            pair = (
+                places[_key(entries, one)],
+                entries.choices.index(replace(one.choice, context=entries.scope.along)),
+            )
+            least[pair] = min(least[pair], size)
+    assert len(least) > 5
+    for pair, size in least.items():
+        assert of_entries[pair[0]] <= bounds[pair] * (1 + 1e-9) <= size * (1 + 2e-9)
+    assert (
+        max(bounds[pair] / size for pair, size in least.items()) > 0.5
+    )  # and it is not an empty bound
 
 
 def test_a_mixture_lies_on_the_line_between_policies() -> None:

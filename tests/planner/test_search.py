@@ -100,7 +100,7 @@ def test_search_equals_brute_force(world: str, where: str) -> None:
             share,
             marks=[] if (world, share) == ("mlp", 0.5) else [pytest.mark.long, pytest.mark.matrix],
         )
-        for world in ("mlp", "narrow", "stack", "experts")
+        for world in ("mlp", "stack", "experts")
         for share in (0.9, 0.5, 0.25)
     ],
 )

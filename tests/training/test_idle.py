@@ -149,6 +149,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
             assert one["validations"][step] == pytest.approx(metrics, rel=2e-5)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_what_a_job_does_beside_its_steps(tmp_path: Path):
     """State on disk, profiles, validation, samples, the best checkpoint, adapters and files of
