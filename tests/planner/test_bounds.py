@@ -1,6 +1,4 @@
-"""No plan is smaller than the bounds say that exclude it; brute force (`test_search`) holds those on
-time.
-"""
+"""No plan is faster or smaller than the bounds say that exclude it."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ import numpy as np
 import pytest
 
 from shardlib.cost.framework import framework_profile
-from shardlib.cost.stages import distinct
+from shardlib.cost.stages import Candidates, candidates, distinct
 from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
-from shardlib.machines.topology import topology
+from shardlib.machines.topology import place, topology
 from shardlib.planner.assembly import price
 from shardlib.planner.bounds import Entries, Fitting, Pairs, Tick, mixed, step_seconds
 from shardlib.planner.space import Scope, Strategy, build
@@ -28,7 +26,7 @@ from tests.planner.brute_force import every_candidate, variants
 
 WHERE = "2*h100:2"
 #: Plans that are priced one by one, and as many variants of them.
-SAMPLE = 60
+SAMPLE = 100
 OFFLOADS = ((), ("optimizer",), ("activations",), ("optimizer", "activations"))
 
 
@@ -61,21 +59,26 @@ def _prices(world: str, software: str) -> list[tuple[Candidate, float, float]]:
     ]
 
 
-def _entries(world: str, software: str, routes: bool) -> Entries:
+def _entries(
+    world: str, software: str, routes: bool, capacity: float, context: str = "all-gather"
+) -> tuple[Entries, Fitting]:
     load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
-    space = build(load, Pins(), None, Strategy(decisions=Decisions(context="all-gather")))
-    sizes = space.mesh_sizes(load.colouring, pricer.topology.devices)
+    strategy = Strategy(decisions=Decisions(context=context))
+    room = build(load, Pins(), None, strategy)
+    sizes = room.mesh_sizes(load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
-    fitting = Fitting(space=space, pricer=pricer, capacity=np.inf, offloads=OFFLOADS)
+    fitting = Fitting(space=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
     scope = Scope(
         load=load,
-        space=space,
-        cuttable=space.tensor,
+        space=room,
+        cuttable=room.tensor,
         along=load.colouring.sequence_colour,
         routes=routes,
     )
-    values = pricer.values(load.ledger.book, shapes)
-    return Entries(scope, pricer, fitting, sizes, values, shape)
+    return (
+        Entries(scope, pricer, fitting, sizes, pricer.values(load.ledger.book, shapes), shape),
+        fitting,
+    )
 
 
 def _index(entries: Entries) -> dict[tuple[int, ...], int]:
@@ -92,6 +95,57 @@ def _key(entries: Entries, one: Candidate) -> tuple[int, ...]:
     )
 
 
+def _placed(entries: Entries, at: int, one: Candidate) -> Candidates:
+    """An entry on the place of a plan."""
+    where = topology(WHERE)
+    placement = place(one.mesh, where, one.decisions.axis_order)
+    assert placement is not None
+    c = candidates([(one.mesh, placement)], [one.decisions.microbatches], where)
+    return replace(c, shapes=entries.values.shapes, shape=entries.shape[[at]])
+
+
+@pytest.mark.long
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("world", "software"),
+    (("layers", "xla"), ("layers", "megatron-core"), ("deep", "xla"), ("experts", "xla")),
+)
+@pytest.mark.parametrize("share", (0.1, 0.4, 0.8))
+def test_no_plan_that_fits_is_faster_than_its_bounds(
+    world: str, software: str, share: float
+) -> None:
+    prices = _prices(world, software)
+    capacity = float(np.quantile([size for _, _, size in prices], share))
+    routes = _load(world, software).expert is not None
+    checked = 0
+    for context in sorted({one.decisions.context for one, _, _ in prices}):
+        entries, _ = _entries(world, software, routes, capacity, context)
+        every = np.arange(len(entries))
+        of_entries, of_pairs, places = entries.seconds(every), entries.pairs(every), _index(entries)
+        bounds = {
+            (int(entry), int(choice)): least
+            for entry, choice, least in zip(
+                of_pairs.entries, of_pairs.choices, of_pairs.least, strict=True
+            )
+        }
+        for one, seconds, size in prices:
+            if size > capacity or one.routes != routes or one.decisions.context != context:
+                continue
+            at = places[_key(entries, one)]
+            choice = entries.choices.index(replace(one.choice, context=entries.scope.along))
+            placed = _placed(entries, at, one)
+            kinds = entries.on_places(placed, np.zeros(1, dtype=np.int64), np.array([choice]))
+            on_place = min(float(least[0]) for least in kinds.values())
+            assert entries.fastest[at] <= seconds * (1 + 1e-9)
+            assert of_entries[at] <= bounds[at, choice] * (1 + 1e-9)
+            assert bounds[at, choice] <= seconds * (1 + 1e-9)
+            assert entries.seconds_on(placed)[0] <= on_place * (1 + 1e-9)
+            if software == "xla":
+                assert on_place <= seconds * (1 + 1e-9)
+            checked += 1
+    assert checked > 5
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("world", "software"),
@@ -100,13 +154,11 @@ def _key(entries: Entries, one: Candidate) -> tuple[int, ...]:
 def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
     prices = _prices(world, software)
     routes = _load(world, software).expert is not None
-    entries = _entries(world, software, routes)
+    entries, _ = _entries(world, software, routes, np.inf)
     every = np.arange(len(entries))
-    of_entries, of_pairs, places = (
-        entries.leanest(every),
-        entries.pairs(every, minimum_memory=True),
-        _index(entries),
-    )
+    of_entries = entries.leanest(every)
+    of_pairs = entries.pairs(every, minimum_memory=True)
+    places = _index(entries)
     bounds = {
         (int(entry), int(choice)): least
         for entry, choice, least in zip(
