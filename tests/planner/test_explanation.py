@@ -300,9 +300,11 @@ def test_regret_is_the_loss_against_the_best_plan_then():
         "compute",
         "memory bandwidth",
     }
+    machine = topology("2*h100:4")
+    peaks = tuple((dtype, rate * SHOCK) for dtype, rate in machine.chip.flops_per_s)
     for what, changed in (
-        ("NVLink bandwidth", questions.with_link(topology("2*h100:4"), 1, 450e9 * SHOCK)),
-        ("compute", questions.with_compute(topology("2*h100:4"), SHOCK)),
+        ("NVLink bandwidth", questions.with_link(machine, 1, 450e9 * SHOCK)),
+        ("compute", questions.with_chip(machine, flops_per_s=peaks)),
     ):
         mine = questions.priced_on(plan, changed)
         assert mine is not None
