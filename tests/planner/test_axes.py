@@ -142,34 +142,6 @@ def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, ki
     assert found.estimate.step_seconds <= traced.estimate.step_seconds
 
 
-@pytest.mark.parametrize(
-    ("pin", "load", "message"),
-    [
-        ({"attention": "cudnn"}, "deep", "world does not call attention as a function"),
-        (
-            {"mesh": {"context": 4}, "context": "ring"},
-            "deep",
-            "does not call attention as a function",
-        ),
-        ({"attention": "splash"}, "function", "a kernel for chips of google, not of nvidia"),
-        (
-            {"attention": "blocks", "mesh.context": 2, "context": "all-gather"},
-            "function",
-            "leaves attention to the compiler",
-        ),
-        (
-            {"attention": "cudnn", "mesh.context": 2, "context": "ring"},
-            "function",
-            "a ring computes attention in blocks",
-        ),
-        ({"attention": "flash"}, "function", "it is one of 'traced', 'blocks'"),
-    ],
-)
-def test_attention_that_cannot_be_had(pin: dict[str, object], load: str, message: str) -> None:
-    with pytest.raises(PinError, match=message):
-        plan(pin, load={"deep": deep, "function": function}[load]())
-
-
 def test_tokens_go_to_their_experts_and_home() -> None:
     """Two all-to-alls a layer forward and two backward, of the tokens of a device (GShard,
     arXiv:2006.16668, section 3.2).
@@ -252,65 +224,6 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
     assert best.estimate.device_bytes.peak <= fitting_bytes(tight)
     other = planner.search(deep().problem, tight, {**pin, "offload": ["optimizer"]}, load=deep())
     assert "disk" not in other.offload
-
-
-@pytest.mark.parametrize(
-    ("pin", "message"),
-    [
-        ({"offload": ["optimizer", "disk"]}, "offload names 'optimizer' and 'disk'"),
-        ({"mesh": {"stage": 16}}, "the mesh stage=16 has 16 devices"),
-        (
-            {"mesh": {"context": 7}},
-            (
-                "context=7 shards the sequence, and world has sequences of 512, which 7 parts do"
-                " not divide"
-            ),
-        ),
-        ({"mesh": {"expert": 2}}, "expert=2 shards experts, and world has none"),
-        (
-            {"experts": "dropless"},
-            "experts='dropless' sends tokens to experts, and world has no grouped matmul",
-        ),
-        ({"mesh": {"data": 8}, "schedule": "1f1b"}, "schedule='1f1b' needs stages"),
-        (
-            {"mesh": {"stage": 2}, "virtual_stages": 2, "schedule": "1f1b"},
-            "virtual_stages=2 needs the schedule 'interleaved'",
-        ),
-        (
-            {"mesh": {"data": 8}, "accumulation": 2},
-            (
-                "accumulation=2 is for the stages of a pipeline, and there are none; without stages"
-                " gradients are accumulated over microbatches"
-            ),
-        ),
-        ({"accumulation": 2, "schedule": "none"}, "accumulation=2 is for the stages of a pipeline"),
-        (
-            {"accumulation": 3, "microbatches": 8},
-            "accumulation=3 takes the microbatches in equal groups, and 8 are pinned",
-        ),
-        (
-            {"mesh": {"stage": 2, "data": 4}, "accumulation": 3},
-            "accumulation=3 takes microbatches in equal groups, which do not divide the",
-        ),
-        (
-            {"mesh": {"stage": 4}, "accumulation": 4, "microbatches": 8, "virtual_stages": 2},
-            (
-                "stages of several chunks of layers need a microbatch for each of the 4 stages, and"
-                " 2 go through them together"
-            ),
-        ),
-        ({"mesh": {"data": 8}, "context": "ring"}, "context='ring' needs a context axis"),
-        ({"offload": ["parameters"]}, "it is a list of 'optimizer', 'activations'"),
-        ({"axis_order": ["data", "data"]}, "axis_order names an axis twice"),
-        (
-            {"mesh": {"data": 8}, "axis_order": ["tensor", "data"]},
-            "axis_order names tensor, and the pinned mesh has no such axis\nTry: axis_order without",
-        ),
-    ],
-)
-def test_bad_pins(pin: dict[str, object], message: str) -> None:
-    with pytest.raises(PinError, match=message.replace("(", r"\(")):
-        plan(pin)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 
 from shardlib.cost.pricing import Totals
 from shardlib.cost.variants import NONE, best_mixture, between, corners, patterns
-from shardlib.errors import PinError
 from shardlib.machines.topology import Topology, topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
@@ -138,25 +137,6 @@ def test_pinned_classes_are_priced_between_their_corners() -> None:
     assert total.estimate.step_seconds == pytest.approx(
         min(plan.estimate.step_seconds for plan in every), rel=1e-12
     )
-
-
-@pytest.mark.parametrize(
-    ("pin", "message"),
-    (
-        ({"third": "full"}, "which are first, second: 'third' is none of them"),
-        (
-            {"first": "fast"},
-            "remat_classes.first is 'fast'; it is one of 'none', 'dots', 'full', or a list",
-        ),
-        ({"first": ["full", 0]}, "remat_classes.first is ['full', 0]"),
-        ("full", "remat_classes is 'full'; it is a mapping"),
-    ),
-)
-def test_pins_that_make_no_sense_are_errors(pin: object, message: str) -> None:
-    load, place, _, _ = _sizes("cpu:1")
-    with pytest.raises(PinError) as raised:
-        planner.search(load.problem, place, {"remat_classes": pin}, load=load)
-    assert message in str(raised.value)
 
 
 @pytest.mark.long

@@ -219,24 +219,6 @@ def test_gradients_and_parameters_at_rest_take_the_bytes_of_their_dtype() -> Non
     assert rest.device_bytes.peak < before.device_bytes.peak
 
 
-@pytest.mark.parametrize(
-    ("pin", "message"),
-    (
-        ({"moment_dtype": "int8"}, "moment_dtype is 'int8'; it is one of"),
-        (
-            {"allow": {"momentum": ["bfloat16"]}},
-            "allow names 'momentum'; dtypes are those of param_dtype, matmul_dtype",
-        ),
-        ({"allow": ["bfloat16"]}, "allow is ['bfloat16']; it is a mapping from"),
-        ({"dtypes": {"moment_dtype": "bfloat16"}, "moment_dtype": "float16"}, "contradicts"),
-    ),
-)
-def test_pins_that_make_no_sense_are_errors(pin: dict[str, object], message: str) -> None:
-    with pytest.raises(PinError) as raised:
-        planner.search(_load().problem, "h100:1", pin, load=_load())
-    assert message in str(raised.value)
-
-
 def test_a_stack_that_says_its_bytes_of_state_has_no_moments_to_change() -> None:
     with pytest.raises(PinError, match="state_bytes"):
         planner.search(
