@@ -105,9 +105,10 @@ def main() -> int:
                 continue
             row = results[mutation.name] = tested(tree, mutation, options.seconds)
             print(f"{'caught' if row['caught'] else 'PASSED'}  {mutation.name}  {row['by']}")
-    rows = [results[mutation.name] for mutation in MUTATIONS if mutation.name in results]
-    write(options.out, {"benchmark": "mutations", "mutations": rows}, quiet=True)
-    return int(not all(row["caught"] for row in rows))
+            # Written each time: a run that is ended early keeps what it has.
+            rows = [results[one.name] for one in MUTATIONS if one.name in results]
+            write(options.out, {"benchmark": "mutations", "mutations": rows}, quiet=True)
+    return int(not all(results[one.name]["caught"] for one in MUTATIONS if one.name in results))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,6 @@ def transformer(layers: int) -> Case:
         models.transformer_batch(ROWS),
         annotated=True,
         batch_axes={"inputs": ("batch", "seq"), "targets": ("batch", "seq")},
-        causal="inputs",
     )
 
 

@@ -102,10 +102,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "compiler(vendor): needs the compiler of a vendor, tpu or gpu (./run compilers)"
     )
-    config.addinivalue_line("markers", "matrix: a draw of one case in six is run")
+    config.addinivalue_line("markers", "matrix: a draw of one case in twelve is run")
     config.addinivalue_line(
         "markers",
-        "long: three seconds or more, a unit test one; a draw of one in five is run, none of"
+        "long: three seconds or more, a unit test one; a draw of one in six is run, none of"
         " --quick",
     )
     if not hasattr(config, "workerinput"):

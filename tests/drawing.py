@@ -1,8 +1,8 @@
 """Which tests of a run are drawn: those that take long, and cases of large matrices, by a name that
 changes with the commit.
 
-    of a matrix (`pytest.mark.matrix`)                      one case in 8, at least one
-    of what takes long (`pytest.mark.long`), all together   one in 5
+    of a matrix (`pytest.mark.matrix`)                      one case in 12, at least one
+    of what takes long (`pytest.mark.long`), all together   one in 6
     of other tests that compile or start processes          one case in 4, at least one
     of other unit tests                                     all
 
@@ -42,8 +42,8 @@ class Draw:
     """
 
     name: str
-    matrix: int = 8
-    long: int = 5
+    matrix: int = 12
+    long: int = 6
     others: int = 4
     units: int = 1
 

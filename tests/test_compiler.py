@@ -10,7 +10,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from jax.sharding import PartitionSpec as P
 
 import shardlib
 from tests.lowering import models
@@ -62,38 +61,6 @@ def test_activations_are_placed_by_the_plan():
     assert (
         '[{"data"}, {"tensor"}]' in program.lower().as_text()
     )  # the hidden layer, of which the model says nothing
-
-
-def constrained_loss(model, batch):
-    hidden = jax.lax.with_sharding_constraint(
-        jax.nn.relu(batch["x"] @ model.up[...]), P("tensor", "data")
-    )
-    return jnp.mean((hidden @ model.down[...] - batch["y"]) ** 2)
-
-
-def test_a_layout_of_an_activation_is_a_hint_and_changes_nothing():
-    program = shardlib.compile(
-        models.Mlp,
-        constrained_loss,
-        optax.sgd(0.1),
-        models.mlp_batch(),
-        topology="v5e:2x2",
-        pin=PIN,
-        devices=jax.devices()[:4],
-    )
-    assert '[{"tensor"}, {"data"}]' not in program.lower().as_text()
-    assert "own-layouts" in {finding.code for finding in program.plan.findings}
-    plain = shardlib.compile(
-        models.Mlp,
-        lambda m, b: constrained_loss(m, b),
-        optax.sgd(0.1),
-        models.mlp_batch(),
-        topology="v5e:1x1",
-        pin={"mesh": {}},
-        devices=jax.devices()[:1],
-    )
-    found, wanted = (p.step(p.init(0), models.mlp_batch())[1] for p in (program, plain))
-    assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
 
 
 class Logical(nn.Module):
@@ -148,29 +115,6 @@ def test_microbatches_keep_the_activation_layouts():
         devices=jax.devices()[:4],
     )
     assert "placements-lost" not in {finding.code for finding in program.findings}
-    whole = shardlib.compile(
-        models.Transformer,
-        models.transformer_loss,
-        optax.sgd(0.1),
-        batch,
-        topology="v5e:2x2",
-        pin={**PIN, "microbatches": 1},
-        devices=jax.devices()[:4],
-    )
-    found, wanted = (p.step(p.init(0), batch)[1] for p in (program, whole))
-    assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-5)
-
-
-def test_too_few_devices_is_said_when_compiling():
-    with pytest.raises(shardlib.TopologyError, match="needs 16 devices, JAX sees 8"):
-        shardlib.compile(
-            models.Mlp,
-            models.mlp_loss,
-            optax.sgd(0.1),
-            models.mlp_batch(),
-            topology="v5e:4x4",
-            pin={"mesh": {"data": 16}},
-        )
 
 
 @pytest.mark.long

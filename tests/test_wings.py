@@ -169,8 +169,30 @@ def commands_of(text: str) -> list[str]:
     return [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
 
 
-def test_core_compiles_and_steps(without: tuple[str, Path, dict[str, Any]]):
+def test_core_works_without_a_wing(
+    without: tuple[str, Path, dict[str, Any]], help_texts: dict[str, str]
+):
+    """One test: its process takes seconds, and workers of a run do not share it."""
     wing, folder, data = without
+    compiles_and_steps(wing, folder, data)
+    lacks_the_commands_of_the_wing(wing, data["commands"], help_texts)
+    plan, text = (data["commands"][name] for name in ("plan", "explain"))
+    assert plan["status"] == 0 and json.loads(plan["out"])["mesh"]["data"] == 64, plan
+    assert text["status"] == 0 and "data" in text["out"], text
+    if wing == "islands":
+        refused = data["commands"]["exchange"]
+        assert refused["status"] == 2
+        said = " ".join((refused["out"] + refused["err"]).split())
+        missing = "is part of shardlib.islands, and that package is missing"
+        assert f"exchange='diloco:2:100' {missing}" in said
+    if wing == "launch":  # which joins processes
+        alone, several = (data["commands"][name] for name in ("train", "train as one of several"))
+        assert alone["status"] == 0 and json.loads(alone["out"])["validation_loss"] > 0, alone
+        assert several["status"] == 2
+        assert "shardlib.join is part of shardlib.launch" in several["out"] + several["err"]
+
+
+def compiles_and_steps(wing: str, folder: Path, data: dict[str, Any]) -> None:
     assert Path(data["file"]).is_relative_to(folder) and data["devices"] == "cpu:2"
     assert data["loss"][0] == pytest.approx(data["loss"][1], rel=1e-5)
     assert data["weights"] < 1e-5
@@ -182,51 +204,18 @@ def test_core_compiles_and_steps(without: tuple[str, Path, dict[str, Any]]):
     }
 
 
-def test_command_line_lacks_the_commands_of_the_wing(
-    without: tuple[str, Path, dict[str, Any]], help_texts: dict[str, str]
-):
-    wing, _, data = without
+def lacks_the_commands_of_the_wing(
+    wing: str, results: dict[str, Any], help_texts: dict[str, str]
+) -> None:
     own, option = COMMANDS[wing]
     every = commands_of(help_texts[""])
     assert set(own) <= set(every)
-    assert commands_of(data["commands"]["help"]["out"]) == [
-        name for name in every if name not in own
-    ]
+    assert commands_of(results["help"]["out"]) == [name for name in every if name not in own]
     if option is not None:
         command, name = option
         assert name in help_texts[command]
-        text = data["commands"]["option"]
+        text = results["option"]
         assert text["status"] == 0 and name not in text["out"], text
-
-
-def test_plan_command_works(without: tuple[str, Path, dict[str, Any]]):
-    plan, text = (without[2]["commands"][name] for name in ("plan", "explain"))
-    assert plan["status"] == 0 and json.loads(plan["out"])["mesh"]["data"] == 64, plan
-    assert text["status"] == 0 and "data" in text["out"], text
-
-
-def test_islands_say_what_is_missing(without: tuple[str, Path, dict[str, Any]]):
-    wing, _, data = without
-    if wing != "islands":
-        pytest.skip("only islands exchange")
-    refused = data["commands"]["exchange"]
-    assert refused["status"] == 2
-    said = " ".join((refused["out"] + refused["err"]).split())
-    assert (
-        "exchange='diloco:2:100' is part of shardlib.islands, and that package is missing" in said
-    )
-
-
-def test_train_needs_launch_where_it_is_one_of_several_processes(
-    without: tuple[str, Path, dict[str, Any]],
-):
-    wing, _, data = without
-    if wing != "launch":
-        pytest.skip("only launch joins processes")
-    alone, several = (data["commands"][name] for name in ("train", "train as one of several"))
-    assert alone["status"] == 0 and json.loads(alone["out"])["validation_loss"] > 0, alone
-    assert several["status"] == 2
-    assert "shardlib.join is part of shardlib.launch" in several["out"] + several["err"]
 
 
 @pytest.mark.parametrize("wing", ["launch", "serve", "islands"])

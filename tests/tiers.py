@@ -104,7 +104,6 @@ TESTS = {
     "test_house.py": "unit",
     "test_tiers.py": "unit",
     "test_wings.py": "processes",
-    "test_wrong_kinds.py": "compile",
 }
 EXAMPLES = dict.fromkeys(
     (

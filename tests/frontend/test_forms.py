@@ -14,34 +14,11 @@ from flax import nnx
 
 import shardlib
 from shardlib.errors import ArgumentError, PinError
+from tests.frontend.equality import plain, require_near
 from tests.frontend.examples import drawn
-from tests.frontend.marked import MARKED
-from tests.frontend.test_equal import plain
-from tests.frontend.test_marked import compiled, reference, require_near
 
 ROWS, WIDTH = 16, 8
 PARTS = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3, "microbatches": 2}
-
-
-def closing(loss: Any, **options: Any) -> Any:
-    """The form of Flax's examples: of params alone, with the batch from outside."""
-
-    def gradients(params: Any, *rest: Any) -> Any:
-        return shardlib.value_and_grad(lambda params: loss(params, *rest), **options)(params)
-
-    return gradients
-
-
-@pytest.mark.matrix
-@pytest.mark.long
-@pytest.mark.parametrize("name", MARKED)
-def test_a_loss_that_closes_over_its_batch_is_planned_as_one_that_is_given_it(name: str):
-    example = MARKED[name](closing)
-    program = compiled(example, PARTS)
-    state = program.init(seed=3)
-    for wanted in reference(name):
-        state, metrics = program.step(state, example.batch)
-        require_near((state, metrics), wanted)
 
 
 def small(grad: Any) -> Any:
@@ -98,22 +75,31 @@ def test_rows_among_what_a_loss_closes_over_are_found(pin: Any):
     require_near(program.step(program.init(seed=3), BATCH), plain(wanted))
 
 
-def test_a_loss_that_closes_over_a_fixed_number_of_rows_keeps_the_batch_in_one_piece():
-    def step(state: Any, batch: Any) -> Any:
-        halves = batch["x"].reshape(2, 8, WIDTH)
+def of_halves(state: Any, batch: Any) -> Any:
+    halves = batch["x"].reshape(2, 8, WIDTH)
+    return state, shardlib.value_and_grad(lambda weight: ((halves @ weight) ** 2).mean())(state)[0]
 
-        def loss(weight: jax.Array) -> jax.Array:
-            return ((halves @ weight) ** 2).mean()
 
-        return state, shardlib.value_and_grad(loss)(state)[0]
+def of_minibatches(state: Any, batch: Any) -> Any:
+    def minibatch(weight: jax.Array, x: jax.Array) -> Any:
+        value, slope = shardlib.value_and_grad(lambda w: ((x @ w) ** 2).mean())(weight)
+        return weight - 0.1 * slope, value
 
+    return jax.lax.scan(minibatch, state, batch["x"].reshape(-1, 8, WIDTH))
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(of_halves, "rows"), (of_minibatches, "none of its arrays grows with the rows")],
+)
+def test_a_loss_of_a_fixed_number_of_rows_keeps_the_batch_in_one_piece(step: Any, said: str):
     def compile(pin: Any) -> Any:
         return shardlib.compile_step(
             lambda key: jnp.eye(WIDTH), step, BATCH, topology="cpu:8", pin=pin, abstract=True
         )
 
     assert compile({"mesh": {"fsdp": 4}}).plan.microbatches == 1
-    with pytest.raises(PinError, match="rows"):
+    with pytest.raises(PinError, match=said):
         compile({"microbatches": 2})
 
 
@@ -135,24 +121,6 @@ def test_values_of_every_row_are_those_of_the_whole_batch():
     )
     wanted = jax.jit(valued(jax.value_and_grad))(first(jax.random.key(3)), BATCH)
     require_near(program.step(program.init(seed=3), BATCH), plain(wanted))
-
-
-def test_a_loss_of_minibatches_of_a_fixed_size_keeps_the_batch_in_one_piece():
-    def step(state: Any, batch: Any) -> Any:
-        def minibatch(weight: jax.Array, x: jax.Array) -> Any:
-            value, slope = shardlib.value_and_grad(lambda w: ((x @ w) ** 2).mean())(weight)
-            return weight - 0.1 * slope, value
-
-        return jax.lax.scan(minibatch, state, batch["x"].reshape(-1, 8, WIDTH))
-
-    def compile(pin: Any) -> Any:
-        return shardlib.compile_step(
-            lambda key: jnp.eye(WIDTH), step, BATCH, topology="cpu:8", pin=pin, abstract=True
-        )
-
-    assert compile({"mesh": {"fsdp": 4}}).plan.microbatches == 1
-    with pytest.raises(PinError, match="none of its arrays grows with the rows"):
-        compile({"microbatches": 2})
 
 
 def pair(a: Any, b: Any, scale: float = 1.0, *, on: bool = True) -> jax.Array:
@@ -191,10 +159,10 @@ def test_it_takes_the_forms_of_jax(options: Any, jit: bool):
 
 
 def test_too_few_arguments_are_told():
-    with pytest.raises(ArgumentError, match="differentiated by argument 3, and is called with 2"):
-        shardlib.value_and_grad(pair, argnums=3)({"x": jnp.ones((4, 4))}, jnp.ones((4, 4)))
-    with pytest.raises(ArgumentError, match="differentiated by argument -3, and is called with 2"):
-        shardlib.value_and_grad(pair, argnums=-3)({"x": jnp.ones((4, 4))}, jnp.ones((4, 4)))
+    for number in (3, -3):
+        said = f"differentiated by argument {number}, and is called with 2"
+        with pytest.raises(ArgumentError, match=said):
+            shardlib.value_and_grad(pair, argnums=number)({"x": jnp.ones((4, 4))}, jnp.eye(4))
 
 
 class Net(nnx.Module):

@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import shardlib
+from tests.frontend.equality import plain
 from tests.frontend.examples import ROWS, drawn, lm, lm_init, tokens
-from tests.frontend.test_equal import plain
 
 PINS: dict[str, dict[str, Any]] = {
     "tensor4": {"mesh": {"data": 2, "tensor": 4}},

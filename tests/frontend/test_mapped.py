@@ -16,9 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib
 from shardlib.functions.experts import found_axes, whole_batch
+from tests.frontend.equality import plain, require_near
 from tests.frontend.examples import drawn
-from tests.frontend.test_equal import plain
-from tests.frontend.test_marked import require_near
 
 ROWS = 16
 BATCH = {"x": drawn(1, ROWS, 4, 4, 3), "y": np.arange(ROWS, dtype=np.int32) % 4}

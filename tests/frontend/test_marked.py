@@ -2,102 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import shardlib
 from shardlib.errors import AnnotationError, ArgumentError, PinError, TracingError
-from tests.frontend.examples import ROWS, Batch, Example, State, drawn, lm, lm_init, nll
-from tests.frontend.marked import MARKED
-from tests.frontend.test_equal import plain
-
-STEPS = 3
-MESHES: dict[str, dict[str, Any]] = {
-    "data4-parts4": {"mesh": {"data": 4}, "microbatches": 4},
-    **{
-        f"all-zero{zero}-parts2": {
-            "mesh": {"data": 2, "fsdp": 2, "tensor": 2},
-            "zero": zero,
-            "microbatches": 2,
-        }
-        for zero in (1, 2, 3)
-    },
-    "fsdp4-zero3-parts4": {"mesh": {"fsdp": 4}, "zero": 3, "microbatches": 4},
-    "planned": {},
-}
-#: Plans of repeated layers, in one loss that gets all weights.
-DEEP: dict[str, dict[str, Any]] = {
-    "remat": {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 2, "remat": "full"},
-    "context2-parts2": {"mesh": {"data": 2, "context": 2}, "microbatches": 2},
-    "stage2-parts4": {"mesh": {"data": 2, "stage": 2}, "microbatches": 4},
-    "stage2-fsdp4-zero2": {"mesh": {"fsdp": 4, "stage": 2}, "microbatches": 2, "zero": 2},
-}
-#: Meshes of those that call `shardlib.attention` and `shardlib.visit`.
-CALLS: dict[str, dict[str, Any]] = {
-    "attending ring": {"mesh": {"data": 2, "context": 2}, "microbatches": 2, "context": "ring"},
-    "attending ulysses": {"mesh": {"fsdp": 2, "context": 2}, "zero": 3, "context": "ulysses"},
-    "experts dropless": {
-        "mesh": {"data": 2, "expert": 2},
-        "microbatches": 2,
-        "experts": "dropless",
-    },
-    "experts zero3": {"mesh": {"fsdp": 2, "expert": 4}, "zero": 3, "experts": "dropless"},
-}
-CASES = [
-    *((name, mesh) for name in MARKED for mesh in MESHES),
-    *((name, mesh) for name in ("language_model", "dpo") for mesh in DEEP),
-    *((mesh.split()[0], mesh) for mesh in CALLS),
-]
-
-
-@cache
-def reference(name: str) -> list[list[np.ndarray]]:
-    example = MARKED[name](jax.value_and_grad)
-    step, state = jax.jit(example.step), jax.jit(example.init)(jax.random.key(3))
-    found = []
-    for _ in range(STEPS):
-        state, metrics = step(state, example.batch)
-        found.append(plain((state, metrics)))
-    return found
-
-
-def compiled(example: Example, pin: dict[str, Any]) -> Any:
-    return shardlib.compile_step(
-        example.init,
-        example.step,
-        example.batch,
-        topology="cpu:8",
-        pin=pin,
-        batch_axes=example.batch_axes,
-    )
-
-
-def require_near(mine: Any, wanted: list[np.ndarray]) -> None:
-    for found, theirs in zip(plain(mine), wanted, strict=True):
-        limit = 1e-5 * max(1.0, np.abs(theirs).max(initial=0))
-        assert np.abs(found - theirs).max(initial=0) <= limit
-
-
-@pytest.mark.matrix
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_a_marked_step_gives_the_numbers_of_one_device(name: str, mesh: str):
-    example, pin = MARKED[name](), {**MESHES, **DEEP, **CALLS}[mesh]
-    program = compiled(example, pin)
-    assert program.plan.microbatches == pin.get("microbatches", program.plan.microbatches)
-    state = program.init(seed=3)
-    for wanted in reference(name):
-        state, metrics = program.step(state, example.batch)
-        require_near((state, metrics), wanted)
-    kept = jax.tree.map(lambda leaf, asked: leaf.sharding == asked.sharding, state, program.state)
-    assert all(jax.tree.leaves(kept))
+from tests.frontend.equality import compiled, plain, require_near
+from tests.frontend.examples import ROWS, Batch, Example, State, drawn
+from tests.frontend.marked import MARKED, in_batch
 
 
 def net(params: State, x: jax.Array) -> jax.Array:
@@ -218,42 +135,6 @@ def test_adapters_of_flax_are_chosen_by_their_type():
         np.testing.assert_array_equal(leaf, wanted[1]["layer"]["lora"][name][...])
 
 
-@pytest.mark.long
-def test_a_marked_loss_is_planned_as_that_of_compile():
-    optimizer = optax.adamw(1e-2)
-
-    def loss(params: State, batch: Batch) -> jax.Array:
-        return nll(lm(params, batch["ids"]), batch["ids"]).mean()
-
-    def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        value, gradients = shardlib.value_and_grad(loss)(state["params"], batch)
-        updates, opt = optimizer.update(gradients, state["opt"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {
-            "loss": value
-        }
-
-    def init(key: jax.Array) -> State:
-        return {"params": lm_init(key), "opt": optimizer.init(lm_init(key))}
-
-    batch = MARKED["language_model"]().batch
-    for pin in ({}, {"mesh": {"stage": 2, "fsdp": 4}, "microbatches": 4, "remat": "full"}):
-        mine = shardlib.compile_step(
-            init, step, batch, topology="h100:8", pin=pin, abstract=True
-        ).plan
-        theirs = shardlib.plan(
-            shardlib.tree(lm_init), loss, optimizer, batch, topology="h100:8",
-            pin={"offload": [], **pin},
-        )  # fmt: skip
-        assert mine.mesh == theirs.mesh
-        assert mine.microbatches == theirs.microbatches
-        assert mine.estimate.step_seconds == pytest.approx(theirs.estimate.step_seconds)
-        assert mine.estimate.device_bytes.peak == pytest.approx(
-            theirs.estimate.device_bytes.peak, rel=0.01
-        )
-    assert "microbatches" in mine.explain()
-    assert "x" in mine.why_not(microbatches=2)
-
-
 def contrastive(params: State, batch: Batch) -> jax.Array:
     found = net(params, batch["x"])
     return -jax.nn.log_softmax(found @ found.T)[:, 0].mean()
@@ -300,3 +181,20 @@ def test_what_has_no_stages_says_why():
             compiled(MARKED[name](), {"mesh": {"stage": 2}})
     with pytest.raises(ArgumentError, match="it is a function"):
         shardlib.value_and_grad(3)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_microbatches_are_refused_where_rows_meet(parts: int):
+    said = (
+        f"{parts} microbatches would change the numbers.*the loss: rows meet other rows"
+        r" \(dot_general at marked.py"
+    )
+    with pytest.raises(PinError, match=said):
+        compiled(in_batch(), {"mesh": {"data": 2}, "microbatches": parts})
+
+
+def test_what_is_planned_freely_has_one_microbatch_where_rows_meet():
+    plan = compiled(in_batch(), {}).plan
+    assert plan.microbatches == 1
+    with pytest.raises(PinError, match="rows meet other rows"):
+        plan.why_not(microbatches=2)

@@ -149,22 +149,34 @@ def wanted() -> tuple[Any, Any]:
     return jax.jit(descent(plain))(WEIGHTS, BATCH)
 
 
+MODEL = shardlib.tree(lambda key: jax.tree.map(jnp.asarray, WEIGHTS))
+
+
+def planned(loss: Loss, **options: Any) -> shardlib.Plan:
+    return shardlib.plan(MODEL, loss, optax.sgd(0.1), BATCH, topology="cpu:8", **options)
+
+
+@pytest.fixture(scope="module")
+def bare() -> dict[str, Any]:
+    """The plan without layouts."""
+    return stripped(planned(plain, pin=PIN))
+
+
 @pytest.mark.parametrize("style", STYLES)
-def test_compile_takes_layouts_out(style: str, wanted: tuple[Any, Any]):
+def test_compile_takes_layouts_out(style: str, wanted: tuple[Any, Any], bare: dict[str, Any]):
     loss, around = STYLES[style]
-    model = shardlib.tree(lambda key: jax.tree.map(jnp.asarray, WEIGHTS))
     with around():
-        program = shardlib.compile(model, loss, optax.sgd(0.1), BATCH, topology="cpu:8", pin=PIN)
+        program = shardlib.compile(MODEL, loss, optax.sgd(0.1), BATCH, topology="cpu:8", pin=PIN)
         state, metrics = program.step(program.init(0), BATCH)
     close((state.params, metrics["loss"]), (wanted[0], wanted[1]["loss"]))
     assert "none of them is imposed" in own(program.plan)
     assert "test_own_layouts.py:" in own(program.plan)
-    bare = shardlib.plan(model, plain, optax.sgd(0.1), BATCH, topology="cpu:8", pin=PIN)
     if style not in (*SHARDS, "remat") or style == "shard_map, mesh in force":
-        assert stripped(program.plan) == stripped(bare)
+        assert stripped(program.plan) == bare
     assert not [one for one in program.plan.findings if one.code == "opaque-primitive"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("style", STYLES)
 def test_compile_step_takes_layouts_out(style: str, wanted: tuple[Any, Any]):
     loss, around = STYLES[style]
@@ -240,8 +252,7 @@ def test_flax_calls_with_out_sharding_are_brought_unchanged():
 
 def test_four_of_eight_devices_as_pins():
     loss, _ = STYLES["4 of 8 devices"]
-    model = shardlib.tree(lambda key: jax.tree.map(jnp.asarray, WEIGHTS))
-    plan = shardlib.plan(model, loss, optax.sgd(0.1), BATCH, topology="cpu:8", honour="pins")
+    plan = planned(loss, honour="pins")
     assert (plan.mesh["data"], plan.mesh["fsdp"], plan.mesh["tensor"]) == (2, 1, 2)
 
 
@@ -276,11 +287,6 @@ def test_layouts_that_contradict_each_other_or_a_pin_are_refused():
         hidden = jax.lax.with_sharding_constraint(jax.nn.relu(hidden), P("rows", None))
         return jnp.mean((hidden @ params["b"] - batch["y"]) ** 2)
 
-    model = shardlib.tree(lambda key: jax.tree.map(jnp.asarray, WEIGHTS))
-
-    def planned(loss: Loss, **options: Any) -> shardlib.Plan:
-        return shardlib.plan(model, loss, optax.sgd(0.1), BATCH, topology="cpu:8", **options)
-
     with pytest.raises(PinError, match=r"is sharded by .*py:\d+ and whole by .*py:\d+"):
         planned(twice, honour="pins")
     assert "no plan has it: 'a:1' is sharded by" in own(planned(twice))
@@ -314,9 +320,8 @@ def test_a_shard_map_that_cannot_be_rewritten_is_refused_with_its_line(
         )(batch["x"])
         return jnp.mean((x @ params["a"] @ params["b"] - batch["y"]) ** 2)
 
-    model = shardlib.tree(lambda key: jax.tree.map(jnp.asarray, WEIGHTS))
     with pytest.raises(TracingError, match=rf"test_own_layouts\.py:\d+(.|\n)*{says}(.|\n)*Try: "):
-        shardlib.plan(model, loss, optax.sgd(0.1), BATCH, topology="cpu:8")
+        planned(loss)
 
 
 def test_collectives_in_shards_have_their_global_meaning():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,8 +21,8 @@ from shardlib.errors import (
     TracingError,
 )
 from shardlib.tracing.steps import trace_step
+from tests.frontend.equality import plain
 from tests.frontend.examples import EXAMPLES, ROWS, Example, drawn
-from tests.frontend.test_equal import plain
 
 #: What each example trains, and what it only reads.
 ROLES = {
@@ -96,25 +95,6 @@ def test_it_is_explained_and_asked_like_any_plan():
     assert "step on cpu:8" in text or "step" in text.splitlines()[0]
     assert "x" in program.plan.why_not(tensor=2)
     assert {one.role for one in program.plan.parameters} == {"trained", "frozen"}
-
-
-def test_a_state_goes_to_another_mesh(tmp_path: Path):
-    example = EXAMPLES["ema_teacher"]()
-
-    def on(pin: dict[str, Any]) -> Any:
-        return shardlib.compile_step(
-            example.init, example.step, example.batch, topology="cpu:8", pin=pin
-        )
-
-    one, other = on({"mesh": {"fsdp": 8}, "zero": 3}), on({"mesh": {"tensor": 2}})
-    state = one.step(one.init(1), example.batch)[0]
-    one.save(tmp_path / "saved", state)
-    found = other.restore(tmp_path / "saved")
-    for mine, theirs in zip(plain(found), plain(state), strict=True):
-        np.testing.assert_array_equal(mine, theirs)
-    ahead, there = one.step(state, example.batch)[0], other.step(found, example.batch)[0]
-    for mine, theirs in zip(plain(there), plain(ahead), strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 def test_a_flax_module_is_split_and_trained():

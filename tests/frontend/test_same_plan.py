@@ -207,6 +207,7 @@ def told(plan: Any) -> dict[str, Any]:
     [
         *((name, {}) for name in MODELS),
         *((name, {"mesh.tensor": 8}) for name in ("written_out", "local_and_global")),
+        ("scanned", {"mesh": {"stage": 2, "fsdp": 4}, "microbatches": 4, "remat": "full"}),
     ],
 )
 def test_a_marked_step_has_the_plan_of_its_loss(name: str, pin: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ from shardlib.frontend.steps import StepProgram
 from shardlib.islands.program import IslandsProgram
 from shardlib.lowering.program import Program
 from shardlib.verification.isolation import Limits
+from tests.frontend.equality import plain
 from tests.frontend.examples import drawn
-from tests.frontend.test_equal import plain
 
 ROWS, WIDTH = 16, 8
 MESH = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}}

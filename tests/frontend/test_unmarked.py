@@ -11,9 +11,8 @@ import pytest
 
 import shardlib
 from tests.frontend import examples
+from tests.frontend.equality import compiled
 from tests.frontend.examples import Batch, Example, State, mlp
-from tests.frontend.test_equal import STEPS, plain
-from tests.frontend.test_marked import compiled, require_near
 
 MARK = shardlib.value_and_grad
 JAX = jax.value_and_grad
@@ -44,7 +43,7 @@ def adversaries(judge_grad: Any, make_grad: Any) -> Example:
     return Example(one.init, step, one.batch)
 
 
-def shared(aside: Any) -> Example:
+def shared(aside: Any, mark: Any = MARK) -> Example:
     """One model with a marked loss and another of the same weights."""
 
     def fit(params: State, batch: Batch) -> jax.Array:
@@ -55,7 +54,7 @@ def shared(aside: Any) -> Example:
 
     def step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
         params = {"g": state["g"]}
-        value, gradients = MARK(fit)(params, batch)
+        value, gradients = mark(fit)(params, batch)
         other, more = aside(small)(params, batch)
         new = jax.tree.map(lambda p, a, b: p - 0.1 * (a + b), params, gradients, more)
         return {**state, **new}, {"loss": value + other}
@@ -113,29 +112,6 @@ def test_gradients_of_marked_weights_that_are_taken_otherwise_count_too(wide: No
     assert {one.path for one in mixed.plan.parameters if one.trained} == {
         one.path for one in twice.plan.parameters if one.trained
     }
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize(
-    "example",
-    [lambda: adversaries(MARK, JAX), lambda: shared(JAX)],
-    ids=["two-models", "one-model"],
-)
-def test_numbers_are_those_of_one_device(example: Any, zero: int):
-    program = compiled(
-        example(),
-        {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": zero, "microbatches": 2},
-    )
-    [said] = [one for one in program.findings if one.code == "unmarked-gradient"]
-    assert said.severity == "warning" and "one of 2 microbatches" in said.message
-    theirs = example()
-    mine, wanted = program.init(seed=3), jax.jit(theirs.init)(jax.random.key(3))
-    step = jax.jit(theirs.step)
-    for _ in range(STEPS):
-        mine, found = program.step(mine, theirs.batch)
-        wanted, metrics = step(wanted, theirs.batch)
-        require_near((mine, found), plain((wanted, metrics)))
 
 
 def test_a_loop_with_both_says_what_is_not_counted():

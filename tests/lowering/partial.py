@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -149,6 +151,7 @@ def flat(tree):
     }
 
 
+@functools.cache
 def by_flax(constructor, loss, wrt, optimizer=OPTIMIZER):
     """Losses of five steps, and all variables after them, with `nnx.value_and_grad` and optax,
     unsharded.
@@ -210,13 +213,17 @@ def by_optax(params, loss, trained, optimizer=OPTIMIZER):
     return losses, flat(joined(some))
 
 
-def steps(program):
-    """Losses of five steps of a program, and its state after them."""
+def trains_like(program, reference, numbers=None):
+    """Requires losses and arrays after five steps to be those of a reference, and returns the state;
+    `numbers` gives the arrays of a state, those of its module when left out.
+    """
     state, losses = program.init(0), []
     for _ in range(STEPS):
         state, metrics = program.step(state, batch())
         losses.append(float(metrics["loss"]))
-    return losses, state
+    np.testing.assert_allclose(losses, reference[0], rtol=1e-5)
+    close((numbers or (lambda state: variables(program.module(state))))(state), reference[1])
+    return state
 
 
 def close(found, wanted, limit=1e-5):

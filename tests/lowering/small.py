@@ -8,8 +8,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import shardlib
+from shardlib.annotation.tree import read
+from shardlib.lowering.program import BuildOptions, build_program
+from tests.lowering.hand_plan import hand_plan
 
 LAYERS, EMBED, MLP, VOCAB = 4, 16, 32, 32
 AXES = {
@@ -83,11 +87,30 @@ def program(optimizer, pin, loss=loss, dtype=jnp.float32, **given):
     )
 
 
-def differences(found, wanted):
+def built(mesh, optimizer=None, given=None, **decisions):
+    """A program of a plan written by hand, under Adam."""
+    read_model = read(model())
+    return build_program(
+        hand_plan(read_model, batch(), mesh, **decisions),
+        read_model,
+        read_model.bind(loss),
+        optimizer or optax.adam(0.01),
+        batch(),
+        batch_axes={f"batch.{name}": axes for name, axes in BATCH_AXES.items()},
+        options=BuildOptions(**(given or {})),
+    )
+
+
+def differences(actual, wanted):
     """Largest difference of each array over its largest element."""
 
-    def one(a, b):
+    def relative(a, b):
         a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
         return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))
 
-    return jax.tree.map(one, found, wanted)
+    return jax.tree.map(relative, actual, wanted)
+
+
+def farthest(actual, wanted):
+    """The largest of these."""
+    return max(jax.tree.leaves(differences(actual, wanted)))

@@ -5,37 +5,23 @@ between neighbours in place of gathers and scatters.
 from __future__ import annotations
 
 import functools
-import json
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec
 
 import shardlib
 from shardlib import models
-from shardlib.errors import PinError
 from shardlib.lowering.collective_matmul import Ring, snake
-from shardlib.models.config import TransformerConfig
-from shardlib.planner.plan import Plan
 from shardlib.verification.traffic import read_traffic
+from tests.lowering.steps import DENSE, equal, token_batch, trained
 
 BATCH, SEQ = 8, 16
 CUT = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["kv_heads", "tensor"], ["seq", "tensor"]]
-DECODER = TransformerConfig(
-    name="decoder",
-    vocab_size=32,
-    layers=2,
-    embed=16,
-    heads=12,
-    kv_heads=4,
-    head_dim=4,
-    mlp=24,
-    compute_dtype="float32",
-)
+DECODER = replace(DENSE, name="decoder", vocab_size=32, heads=12, kv_heads=4, head_dim=4, mlp=24)
 LAYER = {
     "gate": ("embed", "mlp"),
     "up": ("embed", "mlp"),
@@ -47,16 +33,7 @@ WIDTHS = {"embed": 8, "mlp": 16, "inner": 24}
 
 
 def decoder():
-    rng = np.random.default_rng(0)
-    return (
-        *models.build(DECODER),
-        {
-            name: rng.integers(0, DECODER.vocab_size, (BATCH, SEQ)).astype(np.int32)
-            for name in ("inputs", "targets")
-        },
-        None,
-        CUT,
-    )
+    return *models.build(DECODER), token_batch(BATCH, SEQ, DECODER.vocab_size), None, CUT
 
 
 def own():
@@ -107,29 +84,14 @@ def own():
 MODELS = {"decoder": decoder, "own": own}
 
 
-def compiled(name, topology, pin):
+def train(name, topology, pin, steps=2):
     init, loss, data, axes, _ = MODELS[name]()
-    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data)
-    return (
-        shardlib.compile(
-            init, loss, optax.sgd(0.5), shapes, topology=topology, pin=pin, batch_axes=axes
-        ),
-        data,
-    )
-
-
-def trained(name, topology, pin, steps=2):
-    program, data = compiled(name, topology, pin)
-    state, losses = program.init(0), []
-    for _ in range(steps):
-        state, metrics = program.step(state, data)
-        losses.append(float(metrics["loss"]))
-    return losses, jax.tree.leaves(state.params), program
+    return trained(init, loss, data, topology, pin, steps=steps, rate=0.5, batch_axes=axes)
 
 
 @functools.cache
 def reference(name):
-    return trained(name, "cpu:1", {"mesh": {}})[:2]
+    return train(name, "cpu:1", {"mesh": {}})[0]
 
 
 def looped(name, mesh, **pin):
@@ -160,16 +122,11 @@ def looped(name, mesh, **pin):
     ),
 )
 def test_steps_are_those_of_one_device(name, pin):
-    losses, params, program = trained(
-        name, "cpu:8" if np.prod(list(pin["mesh"].values())) == 8 else "cpu:4", pin
-    )
+    actual, program = train(name, f"cpu:{np.prod(list(pin['mesh'].values()))}", pin)
     assert program.plan.collective_matmul == "loop" and not any(
         one.code == "collective-matmul-unused" for one in program.findings
     )
-    true = reference(name)
-    np.testing.assert_allclose(losses, true[0], rtol=1e-5)
-    for one, other in zip(params, true[1], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * float(jnp.abs(other).max()))
+    equal(actual, reference(name))
     moved = [
         one
         for one in read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
@@ -188,7 +145,7 @@ def test_messages_are_as_predicted(remat, loops):
     An operand that goes around for its matmuls and for the gradients of their weights goes around
     once: the compiler makes one message of two that are equal.
     """
-    program, _ = compiled("decoder", "cpu:2", looped("decoder", {"tensor": 2}, remat=remat))
+    _, program = train("decoder", "cpu:2", looped("decoder", {"tensor": 2}, remat=remat), 0)
     found = [
         one
         for one in read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
@@ -241,23 +198,5 @@ def test_neighbours_of_a_ring_are_neighbours_on_the_torus():
     ids=["no tensor", "no sequence"],
 )
 def test_a_pin_that_changes_nothing_is_a_finding(pin):
-    program, _ = compiled("own", "cpu:8", {**pin, "collective_matmul": "loop"})
+    _, program = train("own", "cpu:8", {**pin, "collective_matmul": "loop"}, 0)
     assert {one.code for one in program.findings} >= {"collective-matmul-unused"}
-
-
-def test_words():
-    with pytest.raises(
-        PinError, match="collective_matmul is 'ring'; it is one of 'none', 'loop', 'any'"
-    ):
-        compiled("own", "cpu:8", {"collective_matmul": "ring"})
-
-
-def test_plans_of_older_versions_have_none():
-    program, _ = compiled("own", "cpu:8", {"mesh": {"data": 8}})
-    data = json.loads(program.plan.to_json())
-    assert data.pop("collective_matmul") == "none" and data.pop("checksum")
-    old = Plan.from_json(json.dumps(data), changed=True)
-    assert (
-        old.collective_matmul == "none"
-        and old.digest == program.plan.digest != replace(old, collective_matmul="loop").digest
-    )

@@ -142,6 +142,7 @@ CASES = [
 HEADS = [(8, 8), (8, 4), (8, 1), (8, 2)]  # of queries, and groups of keys and values
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_results_and_gradients_are_those_of_one_device(case):
     heads, groups = (

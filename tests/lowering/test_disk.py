@@ -14,33 +14,16 @@ import pytest
 
 from shardlib.errors import DiskError, PlanError, StateError
 from shardlib.lowering.disk import PREFIX, DiskArray, Writer, folder
-from shardlib.lowering.program import BuildOptions, build_program
 from shardlib.lowering.step import Guards
 from shardlib.verification.verify import export_step
 from tests.lowering import small
-from tests.lowering.hand_plan import RULES, hand_plan
+from tests.lowering.hand_plan import RULES
+from tests.lowering.small import built
 
-AXES = {"batch.tokens": ("batch", "seq"), "batch.weight": ("batch",)}
 CLIPPED = optax.chain(
     optax.clip_by_global_norm(0.1),
     optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.01, 2, 10), mu_dtype="bfloat16"),
 )
-
-
-def built(mesh, optimizer=None, given=None, **decisions):
-    from shardlib.annotation.tree import read
-
-    model = read(small.model())
-    plan = hand_plan(model, small.batch(), mesh, **decisions)
-    return build_program(
-        plan,
-        model,
-        model.bind(small.loss),
-        optimizer or optax.adam(0.01),
-        small.batch(),
-        batch_axes=AXES,
-        options=BuildOptions(**(given or {})),
-    )
 
 
 def in_memory(tree):
@@ -139,6 +122,7 @@ def bytes_of(leaves):
     )
 
 
+@pytest.mark.long
 def test_devices_hold_the_state_of_one_parameter_at_a_time(tmp_path):
     plain, program = (
         built({"fsdp": 8}, zero=3, remat="full"),
@@ -174,7 +158,7 @@ def test_an_optimizer_that_mixes_everything_is_one_piece(tmp_path):
     state, metrics = stepped(program)
     plain, expected = stepped(built({"data": 8}, mixing()))
     assert len(program._on_disk._step.calls) == 2 and metrics == pytest.approx(expected, rel=1e-6)
-    assert max(jax.tree.leaves(small.differences(state.params, plain.params))) < 1e-6
+    assert small.farthest(state.params, plain.params) < 1e-6
 
 
 def averaging():
@@ -199,14 +183,7 @@ def test_state_that_is_parameters_or_stays_as_it_is_has_files_of_its_own(tmp_pat
     assert metrics == pytest.approx(expected, rel=1e-6) and not any(
         isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(state.params)
     )
-    assert (
-        max(
-            jax.tree.leaves(
-                small.differences((state.params, state.opt_state), (plain.params, plain.opt_state))
-            )
-        )
-        < 1e-6
-    )
+    assert small.farthest((state.params, state.opt_state), (plain.params, plain.opt_state)) < 1e-6
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 from shardlib.errors import BatchError, StateError
 from shardlib.lowering.runtime import GuardState, require_present
 from tests.lowering import small
-from tests.lowering.test_disk import built
+from tests.lowering.small import built
 from tests.processes import ROOT
 
 TWICE = """
@@ -108,14 +108,6 @@ def test_what_is_no_array_of_devices_is_not_looked_at():
         leaf.delete()
     with pytest.raises(StateError, match="and 3 more"):
         require_present("step", [np.zeros(2), *gone])
-
-
-def test_optimizers_of_no_state_are_no_matter():
-    program = built({"data": 8}, optax.sgd(0.01))
-    state = zeros(program)
-    jax.tree.map(lambda leaf: leaf.delete(), state.params)
-    with pytest.raises(StateError, match=r"params\.down was deleted"):
-        program.module(state)
 
 
 DATA = {"mesh": {"data": 4}}

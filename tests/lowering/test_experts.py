@@ -203,6 +203,7 @@ def test_a_ragged_exchange_does_the_same(monkeypatch, axes, slack, capacity):
         same(many(arrays(gated=False), chosen), on_one_device(form, routing))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grouped", [Grouped(), BLOCKS], ids=["ragged", "blocks"])
 def test_half_precision_adds_up_in_single(grouped):
     given = {name: array.astype(jnp.bfloat16) for name, array in arrays().items()}
@@ -294,6 +295,7 @@ def compiled(axes, count, seq=64, gated=True):
     return step.lower(given, chosen).compile()
 
 
+@pytest.mark.long
 def test_rows_travel_four_times_in_messages_of_the_room_for_them():
     axes = {"d": 2, "e": 4}
     text = compiled(axes, COUNT).as_text()

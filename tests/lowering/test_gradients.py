@@ -16,14 +16,14 @@ import pytest
 import shardlib
 from shardlib.layout import MeshShape
 from shardlib.lowering import weights
-from shardlib.lowering.mesh import axis_names, device_mesh, parts_of, tpu_places
+from shardlib.lowering.mesh import axis_names, device_mesh, parts_of
 from shardlib.lowering.uses import steps, weight_uses
 from shardlib.planner.plan import Link
 from shardlib.tracing.program import flatten
 from shardlib.verification.traffic import read_traffic
 from tests.zoo import CASES
 from tests.zoo.case import leaves_by_path
-from tests.zoo.parity import capture, errors, placed_state
+from tests.zoo.parity import capture, errors, placed_state, relative_errors
 
 NAMES = (
     "decoder-annotated",
@@ -61,6 +61,12 @@ def in_parts(
     )
 
 
+def steps_like_one_device(program: shardlib.Program, case) -> None:
+    state, metrics = program.step(placed_state(program, 0), dict(case.batch))
+    wrong = errors(float(metrics["loss"]), leaves_by_path(state.opt_state), case.reference(0))
+    assert max(wrong.values()) <= 1, max(wrong.items(), key=lambda item: item[1])
+
+
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("mesh", ({"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 4}), ids=str)
@@ -68,9 +74,7 @@ def in_parts(
 def test_axes_in_parts_compute_the_numbers_of_one_device(case, mesh):
     program = in_parts(case, mesh)
     assert program.mesh.axis_names[2:4] == ("fsdp_0", "fsdp_1")
-    state, metrics = program.step(placed_state(program, 0), dict(case.batch))
-    wrong = errors(float(metrics["loss"]), leaves_by_path(state.opt_state), case.reference(0))
-    assert max(wrong.values()) <= 1, max(wrong.items(), key=lambda item: item[1])
+    steps_like_one_device(program, case)
 
 
 @pytest.mark.long
@@ -80,34 +84,21 @@ def test_what_rematerialised_layers_gather_is_right_for_products_and_gradients(z
     rules = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["heads", "tensor"], ["seq", "tensor"]]
     mesh = {"fsdp": 4, "tensor": 2}
     program = in_parts(SCAN, mesh, zero, rules=rules, remat="full", microbatches=microbatches)
-    state, metrics = program.step(placed_state(program, 0), dict(SCAN.batch))
-    wrong = errors(float(metrics["loss"]), leaves_by_path(state.opt_state), SCAN.reference(0))
-    assert max(wrong.values()) <= 1, max(wrong.items(), key=lambda item: item[1])
+    steps_like_one_device(program, SCAN)
     found = read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
     assert any(one.kind == "all-gather" and one.axes == ("tensor",) for one in found)
 
 
 @pytest.mark.long
 def test_three_parts_are_gathered_and_scattered_one_after_another():
-    case = SCAN
-    program = in_parts(case, {"fsdp": 8}, links=(*TORUS, Link(kind="torus", ways=2)))
-    state, metrics = program.step(placed_state(program, 0), dict(case.batch))
-    assert (
-        max(
-            errors(
-                float(metrics["loss"]), leaves_by_path(state.opt_state), case.reference(0)
-            ).values()
-        )
-        <= 1
-    )
+    links = (*TORUS, Link(kind="torus", ways=2))
+    steps_like_one_device(in_parts(SCAN, {"fsdp": 8}, links=links), SCAN)
 
 
 @pytest.mark.long
 def test_gradients_of_cut_weights_are_scattered_and_not_reduced_whole():
-    case = SCAN
-    program = in_parts(
-        case, {"fsdp": 8}, links=(Link(kind="torus", ways=4), Link(kind="torus", ways=2))
-    )
+    links = (Link(kind="torus", ways=4), Link(kind="torus", ways=2))
+    program = in_parts(SCAN, {"fsdp": 8}, links=links)
     found = read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
     cut = [p for p in program.plan.parameters if "fsdp" in p.rest.axes]
     whole = sum(np.prod(p.shape) * 4 for p in program.plan.parameters if "fsdp" not in p.rest.axes)
@@ -130,7 +121,6 @@ def test_lookups_cut_along_rows_or_columns_and_indices_out_of_range():
 
         out = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
         params = {"table": jnp.asarray(table), "out": jnp.asarray(out)}
-        true = jax.grad(loss)(params, {"tokens": tokens})
         model = shardlib.tree(
             lambda key, params=params: params,
             {"table": ("vocab", "embed"), "out": ("embed", "answer")},
@@ -160,11 +150,8 @@ def test_lookups_cut_along_rows_or_columns_and_indices_out_of_range():
             program = shardlib.compile(
                 model, loss, capture(), {"tokens": tokens}, plan=switched, **given
             )
-            state, _ = program.step(program.init(0), {"tokens": tokens})
-            for name, gradient in leaves_by_path(state.opt_state).items():
-                np.testing.assert_allclose(
-                    gradient, true[name], rtol=1e-5, atol=1e-6, err_msg=f"{mode} {rules} {name}"
-                )
+            wrong = relative_errors(program, loss, {"tokens": tokens})
+            assert max(wrong.values()) < 1e-5, (mode, rules, wrong)
 
 
 def test_weights_are_followed_through_casts_transpositions_reshapes_and_scans():
@@ -208,21 +195,6 @@ def test_names_of_a_mesh_in_parts():
         "expert",
         "context",
         "tensor",
-    )
-
-
-def test_devices_of_a_tpu_are_found_by_their_coordinates():
-    places = tpu_places(MeshShape(data=4, fsdp=4), "v5e:4x4")
-    grid = np.array(places).reshape(4, 4, 5)
-    varying = [
-        [len(set(line[:, axis])) for axis in (1, 2)] for line in (*grid, *grid.transpose(1, 0, 2))
-    ]
-    assert all(
-        sorted(counts) == [1, 4] for counts in varying
-    )  # each axis runs along one dim of the torus
-    assert (
-        tpu_places(MeshShape(data=8), "h100:8") == []
-        and tpu_places(MeshShape(data=8), "no such thing") == []
     )
 
 

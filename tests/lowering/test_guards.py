@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import shardlib
 from shardlib.errors import PlanError
 from shardlib.lowering.step import global_norm, limited
+from tests.frontend.equality import plain
 from tests.lowering import small
+from tests.zoo.parity import capture
 
 SGD = functools.partial(optax.sgd, 0.1, momentum=0.9)
 MESHES = [
@@ -78,7 +79,7 @@ def test_norm_clipping_scale_and_skips_on_every_mesh(pin):
         1024.0,
         2048.0,
     )
-    assert max(jax.tree.leaves(small.differences(state.params, params))) < 1e-5
+    assert small.farthest(state.params, params) < 1e-5
     before = jax.tree.map(np.asarray, (state.params, state.opt_state))
     bad = {**small.batch(), "weight": np.where(np.arange(16) == 11, np.nan, 1).astype(np.float32)}
     state, metrics = program.step(state, bad)
@@ -132,18 +133,6 @@ class Half(nnx.Module):
         )
 
 
-class LinenHalf(linen.Module):
-    @linen.compact
-    def __call__(self, x):
-        w = self.param(
-            "w",
-            linen.with_partitioning(
-                lambda key: jnp.sin(jnp.arange(64.0)).reshape(8, 8), ("embed", "mlp")
-            ),
-        )
-        return (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(jnp.float32)
-
-
 def tree_half(params, batch):
     return (batch["x"].astype(jnp.float16) @ params["w"].astype(jnp.float16)).astype(jnp.float32)
 
@@ -156,10 +145,6 @@ def tiny(output):
 
 FRONT_ENDS = {
     "nnx": (Half, lambda model, batch: tiny(model(batch["x"]))),
-    "linen": (
-        lambda: shardlib.linen(LinenHalf(), jax.ShapeDtypeStruct((16, 8), jnp.float32)),
-        lambda params, batch: tiny(LinenHalf().apply({"params": params}, batch["x"])),
-    ),
     "tree": (
         lambda: shardlib.tree(
             lambda key: {"w": jnp.sin(jnp.arange(64.0)).reshape(8, 8)}, {"w": ("embed", "mlp")}
@@ -167,14 +152,6 @@ FRONT_ENDS = {
         lambda params, batch: tiny(tree_half(params, batch)),
     ),
 }
-
-
-def capture():
-    """An optimizer that changes nothing and keeps the gradient."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda grads, state, params=None: (jax.tree.map(jnp.zeros_like, grads), grads),
-    )
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)
@@ -216,21 +193,10 @@ def test_a_skipped_step_keeps_model_state_and_overflows_are_survived():
         guards=shardlib.Guards(scale=2.0**30, growth=3),
     )
     batch, state = {"x": np.ones((16, 8), np.float32)}, program.init(0)
-    kept = [
-        np.asarray(
-            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        )
-        for leaf in jax.tree.leaves(state.model_state)
-    ]
+    kept = plain(state.model_state)
     state, metrics = program.step(state, batch)
     assert int(metrics["skipped"]) == 1
-    after = [
-        np.asarray(
-            jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        )
-        for leaf in jax.tree.leaves(state.model_state)
-    ]
-    assert kept and all(map(np.array_equal, kept, after))
+    assert kept and all(map(np.array_equal, kept, plain(state.model_state)))
     skipped, losses = 1, []
     for _ in range(40):
         state, metrics = program.step(state, batch)

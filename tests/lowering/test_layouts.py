@@ -7,13 +7,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 
 import shardlib
 from shardlib.lowering.uses import LossReading
 from shardlib.tracing.program import flatten
+from tests.zoo.parity import capture, relative_errors
 from tests.zoo.random_programs import case
 from tests.zoo.random_programs import errors as random_errors
 
@@ -34,33 +34,13 @@ def loss(params, batch):
     return jnp.mean((hidden @ params["w3"] - batch["y"]) ** 2)
 
 
-def errors(init, axes, loss, batch, pin, topology="cpu:8", rows="prove"):
-    """Relative errors of the loss and of every gradient, against JAX on one device."""
-    program = shardlib.compile(
-        shardlib.tree(init, axes),
-        loss,
-        optax.sgd(1.0),
-        batch,
-        topology=topology,
-        pin=pin,
-        rows=rows,
-    )
-    state = program.init(0)
-    params = jax.tree.map(np.asarray, state.params)
-    value, gradients = jax.value_and_grad(loss)(params, batch)
-    state, metrics = program.step(state, batch)
-    off = jax.tree.map(
-        lambda before, after, wanted: float(
-            np.abs(before - np.asarray(after) - wanted).max() / np.abs(wanted).max()
-        ),
-        params,
-        state.params,
-        gradients,
-    )
-    return {
-        "loss": abs(float(metrics["loss"]) / float(value) - 1),
-        **{f"gradient of {name}": one for name, one in off.items()},
-    }
+def require_equal(loss, batch, pin, rows="prove"):
+    """Requires loss and gradients to be those of JAX on one device."""
+    model = shardlib.tree(init, AXES)
+    pin = {"remat": "none", **pin}
+    program = shardlib.compile(model, loss, capture(), batch, topology="cpu:8", pin=pin, rows=rows)
+    wrong = relative_errors(program, loss, batch)
+    assert max(wrong.values()) < 1e-5, wrong
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +57,8 @@ def batch():
 @pytest.mark.parametrize("zero", [3, 2, 1, 0])
 def test_a_square_weight_with_both_dims_on_tensor(zero, order, batch):
     rules = [*([name, "tensor"] for name in order), ["batch", ["data", "fsdp"]]]
-    found = errors(
-        init,
-        AXES,
-        loss,
-        batch,
-        {
-            "mesh": MESH if zero else {"data": 4, "tensor": 2},
-            "zero": zero,
-            "remat": "none",
-            "microbatches": 1,
-            "rules": rules,
-        },
-    )
-    assert max(found.values()) < 1e-5, found
+    mesh = MESH if zero else {"data": 4, "tensor": 2}
+    require_equal(loss, batch, {"mesh": mesh, "zero": zero, "microbatches": 1, "rules": rules})
 
 
 def halves(params, batch):
@@ -106,12 +74,10 @@ def test_a_loss_that_is_another_program_for_a_microbatch(batch):
     pin = {
         "mesh": MESH,
         "zero": 3,
-        "remat": "none",
         "microbatches": 2,
         "rules": [["h1", "tensor"], ["h2", "tensor"], ["batch", ["data", "fsdp"]]],
     }
-    found = errors(init, AXES, halves, batch, pin, rows="mean")
-    assert max(found.values()) < 1e-5, found
+    require_equal(halves, batch, pin, rows="mean")
 
 
 @pytest.mark.long

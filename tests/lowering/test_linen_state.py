@@ -82,6 +82,7 @@ def plain():
     return losses, variables["params"], variables["batch_stats"]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 4}])
 def test_five_steps_are_those_of_plain_flax(form, mesh, plain):

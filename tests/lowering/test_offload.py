@@ -5,34 +5,15 @@ it on the device.
 from __future__ import annotations
 
 import jax
-import optax
 import pytest
 
 from shardlib import _jax_compat
 from shardlib.errors import PinError
 from shardlib.lowering import step
-from shardlib.lowering.program import BuildOptions, build_program
 from shardlib.verification.verify import export_step
-from tests.lowering import models, small
-from tests.lowering.hand_plan import hand_plan
-
-AXES = {"batch.tokens": ("batch", "seq"), "batch.weight": ("batch",)}
-
-
-def built(mesh, given=None, **decisions):
-    from shardlib.annotation.tree import read
-
-    model = read(small.model())
-    plan = hand_plan(model, small.batch(), mesh, **decisions)
-    return build_program(
-        plan,
-        model,
-        model.bind(small.loss),
-        optax.adam(0.01),
-        small.batch(),
-        batch_axes=AXES,
-        options=BuildOptions(**(given or {})),
-    )
+from tests.lowering import small
+from tests.lowering.small import built
+from tests.lowering.test_traps import mlp_program
 
 
 def kinds(tree):
@@ -61,13 +42,7 @@ def test_state_and_activations_in_host_memory_change_no_number(plain, remat):
     assert kinds(state.opt_state) == {"pinned_host"} and kinds(state.params) == {"device"}
     assert loss == pytest.approx(plain[1], rel=1e-6)
     assert (
-        max(
-            jax.tree.leaves(
-                small.differences(
-                    (state.params, state.opt_state), (plain[0].params, plain[0].opt_state)
-                )
-            )
-        )
+        small.farthest((state.params, state.opt_state), (plain[0].params, plain[0].opt_state))
         < 1e-5
     )
     with _jax_compat.in_mesh(program.mesh):
@@ -85,7 +60,8 @@ def test_devices_without_host_memory_keep_the_state_and_say_so(monkeypatch):
 
 def test_memories_travel_with_an_exported_step():
     step = export_step(
-        built({"fsdp": 8}, {"abstract": True}, zero=3, remat="full", offload=("optimizer",)), "tpu"
+        built({"fsdp": 8}, None, {"abstract": True}, zero=3, remat="full", offload=("optimizer",)),
+        "tpu",
     )
     names = dict(zip(step.arguments, step.in_kinds, strict=True))
     assert {name.split(".")[0] for name, kind in names.items() if kind == "pinned_host"} == {
@@ -98,16 +74,5 @@ def test_memories_travel_with_an_exported_step():
 
 
 def test_activations_need_layers_under_a_scan():
-    from shardlib.annotation.tree import read
-
-    model = read(models.Mlp)
-    plan = hand_plan(model, models.mlp_batch(), {"data": 8}, remat="full", offload=("activations",))
     with pytest.raises(PinError, match="under a scan"):
-        build_program(
-            plan,
-            model,
-            model.bind(models.mlp_loss),
-            optax.sgd(0.1),
-            models.mlp_batch(),
-            batch_axes={"batch.x": ("batch", None), "batch.y": ("batch", None)},
-        )
+        mlp_program({"data": 8}, remat="full", offload=("activations",))

@@ -59,12 +59,10 @@ def argument_bytes(program):
 
 @pytest.mark.parametrize("pin", LORA, ids=str)
 def test_adapters_are_trained_as_flax_trains_them(pin):
-    losses, wanted = partial.by_flax(partial.Lora, partial.loss, nnx.LoRAParam)
+    reference = partial.by_flax(partial.Lora, partial.loss, nnx.LoRAParam)
     program = compiled(partial.Lora, partial.loss, pin, wrt=nnx.LoRAParam)
     before = partial.flat(program.init(0).params)
-    found, state = partial.steps(program)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    partial.close(partial.variables(program.module(state)), wanted)
+    state = partial.trains_like(program, reference)
     after = partial.flat(state.params)
     for path, array in before.items():
         assert (array.tobytes() == after[path].tobytes()) == ("lora" not in path), path
@@ -118,10 +116,8 @@ def test_a_head_is_trained_on_a_frozen_backbone(pin):
     def wrt(path, variable):
         return path[0] == "head"
 
-    losses, wanted = partial.by_flax(partial.Backbone, partial.loss, wrt)
-    found, state = partial.steps(program := compiled(partial.Backbone, partial.loss, pin, wrt=wrt))
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    partial.close(partial.variables(program.module(state)), wanted)
+    reference = partial.by_flax(partial.Backbone, partial.loss, wrt)
+    state = partial.trains_like(compiled(partial.Backbone, partial.loss, pin, wrt=wrt), reference)
     assert set(state.opt_state[0].mu) == {"head"}
 
 
@@ -155,7 +151,7 @@ def test_a_head_is_trained_on_a_frozen_backbone(pin):
 )
 def test_stages_hold_layers_with_frozen_and_trained_weights(pin):
     """A tree, by a predicate over paths; with integers among its arrays."""
-    losses, wanted = partial.by_optax(
+    reference = partial.by_optax(
         partial.tree_init(jax.random.key(0)), partial.tree_loss, {"a", "b"}
     )
     program = compiled(
@@ -167,9 +163,7 @@ def test_stages_hold_layers_with_frozen_and_trained_weights(pin):
     assert ("frozen-gathered-at-use" in {finding.code for finding in program.findings}) == (
         program.plan.gather == "once"
     )
-    found, state = partial.steps(program)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    partial.close(partial.flat(state.params), wanted)
+    partial.trains_like(program, reference, lambda state: partial.flat(state.params))
 
 
 def test_a_linen_model_takes_a_predicate_over_paths():
@@ -182,7 +176,6 @@ def test_a_linen_model_takes_a_predicate_over_paths():
     )
     first = jax.device_get(program.init(0).params)
     kernel, state = first["head"]["kernel"], partial.OPTIMIZER.init(first["head"]["kernel"])
-    found, after = partial.steps(program)
     step = jax.jit(
         jax.value_and_grad(
             lambda kernel: partial.linen_loss(
@@ -196,11 +189,8 @@ def test_a_linen_model_takes_a_predicate_over_paths():
         updates, state = partial.OPTIMIZER.update(gradient, state, kernel)
         kernel = optax.apply_updates(kernel, updates)
         losses.append(float(value))
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    partial.close(
-        partial.flat(after.params),
-        partial.flat({**first, "head": {**first["head"], "kernel": kernel}}),
-    )
+    wanted = partial.flat({**first, "head": {**first["head"], "kernel": kernel}})
+    partial.trains_like(program, (losses, wanted), lambda state: partial.flat(state.params))
 
 
 @pytest.mark.parametrize(
@@ -210,11 +200,9 @@ def test_a_linen_model_takes_a_predicate_over_paths():
 )
 def test_state_that_the_loss_updates_stays_sharded(pin):
     """A moving average in the loss, statistics, a counter, and a buffer that nobody changes."""
-    losses, wanted = partial.by_flax(partial.Student, partial.distilled, nnx.Param)
+    reference = partial.by_flax(partial.Student, partial.distilled, nnx.Param)
     program = compiled(partial.Student, partial.distilled, pin)
-    found, state = partial.steps(program)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    partial.close(partial.variables(program.module(state)), wanted)
+    state = partial.trains_like(program, reference)
     roles = {parameter.path: parameter.role for parameter in program.plan.parameters}
     assert roles == {
         "layer.kernel": "trained",
@@ -239,17 +227,15 @@ def test_other_kinds_of_variables_can_be_trained():
         )
 
     wrt = nnx.Any(partial.Teacher, nnx.All(nnx.Param, nnx.Not(nnx.Param)))
-    losses, wanted = partial.by_flax(partial.Student, loss, wrt)
+    reference = partial.by_flax(partial.Student, loss, wrt)
     program = compiled(partial.Student, loss, {"mesh": {"fsdp": 4}, "zero": 3}, wrt=wrt)
-    found, state = partial.steps(program)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    partial.close(partial.variables(program.module(state)), wanted)
+    state = partial.trains_like(program, reference)
     assert list(state.opt_state[0].mu) == ["teacher"]
 
 
 def test_guards_and_clipping_see_the_trained_gradients_alone():
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), partial.OPTIMIZER)
-    losses, wanted = partial.by_flax(partial.Lora, partial.loss, nnx.LoRAParam, optimizer)
+    reference = partial.by_flax(partial.Lora, partial.loss, nnx.LoRAParam, optimizer)
     program = compiled(
         partial.Lora,
         partial.loss,
@@ -257,13 +243,12 @@ def test_guards_and_clipping_see_the_trained_gradients_alone():
         wrt=nnx.LoRAParam,
         guards=shardlib.Guards(clip=0.1, scale=1024.0),
     )
-    found, state = partial.steps(program)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    partial.close(partial.variables(program.module(state)), wanted)
+    partial.trains_like(program, reference)
 
 
+@pytest.mark.long
 def test_optimizer_state_on_disk_is_that_of_adapters(tmp_path):
-    losses, wanted = partial.by_flax(partial.Lora, partial.loss, nnx.LoRAParam)
+    reference = partial.by_flax(partial.Lora, partial.loss, nnx.LoRAParam)
     program = compiled(
         partial.Lora,
         partial.loss,
@@ -271,9 +256,7 @@ def test_optimizer_state_on_disk_is_that_of_adapters(tmp_path):
         wrt=nnx.LoRAParam,
         disk=tmp_path,
     )
-    found, state = partial.steps(program)
-    np.testing.assert_allclose(found, losses, rtol=1e-5)
-    partial.close(partial.variables(program.module(state)), wanted)
+    partial.trains_like(program, reference)
     assert len(program.stored) == 8
 
 

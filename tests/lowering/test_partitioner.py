@@ -7,8 +7,6 @@ some form by the partitioner; of 3,654 such forms (up to the order of the axes) 
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
@@ -62,26 +60,3 @@ def test_the_partitioner_by_itself() -> None:
 
 def test_the_same_contraction_with_its_operands_pinned_is_right() -> None:
     assert relative_error(SQUARE, RESULT, (P(BATCH, "tensor"), P(None, "tensor"))) < 1e-6
-
-
-def test_contractions_in_their_own_layouts_are_right() -> None:
-    """Of the 216 forms that shardlib makes on such a mesh, every eighth."""
-    forms = list(
-        itertools.product(("---", "m-m", "-nn", "kk-", "kkm", "kkn"), repeat=3)
-    )  # per mesh axis: the index that it shards in x, in w and in the result
-    for form in forms[::8]:
-        x, w, result = (
-            P(
-                *(
-                    tuple(
-                        axis
-                        for axis, on in zip((*BATCH, "tensor"), form, strict=True)
-                        if on[at] == dim
-                    )
-                    or None
-                    for dim in dims
-                )
-            )
-            for at, dims in enumerate(("mk", "nk", "mn"))
-        )
-        assert relative_error((x, w), result) < 1e-6, form

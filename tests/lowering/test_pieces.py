@@ -13,11 +13,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import shardlib
+from shardlib.annotation.trees import path_text
 from shardlib.lowering.contractions import in_order, interleaved, joined, pieces
 from shardlib.verification.traffic import read_traffic
 from tests.zoo.case import BATCH, SEQ, VOCAB, Case, cross_entropy, leaves_by_path, nnx_case, tokens
@@ -116,12 +116,12 @@ def cell_case(cell: Callable[..., Any]) -> Case:
 RULES = [["batch", ["data", "fsdp"]], ["out.kernel:0", "tensor"], ["down.kernel:0", "tensor"]]
 
 
-def right(found: Case, pin: Mapping[str, Any]) -> shardlib.Plan:
+def right(found: Case, pin: Mapping[str, Any]) -> shardlib.Program:
     """Checks loss and gradients against one device."""
     sharded = run_sharded(found, pin, place=True)
     worst = errors(sharded.loss, sharded.gradients, found.reference(0))
     assert max(worst.values()) < 1, worst
-    return sharded.plan
+    return sharded.program
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 4, 4), (2, 2, 2, 2)])
@@ -137,6 +137,8 @@ def test_interleaving_and_taking_apart_are_reverses(sizes: tuple[int, ...]) -> N
     assert (joined(parts, 1, 2) == mixed).all()
 
 
+@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("cell", "mesh", "zero"),
     [
@@ -151,7 +153,7 @@ def test_recurrent_cells_are_sharded_and_right(
     cell: Callable[..., Any], mesh: dict[str, int], zero: int
 ) -> None:
     rules = [["batch", ["data", "fsdp"]], ["head.kernel:0", "tensor"]]
-    plan = right(cell_case(cell), {"mesh": mesh, "zero": zero, "rules": rules})
+    plan = right(cell_case(cell), {"mesh": mesh, "zero": zero, "rules": rules}).plan
     kernels = [one for one in plan.parameters if "layer.cell" in one.path and len(one.shape) == 2]
     assert kernels and all("tensor" in one.compute.axes for one in kernels), {
         one.path: str(one.compute) for one in kernels
@@ -159,6 +161,7 @@ def test_recurrent_cells_are_sharded_and_right(
     assert not [finding for finding in plan.findings if finding.code == "replicated-compute"]
 
 
+@pytest.mark.long
 def test_gates_whose_rows_are_sharded_change_their_order_where_they_are() -> None:
     """The matrix of a recurrence, [state, 4 state], has both dims' colour sharded over tensor: its
     rows. Stored with its columns whole, they change their order on every device alone.
@@ -169,13 +172,10 @@ def test_gates_whose_rows_are_sharded_change_their_order_where_they_are() -> Non
         "zero": 3,
         "rules": [["batch", ["data", "fsdp"]], ["head.kernel:0", "tensor"]],
     }
-    plan = right(found, pin)
-    recurrent = next(one for one in plan.parameters if one.shape == (STATE, 4 * STATE))
+    program = right(found, pin)
+    recurrent = next(one for one in program.plan.parameters if one.shape == (STATE, 4 * STATE))
     assert str(recurrent.rest) == "[tensor·fsdp, -]"
-    program = shardlib.compile(
-        found.init, found.loss, optax.sgd(1e-2), dict(found.batch), plan=plan, batch_axes=AXES
-    )
-    moved = read_traffic(program.compiled().as_text(), plan.mesh).collectives
+    moved = read_traffic(program.compiled().as_text(), program.plan.mesh).collectives
     assert not [one for one in moved if one.kind == "all-to-all" and "fsdp" in one.axes]
 
 
@@ -224,100 +224,63 @@ def test_recurrent_cells_of_linen_are_sharded_and_right(cell: Any) -> None:
     assert max(worst.values()) < 1, worst
 
 
+@pytest.mark.long
+@pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("how", "mesh", "zero"),
+    ("how", "mesh", "pin"),
     [
-        ("split", {"tensor": 8}, 0),
-        ("slices", {"fsdp": 2, "tensor": 4}, 1),
-        ("reshape", {"fsdp": 2, "tensor": 4}, 3),
-        ("empty", {"fsdp": 2, "tensor": 4}, 3),
-        ("split", {"data": 2, "fsdp": 2, "tensor": 2}, 2),
+        ("split", {"tensor": 8}, {"zero": 0}),
+        ("slices", {"fsdp": 2, "tensor": 4}, {"zero": 1}),
+        ("reshape", {"fsdp": 2, "tensor": 4}, {"zero": 3}),
+        ("empty", {"fsdp": 2, "tensor": 4}, {"zero": 3}),
+        ("split", {"data": 2, "fsdp": 2, "tensor": 2}, {"zero": 2}),
+        ("split", {"data": 2, "tensor": 4}, {"microbatches": 2}),
     ],
 )
-def test_fused_kernels_are_right(how: str, mesh: dict[str, int], zero: int) -> None:
-    plan = right(fused_case(how), {"mesh": mesh, "zero": zero, "rules": RULES})
+def test_fused_kernels_are_right(how: str, mesh: dict[str, int], pin: dict[str, Any]) -> None:
+    plan = right(fused_case(how), {"mesh": mesh, "rules": RULES, **pin}).plan
     for one in plan.parameters:
         if one.path.split(".")[0] in ("qkv", "up"):
             assert one.compute[-1] == ("tensor",), (one.path, str(one.compute))
 
 
-def test_fused_kernels_are_right_in_microbatches() -> None:
-    right(
-        fused_case("split"), {"mesh": {"data": 2, "tensor": 4}, "microbatches": 2, "rules": RULES}
+@pytest.mark.long
+def test_each_device_computes_its_part_and_weights_alone_move_as_predicted() -> None:
+    program = right(
+        fused_case("split"), {"mesh": {"data": 2, "tensor": 4}, "zero": 0, "rules": RULES}
     )
 
-
-@pytest.fixture(scope="module")
-def verified() -> shardlib.Verification:
-    found = fused_case("split")
-    return shardlib.verify(
-        found.init,
-        found.loss,
-        optax.sgd(1e-2),
-        dict(found.batch),
-        topology="cpu:8",
-        pin={"mesh": {"data": 2, "tensor": 4}, "microbatches": 1, "zero": 0, "rules": RULES},
-    )
-
-
-@pytest.mark.processes
-def test_activations_of_fused_kernels_are_not_gathered_and_weights_move_as_predicted(
-    verified: shardlib.Verification,
-) -> None:
     def counted(collectives: Any) -> Counter[tuple[str, int]]:
-        found: Counter[tuple[str, int]] = Counter()
+        sizes: Counter[tuple[str, int]] = Counter()
         for one in collectives:
             if one.axes == ("tensor",):
-                found[one.kind, one.bytes] += one.count
-        return found
+                sizes[one.kind, one.bytes] += one.count
+        return sizes
 
-    assert verified.compiled is not None
-    compiled = counted(verified.compiled.collectives)
-    assert compiled == counted(verified.plan.estimate.collectives)
-    columns = (
-        EMBED * 3 * EMBED * 4 // 4,
-        EMBED * 8 * EMBED * 4 // 4,
-    )  # a device's part of either kernel
-    assert {size for kind, size in compiled if kind == "all-to-all"} == set(columns)
-    assert all(
-        size <= 8 * EMBED * 4 for kind, size in compiled if kind == "all-gather"
-    )  # biases alone
-
-
-def test_each_device_computes_its_part_of_every_product() -> None:
-    found = fused_case("split")
-    program = shardlib.compile(
-        found.init,
-        found.loss,
-        optax.sgd(1e-2),
-        dict(found.batch),
-        topology="cpu:8",
-        pin={"mesh": {"data": 2, "tensor": 4}, "microbatches": 1, "zero": 0, "rules": RULES},
-    )
-    state = program.init(seed=0)
+    text = program.compiled().as_text()
+    compiled = counted(read_traffic(text, program.plan.mesh).collectives)
+    assert compiled == counted(program.plan.estimate.collectives)
+    # A device's part of either kernel, and of gathers the biases alone.
+    columns = {EMBED * 3 * EMBED * 4 // 4, EMBED * 8 * EMBED * 4 // 4}
+    assert {size for kind, size in compiled if kind == "all-to-all"} == columns
+    assert all(size <= 8 * EMBED * 4 for kind, size in compiled if kind == "all-gather")
     shards = {
-        path: leaf
-        for path, leaf in leaves_of(state.params).items()
-        if path in ("qkv.kernel", "up.kernel", "down.kernel")
+        path: leaf.sharding.shard_shape(leaf.shape)
+        for path, leaf in flat(program.state.params).items()
     }
-    assert {path: leaf.addressable_shards[0].data.shape for path, leaf in shards.items()} == {
-        "qkv.kernel": (32, 24),
-        "up.kernel": (32, 64),
-        "down.kernel": (32, 32),
-    }
+    kernels = {"qkv.kernel": (32, 24), "up.kernel": (32, 64), "down.kernel": (32, 32)}
+    assert {path: shards[path] for path in kernels} == kernels
     rows = BATCH // 2 * SEQ
-    dots = set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", program.compiled().as_text()))
+    dots = set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
     assert f"{rows},{3 * EMBED}" not in dots and f"{rows},{8 * EMBED}" not in dots
     assert f"{rows},{3 * EMBED // 4}" in dots and f"{rows},{8 * EMBED // 4}" in dots
 
 
-def leaves_of(tree: Any) -> dict[str, Any]:
-    return {
-        ".".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
+def flat(tree: Any) -> dict[str, Any]:
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
+@pytest.mark.long
 def test_what_a_custom_gradient_reads_stays_in_order_and_is_said() -> None:
     @jax.custom_vjp
     def ramp(y: jax.Array) -> jax.Array:

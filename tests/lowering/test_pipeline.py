@@ -1,8 +1,15 @@
-"""A pipeline computes what the unsharded model computes, under every schedule."""
+"""A pipeline computes what the unsharded model computes, under every schedule: in one program or in
+a program per stage, with some layers rematerialised, with activations in host memory, and with
+weights that are gathered once.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,21 +19,27 @@ import pytest
 from flax import nnx
 
 import shardlib
+from shardlib import _jax_compat
+from shardlib import models as transformers
 from shardlib.annotation.tree import read
-from shardlib.errors import PinError, PlanError
-from shardlib.lowering.program import build_program
-from shardlib.models import build
-from shardlib.models.config import Experts, TransformerConfig
-from shardlib.planner.plan import Link
+from shardlib.cost.variants import rematerialised_share
+from shardlib.errors import PlanError
+from shardlib.lowering.pipeline.layers import StageRemat
+from shardlib.models.config import Experts
 from shardlib.verification.traffic import read_traffic
 from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
-from tests.lowering.test_step import close, flat, gradients_as_state, unsharded
+from tests.lowering.steps import DENSE
+from tests.lowering.test_gradients import in_parts, steps_like_one_device
+from tests.lowering.test_step import close, flat, unsharded
+from tests.lowering.test_step import program as step_program
 from tests.zoo import decoder, decoder_scan, encoder_decoder, linen_transformer
-from tests.zoo.case import leaves_by_path
-from tests.zoo.parity import FLOOR, TOLERANCE, capture, errors, placed_state, run_sharded
+from tests.zoo.parity import capture, errors, relative_errors, run_sharded
 
-CASES = [
+PIPELINES = ("lockstep", "programs")
+PROGRAMS = {"pipeline": "programs"}
+#: Mesh, microbatches, schedule, chunks of a stage, remat policy.
+LOCKSTEP = [
     ({"stage": 2}, 2, "1f1b", 1, "none"),
     ({"stage": 2, "data": 2}, 8, "gpipe", 1, "none"),
     ({"stage": 2, "data": 2}, 4, "interleaved", 2, "full"),
@@ -39,13 +52,46 @@ CASES = [
     ({"stage": 3}, 8, "1f1b", 1, "full"),
     ({"stage": 3, "data": 2}, 4, "gpipe", 1, "full"),
 ]
+PER_STAGE = [
+    ({"stage": 2, "fsdp": 2}, 4, "gpipe", 1, "none"),
+    ({"stage": 2, "data": 2}, 4, "1f1b", 1, "full"),
+    ({"stage": 2, "tensor": 2}, 2, "interleaved", 2, "none"),
+    ({"stage": 4, "fsdp": 2}, 8, "zero-bubble", 1, "none"),
+    ({"stage": 3}, 4, "1f1b", 1, "dots"),
+    ({"stage": 2, "tensor": 2}, 4, "zero-bubble", 1, "full"),
+]
+#: The same, and how many layers of the fullest stage follow the policy.
+PARTLY = [
+    ({"stage": 2}, 2, "1f1b", 1, "full", 1),
+    ({"stage": 2, "data": 2}, 4, "gpipe", 1, "dots", 1),
+    ({"stage": 2, "fsdp": 2, "tensor": 2}, 4, "1f1b", 1, "dots", 1),
+    ({"stage": 2, "data": 2}, 4, "interleaved", 2, "full", 1),
+    ({"stage": 2, "fsdp": 2}, 4, "zero-bubble", 1, "full", 1),
+    ({"stage": 3}, 4, "1f1b", 1, "full", 1),
+]
+IN_HOST_MEMORY = [
+    ({"stage": 2}, 4, "1f1b", 1, "full", 0),
+    ({"stage": 2, "fsdp": 2, "tensor": 2}, 4, "1f1b", 1, "dots", 0),
+    ({"stage": 2, "data": 2}, 4, "gpipe", 1, "full", 1),
+    ({"stage": 2, "fsdp": 2}, 4, "interleaved", 2, "none", 0),
+    ({"stage": 2, "fsdp": 2}, 4, "zero-bubble", 1, "full", 0),
+]
+OFFLOAD = {"offload": ("activations",)}
+CASES = [
+    *((*case, {}) for case in LOCKSTEP),
+    *((*case, PROGRAMS) for case in PER_STAGE),
+    *(
+        (*case, {"remat_layers": count, "pipeline": pipeline, **more})
+        for table, more in ((PARTLY, {}), (IN_HOST_MEMORY, OFFLOAD))
+        for *case, count in table
+        for pipeline in PIPELINES
+    ),
+]
 
 
-def program(mesh, microbatches, schedule, virtual=1, remat="none", optimizer=None, **options):
-    model, batch = read(models.Transformer), models.transformer_batch(16)
-    plan = hand_plan(
-        model,
-        batch,
+def program(mesh, microbatches, schedule, virtual=1, remat="none", **options):
+    """A program for 16 sequences of the transformer, whose layers are divided over stages."""
+    return step_program(
         mesh,
         rules=[*RULES, ("layers", "stage")],
         microbatches=microbatches,
@@ -54,21 +100,9 @@ def program(mesh, microbatches, schedule, virtual=1, remat="none", optimizer=Non
         remat=remat,
         **options,
     )
-    axes = {"batch.inputs": ("batch", "seq"), "batch.targets": ("batch", "seq")}
-    return build_program(
-        plan,
-        model,
-        model.bind(models.transformer_loss),
-        optimizer or gradients_as_state(),
-        batch,
-        batch_axes=axes,
-    )
 
 
 def steps_like_the_unsharded_model(p):
-    """Checks one step of a program for 16 sequences of the transformer, whose optimizer keeps the
-    gradients.
-    """
     loss, accuracy, gradients, _ = unsharded(3, 16)
     state, metrics = p.step(p.init(3), models.transformer_batch())
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
@@ -76,34 +110,42 @@ def steps_like_the_unsharded_model(p):
     close(flat(state.opt_state), gradients)
 
 
-def equals_the_unsharded_model(p):
-    """Checks an evaluation and one step of such a program."""
-    assert float(p.evaluate(p.init(3), models.transformer_batch())["loss"]) == pytest.approx(
-        unsharded(3, 16)[0], rel=1e-5
-    )
-    steps_like_the_unsharded_model(p)
+def evaluates_like_the_unsharded_model(p):
+    metrics = p.evaluate(p.init(3), models.transformer_batch())
+    assert float(metrics["loss"]) == pytest.approx(unsharded(3, 16)[0], rel=1e-5)
+
+
+def stash_waits_in_host_memory(p):
+    """Whether activations wait there between the forward and the backward pass of a microbatch."""
+    if p.plan.pipeline == "programs":
+        first = p._dispatch.chunks[0]
+        saved = first.forward.results[len(first.left) :]
+        return "pinned_host" in {leaf.sharding.memory_kind for leaf in saved if leaf.ndim > 2}
+    with _jax_compat.in_mesh(p.mesh):
+        text = str(jax.make_jaxpr(p.step_function())(p.state, p.batch))
+    shapes = re.findall(r"<host>\[([\d,]+)\]", text)  # [stages, slots, layers, ...]
+    return any(shape.startswith("2,") for shape in shapes)
 
 
 @pytest.mark.long
 @pytest.mark.matrix
-@pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "schedule", "virtual", "remat", "options"), CASES, ids=str
+)
 def test_loss_metrics_and_gradients_equal_the_unsharded_model(
-    mesh, microbatches, schedule, virtual, remat
+    mesh, microbatches, schedule, virtual, remat, options
 ):
-    p = program(mesh, microbatches, schedule, virtual, remat, zero=3 if "fsdp" in mesh else 0)
-    equals_the_unsharded_model(p)
+    zero = 3 if "fsdp" in mesh else 0
+    p = program(mesh, microbatches, schedule, virtual, remat, zero=zero, **options)
+    steps_like_the_unsharded_model(p)
+    if not options:
+        evaluates_like_the_unsharded_model(p)
+    if "offload" in options:
+        assert stash_waits_in_host_memory(p)
 
 
-ONCE = [
-    ({"stage": 2, "fsdp": 2}, 4, "1f1b", 1, "none"),
-    ({"stage": 2, "fsdp": 2, "tensor": 2}, 4, "gpipe", 2, "full"),
-    ({"stage": 2, "fsdp": 2, "data": 2}, 2, "gpipe", 2, "dots"),
-    ({"stage": 2, "fsdp": 2}, 4, "zero-bubble", 1, "full"),
-    ({"stage": 2, "fsdp": 4}, 4, "interleaved", 2, "none"),
-]
-
-
-def gathering(mesh, microbatches, schedule, virtual, remat, gather, **more):
+def gathering(mesh, microbatches, schedule, virtual=1, remat="none", **more):
+    """The same under a plan of the planner, with weights that are gathered once."""
     pin = {
         "mesh": mesh,
         "microbatches": microbatches,
@@ -111,111 +153,105 @@ def gathering(mesh, microbatches, schedule, virtual, remat, gather, **more):
         "virtual_stages": virtual,
         "remat": remat,
         "zero": 3 if "fsdp" in mesh else 0,
-        "gather": gather,
+        "gather": "once",
         **more,
     }
     return shardlib.compile(
         models.Transformer,
         models.transformer_loss,
-        gradients_as_state(),
+        capture(),
         models.transformer_batch(16),
         topology="cpu:8",
         pin=pin,
     )
 
 
-@pytest.mark.long
-@pytest.mark.matrix
-@pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), ONCE, ids=str)
-def test_weights_gathered_once_give_the_same_gradients(
-    mesh, microbatches, schedule, virtual, remat
-):
-    p = gathering(mesh, microbatches, schedule, virtual, remat, "once")
-    equals_the_unsharded_model(p)
-
-
-MATRICES = 4 * 2  #: of the two layers that a stage has
+#: Accumulation is the number of groups of microbatches, one after the other.
+GATHERED = [
+    ({"stage": 2, "fsdp": 2}, 4, "1f1b", 1, "none", {}),
+    ({"stage": 2, "fsdp": 2, "tensor": 2}, 4, "gpipe", 2, "full", {}),
+    ({"stage": 2, "fsdp": 2, "data": 2}, 2, "gpipe", 2, "dots", {}),
+    ({"stage": 2, "fsdp": 2}, 4, "zero-bubble", 1, "full", {}),
+    ({"stage": 2, "fsdp": 4}, 4, "interleaved", 2, "none", {}),
+    ({"stage": 2, "fsdp": 2}, 8, "gpipe", 2, "full", {"accumulation": 2}),
+    ({"stage": 2, "fsdp": 2}, 8, "zero-bubble", 1, "full", {"accumulation": 4}),
+    ({"stage": 2, "data": 2}, 8, "1f1b", 1, "full", {"accumulation": 2, "gather": "use"}),
+    ({"stage": 2, "fsdp": 2}, 4, "1f1b", 1, "none", {"accumulation": 2, **PROGRAMS}),
+    ({"stage": 2, "fsdp": 2}, 4, "zero-bubble", 1, "full", PROGRAMS),
+]
+MATRICES = 4 * 2  #: of the two layers of a stage
 ENDS = 1  #: the table that is embedding and head, which is gathered once for both
 USES = 2  #: the gradients of that table as embedding and as head have sums of their own
 
 
-def gathers_before_ticks(p):
-    """How often weights of layers are gathered over fsdp in a step, in the region where that is
-    done beforehand.
+def over_fsdp(p, kind, region="shard_map"):
+    """How often weights of layers are gathered, or gradients scattered, over fsdp in a step, in the
+    region where that is done beforehand or anywhere.
     """
-    found = read_traffic(p.compiled().as_text(), p.plan.mesh).collectives
     return sum(
-        c.count
-        for c in found
-        if c.axes == ("fsdp",) and c.kind == "all-gather" and "shard_map" in c.cause
+        one.count
+        for one in read_traffic(p.compiled().as_text(), p.plan.mesh).collectives
+        if one.axes == ("fsdp",) and one.kind == kind and region in one.cause
     )
 
 
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("mesh", "schedule", "virtual", "gather", "groups", "gathers"),
-    [
-        ({"stage": 2, "fsdp": 2}, "gpipe", 2, "once", 2, 2 * MATRICES),
-        ({"stage": 2, "fsdp": 2}, "zero-bubble", 1, "once", 4, MATRICES + ENDS),
-        ({"stage": 2, "data": 2}, "1f1b", 1, "use", 2, 0),
-    ],
-    ids=str,
+    ("mesh", "microbatches", "schedule", "virtual", "remat", "more"), GATHERED, ids=str
 )
-def test_groups_of_microbatches_one_after_the_other_give_the_same_gradients(
-    mesh, schedule, virtual, gather, groups, gathers
+def test_weights_gathered_once_give_the_same_gradients(
+    mesh, microbatches, schedule, virtual, remat, more
 ):
-    p = gathering(mesh, 8, schedule, virtual, "full", gather, accumulation=groups)
-    equals_the_unsharded_model(p)
-    # Anew for every group only where every round gathers its chunk, there forward and backward; the
-    # CPU compiler may find that these are the same.
-    assert gathers <= gathers_before_ticks(p) <= (2 * gathers if schedule == "gpipe" else gathers)
+    p = gathering(mesh, microbatches, schedule, virtual, remat, **more)
+    steps_like_the_unsharded_model(p)
+    if "pipeline" in more:
+        first = p._dispatch.chunks[0]
+        counts = {
+            kind: sum(
+                c.count
+                for c in read_traffic(call.as_text(), p.plan.mesh).collectives
+                if c.kind == kind
+            )
+            for kind, call in (
+                ("all-gather", first.gather.call),
+                ("reduce-scatter", first.backward.call),
+            )
+        }
+        assert counts == {"all-gather": MATRICES, "reduce-scatter": 0}
+    elif "accumulation" in more:
+        evaluates_like_the_unsharded_model(p)
+        # Anew for every group only where every round gathers its chunk, there forward and backward;
+        # the CPU compiler may find that these are the same.
+        least, most = {
+            "gpipe": (2 * MATRICES, 4 * MATRICES),
+            "zero-bubble": (MATRICES + ENDS,) * 2,
+            "1f1b": (0, 0),
+        }[schedule]
+        assert least <= over_fsdp(p, "all-gather") <= most
 
 
 def test_a_plan_that_gathers_once_says_where_nothing_is_gathered():
-    said = "nothing-gathered-once"
-    assert said in [
-        finding.code
-        for finding in program({"stage": 2, "data": 2}, 4, "1f1b", gather="once").findings
-    ]
-    assert said not in [
-        finding.code
-        for finding in gathering({"stage": 2, "fsdp": 2}, 4, "1f1b", 1, "none", "once").findings
-    ]
+    nothing = program({"stage": 2, "data": 2}, 4, "1f1b", gather="once")
+    once = gathering({"stage": 2, "fsdp": 2}, 4, "1f1b")
+    for p, said in ((nothing, True), (once, False)):
+        assert ("nothing-gathered-once" in {one.code for one in p.findings}) == said
 
 
 @pytest.mark.long
 def test_layers_gathered_once_are_gathered_and_reduced_as_often_for_many_microbatches_as_for_few():
-    def runs(gather, microbatches, schedule="1f1b", virtual=1):
-        """How often weights of layers are gathered, and their gradients scattered, over fsdp in a
-        step; those that are gathered beforehand are gathered in a region of their own.
-        """
-        p = gathering({"stage": 2, "fsdp": 2}, microbatches, schedule, virtual, "none", gather)
-        found = [
-            c
-            for c in read_traffic(p.compiled().as_text(), p.plan.mesh).collectives
-            if c.axes == ("fsdp",)
-        ]
-        return tuple(
-            sum(
-                c.count
-                for c in found
-                if c.kind == kind and (gather == "use" or "shard_map" in c.cause)
-            )
-            for kind in ("all-gather", "reduce-scatter")
-        )
-
-    assert runs("once", 4) == runs("once", 8) == (MATRICES + ENDS, MATRICES + USES)
-    gathers, reductions = runs("once", 8, "gpipe", 2)
-    assert (
-        MATRICES <= gathers <= 2 * MATRICES
-        # forward and backward; the CPU compiler may find that the last chunk forward is the first one
-        # backward
-    )
-    assert (
-        MATRICES <= reductions <= 3 * MATRICES // 2
-    )  # a place for sums is emptied before the second chunk begins, and both places at the end
-    assert runs("use", 4)[0] > 4 * MATRICES
+    mesh = {"stage": 2, "fsdp": 2}
+    for microbatches in (4, 8):
+        p = gathering(mesh, microbatches, "1f1b")
+        assert over_fsdp(p, "all-gather") == MATRICES + ENDS
+        assert over_fsdp(p, "reduce-scatter") == MATRICES + USES
+    p = gathering(mesh, 8, "gpipe", 2)
+    # Forward and backward; the CPU compiler may find that the last chunk forward is the first one
+    # backward.
+    assert MATRICES <= over_fsdp(p, "all-gather") <= 2 * MATRICES
+    # A place for sums is emptied before the second chunk begins, and both places at the end.
+    assert MATRICES <= over_fsdp(p, "reduce-scatter") <= 3 * MATRICES // 2
+    assert over_fsdp(gathering(mesh, 4, "1f1b", gather="use"), "all-gather", "") > 4 * MATRICES
 
 
 @pytest.mark.long
@@ -225,50 +261,14 @@ def test_layers_gathered_once_are_gathered_and_reduced_as_often_for_many_microba
     [("use", "1f1b", 1), ("once", "1f1b", 1), ("once", "gpipe", 2)],
 )
 def test_stages_scatter_gradients_over_the_dims_of_a_torus(gather, schedule, virtual):
-    """These devices play a torus whose two dims make up fsdp: every operation of the layers gathers
-    its weight, and its gradient is scattered, not reduced whole.
+    """Every operation of the layers gathers its weight, and its gradient is scattered, not reduced
+    whole.
     """
     case = decoder_scan.CASES[0]
-    batch, axes = dict(case.batch), None if case.batch_axes is None else dict(case.batch_axes)
-    pin = {
-        "mesh": {"stage": 2, "fsdp": 4},
-        "zero": 3,
-        "microbatches": 2,
-        "schedule": schedule,
-        "virtual_stages": virtual,
-        "remat": "full",
-        "gather": gather,
-    }
-    plan = shardlib.plan(
-        case.init,
-        case.loss,
-        capture(),
-        batch,
-        topology="cpu:8",
-        pin=pin,
-        name=case.name,
-        batch_axes=axes,
-    )
-    torus = tuple(Link(kind="torus", ways=2) for _ in range(2))
-    p = shardlib.compile(
-        case.init,
-        case.loss,
-        capture(),
-        batch,
-        plan=replace(plan, placement=(("fsdp", torus),)),
-        name=case.name,
-        batch_axes=axes,
-    )
+    pin = {"schedule": schedule, "virtual_stages": virtual, "gather": gather, "remat": "full"}
+    p = in_parts(case, {"stage": 2, "fsdp": 4}, microbatches=2, **pin)
     assert p.mesh.axis_names[2:4] == ("fsdp_0", "fsdp_1")
-    state, metrics = p.step(placed_state(p, 0), batch)
-    assert (
-        max(
-            errors(
-                float(metrics["loss"]), leaves_by_path(state.opt_state), case.reference(0)
-            ).values()
-        )
-        <= 1
-    )
+    steps_like_one_device(p, case)
     found = [
         c
         for c in read_traffic(p.compiled().as_text(), p.plan.mesh).collectives
@@ -276,7 +276,7 @@ def test_stages_scatter_gradients_over_the_dims_of_a_torus(gather, schedule, vir
     ]
     matrices = [
         4 * np.prod(parameter.shape[1:])
-        for parameter in plan.parameters
+        for parameter in p.plan.parameters
         if {"stage", "fsdp"} <= parameter.rest.axes and len(parameter.shape) > 2
     ]
     assert any(c.kind == "reduce-scatter" for c in found)
@@ -286,41 +286,11 @@ def test_stages_scatter_gradients_over_the_dims_of_a_torus(gather, schedule, vir
 
 
 @pytest.mark.long
-def test_layers_rest_on_their_stages():
-    p = program({"stage": 2, "fsdp": 2}, 4, "1f1b", zero=3, optimizer=optax.adamw(1e-2))
-    state = p.init(0)
-    for _ in range(2):
-        state, _ = p.step(state, models.transformer_batch())
-    for leaf in (state.params["layers"]["mlp"]["up"], state.opt_state[0].mu["layers"]["mlp"]["up"]):
-        assert leaf.shape == (4, 16, 32)
-        assert {shard.data.shape for shard in leaf.addressable_shards} == {(2, 8, 32)}
-
-
-@pytest.mark.long
 def test_memory_does_not_grow_with_the_microbatches_of_1f1b():
     def temporaries(schedule, microbatches):
-        model, batch = read(models.Transformer), models.transformer_batch(2 * microbatches, 64)
-        plan = hand_plan(
-            model,
-            batch,
-            {"stage": 2},
-            rules=[*RULES, ("layers", "stage")],
-            microbatches=microbatches,
-            schedule=schedule,
-            remat="full",
-        )
-        axes = {"batch.inputs": ("batch", "seq"), "batch.targets": ("batch", "seq")}
-        built = build_program(
-            plan,
-            model,
-            model.bind(models.transformer_loss),
-            optax.sgd(1e-2),
-            batch,
-            batch_axes=axes,
-        )
-        return built.memory()["temporaries"] - sum(
-            np.asarray(leaf).nbytes for leaf in jax.tree.leaves(batch)
-        )
+        batch = models.transformer_batch(2 * microbatches, 64)
+        p = program({"stage": 2}, microbatches, schedule, remat="full", batch=batch)
+        return p.memory()["temporaries"] - sum(leaf.nbytes for leaf in jax.tree.leaves(batch))
 
     assert temporaries("1f1b", 32) <= 1.02 * temporaries("1f1b", 8)
     assert temporaries("gpipe", 32) > 1.5 * temporaries("gpipe", 8)
@@ -383,160 +353,86 @@ def trained(init, loss, batch, topology, pin):
     return losses, flat(state.params), list(map(np.asarray, drawn))
 
 
-def draws_what_it_draws_without_stages(topology, pin):
-    """Checks losses, parameters and random state after two steps of four microbatches against those
-    on one device.
-    """
-    batch = models.transformer_batch(16)
-    wanted = trained(
-        Noisy, models.transformer_loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": 4}
-    )
-    found = trained(Noisy, models.transformer_loss, batch, topology, {"microbatches": 4, **pin})
-    assert found[0] == pytest.approx(wanted[0], rel=1e-6)
-    close(found[1], wanted[1])
-    assert len(wanted[2]) == 4
-    for one, other in zip(found[2], wanted[2], strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.long
-def test_dropout_draws_what_it_draws_without_stages():
-    draws_what_it_draws_without_stages(
-        "cpu:8",
-        {
-            "mesh": {"stage": 2, "data": 2, "fsdp": 2},
-            "schedule": "interleaved",
-            "virtual_stages": 2,
-        },
-    )
-
-
-@pytest.mark.long
-def test_rounds_of_chunks_that_are_gathered_as_they_begin():
-    """Eight layers, one a chunk: rounds in which nothing enters or leaves, and a queue before the
-    first stage.
-    """
-    deep = TransformerConfig(
-        name="deep",
-        vocab_size=64,
-        layers=8,
-        embed=16,
-        heads=2,
-        kv_heads=1,
-        head_dim=8,
-        mlp=32,
-        compute_dtype="float32",
-        tied=True,
-    )
-    pin = {
-        "mesh": {"stage": 2, "fsdp": 2},
-        "microbatches": 4,
-        "schedule": "gpipe",
-        "virtual_stages": 4,
-        "remat": "full",
-        "zero": 3,
-        "gather": "once",
-    }
-    trains_as_without_stages(deep, 16, "cpu:4", pin)
-
-
-def trains_as_without_stages(config, rows, topology, pin):
-    """Checks losses and parameters after two steps of a model against those on one device with as
-    many microbatches.
-    """
-    init, loss = build(config)
-    batch = models.transformer_batch(rows, 16)
-    wanted = trained(
-        init, loss, batch, "cpu:1", {"mesh": {"data": 1}, "microbatches": pin["microbatches"]}
-    )
-    found = trained(init, loss, batch, topology, pin)
-    assert found[0] == pytest.approx(wanted[0], rel=1e-5)
-    close(
-        found[1], wanted[1], 1e-4
-    )  # of two steps of plain descent, whose updates are as large as the parameters
-
-
-MIXED = TransformerConfig(
-    name="mixed",
-    vocab_size=64,
-    layers=3,
-    embed=16,
-    heads=2,
-    kv_heads=1,
-    head_dim=8,
-    mlp=32,
-    compute_dtype="float32",
-    tied=True,
-    experts=Experts(count=4, per_token=2, mlp=16, first_dense=1),
+@pytest.mark.parametrize(
+    ("topology", "pin"),
+    [
+        ("cpu:8", {"mesh": {"stage": 2, "data": 2, "fsdp": 2}}),
+        ("cpu:4", {"mesh": {"stage": 2, "data": 2}, **PROGRAMS}),
+    ],
+    ids=PIPELINES,
 )
+def test_dropout_draws_what_it_draws_without_stages(topology, pin):
+    batch, pin = models.transformer_batch(16), {"microbatches": 4, **pin}
+    pin |= {"schedule": "interleaved", "virtual_stages": 2}
+    alone = {"mesh": {"data": 1}, "microbatches": 4}
+    wanted = trained(Noisy, models.transformer_loss, batch, "cpu:1", alone)
+    actual = trained(Noisy, models.transformer_loss, batch, topology, pin)
+    assert actual[0] == pytest.approx(wanted[0], rel=1e-6)
+    close(actual[1], wanted[1])
+    assert len(wanted[2]) == 4
+    for mine, theirs in zip(actual[2], wanted[2], strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+EXPERTS = Experts(count=4, per_token=2, mlp=16, first_dense=1)
+MIXED = replace(DENSE, name="mixed", layers=3, heads=2, kv_heads=1, tied=True, experts=EXPERTS)
+#: One layer per chunk: rounds in which nothing enters or leaves, and a queue before the first stage.
+DEEP = replace(MIXED, name="deep", layers=8, experts=None)
+ROUNDS = {"schedule": "gpipe", "virtual_stages": 4, "zero": 3, "gather": "once"}
 
 
 @pytest.mark.long
-def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
-    trains_as_without_stages(
-        MIXED,
-        16,
-        "cpu:8",
-        {
-            "mesh": {"stage": 2, "fsdp": 2, "tensor": 2},
-            "microbatches": 4,
-            "schedule": "1f1b",
-            "remat": "full",
-        },
-    )
-
-
-def equals_its_reference(case, pin):
-    """Checks loss and every gradient of a model of the zoo against the model alone."""
-    found = run_sharded(case, pin, place=True)
-    loss, gradients = case.reference(0)
-    largest = max(np.abs(gradient).max() for gradient in gradients.values())
-    assert found.loss == pytest.approx(loss, rel=1e-5)
-    for path, wanted in gradients.items():
-        assert np.abs(found.gradients[path] - wanted).max() <= max(
-            TOLERANCE * np.abs(wanted).max(), FLOOR * largest
-        ), path
+@pytest.mark.parametrize(
+    ("config", "rows", "mesh", "pin"),
+    [
+        (DEEP, 16, {"stage": 2, "fsdp": 2}, {"microbatches": 4, **ROUNDS}),
+        (MIXED, 16, {"stage": 2, "fsdp": 2, "tensor": 2}, {"microbatches": 4}),
+        (MIXED, 8, {"stage": 2}, {"microbatches": 2, **PROGRAMS}),
+    ],
+    ids=["rounds of chunks", "dense and experts", "dense and experts, programs"],
+)
+def test_transformers_train_as_without_stages(config, rows, mesh, pin):
+    init, loss = transformers.build(config)
+    batch = models.transformer_batch(rows, 16)
+    alone = {"mesh": {"data": 1}, "microbatches": pin["microbatches"]}
+    pin = {"mesh": mesh, "schedule": "1f1b", "remat": "full", **pin}
+    wanted = trained(init, loss, batch, "cpu:1", alone)
+    actual = trained(init, loss, batch, f"cpu:{np.prod(list(mesh.values()))}", pin)
+    assert actual[0] == pytest.approx(wanted[0], rel=1e-5)
+    # of two steps of plain descent, whose updates are as large as the parameters
+    close(actual[1], wanted[1], 1e-4)
 
 
 @pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("case", "pin"),
+    ("case", "mesh", "pin"),
     [
-        (
-            decoder_scan.CASES[0],
-            {"mesh": {"stage": 2, "tensor": 2}, "microbatches": 4, "schedule": "1f1b"},
-        ),
+        (decoder_scan.CASES[0], {"stage": 2, "tensor": 2}, {}),
+        (linen_transformer.CASES[0], {"stage": 4, "data": 2}, {"remat": "full"}),
+        (encoder_decoder.CASES[0], {"stage": 2, "fsdp": 2, "tensor": 2}, {"zero": 3}),
+        (decoder.CASES[0], {"stage": 2, "tensor": 2}, {"microbatches": 2, "schedule": "gpipe"}),
         (
             linen_transformer.CASES[0],
-            {
-                "mesh": {"stage": 4, "data": 2},
-                "microbatches": 4,
-                "schedule": "1f1b",
-                "remat": "full",
-            },
+            {"stage": 2, "data": 2},
+            {"schedule": "zero-bubble", **PROGRAMS},
         ),
         (
             encoder_decoder.CASES[0],
-            {
-                "mesh": {"stage": 2, "fsdp": 2, "tensor": 2},
-                "microbatches": 4,
-                "schedule": "1f1b",
-                "zero": 3,
-            },
-        ),
-        (
-            decoder.CASES[0],
-            {"mesh": {"stage": 2, "tensor": 2}, "microbatches": 2, "schedule": "gpipe"},
+            {"stage": 2, "fsdp": 2},
+            {"microbatches": 2, "zero": 3, **PROGRAMS},
         ),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_models_as_people_write_them(case, pin):
+def test_models_as_people_write_them(case, mesh, pin):
     """Linen's scan, layers with recomputation of their own, layers in a Python loop, an encoder
     whose output every layer of the decoder reads.
     """
-    equals_its_reference(case, pin)
+    pin = {"mesh": mesh, "microbatches": 4, "schedule": "1f1b", **pin}
+    sharded = run_sharded(case, pin, place=True)
+    assert max(errors(sharded.loss, sharded.gradients, case.reference(0)).values()) <= 1
 
 
 @pytest.mark.parametrize(
@@ -584,16 +480,12 @@ def test_a_loop_over_time_is_no_loop_over_layers(pipeline: str):
     program = shardlib.compile(
         shardlib.tree(lambda key: jax.tree.map(jnp.asarray, params)),
         loss,
-        optax.sgd(1.0),
+        capture(),
         batch,
         topology="cpu:8",
         pin={"mesh": {"stage": 2, "data": 2}, "microbatches": 2, "pipeline": pipeline},
     )
-    state, metrics = program.step(program.init(0), batch)
-    value, gradients = jax.value_and_grad(loss)(params, batch)
-    np.testing.assert_allclose(metrics["loss"], value, rtol=1e-6)
-    for name, gradient in gradients.items():
-        np.testing.assert_allclose(params[name] - state.params[name], gradient, atol=1e-6)
+    assert max(relative_errors(program, loss, batch).values()) <= 1e-5
 
 
 def test_a_model_without_repeated_layers_is_no_pipeline():
@@ -616,26 +508,121 @@ def test_a_model_without_repeated_layers_is_no_pipeline():
         )
 
 
-def test_state_that_depends_on_the_batch_is_refused():
-    class Normal(Noisy):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.norm = nnx.BatchNorm(16, rngs=rngs)
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", ["lockstep", "programs"])
+def test_what_waits_between_forward_and_backward_is_in_between(pipeline):
+    def temporaries(remat, count=0):
+        p = program({"stage": 2}, 8, "1f1b", 1, remat, remat_layers=count, pipeline=pipeline)
+        if pipeline == "lockstep":
+            return p.memory()["temporaries"]
+        saved = p._dispatch.chunks[0].forward
+        return sum(leaf.size for leaf in saved.results)
 
-        def __call__(self, tokens):
-            return (
-                super().__call__(tokens)
-                + self.norm(self.embedding[...][tokens]) @ self.embedding[...].T
-            )
+    assert temporaries("full") < temporaries("full", 1) < temporaries("none")
 
-    with pytest.raises(PinError, match=r"model state 'norm\.mean'"):
-        trained(
-            Normal,
-            models.transformer_loss,
-            models.transformer_batch(16),
-            "cpu:2",
-            {"mesh": {"stage": 2}, "microbatches": 2},
+
+class OfStages:
+    """Candidates of which nothing but their stages is looked at."""
+
+    def __init__(self, *stages):
+        self.stage = np.array(stages)
+
+    def __len__(self):
+        return len(self.stage)
+
+
+@pytest.mark.parametrize("pipeline", ["lockstep", "programs"])
+def test_as_many_layers_are_priced_as_are_rematerialised(pipeline):
+    layers, virtual, c = 16, 2, OfStages(1, 2, 4)
+    for number in range(1, 4):
+        share = rematerialised_share(
+            number,
+            SimpleNamespace(virtual=virtual),
+            SimpleNamespace(counts=(layers,)),
+            c,
+            SimpleNamespace(pipeline=pipeline),
         )
+        for stages, part in zip(c.stage, share, strict=True):
+            chunks = virtual if stages > 1 else 1
+            here = layers // stages
+            own = StageRemat(policy="full", count=number, layers=here, virtual=chunks)
+            done = (
+                own.alike.count * chunks
+                if pipeline == "lockstep"
+                else sum(own.of_chunk(k, here // chunks).count for k in range(chunks))
+            )
+            assert part * here == done
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"mesh": {"stage": 2, "fsdp": 2}, "zero": 3, "microbatches": 4},
+        {"mesh": {"stage": 2, "data": 2}, "microbatches": 4},
+        {"mesh": {"stage": 2, "fsdp": 2}, "zero": 2, "microbatches": 4},
+    ],
+    ids=str,
+)
+def test_every_stage_has_all_of_embedding_and_head(pin: dict[str, Any]) -> None:
+    program = shardlib.compile(
+        models.Transformer,
+        models.transformer_loss,
+        optax.adamw(1e-3),
+        models.transformer_batch(16),
+        topology="cpu:4",
+        pin={**pin, "schedule": "1f1b", "gather": "use"},
+    )
+    held = sum(
+        int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(program.state)
+    )
+    predicted = program.plan.estimate.device_bytes
+    assert predicted.parameters + predicted.optimizer == pytest.approx(held, rel=0.01)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr, those of inner ones among them."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in equation.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)
+
+
+@pytest.mark.long
+def test_what_chunks_gather_and_sum_up_is_written_layer_by_layer() -> None:
+    """Written slot by slot, XLA for GPUs keeps zeros and copies of whole slots beside it."""
+    config = replace(DENSE, name="twelve", layers=12, embed=32, heads=2, head_dim=16, mlp=48)
+    init, loss = transformers.build(config)
+    program = shardlib.compile(
+        init,
+        loss,
+        optax.adamw(1e-3),
+        transformers.example_batch(config, 8, 16),
+        topology="cpu:4",
+        pin={
+            "mesh": {"stage": 2, "fsdp": 2},
+            "zero": 3,
+            "microbatches": 4,
+            "schedule": "gpipe",
+            "virtual_stages": 3,
+            "gather": "once",
+            "remat": "full",
+        },
+    )
+    with _jax_compat.in_mesh(program.mesh):
+        step = jax.make_jaxpr(program.step_function())(program.state, program.batch)
+    window, layers, fsdp, matrix = 2, 2, 2, (32, 48)
+    rooms = {(window, layers, *matrix), (window, layers, fsdp, *matrix)}
+    written = {
+        equation.invars[1].aval.shape
+        for equation in _equations(step.jaxpr)
+        if equation.primitive.name == "dynamic_update_slice"
+        and equation.invars[0].aval.shape in rooms
+    }
+    assert written == {(1, 1, *matrix), (1, 1, fsdp, *matrix)}
 
 
 @pytest.mark.parametrize(

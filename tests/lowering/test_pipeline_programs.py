@@ -1,11 +1,8 @@
-"""A pipeline whose stages are programs of their own computes what the unsharded model computes,
-under every schedule.
+"""A pipeline whose stages are programs of their own: where its state is stored, what it refuses, and
+how it is priced.
 """
 
 from __future__ import annotations
-
-import json
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -16,81 +13,8 @@ import shardlib
 from shardlib.errors import PinError, PlanError
 from shardlib.lowering.mesh import abstract_mesh
 from shardlib.lowering.pipeline.per_stage import Dealing, Places, stage_programs
-from shardlib.planner.plan import Plan
-from shardlib.verification.traffic import read_traffic
 from tests.lowering import models
-from tests.lowering.test_pipeline import (
-    MIXED,
-    draws_what_it_draws_without_stages,
-    equals_its_reference,
-    program,
-    steps_like_the_unsharded_model,
-    trains_as_without_stages,
-)
-from tests.lowering.test_step import gradients_as_state
-from tests.zoo import encoder_decoder, linen_transformer
-
-CASES = [
-    ({"stage": 2, "fsdp": 2}, 4, "gpipe", 1, "none"),
-    ({"stage": 2, "data": 2}, 4, "1f1b", 1, "full"),
-    ({"stage": 2, "tensor": 2}, 2, "interleaved", 2, "none"),
-    ({"stage": 4, "fsdp": 2}, 8, "zero-bubble", 1, "none"),
-    ({"stage": 3}, 4, "1f1b", 1, "dots"),
-    ({"stage": 2, "tensor": 2}, 4, "zero-bubble", 1, "full"),
-]
-PROGRAMS = {"pipeline": "programs"}
-
-
-@pytest.mark.long
-@pytest.mark.matrix
-@pytest.mark.parametrize(("mesh", "microbatches", "schedule", "virtual", "remat"), CASES, ids=str)
-def test_loss_metrics_and_gradients_equal_the_unsharded_model(
-    mesh, microbatches, schedule, virtual, remat
-):
-    p = program(
-        mesh, microbatches, schedule, virtual, remat, zero=3 if "fsdp" in mesh else 0, **PROGRAMS
-    )
-    steps_like_the_unsharded_model(p)
-
-
-@pytest.mark.long
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("schedule", "virtual", "groups", "remat"),
-    [("1f1b", 1, 2, "none"), ("zero-bubble", 1, 1, "full")],
-    ids=str,
-)
-def test_weights_gathered_once_and_groups_of_microbatches_give_the_same_gradients(
-    schedule, virtual, groups, remat
-):
-    pin = {
-        "mesh": {"stage": 2, "fsdp": 2},
-        "microbatches": 4,
-        "schedule": schedule,
-        "virtual_stages": virtual,
-        "remat": remat,
-        "zero": 3,
-        "gather": "once",
-        "accumulation": groups,
-    }
-    p = shardlib.compile(
-        models.Transformer,
-        models.transformer_loss,
-        gradients_as_state(),
-        models.transformer_batch(16),
-        topology="cpu:4",
-        pin={**pin, **PROGRAMS},
-    )
-    steps_like_the_unsharded_model(p)
-    matrices = 4 * 2  # in each of the two layers of a stage
-    programs = p._dispatch.chunks[0]
-    gathers = read_traffic(programs.gather.call.as_text(), p.plan.mesh).collectives
-    assert sum(c.count for c in gathers if c.kind == "all-gather") == matrices // virtual
-    assert not [
-        c
-        for c in read_traffic(programs.backward.call.as_text(), p.plan.mesh).collectives
-        if c.kind == "reduce-scatter"
-    ]
+from tests.lowering.test_pipeline import PROGRAMS, program
 
 
 @pytest.mark.long
@@ -120,52 +44,6 @@ def test_state_stays_where_one_program_keeps_it_and_is_donated():
     } == {(2, 8, 32)}
     assert set(p.memory()) == {"arguments", "outputs", "aliased", "temporaries", "peak"}
     assert p.timeline().splitlines()[1].split()[:6] == ["stage", "1", "··", "F0", "B0", "F1"]
-
-
-@pytest.mark.long
-def test_dropout_draws_what_it_draws_without_stages():
-    draws_what_it_draws_without_stages(
-        "cpu:4",
-        {
-            "mesh": {"stage": 2, "data": 2},
-            "schedule": "interleaved",
-            "virtual_stages": 2,
-            **PROGRAMS,
-        },
-    )
-
-
-@pytest.mark.long
-def test_a_dense_layer_and_experts_with_their_auxiliary_loss():
-    trains_as_without_stages(
-        MIXED,
-        8,
-        "cpu:2",
-        {"mesh": {"stage": 2}, "microbatches": 2, "schedule": "1f1b", "remat": "full", **PROGRAMS},
-    )
-
-
-@pytest.mark.long
-@pytest.mark.matrix
-@pytest.mark.parametrize(
-    ("case", "pin"),
-    [
-        (
-            linen_transformer.CASES[0],
-            {"mesh": {"stage": 2, "data": 2}, "microbatches": 4, "schedule": "zero-bubble"},
-        ),
-        (
-            encoder_decoder.CASES[0],
-            {"mesh": {"stage": 2, "fsdp": 2}, "microbatches": 2, "schedule": "1f1b", "zero": 3},
-        ),
-    ],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_models_as_people_write_them(case, pin):
-    """Linen's scan with recomputation of its own, and layers in a Python loop that all read an
-    encoder's output.
-    """
-    equals_its_reference(case, {**pin, **PROGRAMS})
 
 
 @pytest.mark.long
@@ -262,22 +140,6 @@ def test_devices_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(PlanError, match="that has all devices, and there are 2 processes"):
         stage_programs(p.plan, p.programs.opening.pipeline, p.mesh, p.parts.params, None, {})
-
-
-def test_plans_keep_the_word_and_old_plans_still_load():
-    p = program({"stage": 2}, 4, "1f1b", **PROGRAMS)
-    assert Plan.from_json(p.plan.to_json()).pipeline == "programs"
-    lockstep = program({"stage": 2}, 4, "1f1b").plan
-    assert lockstep.digest != p.plan.digest
-    earlier = {
-        key: value
-        for key, value in json.loads(lockstep.to_json()).items()
-        if key not in ("pipeline", "checksum")
-    }
-    assert (
-        replace(Plan.from_json(json.dumps(earlier), changed=True), findings=lockstep.findings)
-        == lockstep
-    )
 
 
 def test_the_planner_prices_stages_that_wait_for_nothing_but_their_neighbours():

@@ -67,6 +67,7 @@ def check(init: Any, loss: Any, batch: Any, pin: Any, **more: Any) -> None:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["int4", "uint4", "float4_e2m1fn", "int2"])
 def test_frozen_arrays_of_fewer_than_8_bits(dtype: str):
     def quantized(key: Any) -> Any:
@@ -96,6 +97,7 @@ def in_the_batch(params: Any, batch: Any) -> jax.Array:
     return mse(params, batch) + batch["z"].sum()
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     ("loss", "more"),
     [

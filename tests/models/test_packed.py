@@ -15,19 +15,9 @@ import shardlib
 from shardlib.data.open import read
 from shardlib.models.config import LatentAttention, TransformerConfig
 from shardlib.models.transformer import build, example_batch
+from tests.models.configs import TINY
 
-CONFIG = TransformerConfig(
-    name="tiny",
-    vocab_size=32,
-    layers=2,
-    embed=16,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    mlp=24,
-    max_seq=32,
-    compute_dtype="float32",
-)
+CONFIG = replace(TINY, layers=2)
 LEARNED = replace(CONFIG, learned_positions=True, norm="layer")
 LATENT = replace(
     CONFIG, kv_heads=4, latent=LatentAttention(q_lora=8, kv_lora=8, nope_dim=4, rope_dim=2, v_dim=4)

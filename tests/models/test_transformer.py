@@ -18,19 +18,8 @@ from shardlib.models.blocks import cross_entropy, mixture_of_experts
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from tests.models import numpy_decoder
 from tests.models.configs import PUBLISHED, tiny
+from tests.models.configs import TINY as CONFIG
 
-CONFIG = TransformerConfig(
-    name="tiny",
-    vocab_size=32,
-    layers=3,
-    embed=16,
-    heads=4,
-    kv_heads=2,
-    head_dim=4,
-    mlp=24,
-    max_seq=32,
-    compute_dtype="float32",
-)
 SPARSE = replace(CONFIG, experts=Experts(count=4, per_token=2, mlp=8))
 FAMILIES = sorted(PUBLISHED)
 
@@ -196,23 +185,23 @@ def test_the_router_z_loss_is_added():
     )
 
 
-def test_biases_move_in_training_alone_and_have_no_gradient():
-    experts = replace(SPARSE.experts, bias=True, bias_rate=0.01, balance=0.0)
-    config = replace(CONFIG, experts=experts)
+@pytest.mark.parametrize("every", [1, 2])
+def test_biases_move_in_training_alone_and_have_no_gradient(every: int):
+    experts = replace(SPARSE.experts, bias=True, bias_rate=0.01, balance=0.0, every=every)
+    config = replace(CONFIG, layers=4, experts=experts)
     model, loss = made(config)
-    model.layers.experts.bias[...] = jnp.zeros((3, 4))
+    layers = model.layers if every == 1 else model.layers.blocks[1]
+    count = config.layers // every
+    layers.experts.bias[...] = jnp.zeros((count, 4))
     tokens = jnp.asarray(tokens_of(config, 2, 16))
-    model(tokens)
-    assert not model.layers.experts.bias[...].any()
     loads = model.forward(tokens)[1]["loads"]
-    assert loads.shape == (3, 4) and (loads.sum(1) == 2 * 16 * 2).all()
+    assert not layers.experts.bias[...].any()
+    assert loads.shape == (count, 4) and (loads.sum(1) == 2 * 16 * 2).all()
     loss(model, {"inputs": tokens, "targets": tokens})
-    np.testing.assert_allclose(
-        model.layers.experts.bias[...], 0.01 * np.sign(16 - np.asarray(loads)), rtol=1e-6
-    )
-    assert not any(
-        "bias" in map(str, path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))
-    )
+    moved = 0.01 * np.sign(16 - np.asarray(loads))
+    np.testing.assert_allclose(layers.experts.bias[...], moved, rtol=1e-6)
+    params = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    assert not any("bias" in map(str, path) for path, _ in params)
 
 
 @pytest.mark.long
@@ -249,20 +238,6 @@ def test_a_mixture_without_a_transformer():
     assert set(terms) == {"balance"} and float(terms["balance"]) > 0.9
     with pytest.raises(ModelError, match="a token cannot visit 5 of 4 experts"):
         mixture_of_experts(Experts(count=4, per_token=5, mlp=8), 16, nnx.Rngs(0))
-
-
-def test_biases_of_every_second_layer_move():
-    config = replace(
-        CONFIG, layers=4, experts=replace(SPARSE.experts, every=2, bias=True, bias_rate=0.01)
-    )
-    model, loss = made(config)
-    model.layers.blocks[1].experts.bias[...] = jnp.zeros((2, 4))
-    tokens = jnp.asarray(tokens_of(config, 2, 16))
-    loads = model.forward(tokens)[1]["loads"]
-    loss(model, {"inputs": tokens, "targets": tokens})
-    np.testing.assert_allclose(
-        model.layers.blocks[1].experts.bias[...], 0.01 * np.sign(16 - np.asarray(loads)), rtol=1e-6
-    )
 
 
 def test_cross_entropy_equals_optax():

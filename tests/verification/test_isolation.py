@@ -160,46 +160,8 @@ def test_every_gpu_of_the_catalogue_is_described():
             assert 0.9e9 < target(topology(product.example), MeshShape(data=4)).cycles_per_s < 2.5e9
 
 
-#: Compiles in a child that starts another process, writes down both numbers and hangs.
-COMPILING = """
-import sys
-from pathlib import Path
-from shardlib.verification.isolation import Limits, run_child
-from tests.verification.test_isolation import HERE
-folder = Path(sys.argv[1])
-code = "import os, subprocess, sys, time; one = subprocess.Popen(['sleep', '1000']); open(sys.argv[1], 'w').write(f'{os.getpid()} {one.pid}'); time.sleep(1000)"
-run_child([sys.executable, "-c", code, str(folder / "pids")], folder, HERE, Limits())
-"""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name
-)
-def test_no_compiler_outlives_whoever_started_it(tmp_path: Path, number: signal.Signals):
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", COMPILING, str(tmp_path)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stderr=subprocess.PIPE,
-    ) as process:
-        pids = wait_for(
-            lambda: (
-                [int(word) for word in (tmp_path / "pids").read_text().split()]
-                if (tmp_path / "pids").exists()
-                else []
-            ),
-            120,
-        )
-        assert len(pids) == 2 and all(map(alive, pids))
-        process.send_signal(number)
-        process.communicate()
-        assert process.returncode != 0
-    assert wait_for(lambda: not any(map(alive, pids)), 10)
-
-
-#: Verifies a step whose compilation hangs, in folders below the first argument.
+#: Verifies a step whose compilation starts another process and hangs, in folders below the first
+#: argument; the child writes down both numbers.
 VERIFYING = """
 import sys, tempfile
 from types import SimpleNamespace
@@ -207,15 +169,23 @@ from shardlib.verification import isolation
 from tests.verification.test_isolation import HERE
 tempfile.tempdir = sys.argv[1]
 run = isolation.run_child
-isolation.run_child = lambda command, *rest: run([sys.executable, "-c", "import sys, time; open(sys.argv[1] + '/hangs', 'w'); time.sleep(1000)", command[-1]], *rest)
+code = "import os, subprocess, sys, time; one = subprocess.Popen(['sleep', '1000']); open(sys.argv[1] + '/pids', 'w').write(f'{os.getpid()} {one.pid}'); time.sleep(1000)"
+isolation.run_child = lambda command, *rest: run([sys.executable, "-c", code, command[-1]], *rest)
 isolation.compile_apart(SimpleNamespace(program=b"x", to_json=dict), HERE)
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda number: number.name
+    "number",
+    [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL],
+    ids=lambda number: number.name,
 )
-def test_whoever_is_killed_leaves_no_folder(tmp_path: Path, number: signal.Signals):
+def test_whoever_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path, number: signal.Signals):
+    def compiling() -> list[int]:
+        words = [path.read_text().split() for path in tmp_path.glob("shardlib-verify-*/pids")]
+        return list(map(int, words[0])) if words and len(words[0]) == 2 else []
+
     root = Path(__file__).parents[2]
     with subprocess.Popen(
         [sys.executable, "-c", VERIFYING, str(tmp_path)],
@@ -223,9 +193,12 @@ def test_whoever_is_killed_leaves_no_folder(tmp_path: Path, number: signal.Signa
         env={**os.environ, "PYTHONPATH": str(root)},
         stderr=subprocess.PIPE,
     ) as process:
-        assert wait_for(lambda: [*tmp_path.glob("shardlib-verify-*/hangs")], 120)
+        pids = wait_for(compiling, 120)
+        assert pids and all(map(alive, pids))
         process.send_signal(number)
         process.communicate(timeout=60)
+        assert process.returncode != 0
+    assert wait_for(lambda: not any(map(alive, pids)), 20)
     assert wait_for(lambda: not [*tmp_path.iterdir()], 20)
 
 

@@ -4,7 +4,10 @@ for what it never does.
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -242,28 +245,22 @@ class MadeUp:
         )
 
 
-def refined(compiler: MadeUp, wanted: int, where: Topology = POD) -> Plan:
-    return refine(
-        planner.ranked(workload().problem, where, load=workload()),
-        wanted,
-        where,
-        compiler,
-    )
+def refined(compiler: MadeUp, wanted: int) -> Plan:
+    return refine(entries(), wanted, POD, compiler)
+
+
+@functools.cache
+def ranking():
+    """The ranking of all plans, made as far as a test reads it, once for all tests."""
+    return itertools.tee(planner.ranked(workload().problem, POD, load=workload()), 1)[0]
 
 
 def entries():
-    return planner.ranked(workload().problem, POD, load=workload())
+    return copy.copy(ranking())
 
 
 def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
-    first = [
-        entry.make()
-        for entry, _ in zip(
-            planner.ranked(workload().problem, POD, load=workload()),
-            range(4),
-            strict=False,
-        )
-    ]
+    first = [entry.make() for entry, _ in zip(entries(), range(4), strict=False)]
     compiler = MadeUp(kernels=lambda plan: 1e-3 if plan.decisions == first[2].decisions else 5e-3)
     chosen = refined(compiler, 4)
     assert [plan.decisions for plan in compiler.asked] == [plan.decisions for plan in first]
@@ -374,19 +371,14 @@ def test_plans_like_one_out_of_memory_are_passed_over():
     otherwise.
     """
     usable = POD.chip.usable_bytes
-    lean = (
-        sorted(
-            entry.peak_bytes for entry in planner.ranked(workload().problem, POD, load=workload())
-        )[10]
-        + 16
-    )  # parts are rounded to bytes
+    lean = sorted(entry.peak_bytes for entry in entries())[10] + 16  # parts are rounded to bytes
     compiler = MadeUp(peak=lambda plan: int(usable * plan.estimate.device_bytes.peak / lean))
     chosen = refined(compiler, 1)
     assert chosen.estimate.device_bytes.peak <= lean * 1.001 and chosen.refined is not None
     assert len(compiler.asked) <= 3 and chosen.refined.passed_over > 0
     order = {
         json.dumps(entry.make().decisions): i
-        for i, entry in enumerate(planner.ranked(workload().problem, POD, load=workload()))
+        for i, entry in enumerate(entries())
         if entry.peak_bytes <= lean
     }
     assert min(order.values()) == order[json.dumps(chosen.decisions)]
@@ -404,20 +396,15 @@ def test_what_a_stand_in_needs_beyond_the_kernel_is_not_held_against_a_plan():
         estimate = replace(chosen.estimate, device_bytes=memory)
         return replace(found, plan=replace(chosen, estimate=estimate))
 
-    ranking = planner.ranked(workload().problem, POD, load=workload())
-    chosen = refine(ranking, 1, POD, priced)
+    chosen = refine(entries(), 1, POD, priced)
     assert chosen.refined is not None and chosen.refined.peak_bytes == usable
     assert [trial.compiled_bytes for trial in chosen.refined.trials] == [usable]
 
 
 def test_candidates_that_run_out_are_a_finding():
     pin = {"mesh": {"data": 8}, "remat": "none", "microbatches": 1}
-    chosen = refine(
-        planner.ranked(workload().problem, POD, pin, load=workload()),
-        3,
-        POD,
-        MadeUp(),
-    )
+    ranked = planner.ranked(workload().problem, POD, pin, load=workload())
+    chosen = refine(ranked, 3, POD, MadeUp())
     assert (
         next(f for f in chosen.findings if f.code == "refine-bound").message
         == "1 of 3 wanted plans survived the compiler: there are no more candidates."

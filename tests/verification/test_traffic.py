@@ -163,70 +163,38 @@ def only(text: str, mesh: MeshShape = MESH) -> Collective:
     return found
 
 
+GROUPS = "replica_groups=[2,4]<=[4,2]T(1,0)"
+PAIRS = "source_target_pairs={{0,2},{2,0}}"
+LAYOUTS = ("{0}", "{1,0}")  #: of arrays of one dim and of two
+
+
 @pytest.mark.parametrize(
-    ("line", "kind", "size"),
+    ("line", "where", "kind", "size"),
     [
+        ("(f32[8,4], f32[32,4]) all-gather-start(%p)", GROUPS, "all-gather", 512),
         (
-            (
-                "%s = (f32[8,4]{1,0}, f32[32,4]{1,0}) all-gather-start(%p),"
-                " replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}"
-            ),
-            "all-gather",
-            512,
-        ),
-        (
-            (
-                "%s = ((f32[8,4]{1,0}, f32[2]{0}), (f32[32,4]{1,0}, f32[8]{0}))"
-                " all-gather-start(%p, %q), replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}"
-            ),
+            "((f32[8,4], f32[2]), (f32[32,4], f32[8])) all-gather-start(%p, %q)",
+            GROUPS,
             "all-gather",
             544,
         ),
+        ("f32[8,4] all-reduce-start(%p)", GROUPS, "all-reduce", 128),
+        ("((f32[8,4]), f32[2,4]) reduce-scatter-start(%p)", GROUPS, "reduce-scatter", 32),
         (
-            (
-                "%s = f32[8,4]{1,0} all-reduce-start(%p), replica_groups=[2,4]<=[4,2]T(1,0),"
-                " to_apply=%sum"
-            ),
-            "all-reduce",
-            128,
-        ),
-        (
-            (
-                "%s = ((f32[8,4]{1,0}), f32[2,4]{1,0}) reduce-scatter-start(%p),"
-                " replica_groups=[2,4]<=[4,2]T(1,0), dimensions={0}, to_apply=%sum"
-            ),
-            "reduce-scatter",
-            32,
-        ),
-        (
-            (
-                "%s = (f32[8,4]{1,0}, f32[8,4]{1,0}, u32[], u32[]) collective-permute-start(%p),"
-                " source_target_pairs={{0,2},{2,0}}"
-            ),
+            "(f32[8,4], f32[8,4], u32[], u32[]) collective-permute-start(%p)",
+            PAIRS,
             "collective-permute",
             128,
         ),
-        (
-            (
-                "%s = (f32[8]{0}, f32[8]{0}, f32[8]{0}, f32[8]{0}) all-to-all(%p, %p, %p, %p),"
-                " replica_groups=[2,4]<=[4,2]T(1,0)"
-            ),
-            "all-to-all",
-            128,
-        ),
-        (
-            (
-                "%s = f32[8,4]{1,0} ragged-all-to-all(%p, %p, %p, %p, %p, %p),"
-                " replica_groups=[2,4]<=[4,2]T(1,0)"
-            ),
-            "all-to-all",
-            128,
-        ),
+        ("(f32[8], f32[8], f32[8], f32[8]) all-to-all(%p, %p, %p, %p)", GROUPS, "all-to-all", 128),
+        ("f32[8,4] ragged-all-to-all(%p, %p, %p, %p, %p, %p)", GROUPS, "all-to-all", 128),
     ],
 )
-def test_a_started_collective_counts_once_with_its_result(line: str, kind: str, size: int):
-    kind_opcode = line.split("(%")[0].split()[-1].removesuffix("-start")
-    found = only(entry(line, f"ROOT %d = f32[8,4]{{1,0}} {kind_opcode}-done(%s)"))
+def test_a_started_collective_counts_once_with_its_result(line, where, kind, size):
+    opcode = line.split("(%")[0].split()[-1].removesuffix("-start")
+    line = re.sub(r"(f32\[[\d,]+\])", lambda one: one[1] + LAYOUTS[one[1].count(",")], line)
+    text = entry(f"%s = {line}, {where}", f"ROOT %d = f32[8,4]{{1,0}} {opcode}-done(%s)")
+    found = only(text)
     assert (found.kind, found.axes, found.bytes, found.count) == (kind, ("fsdp",), size, 1)
 
 

@@ -38,9 +38,6 @@ class Case:
         build: seed -> (params, function of params and batch to outputs), by the model's own library
             alone.
         error: (outputs, batch) -> scalar loss.
-        causal: name of the batch array whose dim 1 is time, when output t depends on inputs up to t
-            only.
-        random: whether a run draws random numbers (dropout).
     """
 
     name: str
@@ -51,8 +48,6 @@ class Case:
     annotated: bool
     build: Callable[[int], tuple[Any, Callable[[Any, Any], jax.Array]]]
     error: Callable[[Any, Any], jax.Array]
-    causal: str = ""
-    random: bool = False
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -66,13 +61,6 @@ class Case:
                 jax.value_and_grad(lambda p, batch: self.error(apply(p, batch), batch))
             )(params, dict(self.batch))
         return float(loss), leaves_by_path(gradients)
-
-    def outputs(self, seed: int, *batches: Batch) -> list[np.ndarray]:
-        """What the model computes before the loss for each batch, unsharded on one device."""
-        with jax.default_device(jax.local_devices()[0]):
-            params, apply = self.build(seed)
-            compiled = jax.jit(apply)
-            return [np.asarray(compiled(params, dict(batch))) for batch in batches]
 
 
 def leaves_by_path(tree: Any) -> Gradients:
@@ -114,8 +102,6 @@ def nnx_case(
     *,
     annotated: bool,
     batch_axes: Mapping[str, tuple[str, ...]],
-    causal: str = "",
-    random: bool = False,
 ) -> Case:
     """A case around a Flax NNX module; the reference builds the module with no mesh and no eager
     sharding.
@@ -137,8 +123,6 @@ def nnx_case(
         annotated=annotated,
         build=build,
         error=error,
-        causal=causal,
-        random=random,
     )
 
 

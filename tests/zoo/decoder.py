@@ -149,7 +149,6 @@ def case(name: str, init, *, annotated: bool) -> Case:
         {"inputs": tokens(0), "targets": tokens(1)},
         annotated=annotated,
         batch_axes=BATCH_AXES,
-        causal="inputs",
     )
 
 

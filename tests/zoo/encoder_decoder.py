@@ -124,7 +124,6 @@ def case(*, annotated: bool, layers: int = LAYERS) -> Case:
             "inputs": ("batch", "seq"),
             "targets": ("batch", "seq"),
         },
-        causal="inputs",
     )
 
 

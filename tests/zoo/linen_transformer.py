@@ -118,7 +118,6 @@ def case(*, annotated: bool, layers: int = LAYERS) -> Case:
         annotated=annotated,
         build=build,
         error=error,
-        causal="inputs",
     )
 
 

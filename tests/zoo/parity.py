@@ -8,7 +8,7 @@ equal numbers.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,9 +47,13 @@ def capture() -> optax.GradientTransformation:
 class Sharded:
     """One step of a sharded program."""
 
-    plan: shardlib.Plan
+    program: shardlib.Program
     loss: float
     gradients: Gradients
+
+    @property
+    def plan(self) -> shardlib.Plan:
+        return self.program.plan
 
 
 def run_sharded(
@@ -80,7 +84,7 @@ def run_sharded(
         placed_state(program, seed) if place else program.init(seed), dict(case.batch)
     )
     return Sharded(
-        plan=program.plan, loss=float(metrics["loss"]), gradients=leaves_by_path(state.opt_state)
+        program=program, loss=float(metrics["loss"]), gradients=leaves_by_path(state.opt_state)
     )
 
 
@@ -117,3 +121,24 @@ def errors(loss: float, gradients: Gradients, truth: tuple[float, Gradients]) ->
             TOLERANCE * float(np.abs(true).max()) + floor
         )
     return found
+
+
+def relative_errors(
+    program: shardlib.Program, loss: Callable[[Any, Any], Any], batch: Any
+) -> dict[str, float]:
+    """Errors of the loss and of every gradient of a program that captures them, against JAX on one
+    device: of the loss relative to it, of gradients relative to their largest element.
+    """
+    state = program.init(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), state.params)
+    state, metrics = program.step(state, batch)
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params, batch)
+    wanted, actual = leaves_by_path(gradients), leaves_by_path(state.opt_state)
+    assert actual.keys() == wanted.keys(), actual.keys() ^ wanted.keys()
+    return {
+        "loss": abs(float(metrics["loss"]) / float(value) - 1),
+        **{
+            path: float(np.abs(actual[path] - true).max() / max(np.abs(true).max(), 1e-30))
+            for path, true in wanted.items()
+        },
+    }

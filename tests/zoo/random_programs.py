@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import shardlib
+from tests.zoo.parity import capture, relative_errors
 
 T = TypeVar("T")
 Choose = Callable[[Sequence[T]], T]
@@ -193,19 +193,7 @@ def errors(case: Case) -> dict[str, float]:
         "x": random.standard_normal((ROWS, LENGTH, 16)).astype(np.float32),
         "y": random.standard_normal((ROWS, LENGTH, 4)).astype(np.float32),
     }
-    kept = optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda updates, state, params=None: (jax.tree.map(jnp.zeros_like, updates), updates),
-    )
     program = shardlib.compile(
-        shardlib.tree(init, axes), loss, kept, batch, topology=case.topology, pin=case.pin()
+        shardlib.tree(init, axes), loss, capture(), batch, topology=case.topology, pin=case.pin()
     )
-    state = program.init(0)
-    params = jax.tree.map(np.asarray, state.params)
-    state, metrics = program.step(state, batch)
-    value, gradients = jax.value_and_grad(loss)(params, batch)
-    found = {
-        name: float(np.abs(np.asarray(state.opt_state[name]) - one).max() / np.abs(one).max())
-        for name, one in gradients.items()
-    }
-    return {"loss": abs(float(metrics["loss"]) / float(value) - 1), **found}
+    return relative_errors(program, loss, batch)

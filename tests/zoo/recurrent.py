@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tests.zoo.case import VOCAB, Case, cross_entropy, named, nnx_case, param, tokens
+from tests.zoo.case import VOCAB, named, param
+from tests.zoo.decoder import case
 
 EMBED, STATE = 32, 64
-BATCH_AXES = {"inputs": ("batch", "seq"), "targets": ("batch", "seq")}
 
 
 class Gated(nnx.Module):
@@ -107,20 +107,6 @@ class LinearAttention(nnx.Module):
             / jnp.einsum("bsk,bsk->bs", q, jnp.cumsum(k, axis=1))[..., None]
         )
         return self.head(mixed)
-
-
-def case(name: str, init, *, annotated: bool) -> Case:
-    """A language model on random tokens."""
-    return nnx_case(
-        name,
-        init,
-        lambda model, batch: model(batch["inputs"]),
-        lambda logits, batch: cross_entropy(logits, batch["targets"]),
-        {"inputs": tokens(0), "targets": tokens(1)},
-        annotated=annotated,
-        batch_axes=BATCH_AXES,
-        causal="inputs",
-    )
 
 
 CASES = (

@@ -16,6 +16,7 @@ from tests.zoo.flax_layers import CASES, full_names, has_params, plain_losses, p
 ASSIGNING = ("flax.nnx.SpectralNorm", "flax.nnx.WeightNorm")
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "case, names",

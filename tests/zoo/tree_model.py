@@ -82,7 +82,6 @@ def case(*, annotated: bool) -> Case:
         annotated=annotated,
         build=build,
         error=error,
-        causal="inputs",
     )
 
 

@@ -68,7 +68,6 @@ def case(*, annotated: bool) -> Case:
         {"images": normals(0, IMAGE, IMAGE, 3), "labels": tokens(1, 1)[:BATCH, 0] % CLASSES},
         annotated=annotated,
         batch_axes={"images": ("batch", "height", "width", "channel"), "labels": ("batch",)},
-        random=annotated,
     )
 
 
