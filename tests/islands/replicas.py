@@ -26,10 +26,11 @@ def diloco(
     fragments: Sequence[Tree] = (True,),
     delay: int = 0,
     mixing: float = 0.0,
+    all_arrive: bool = False,
 ) -> tuple[list[list[float]], Tree, list[Tree]]:
     """DiLoCo (arXiv:2311.08105, algorithm 1), `batches[step][replica]`; of several fragments, trees
     that are true where a parameter belongs to it, one meets after another, and what replicas sent
-    arrives `delay` steps later (arXiv:2501.18512).
+    arrives `delay` steps later (arXiv:2501.18512), or, with `all_arrive`, after the last step.
 
     Returns:
         Losses by step and replica, outer parameters, and the parameters of the replicas.
@@ -41,6 +42,20 @@ def diloco(
     losses: list[list[float]] = []
     sent: dict[int, tuple[Tree, Tree]] = {}
     gradient = jax.jit(jax.value_and_grad(loss))
+
+    def arrive(number: int) -> None:
+        nonlocal outer, outer_state, replicas
+        mine, difference = sent.pop(number)
+        updates, state = outer_optimizer.update(difference, outer_state, outer)
+        outer = only(mine, optax.apply_updates(outer, updates), outer)
+        trace = only(mine, state[0].trace, outer_state[0].trace)
+        outer_state = (state[0]._replace(trace=trace), *state[1:])
+        mixed = [
+            jax.tree.map(lambda a, b: mixing * a + (1 - mixing) * b, replica, outer)
+            for replica in replicas
+        ]
+        replicas = [only(mine, *pair) for pair in zip(mixed, replicas, strict=True)]
+
     for number, rows in enumerate(batches, 1):
         losses.append([])
         for k, batch in enumerate(rows):
@@ -48,23 +63,16 @@ def diloco(
             updates, states[k] = inner.update(found, states[k], replicas[k])
             replicas[k] = optax.apply_updates(replicas[k], updates)
             losses[-1].append(float(value))
-        for word in ("arrive", "send", "arrive"):  # the last is for what has no delay
-            if word == "send" and number % (between := every // len(fragments)) == 0:
-                mine = fragments[(number // between - 1) % len(fragments)]
-                mean = jax.tree.map(lambda *leaves: jnp.mean(jnp.stack(leaves), 0), *replicas)
-                sent[number + delay] = mine, jax.tree.map(jnp.subtract, outer, mean)
-            if word == "send" or number not in sent:
-                continue
-            mine, found = sent.pop(number)
-            updates, state = outer_optimizer.update(found, outer_state, outer)
-            outer = only(mine, optax.apply_updates(outer, updates), outer)
-            trace = only(mine, state[0].trace, outer_state[0].trace)
-            outer_state = (state[0]._replace(trace=trace), *state[1:])
-            mixed = [
-                jax.tree.map(lambda a, b: mixing * a + (1 - mixing) * b, replica, outer)
-                for replica in replicas
-            ]
-            replicas = [only(mine, *pair) for pair in zip(mixed, replicas, strict=True)]
+        if number in sent:
+            arrive(number)
+        if number % (between := every // len(fragments)) == 0:
+            mine = fragments[(number // between - 1) % len(fragments)]
+            mean = jax.tree.map(lambda *leaves: jnp.mean(jnp.stack(leaves), 0), *replicas)
+            sent[number + delay] = mine, jax.tree.map(jnp.subtract, outer, mean)
+            if not delay:
+                arrive(number)
+    for number in sorted(sent) if all_arrive else ():
+        arrive(number)
     return losses, outer, replicas
 
 

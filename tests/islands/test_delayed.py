@@ -16,99 +16,16 @@ from shardlib import models
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.islands.delayed import delivered
 from tests.checkpointing.states import assert_same, numbers
-from tests.islands.replicas import close, diloco
 from tests.islands.small import program as small
 from tests.islands.small import rows as small_rows
 from tests.islands.small import stepped
 from tests.islands.test_diloco import (
     AXES,
-    STEPS,
     compiled,
-    halves,
     loss,
     rows,
-    trained,
     weights,
 )
-from tests.islands.test_meetings import AT, mask
-
-DELAYED = "diloco:2:6:rate=0.5:momentum=0.8"
-
-
-@pytest.mark.parametrize(
-    ("pin", "exchange", "fragments", "delay", "mixing"),
-    [
-        ({"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3}, f"{DELAYED}:delay=2", 1, 2, 0.5),
-        ({"mesh": {"fsdp": 4}, "zero": 1}, f"{DELAYED}:delay=6:mixing=0.25", 1, 6, 0.25),
-        ({"mesh": {"fsdp": 4}, "zero": 3}, f"{DELAYED}:fragments=2:delay=3", 2, 3, 0.5),
-        ({"mesh": {"data": 4}, "zero": 0}, f"{DELAYED}:fragments=2:delay=1:mixing=0", 2, 1, 0.0),
-        (
-            {"mesh": {"stage": 2, "data": 2}, "microbatches": 4},
-            f"{DELAYED}:fragments=2:delay=2",
-            2,
-            2,
-            0.5,
-        ),
-    ],
-    ids=str,
-)
-def test_what_is_sent_arrives_some_steps_later(
-    pin: dict[str, Any], exchange: str, fragments: int, delay: int, mixing: float
-) -> None:
-    optimizer = optax.adamw(1e-2, eps=1e-3)
-    program: Any = compiled(optimizer, exchange=exchange, **pin)
-    losses, state = trained(program)
-    first = jax.tree.map(np.asarray, program.module(program.init(0)))
-    about = [{AT[one.place]: one.rows for one in calls[0][0].about} for calls in program.calls]
-    masks = [{name: mask(first[name], name in one, one.get(name)) for name in AT} for one in about]
-    assert len(masks) == fragments
-    expected, outer, replicas = diloco(
-        loss,
-        first,
-        optimizer,
-        [halves(rows(step)) for step in range(STEPS)],
-        every=6,
-        rate=0.5,
-        momentum=0.8,
-        fragments=masks,
-        delay=delay,
-        mixing=mixing,
-    )
-    np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    close(program.module(state), outer)
-    for one, mine in zip(state.islands, replicas, strict=True):
-        close(one.params, mine)
-
-
-@pytest.mark.parametrize(
-    "exchange",
-    [
-        "diloco:2:4:delay=3",
-        "diloco:2:4:fragments=2:delay=2:wire=int8",
-        "diloco:2:4:fragments=2:delay=2:wire=int4",
-        "diloco:2:4:delay=2:wire=bfloat16",
-    ],
-)
-def test_what_was_saved_on_the_way_arrives_bit_for_bit(exchange: str, tmp_path: Path) -> None:
-    made: Any = small("two", exchange=exchange)
-    state = stepped(made, made.init(0), 0, 5)
-    assert int(state.exchange.sent_at) == 4
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(5, state, plan=made.plan, wait=True)
-    whole = stepped(made, state, 5, 9)
-    again: Any = Checkpoints(tmp_path, read_only=True).restore(made, 5)
-    assert_same(numbers(stepped(made, again.state, 5, 9)), numbers(whole))
-
-
-@pytest.mark.parametrize("mesh", ["zero-3", "tensor"])
-def test_what_is_outer_stays_alike(mesh: str) -> None:
-    made: Any = small(mesh, exchange="diloco:2:2:delay=1:wire=int8")
-    state = stepped(made, made.init(0), 0, 5)
-    for leaf in jax.tree.leaves((state.exchange.params, state.exchange.momentum)):
-        first: dict[str, np.ndarray] = {}
-        for shard in leaf.addressable_shards:
-            mine = np.asarray(shard.data)
-            np.testing.assert_array_equal(mine, first.setdefault(str(shard.index), mine))
 
 
 @pytest.mark.processes

@@ -12,8 +12,11 @@ import optax
 import pytest
 
 import shardlib
+from shardlib.islands.exchanges import TopK
 from shardlib.islands.program import IslandMetrics
-from tests.islands.replicas import diloco
+from tests.islands.replicas import close, diloco
+from tests.islands.small import program as small
+from tests.islands.small import stepped
 
 STEPS, ROWS, WIDTH, LAYERS = 20, 16, 16, 2
 Tree = Any
@@ -86,22 +89,51 @@ def halves(batch: Tree) -> list[Tree]:
     ]
 
 
+#: Names of parameters in the order of their leaves.
+NAMES = sorted(AXES)
+
+
+def fragments_of(program: Any, like: Tree) -> list[Tree]:
+    """For each fragment, trees that are true where a number belongs to it."""
+    delayed = program.exchange.delay > 0
+    shared = [calls[0][0].about for calls in program.calls] if delayed else None
+    masks: list[Tree] = []
+    for about in shared or [meeting.about for meeting in program.meetings]:
+        rows = {NAMES[parameter.place]: parameter.rows for parameter in about}
+        masks.append({name: np.zeros(array.shape, bool) for name, array in like.items()})
+        for name, of_stack in rows.items():
+            masks[-1][name][... if of_stack is None else slice(of_stack[0], None, of_stack[1])] = 1
+    return masks
+
+
 @pytest.mark.parametrize(
-    "pin",
+    ("pin", "more"),
     [
-        {"mesh": {"fsdp": 4}, "zero": 3},
-        {"mesh": {"fsdp": 2, "tensor": 2}, "zero": 1},
-        {"mesh": {"data": 2, "fsdp": 2}, "zero": 2, "microbatches": 2},
-        {"mesh": {"data": 4}, "zero": 0},
-        {"mesh": {"stage": 2, "data": 2}, "microbatches": 4},
+        ({"mesh": {"fsdp": 4}, "zero": 3}, ""),
+        ({"mesh": {"fsdp": 2, "tensor": 2}, "zero": 1}, ""),
+        ({"mesh": {"data": 2, "fsdp": 2}, "zero": 2, "microbatches": 2}, ""),
+        ({"mesh": {"data": 4}, "zero": 0}, ""),
+        ({"mesh": {"stage": 2, "data": 2}, "microbatches": 4}, ""),
+        ({"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3}, ":fragments=2"),
+        ({"mesh": {"fsdp": 4}, "zero": 1}, ":fragments=2"),
+        ({"mesh": {"fsdp": 2, "tensor": 2}, "zero": 3}, ":delay=2"),
+        ({"mesh": {"fsdp": 4}, "zero": 1}, ":delay=6:mixing=0.25"),
+        ({"mesh": {"fsdp": 4}, "zero": 3}, ":fragments=2:delay=3"),
+        ({"mesh": {"data": 4}, "zero": 0}, ":fragments=2:delay=1:mixing=0"),
+        ({"mesh": {"stage": 2, "data": 2}, "microbatches": 4}, ":fragments=2:delay=2"),
     ],
     ids=str,
 )
-def test_islands_are_a_loop_over_replicas(pin: dict[str, Any]) -> None:
+def test_islands_are_a_loop_over_replicas(pin: dict[str, Any], more: str) -> None:
+    """Fragments meet one after the other; with a delay, what is sent arrives some steps later."""
     optimizer = optax.adamw(1e-2, eps=1e-3)  # a gradient of nearly 0 has no sign
-    program = compiled(optimizer, exchange="diloco:2:6:rate=0.5:momentum=0.8", **pin)
+    program: Any = compiled(optimizer, exchange=f"diloco:2:6:rate=0.5:momentum=0.8{more}", **pin)
     losses, state = trained(program)
     first = jax.tree.map(np.asarray, program.module(program.init(0)))
+    exchange, fragments = program.exchange, fragments_of(program, first)
+    assert len(fragments) == exchange.fragments
+    for name in NAMES:  # every number is in one of them
+        assert (sum(mask[name].astype(int) for mask in fragments) == 1).all()
     expected, outer, replicas = diloco(
         loss,
         first,
@@ -110,42 +142,60 @@ def test_islands_are_a_loop_over_replicas(pin: dict[str, Any]) -> None:
         every=6,
         rate=0.5,
         momentum=0.8,
+        fragments=fragments,
+        delay=exchange.delay,
+        mixing=exchange.mixing if exchange.delay else 0.0,
     )
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for found, wanted in (
-        (program.module(state), outer),
-        *((one.params, mine) for one, mine in zip(state.islands, replicas, strict=True)),
-    ):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, wanted
-        )
+    close(program.module(state), outer)
+    for island, replica in zip(state.islands, replicas, strict=True):
+        close(island.params, replica)
     assert state.step == STEPS
 
 
-def test_local_descent_that_meets_in_every_step_is_data_parallel() -> None:
-    optimizer = optax.sgd(0.1)
-    program = compiled(
-        optimizer, mesh={"fsdp": 4}, zero=3, exchange=shardlib.DiLoCo(every=1, rate=1, momentum=0)
-    )
+@pytest.mark.parametrize(
+    ("optimizer", "exchange"),
+    [
+        (optax.sgd(0.1), shardlib.DiLoCo(every=1, rate=1, momentum=0)),
+        (optax.adamw(1e-2, eps=1e-3), shardlib.Compressed(by=TopK(density=1, momentum=0))),
+    ],
+    ids=["local descent", "all numbers"],
+)
+def test_what_meets_exactly_in_every_step_is_data_parallel(optimizer: Any, exchange: Any) -> None:
+    program = compiled(optimizer, mesh={"fsdp": 4}, zero=3, exchange=exchange)
     losses, state = trained(program)
-    whole = shardlib.compile(
-        shardlib.tree(weights, AXES),
-        loss,
-        optimizer,
-        rows(0),
-        topology="cpu:8",
-        pin={"mesh": {"fsdp": 8}, "zero": 3},
-    )
+    given = shardlib.tree(weights, AXES), loss, optimizer, rows(0)
+    whole = shardlib.compile(*given, topology="cpu:8", pin={"mesh": {"fsdp": 8}, "zero": 3})
     other, expected = whole.init(0), []
     for step in range(STEPS):
         other, metrics = whole.step(other, rows(step))
         expected.append(float(metrics["loss"]))
     np.testing.assert_allclose(np.mean(losses, axis=1), expected, rtol=1e-6)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        program.module(state),
-        whole.module(other),
-    )
+    close(program.module(state), whole.module(other))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "exchange"),
+    [
+        ("zero-3", "diloco:2:2:fragments=2:wire=int8"),
+        ("tensor", "diloco:2:2:fragments=2:wire=int8"),
+        ("tensor", "diloco:2:2:fragments=2:wire=int4"),
+        ("zero-3", "diloco:2:2:delay=1:wire=int8"),
+        ("tensor", "diloco:2:2:delay=1:wire=int8"),
+    ],
+)
+def test_replicas_stay_alike(mesh: str, exchange: str) -> None:
+    """What crosses in few bits is rounded alike by all devices that hold the same."""
+    made: Any = small(mesh, exchange=exchange)
+    state = stepped(made, made.init(0), 0, 5)
+    trees = (state.exchange, *((one.params, one.opt_state) for one in state.islands))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trees):
+        shards = leaf.addressable_shards if isinstance(leaf, jax.Array) else ()
+        first: dict[str, np.ndarray] = {}
+        for shard in shards:
+            mine = np.asarray(shard.data)
+            where = f"{jax.tree_util.keystr(path)} {shard.index}"
+            np.testing.assert_array_equal(mine, first.setdefault(where, mine), where)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

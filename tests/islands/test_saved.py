@@ -61,16 +61,22 @@ def test_islands_are_restored_bit_for_bit(made: Any, saved: Any, number: int) ->
         "compressed:2:powersgd:rank=1",
         "compressed:2:topk:density=0.1:warm_up=4",
         "compressed:2:sign",
+        "diloco:2:4:delay=3",
+        "diloco:2:4:fragments=2:delay=2:wire=int8",
+        "diloco:2:4:fragments=2:delay=2:wire=int4",
+        "diloco:2:4:delay=2:wire=bfloat16",
     ],
 )
 def test_what_is_resumed_goes_on_bit_for_bit(exchange: str, tmp_path: Path) -> None:
+    """With a delay, also what was on its way when it was saved."""
     made: Any = program("two", exchange=exchange)
-    state = stepped(made, made.init(0), 0, 3)
+    state = stepped(made, made.init(0), 0, 5)
+    assert "delay" not in exchange or int(state.exchange.sent_at) == 4
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state, plan=made.plan, wait=True)
-    whole = stepped(made, state, 3, 6)
-    again: Any = Checkpoints(tmp_path, read_only=True).restore(made, 3)
-    assert_same(numbers(stepped(made, again.state, 3, 6)), numbers(whole))
+        checkpoints.save(5, state, plan=made.plan, wait=True)
+    whole = stepped(made, state, 5, 9)
+    again: Any = Checkpoints(tmp_path, read_only=True).restore(made, 5)
+    assert_same(numbers(stepped(made, again.state, 5, 9)), numbers(whole))
 
 
 def test_every_array_is_written_once(saved: Any) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,9 +17,10 @@ import shardlib
 from shardlib.islands.exchanges import Asynchronous, Part, read_exchange
 from shardlib.islands.servers.crew import _first_and_last
 from shardlib.islands.servers.server import Gate, Service
-from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, handed
+from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat
 from shardlib.islands.servers.worker import Landing, OnHost, Worker
-from shardlib.processes.wire import Outgoing, made
+from shardlib.processes.wire import Outgoing
+from tests.islands.servers.helpers import Direct
 
 
 def test_without_a_bound_nobody_waits() -> None:
@@ -75,9 +77,6 @@ def test_one_trains_alone_until_the_warm_start_is_over() -> None:
     gate.leave(2)
     assert not gate.enter(1, 0, 4), "another, where it is gone"
     assert gate.enter(0, 0, 4) and not gate.enter(0, 0, 5)
-
-
-# The value, and what it does not decide.
 
 
 def test_all_that_is_wrong_is_listed() -> None:
@@ -156,21 +155,18 @@ class Computing:
 
 
 @dataclass
-class Seen:
+class Seen(Direct):
     """A link that writes down who asked for what, in the order of answers."""
 
-    service: Service
     asked: list[tuple[str, int, int]] = field(default_factory=list)
 
     def ask(
         self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
     ) -> tuple[Answer, Flat]:
-        found = handed(*self.service.answer(ask, made(arrays or {}), ask.worker), arrivals)
+        found = super().ask(ask, arrays, arrivals)
         if found[0].kind == "ok":
             self.asked.append((ask.kind, ask.worker, ask.step))
         return found
-
-    def close(self) -> None: ...
 
 
 def run(
@@ -181,16 +177,12 @@ def run(
     """
     barrier = threading.Barrier(len(seconds)) if together else None
     links = [Seen(Service(exchange=exchange, server=k)) for k in range(exchange.servers)]
-    threads = []
+    calls = []
     for number, each in enumerate(seconds):
         computing: Any = Computing(barrier)
         worker = Worker(number=number, exchange=exchange, computing=computing, links=links)
-        rows = lambda worker, step, each=each: each  # noqa: E731
-        threads.append(threading.Thread(target=worker.run, args=(steps, rows, None)))
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+        calls.append(partial(worker.run, steps, lambda worker, step, each=each: each, None))
+    together(*calls)
     return links
 
 

@@ -5,8 +5,6 @@ all islands, and against loops over replicas with optax.
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +20,9 @@ from shardlib.islands.meeting import packed, unpacked
 from shardlib.islands.servers.island import Island
 from shardlib.islands.servers.joining import MeetingPlace, join
 from shardlib.islands.servers.rounds import Rounds, RoundService, pack, unpack
+from tests.islands.replicas import close, diloco
+from tests.islands.servers.helpers import Direct, together
 from tests.islands.servers.jobs import AXES, loss, rows, weights
-from tests.islands.servers.test_rounds import Direct
 
 Tree = Any
 STEPS = 8
@@ -58,22 +57,6 @@ def joined(service: RoundService, number: int, exchange: Any, **more: Any) -> Is
     return found
 
 
-def together(*calls: Callable[[], Any]) -> list[Any]:
-    """What calls give, each in a thread of its own."""
-    found: list[Any] = [None] * len(calls)
-
-    def run(number: int) -> None:
-        found[number] = calls[number]()
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
-    return found
-
-
 def trained(exchange: Any, steps: int = STEPS) -> tuple[list[Island], list[Any], list[list[float]]]:
     """The islands, their states and their losses."""
     service = RoundService(islands=2)
@@ -90,12 +73,6 @@ def trained(exchange: Any, steps: int = STEPS) -> tuple[list[Island], list[Any],
 
     done = together(*(functools.partial(run, island) for island in islands))
     return islands, [state for state, _ in done], [losses for _, losses in done]
-
-
-def close(found: Tree, wanted: Tree, within: float = 1e-6) -> None:
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=within, atol=within), found, wanted
-    )
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -121,50 +98,27 @@ def test_two_islands_are_the_program_of_both(delay: int) -> None:
     assert [met.islands for met in islands[0].meetings] == [(0, 1)] * 4
 
 
-def replicas(every: int, fragments: int, delay: int, mixing: float, weight: float) -> list[Tree]:
-    """The same as a loop over replicas (arXiv:2501.18512): outer parameters, then the replicas.
-    Fragments are equal runs of all elements, by path; `weight` is that of replica 0.
+def replicas(every: int, fragments: int, delay: int, mixing: float) -> list[Tree]:
+    """The same as a loop over replicas: outer parameters, then the replicas. Fragments are equal
+    runs of all elements, by path.
     """
     flat, back = ravel_pytree(first())
-    start = outer = np.asarray(flat, np.float64)
-    own, momentum = [start, start], np.zeros_like(start)
-    states = [OPTIMIZER.init(back(jnp.asarray(flat)))] * 2
-    gradient, between = jax.jit(jax.grad(loss)), every // fragments
-    crossing: tuple[int, slice, np.ndarray] | None = None
-    for step in range(1, STEPS + 1):
-        for k in range(2):
-            params = back(jnp.asarray(own[k], jnp.float32))
-            updates, states[k] = OPTIMIZER.update(
-                gradient(params, rows(k, step - 1)), states[k], params
-            )
-            params = optax.apply_updates(params, updates)
-            own[k] = np.asarray(ravel_pytree(params)[0], np.float64)
-        if crossing is not None and step == crossing[0]:
-            own, outer, momentum = landed(own, outer, momentum, crossing[1:], mixing)
-            crossing = None
-        if step % between == 0:
-            fragment, total = (step // between - 1) % fragments, len(flat)
-            span = slice(total * fragment // fragments, total * (fragment + 1) // fragments)
-            mean = (weight * own[0] + own[1]) / (weight + 1)
-            crossing = step + delay, span, (outer - mean)[span]
-            if not delay:
-                own, outer, momentum = landed(own, outer, momentum, crossing[1:], 0.0)
-                crossing = None
-    if crossing is not None:
-        own, outer, momentum = landed(own, outer, momentum, crossing[1:], mixing)
-    return [back(jnp.asarray(one, jnp.float32)) for one in (outer, *own)]
-
-
-def landed(own: Any, outer: Any, momentum: Any, crossing: Any, mixing: float) -> Any:
-    """Outer update by what has crossed, and what replicas make of it."""
-    span, d = crossing
-    outer, momentum = outer.copy(), momentum.copy()
-    momentum[span] = d + 0.8 * momentum[span]
-    outer[span] -= 0.5 * (d + 0.8 * momentum[span])
-    mixed = [one.copy() for one in own]
-    for one in mixed:
-        one[span] = mixing * one[span] + (1 - mixing) * outer[span]
-    return mixed, outer, momentum
+    ends = np.asarray([len(flat) * k // fragments for k in range(1, fragments + 1)])
+    each = np.searchsorted(ends, np.arange(len(flat)), side="right")
+    _, outer, own = diloco(
+        loss,
+        first(),
+        OPTIMIZER,
+        [[rows(0, step), rows(1, step)] for step in range(STEPS)],
+        every=every,
+        rate=0.5,
+        momentum=0.8,
+        fragments=[back(each == fragment) for fragment in range(fragments)],
+        delay=delay,
+        mixing=mixing if delay else 0.0,
+        all_arrive=True,
+    )
+    return [outer, *own]
 
 
 @functools.cache
@@ -190,7 +144,7 @@ def test_islands_with_a_delay_are_a_loop_over_replicas(
         mixing=mixing,
     )
     islands, states, _ = trained(exchange)
-    outer, *own = replicas(every, fragments, delay, mixing, 1.0)
+    outer, *own = replicas(every, fragments, delay, mixing)
     for island, state, mine in zip(islands, states, own, strict=True):
         close(state.params, mine, 5e-6)
         close(island.module(state), outer, 5e-6)

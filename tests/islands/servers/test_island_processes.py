@@ -9,8 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import shardlib
 from shardlib.cli import main
 from shardlib.islands.servers.joining import OuterServer
 from shardlib.islands.servers.rounds import Rounds
+from tests.islands.servers.helpers import until
 from tests.islands.servers.test_island import replicas
 
 ROOT = Path(__file__).parents[3]
@@ -53,11 +53,13 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(one) for one in path.read_text().splitlines()] if path.exists() else []
 
 
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+def require_outer(folder: Path, delay: int) -> None:
+    """Both islands have ended with the outer parameters of a loop over replicas."""
+    outer, *_ = replicas(2, 1, delay, 0.5)
+    for number in range(2):
+        with np.load(folder / f"island-{number}.npz") as found:
+            for path, array in found.items():
+                np.testing.assert_allclose(array, outer[path], rtol=5e-6, atol=5e-6)
 
 
 @pytest.mark.long
@@ -65,11 +67,7 @@ def test_islands_that_are_processes_are_a_loop_over_replicas(tmp_path: Path) -> 
     with launched(tmp_path, "--islands", "2", "--emulate-link", "500mbit-1ms") as process:
         said, _ = process.communicate(timeout=120)
     assert process.returncode == 0, said
-    outer, *_ = replicas(2, 1, 0, 0.5, 1.0)
-    for number in range(2):
-        with np.load(tmp_path / f"island-{number}.npz") as found:
-            for path, array in found.items():
-                np.testing.assert_allclose(array, outer[path], rtol=5e-6, atol=5e-6)
+    require_outer(tmp_path, delay=0)
     assert [one["islands"] for one in lines(tmp_path, "rounds.jsonl")] == [[0, 1]] * 4
     with pytest.raises(FileNotFoundError):
         (tmp_path / "server" / "events.jsonl").read_text()
@@ -93,11 +91,7 @@ def test_islands_may_have_several_processes(tmp_path: Path) -> None:
         assert server.report()["round"] == 5 and not server.report()["events"]
         with pytest.raises(shardlib.LaunchError, match="cannot listen at"):
             OuterServer(islands=2, port=server.port).__enter__()
-    outer, *_ = replicas(2, 1, 1, 0.5, 1.0)
-    for number in range(2):
-        with np.load(tmp_path / f"island-{number}.npz") as found:
-            for path, array in found.items():
-                np.testing.assert_allclose(array, outer[path], rtol=5e-6, atol=5e-6)
+    require_outer(tmp_path, delay=1)
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ import shardlib
 from shardlib.errors import ArgumentError
 from shardlib.islands.exchanges import Part
 from shardlib.islands.servers.island import Coming, mean_order
-from shardlib.islands.servers.rounds import Outer, RoundService, pack
+from shardlib.islands.servers.rounds import Outer, RoundService, pack, unpack
 from shardlib.islands.servers.wire import Answer, gathered
 from shardlib.processes.wire import FrameError, made
+from tests.islands.servers.helpers import together
 from tests.islands.servers.jobs import rows
 from tests.islands.servers.test_island import joined
 
@@ -32,23 +33,18 @@ FRAGMENT = [
 
 def _params(exchange: str, order: Any = None, bucket_bytes: int = 4096) -> list[Any]:
     """Of two islands after six steps."""
-    service, found = RoundService(islands=2), dict[int, Any]()
+    service = RoundService(islands=2)
 
-    def run(number: int) -> None:
+    def run(number: int) -> Any:
         island = joined(service, number, exchange, bucket_bytes=bucket_bytes)
         if order is not None:
             island.exchanging.uses = order(island.exchanging.uses)
         state = island.start(0)
         for step in range(6):
             state, _ = island.step(state, rows(number, step))
-        found[number] = jax.device_get(island.finish(state).params)
+        return jax.device_get(island.finish(state).params)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [found[number] for number in range(2)]
+    return together(partial(run, 0), partial(run, 1))
 
 
 @pytest.mark.parametrize(
@@ -87,8 +83,6 @@ def test_what_comes_in_buckets_is_the_outer_update(wire: str, bucket_bytes: int)
         coming.take(name, array)  # once more, since a connection has broken
     assert coming.complete
     np.testing.assert_array_equal(coming.done()["numbers"], mean["numbers"])
-    from shardlib.islands.servers.rounds import unpack
-
     same.update(4, 23, unpack(mean, [3, 5, 11], wire), exchange)
     np.testing.assert_array_equal(outer.theta, same.theta)
     np.testing.assert_array_equal(outer.momentum, same.momentum)

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -23,6 +24,7 @@ import shardlib
 from shardlib.islands import servers
 from shardlib.islands.servers.crew import WorkerStep, read_steps
 from tests.islands.servers import jobs
+from tests.islands.servers.helpers import until
 from tests.islands.servers.test_worker import first
 
 UPKEEP = servers.Upkeep(save_every=1)
@@ -37,22 +39,15 @@ def done(run: Path, worker: int) -> int:
     return len(read_steps(run / f"worker-{worker}.jsonl"))
 
 
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
+def train(job: Any, steps: int, **more: Any) -> servers.Trained:
+    return servers.train(job, steps, **{"devices": 2, "say": lambda _: None, **more})
 
 
 @contextlib.contextmanager
 def running(job: Any, steps: int, **more: Any) -> Iterator[list[servers.Trained]]:
     """A run in a thread; what came of it, once it has ended."""
     found: list[servers.Trained] = []
-    thread = threading.Thread(
-        target=lambda: found.append(
-            servers.train(job, steps, devices=2, say=lambda _: None, **more)
-        )
-    )
+    thread = threading.Thread(target=lambda: found.append(train(job, steps, **more)))
     thread.start()
     try:
         yield found
@@ -74,8 +69,6 @@ def test_a_server_that_is_killed_goes_on_as_if_nothing_had_been(tmp_path: Path) 
         f"server {number} was killed by SIGKILL; it is started again from its checkpoint"
         for number in (0, 1, 0)
     ]
-    import jax
-
     params: Any = jax.device_get(first())
     optimizer = optax.sgd(0.1)
     state, gradient = optimizer.init(params), jax.jit(jax.grad(jobs.loss))
@@ -129,9 +122,7 @@ def test_a_bound_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     """Worker 0 is fast, and waits for worker 1 alone where it is three steps ahead."""
     monkeypatch.setenv("TEST_BEGUN", str(tmp_path / "worker-1.jsonl"))
     exchange = shardlib.Asynchronous(workers=2, servers=1, bound=3)
-    trained = servers.train(
-        jobs.uneven_job, 40, exchange=exchange, devices=2, run=tmp_path, say=lambda _: None
-    )
+    trained = train(jobs.uneven_job, 40, exchange=exchange, run=tmp_path)
     fast, slow = trained.steps
     times = [one.at_s for one in slow]
     ahead = [one.step - int(np.searchsorted(times, one.at_s)) for one in fast]
@@ -143,17 +134,13 @@ def test_a_bound_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
 @pytest.mark.long
 def test_a_gradient_that_is_not_finite_is_pushed_to_nobody(tmp_path: Path) -> None:
     exchange = shardlib.Asynchronous(workers=2, servers=2)
-    trained = servers.train(
-        jobs.bad_job, 8, exchange=exchange, devices=2, run=tmp_path, say=lambda _: None
-    )
+    trained = train(jobs.bad_job, 8, exchange=exchange, run=tmp_path)
     assert trained.pushes == (15, 15)
     assert np.isnan(trained.losses[1][3]) and np.isfinite(trained.losses[1][4:]).all()
     assert [one for one in trained.events if "not finite" in one] == [
         f"server {number}: the gradient of worker 1, step 3, is not finite" for number in range(2)
     ]
-    again = servers.train(
-        jobs.job, 2, exchange=exchange, devices=2, run=tmp_path, say=lambda _: None
-    )
+    again = train(jobs.job, 2, exchange=exchange, run=tmp_path)
     assert again.pushes == (19, 19), "a run goes on at its checkpoints"
     assert [len(one) for one in again.losses] == [2, 2]
 
@@ -163,25 +150,18 @@ def test_a_server_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None:
     exchange = shardlib.Asynchronous(workers=1, servers=2)
     errors: list[str] = []
 
-    def train() -> None:
+    def until_it_ends() -> None:
         try:
-            servers.train(
-                jobs.slow_job,
-                10_000,
-                exchange=exchange,
-                devices=2,
-                run=tmp_path,
-                upkeep=servers.Upkeep(restarts=0),
-                say=lambda _: None,
-            )
+            upkeep = servers.Upkeep(restarts=0)
+            train(jobs.slow_job, 10_000, exchange=exchange, run=tmp_path, upkeep=upkeep)
         except shardlib.LaunchError as error:
             errors.append(str(error))
 
-    thread = threading.Thread(target=train)
+    thread = threading.Thread(target=until_it_ends)
     thread.start()
     until(lambda: done(tmp_path, 0) >= 3)
     with pytest.raises(shardlib.OwnedError):
-        servers.train(jobs.job, 1, exchange=exchange, run=tmp_path, say=lambda _: None)
+        train(jobs.job, 1, exchange=exchange, run=tmp_path)
     pids = [pid(tmp_path, name) for name in ("worker-0", "server-0", "server-1")]
     os.kill(pids[2], signal.SIGKILL)
     thread.join(30)
@@ -195,7 +175,7 @@ def test_a_server_that_is_killed_too_often_ends_the_run(tmp_path: Path) -> None:
 def test_a_job_that_cannot_be_planned_says_why(tmp_path: Path) -> None:
     exchange = shardlib.Asynchronous(workers=1, servers=1)
     with pytest.raises(shardlib.LaunchError, match=r"(?s)no worker has ended well.*zero is 9"):
-        servers.train(jobs.wrong_job, 2, exchange=exchange, devices=2, say=lambda _: None)
+        train(jobs.wrong_job, 2, exchange=exchange)
 
 
 def test_servers_load_no_jax() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,26 +14,12 @@ import pytest
 import shardlib
 from shardlib.islands.servers.island import Crossed, Exchanging, Met
 from shardlib.islands.servers.rounds import Attendance, Outline, Rounds, RoundService, checksum
-from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, handed
-from shardlib.processes.wire import Outgoing, made
+from shardlib.islands.servers.wire import Ask, Flat
+from tests.islands.servers.helpers import Direct, together
 
 SHAPES = {"b": (3, 2), "a": (5,)}
 OUTLINE = Outline.of(SHAPES)
 EXCHANGE = shardlib.DiLoCo(islands=2, every=2, rate=0.5, momentum=0.8)
-
-
-class Direct:
-    """A link to a server of this process."""
-
-    def __init__(self, service: RoundService) -> None:
-        self.service = service
-
-    def ask(
-        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
-    ) -> tuple[Answer, Flat]:
-        return handed(*self.service.answer(ask, made(arrays or {}), ask.worker), arrivals)
-
-    def close(self) -> None: ...
 
 
 def island(
@@ -53,11 +40,7 @@ def entered(*islands: Exchanging) -> None:
 
 def entered_all(first: Callable[[], Flat], *islands: Exchanging) -> None:
     """All enter at once."""
-    threads = [threading.Thread(target=one.enter, args=(first,)) for one in islands]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(one.enter, first) for one in islands))
 
 
 def sent(one: Exchanging, value: float) -> Crossed:

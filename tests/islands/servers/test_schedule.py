@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ import pytest
 from shardlib.errors import CheckpointError
 from shardlib.islands.exchanges import Asynchronous
 from shardlib.islands.servers.server import Service
-from shardlib.islands.servers.wire import Answer, Ask, divided, joined
+from shardlib.islands.servers.wire import Ask, divided, joined
+from tests.islands.servers.helpers import together
 
 Arrays = dict[str, np.ndarray]
 #: (what, worker): worker 1 is two updates late, then three.
@@ -142,28 +143,15 @@ def test_who_waits_is_answered_when_it_may_go_on() -> None:
     service = Service(exchange=Asynchronous(workers=3, servers=1, bound=0))
     for worker in range(3):
         asked(service, "enter", worker, {})
-    waiting = [
-        threading.Thread(target=asked, args=(service, "enter", worker, {}), kwargs={"step": 1})
-        for worker in (0, 1)
-    ]
-    for thread in waiting:
-        thread.start()
-    asked(service, "enter", 2, {}, step=1)
-    for thread in waiting:
-        thread.join()
-    began, cpu, answers = time.monotonic(), time.process_time(), list[Answer]()
-    waiting = [
-        threading.Thread(
-            target=lambda worker=worker: answers.append(
-                service.answer(Ask(kind="enter", worker=worker, step=2), {}, worker)[0]
-            )
+    together(*(partial(asked, service, "enter", worker, {}, step=1) for worker in (0, 1, 2)))
+    began, cpu = time.monotonic(), time.process_time()
+    answers = together(
+        *(
+            partial(service.answer, Ask(kind="enter", worker=worker, step=2), {}, worker)
+            for worker in (0, 1)
         )
-        for worker in (0, 1)
-    ]
-    for thread in waiting:
-        thread.start()
-    for thread in waiting:
-        thread.join()
+    )
+    answers = [answer for answer, _ in answers]
     assert [answer.kind for answer in answers] == ["wait", "wait"]
     assert answers[0].why == "it is 1 steps ahead of worker 2, the bound is 0"
     assert time.monotonic() - began > 0.4

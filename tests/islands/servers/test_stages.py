@@ -17,7 +17,8 @@ import shardlib
 from shardlib.islands.exchanges import Part
 from shardlib.islands.program import Run, StagedGradients
 from shardlib.islands.servers.worker import Computing, Landing, Orders, Worker
-from tests.islands.servers.test_worker import Direct, Service, held
+from tests.islands.servers.helpers import Direct
+from tests.islands.servers.test_worker import Service, held
 
 WIDTH, VOCABULARY, LAYERS = 8, 12, 4
 AXES = {

@@ -4,7 +4,7 @@ against optax and against Downpour over unsharded gradients.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,27 +14,13 @@ import pytest
 
 import shardlib
 from shardlib.islands.servers.server import Service
-from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, handed, joined
+from shardlib.islands.servers.wire import joined
 from shardlib.islands.servers.worker import Computing, Job, Worker
-from shardlib.processes.wire import Outgoing, made
+from tests.islands.servers.helpers import Direct
 from tests.islands.servers.jobs import job, loss, rows
 
 Tree = Any
 STEPS = 12
-
-
-@dataclass
-class Direct:
-    """A link to a server of this process."""
-
-    service: Service
-
-    def ask(
-        self, ask: Ask, arrays: Outgoing | None = None, arrivals: Arrivals | None = None
-    ) -> tuple[Answer, Flat]:
-        return handed(*self.service.answer(ask, made(arrays or {}), ask.worker), arrivals)
-
-    def close(self) -> None: ...
 
 
 def crew(exchange: shardlib.Asynchronous, what: Job) -> tuple[list[Worker], list[Service]]:
