@@ -211,7 +211,7 @@ head_dim = 8
         holds="np.allclose(result, mixed, atol=1e-5)",
     ),
     "islands": Page(
-        unrun={1: "runs as two processes in islands/servers/test_islands_docs.py"},
+        unrun={1: "runs as two processes in islands/servers/test_docs.py"},
         before={2: "data = lambda step: batch"},
         holds="Path('runs/a').exists()",
     ),

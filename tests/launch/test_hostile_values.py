@@ -4,7 +4,6 @@ carries it out: the scripts are really run.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from shardlib.launch.ray import RayHosts, RaySettings, ray
 from shardlib.launch.skypilot import TASK, SkyPilotSettings, skypilot
 from shardlib.launch.slurm import SCRIPT, SlurmSettings, slurm
 from shardlib.launch.submission import Submission, submit
-from shardlib.launch.tpu_vm import TpuVmSettings, host_text, tpu_vm
+from shardlib.launch.tpu_vm import TpuVmSettings, host_text
 from shardlib.processes.console import Processes
 
 WORDS = (
@@ -54,6 +53,7 @@ WORDS = (
     "$$(x)",
     "\t",
     "'\"'\"'$(touch x)'\"'\"'",
+    "$(HOSTILE_0) $$(HOSTILE_0) $$",
 )
 RUN = "/tmp/no such folder/$(touch x)`touch x`;touch x'\"\nx"
 #: Writes what it was given.
@@ -62,6 +62,8 @@ TELL = (
     " 'w').write(json.dumps([sys.argv[1:], {k: v for k, v in os.environ.items() if"
     " k.startswith('HOSTILE')}]))"
 )
+#: The same of a program that is given words alone.
+TELL_WORDS = "import json, sys; open('told.json', 'w').write(json.dumps(sys.argv[1:]))\n"
 VALUES = {f"HOSTILE_{i}": word for i, word in enumerate(WORDS)}
 
 
@@ -95,45 +97,31 @@ def check(folder: Path, values: dict[str, str] | None = None) -> None:
     assert not (folder / "x").exists()
 
 
-def program(folder: Path, name: str, text: str) -> None:
-    path = folder / name
-    path.write_text(text)
-    path.chmod(0o755)
+def tools(folder: Path, **programs: str) -> dict[str, str]:
+    """A PATH where scripts stand for programs."""
+    (folder / "tools").mkdir()
+    for name, text in programs.items():
+        (folder / "tools" / name).write_text(text)
+        (folder / "tools" / name).chmod(0o755)
+    return {"PATH": f"{folder / 'tools'}:{os.environ['PATH']}"}
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_slurm(tmp_path: Path, processes: int):
-    script = slurm(
-        Job(
-            name="odd",
-            command=(sys.executable, "-c", TELL, *WORDS),
-            topology="cpu:2",
-            environment=VALUES,
-            run=RUN,
-            restarts=0,
-            host_processes=processes,
-        ),
-        SlurmSettings(),
-    ).files[SCRIPT]
-    (tools := tmp_path / "tools").mkdir()
-    program(
-        tools,
-        "srun",
-        '#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\nSLURM_PROCID=0 SLURM_LOCALID=0 exec'
-        ' "$@"\n',
-    )
-    program(tools, "squeue", "#!/bin/bash\necho RUNNING\n")
-    program(tools, "scontrol", "#!/bin/bash\necho node1\n")
-    (tmp_path / SCRIPT).write_text(script)
-    run(
+@pytest.mark.parametrize(("processes", "more"), [(1, False), (2, False), (2, True)])
+def test_slurm(tmp_path: Path, processes: int, more: bool):
+    settings = SlurmSettings()
+    if more:
+        (place := tmp_path / "a b").mkdir()
+        settings = SlurmSettings(setup=("export ONE=1",), workdir=str(place), chain=2)
+    made = slurm(job(run=RUN, restarts=0, host_processes=processes), settings)
+    (tmp_path / SCRIPT).write_text(made.files[SCRIPT])
+    path = tools(
         tmp_path,
-        ["bash", SCRIPT],
-        {
-            "PATH": f"{tools}:{os.environ['PATH']}",
-            "SLURM_JOB_ID": "7",
-            "SLURM_JOB_NODELIST": "node1",
-        },
+        srun='#!/bin/bash\nwhile [ "$1" != bash ]; do shift; done\nSLURM_PROCID=0 SLURM_LOCALID=0'
+        ' exec "$@"\n',
+        squeue="#!/bin/bash\necho RUNNING\n",
+        scontrol="#!/bin/bash\necho node1\n",
     )
+    run(tmp_path, ["bash", SCRIPT], {**path, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1"})
     check(tmp_path)
 
 
@@ -154,60 +142,25 @@ def test_slurm_makes_a_secret_of_its_own_at_every_start(tmp_path: Path):
     assert len(found) == 2 and all(re.fullmatch("[0-9a-f]{32}", one) for one in found)
 
 
-def test_a_container_of_slurm_mounts_no_folder_of_a_strange_name():
-    for name in ("/runs/a,/etc:/etc", "/runs/a:b"):
-        with pytest.raises(LaunchError, match="list of its mounts"):
-            slurm(
-                Job(name="a", command=("train",), topology="h100:8", image="i", run=name),
-                SlurmSettings(),
-            )
-        with pytest.raises(LaunchError, match="list of its mounts"):
-            slurm(
-                Job(name="a", command=("train",), topology="h100:8", image="i"),
-                SlurmSettings(workdir=name),
-            )
-        slurm(
-            Job(name="a", command=("train",), topology="h100:8", run=name), SlurmSettings()
-        )  # without a container it is a name like others
-    with pytest.raises(LaunchError, match="once for each"):
-        SlurmSettings(mounts=("/a:/a,/etc:/etc",))
-
-
-def test_docker_mounts_no_folder_of_a_strange_name():
-    with pytest.raises(LaunchError, match="docker divides"):
-        tpu_vm(
-            Job(name="a", command=("train",), topology="v6e:4x4", image="i", run="/a:/etc"),
-            TpuVmSettings(zone="z"),
-        )
-
-
 def test_cloud_tpu(tmp_path: Path):
-    text = host_text(job("v6e:1x1"), TpuVmSettings(zone="z"))
-    (tmp_path / "script.sh").write_text(text)
-    run(tmp_path, ["bash", "script.sh"])
+    text = host_text(job("v6e:4x4", seconds=60), TpuVmSettings(zone="z", setup=("true",)))
+    assert "SHARDLIB_PROCESSES=auto" in text
+    run(tmp_path, ["bash", "-c", text])
     check(tmp_path)
 
 
 def test_cloud_tpu_in_a_container(tmp_path: Path):
-    (tools := tmp_path / "tools").mkdir()
-    program(
-        tools,
-        "sudo",
-        f"#!{sys.executable}\nimport json, sys\nopen('docker.json',"
-        " 'w').write(json.dumps(sys.argv[1:]))\n",
-    )
-    (tmp_path / "script.sh").write_text(
-        host_text(
-            job("v6e:1x1", image="me/image:1", run="/runs/$(touch x)"), TpuVmSettings(zone="z")
-        )
-    )
-    run(tmp_path, ["bash", "script.sh"], {"PATH": f"{tools}:{os.environ['PATH']}"})
-    words = json.loads((tmp_path / "docker.json").read_text())
-    assert (
-        words[-len(WORDS) :] == list(WORDS)
-        and "--volume=/runs/$(touch x):/runs/$(touch x)" in words
-        and {f"--env={name}={value}" for name, value in VALUES.items()} <= set(words)
-    )
+    path = tools(tmp_path, sudo=f"#!{sys.executable}\n{TELL_WORDS}")
+    one = job("v6e:4x4", image="me/image:1", run="/runs/$(touch x)", seconds=60)
+    run(tmp_path, ["bash", "-c", host_text(one, TpuVmSettings(zone="z"))], path)
+    words = json.loads((tmp_path / "told.json").read_text())
+    assert words[-len(WORDS) :] == list(WORDS) and {
+        "me/image:1",
+        "--kill-after=120",
+        "--volume=/runs/$(touch x):/runs/$(touch x)",
+        "--env=SHARDLIB_PROCESSES=auto",
+        *(f"--env={name}={value}" for name, value in VALUES.items()),
+    } <= set(words)
     assert not (tmp_path / "x").exists()
 
 
@@ -235,19 +188,20 @@ def test_kubernetes(tmp_path: Path, processes: int):
         "containers"
     ][0]
 
-    def expanded(
-        text: str,
-    ) -> str:  # Kubernetes: $(NAME) is the variable where there is one, $$ is a dollar sign
+    def expanded(text: str, names: dict[str, str]) -> str:
+        """Kubernetes: $(NAME) is the variable where there is one, $$ is a dollar sign."""
         return re.sub(
-            r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[0] == "$$" else found[0], text
+            r"\$\$|\$\(([^)]*)\)",
+            lambda found: "$" if found[0] == "$$" else names.get(found[1], found[0]),
+            text,
         )
 
-    values = {one["name"]: expanded(one["value"]) for one in container["env"] if "value" in one}
-    run(
-        tmp_path,
-        [expanded(word) for word in container["command"]],
-        {**values, "JOB_COMPLETION_INDEX": "0"},
-    )
+    values: dict[str, str] = {}
+    for entry in container["env"]:
+        if "value" in entry:
+            values[entry["name"]] = expanded(entry["value"], values)
+    words = [expanded(word, values) for word in container["command"]]
+    run(tmp_path, words, {**values, "JOB_COMPLETION_INDEX": "0"})
     check(tmp_path)
 
 
@@ -258,37 +212,12 @@ def test_ray_whose_entrypoint_goes_through_a_shell(tmp_path: Path, joined: Any):
     """
     one = job("2*h100:8", run=RUN)
     words = ray(one, RaySettings()).commands[0]
-    (tools := tmp_path / "tools").mkdir()
-    program(
-        tools,
-        "python",
-        f"#!{sys.executable}\nimport json, sys\nopen('told.json',"
-        " 'w').write(json.dumps(sys.argv[1:]))\n",
-    )
-    run(
-        tmp_path,
-        ["sh", "-c", joined(words[words.index("--") + 1 :])],
-        {"PATH": f"{tools}:{os.environ['PATH']}"},
-    )
+    path = tools(tmp_path, python=f"#!{sys.executable}\n{TELL_WORDS}")
+    run(tmp_path, ["sh", "-c", joined(words[words.index("--") + 1 :])], path)
     module, name, word = json.loads((tmp_path / "told.json").read_text())
     assert (module, name) == ("-m", "shardlib.launch.ray_driver") and not (tmp_path / "x").exists()
     found = RayHosts.from_word(word)
     assert (found.words, found.environment, found.run) == (one.words, VALUES, RUN)
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "",
-        "x",
-        "$(touch x)",
-        base64.urlsafe_b64encode(b"{}").decode(),
-        base64.urlsafe_b64encode(b"[" * 100_000).decode(),
-    ],
-)
-def test_words_that_are_no_job_of_ray(word: str):
-    with pytest.raises(LaunchError):
-        RayHosts.from_word(word)
 
 
 def test_this_machine(tmp_path: Path):
@@ -307,108 +236,12 @@ def test_this_machine(tmp_path: Path):
     check(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("fields", "fault"),
-    [
-        ({"command": ("train", "a\0b")}, "no process can be given"),
-        ({"run": "/a\0b"}, "no process can be given"),
-        ({"image": "-v/:/host"}, "is not an image"),
-        ({"image": "a b"}, "is not an image"),
-        ({"image": "i,/etc:/etc"}, "is not an image"),
-        ({"environment": {"HF_TOKEN": "x"}}, "looks like a secret"),
-        ({"environment": {"DATABASE": "postgres://me:hunter2@db/x"}}, "value of DATABASE"),
-        ({"environment": {"A": "hf_" + "a" * 30}}, "value of A"),
-        ({"environment": {"A": "-----BEGIN RSA PRIVATE KEY-----"}}, "value of A"),
-        ({"environment": {"A": "AKIA" + "B" * 16}}, "value of A"),
-    ],
-)
-def test_jobs_that_no_engine_takes(fields: dict[str, Any], fault: str):
-    with pytest.raises(LaunchError, match=fault) as caught:
-        Job(**{"name": "a", "command": ("train",), "topology": "cpu:2", **fields})
-    for value in fields.get("environment", {}).values():
-        assert value not in str(caught.value) or len(value) < 3
-
-
-@pytest.mark.parametrize(
-    "variable",
-    [
-        "OPENAI_KEY=a",
-        "WANDB_KEY=0123456789abcdef0123456789abcdef01234567",
-        "MYPASS=hunter2",
-        "AUTH=Bearer abc.def",
-        "CRED=x",
-        "COOKIE=abc",
-        "HF_TOKEN=x",
-        "apiToken=x",
-        "DB_PWD=x",
-        "AWS_SECRET_ACCESS_KEY=x",
-        "AWS_ACCESS_KEY_ID=x",
-        "PGPASSWORD=x",
-        "GOOGLE_APPLICATION_CREDENTIALS=x",
-        "SIGNING_KEY_2=x",
-        "REGISTRY_AUTH=x",
-        "HTTP_HEADER=Bearer abc.def",
-        "GITHUB_PAT=x",
-        "KEY=x",
-        "HFTOKEN=x",
-        "SESSION_COOKIES=x",
-    ],
-)
-def test_variables_that_look_like_secrets(variable: str):
-    name, value = variable.split("=", 1)
-    with pytest.raises(LaunchError, match=rf"{name}.* looks like a secret, .*--plain {name}"):
-        Job(name="a", command=("train",), topology="cpu:2", environment={name: value})
-    assert Job(
-        name="a", command=("train",), topology="cpu:2", environment={name: value}, plain=(name,)
-    ).environment == {name: value}
-    with pytest.raises(
-        LaunchError, match="plain has 'OTHER', which is not a variable of environment"
-    ):
-        Job(name="a", command=("train",), topology="cpu:2", plain=("OTHER",))
-
-
-@pytest.mark.parametrize(
-    "variable",
-    [
-        "XLA_FLAGS=--xla_gpu_autotune_level=0",
-        "KEYBOARD_LAYOUT=de",
-        "JAX_COMPILATION_CACHE_KEY_INCLUDE=x",
-        "SORT_KEY=name",
-        "MAX_TOKENS=4096",
-        "TOKENIZERS_PARALLELISM=false",
-        "HF_TOKEN_PATH=/run/token",
-        "SSH_AUTH_SOCK=/tmp/agent",
-        "GIT_AUTHOR_NAME=me",
-        "PWD=/home/me",
-        "OLDPWD=/home",
-        "BYPASS=lo",
-        "COMPASS=n",
-        "HF_HUB_DISABLE_IMPLICIT_TOKEN=1",
-        "AUTH_TYPE=oidc",
-        "PATH=/bin",
-        "XLA_PASSES=a,b",
-        "MONKEY=1x",
-        "NCCL_SOCKET_IFNAME=ib0",
-        "PATTERN=x",
-        "GIT_SHA=0123456789abcdef0123456789abcdef01234567",
-    ],
-)
-def test_variables_that_look_like_none(variable: str):
-    name, value = variable.split("=", 1)
-    Job(name="a", command=("train",), topology="cpu:2", environment={name: value})
-
-
 def test_files_of_a_submission_are_private_and_its_secrets_in_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tools := tmp_path / "tools").mkdir()
-    program(
-        tools,
-        "sky",
-        f"#!{sys.executable}\nimport json, os, sys\nopen('told.json',"
-        " 'w').write(json.dumps([sys.argv, os.environ['SHARDLIB_SECRET']]))\n",
-    )
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    told = TELL_WORDS.replace("sys.argv[1:]", "[sys.argv, os.environ['SHARDLIB_SECRET']]")
+    path = tools(tmp_path, sky=f"#!{sys.executable}\nimport os; {told}")
+    monkeypatch.setenv("PATH", path["PATH"])
     made: Submission = skypilot(
         Job(name="a", command=("train",), topology="2*h100:8"), SkyPilotSettings()
     )
@@ -422,16 +255,6 @@ def test_files_of_a_submission_are_private_and_its_secrets_in_none(
         and secret not in str(words) + str(made) + (tmp_path / "out" / TASK).read_text()
     )
     assert stat.S_IMODE((tmp_path / "out" / TASK).stat().st_mode) == 0o600
-
-
-@pytest.mark.parametrize("value", ["a\0b", "a\udcffb", "\ud800"])
-@pytest.mark.parametrize(
-    "option", ["partition", "account", "qos", "reservation", "gpu_type", "interface"]
-)
-def test_options_that_no_script_can_have_are_refused(option: str, value: str):
-    job = Job(name="a", command=("train",), topology="2*h100:8", run="/r")
-    with pytest.raises(LaunchError, match=r"Slurm cannot be given NUL(.|\n)*job\.sbatch would"):
-        slurm(job, SlurmSettings(**{option: value}))
 
 
 def test_a_folder_of_a_submission_may_have_any_name(tmp_path: Path):

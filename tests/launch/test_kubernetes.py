@@ -11,7 +11,6 @@ import jsonschema
 import pytest
 import yaml
 
-from shardlib.errors import LaunchError
 from shardlib.launch.job import Job
 from shardlib.launch.kubernetes import MANIFEST, KubernetesSettings, kubernetes
 from shardlib.processes.place import read_place
@@ -89,19 +88,6 @@ def environ(found: dict[str, Any], index: int) -> dict[str, str]:
             else str(fields[entry["valueFrom"]["fieldRef"]["fieldPath"]])
         )
     return values
-
-
-@pytest.mark.parametrize(
-    ("job", "settings"),
-    [
-        (GPUS, VOLUME),
-        (GPUS, FULL),
-        (SLICES, VOLUME),
-        (Job(name="one", command=("train",), topology="cpu:2", image="i"), None),
-    ],
-)
-def test_manifests_fit_the_published_schemas(job: Job, settings: KubernetesSettings | None):
-    manifest(job, settings)
 
 
 def test_the_schema_refuses_what_kubernetes_would():
@@ -211,57 +197,3 @@ def test_settings_reach_the_manifest():
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/dev/shm", "/runs"}
     assert pod(found)["dnsPolicy"] == "ClusterFirstWithHostNet"
     assert found["spec"]["replicatedJobs"][0]["template"]["spec"]["activeDeadlineSeconds"] == 3600
-
-
-def test_kubernetes_expands_nothing_that_a_user_writes():
-    odd = "$(HOME) $$(HOME) $$ $HOME"
-    found = manifest(
-        Job(
-            name="odd",
-            command=("echo", odd),
-            topology="cpu:2",
-            image="i",
-            environment={"HOME": "/root", "ODD": odd},
-            host_processes=2,
-        )
-    )
-    assert environ(found, 0)["ODD"] == odd
-    command = [expanded(word, {"HOME": "/root"}) for word in pod(found)["containers"][0]["command"]]
-    assert command[-1] == odd
-    assert "$((" in command[2]
-    assert "$$" not in command[2]
-
-
-@pytest.mark.parametrize(
-    ("job", "fault"),
-    [
-        (Job(name="a", command=("train",), topology="h100:8"), "no container image"),
-        (
-            Job(name="a", command=("train",), topology="h100:8", image="i", run="/elsewhere/a"),
-            "in no volume",
-        ),
-        (Job(name="a", command=("train",), topology="2*v5e:2x4", image="i"), "have one host"),
-        (
-            Job(name="a", command=("train",), topology="v5p:4x4x8", image="i", host_processes=2),
-            "one process on a TPU host",
-        ),
-    ],
-)
-def test_jobs_that_kubernetes_cannot_run(job: Job, fault: str):
-    with pytest.raises(LaunchError, match=fault):
-        kubernetes(job, VOLUME)
-
-
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        ({"secrets": ("hub token",)}, "secrets has"),
-        ({"volumes": ("runs",)}, "CLAIM:PATH"),
-        ({"node_selector": ("pool",)}, "NAME=VALUE"),
-        ({"port": 0}, "port is 0"),
-        ({"shared_memory": "much"}, "shared_memory"),
-    ],
-)
-def test_settings_that_no_manifest_can_have(settings: dict, fault: str):
-    with pytest.raises(LaunchError, match=re.escape(fault)):
-        KubernetesSettings(**settings)

@@ -33,58 +33,21 @@ def sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_dry_run_writes_nothing(shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    code, out, err = shell(
-        "launch",
-        "--slurm",
-        "--topology",
-        "16*h100:8",
-        "--run",
-        "runs/a",
-        "--name",
-        "llama",
-        "-o",
-        "partition=gpu",
-        "--dry-run",
-        "--",
-        "train",
-        "--steps",
-        "9",
-    )
+    words = "launch --slurm --topology 16*h100:8 --run runs/a --name llama -o partition=gpu"
+    code, out, err = shell(*words.split(), "--dry-run", "--", "train", "--steps", "9")
     assert (code, err) == (0, "")
     assert "#SBATCH --partition=gpu" in out
     step = next(line for line in out.splitlines() if "srun" in line)
-    assert shlex.split(step.removesuffix("&"))[-8:] == [
-        "shardlib",
-        "train",
-        "--steps",
-        "9",
-        "--topology",
-        "16*h100:8",
-        "--run",
-        "runs/a",
-    ]
+    wanted = "shardlib train --steps 9 --topology 16*h100:8 --run runs/a"
+    assert shlex.split(step.removesuffix("&"))[-8:] == wanted.split()
     assert f"--chdir={tmp_path}" in step
     assert not list(tmp_path.iterdir())
 
 
 def test_the_words_of_a_training_say_machine_and_run(shell):
     words = ("train", "-t", "16*h100:8", "--run=/runs/a")
-    code, out, _ = shell(
-        "launch",
-        "--kubernetes",
-        "--image",
-        "i",
-        "-o",
-        "volumes=runs:/runs",
-        "--env",
-        "A=b=c",
-        "--restarts",
-        "7",
-        "--dry-run",
-        "--json",
-        "--",
-        *words,
-    )
+    settings = "--image i -o volumes=runs:/runs --env A=b=c --restarts 7 --dry-run --json"
+    code, out, _ = shell("launch", "--kubernetes", *settings.split(), "--", *words)
     assert code == 0
     found = yaml.safe_load(json.loads(out)["files"]["jobset.yaml"])["spec"]
     group = found["replicatedJobs"][0]["template"]["spec"]
@@ -98,19 +61,8 @@ def test_the_words_of_a_training_say_machine_and_run(shell):
 
 
 def test_other_programs_are_left_as_they_are(shell):
-    code, out, _ = shell(
-        "launch",
-        "--skypilot",
-        "-t",
-        "h100:8",
-        "--dry-run",
-        "--json",
-        "--",
-        "python",
-        "train.py",
-        "--run",
-        "x",
-    )
+    words = "launch --skypilot -t h100:8 --dry-run --json -- python train.py --run x"
+    code, out, _ = shell(*words.split())
     assert code == 0
     assert (
         yaml.safe_load(json.loads(out)["files"]["task.yaml"])["run"]
@@ -142,35 +94,26 @@ def test_what_the_scheduler_refuses_is_said(shell, sbatch: Path):
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (("--", "train"), "nothing says who starts the processes"),
-        (("-n", "2", "--image", "x", "--", "train"), "--image is for an engine: one of --slurm"),
+        ("-- train", "nothing says who starts the processes"),
+        ("-n 2 --image x -- train", "--image is for an engine: one of --slurm"),
+        ("--slurm -t h100:8 -n 2 -- train", "--processes is for processes of this machine"),
+        ("--slurm --ray -t h100:8 -- train", "--slurm and --ray exclude each other"),
         (
-            ("--slurm", "-t", "h100:8", "-n", "2", "--", "train"),
-            "--processes is for processes of this machine",
-        ),
-        (
-            ("--slurm", "--ray", "-t", "h100:8", "--", "train"),
-            "--slurm and --ray exclude each other",
-        ),
-        (
-            ("-n", "2", "--interface", "192.0.2.77", "--", "train"),
+            "-n 2 --interface 192.0.2.77 -- train",
             "192.0.2.77 is not an address of this machine",
         ),
-        (("-n", "2", "--", "tran"), "there is no program 'tran' here; did you mean 'train'? Try:"),
-        (("-n", "2", "--", "serve", "runs/a"), "run in one process, without `launch`"),
-        (("--slurm", "--", "train"), "a job needs to know its machine"),
-        (
-            ("--slurm", "-t", "h100:8", "-o", "partitoin=gpu", "--", "train"),
-            "Did you mean partition?",
-        ),
-        (("--slurm", "-t", "h100:8", "--env", "HF_TOKEN=x", "--", "train"), "looks like a secret"),
-        (("--slurm", "-t", "h100:8", "--env", "A", "--", "train"), "--env 'A' is not NAME=VALUE"),
-        (("--tpu-vm", "-t", "v5p:4x4x4", "--", "train"), "zone is missing"),
-        (("--ray", "-t", "h1000:8", "--", "train"), "unknown chip"),
+        ("-n 2 -- tran", "there is no program 'tran' here; did you mean 'train'? Try:"),
+        ("-n 2 -- serve runs/a", "run in one process, without `launch`"),
+        ("--slurm -- train", "a job needs to know its machine"),
+        ("--slurm -t h100:8 -o partitoin=gpu -- train", "Did you mean partition?"),
+        ("--slurm -t h100:8 --env HF_TOKEN=x -- train", "looks like a secret"),
+        ("--slurm -t h100:8 --env A -- train", "--env 'A' is not NAME=VALUE"),
+        ("--tpu-vm -t v5p:4x4x4 -- train", "zone is missing"),
+        ("--ray -t h1000:8 -- train", "unknown chip"),
     ],
 )
-def test_mistakes_are_one_message(shell, words: tuple[str, ...], fault: str):
-    code, out, err = shell("launch", *words)
+def test_mistakes_are_one_message(shell, words: str, fault: str):
+    code, out, err = shell("launch", *words.split())
     assert (code, out) == (2, "")
     assert fault in " ".join(err.split())
 

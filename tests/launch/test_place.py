@@ -26,28 +26,6 @@ OPEN_MPI = {
 }
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"SHARDLIB_PROCESSES": "²"},
-        {"SHARDLIB_PROCESS": "9" * 5000},
-        {"SHARDLIB_JOIN_SECONDS": "³"},
-        {"SHARDLIB_COORDINATOR": "h:99999"},
-        {"SHARDLIB_COORDINATOR": "h:0"},
-    ],
-)
-def test_numbers_that_are_none(wrong: dict[str, str]):
-    with pytest.raises(LaunchError):
-        read_place(
-            {
-                "SHARDLIB_PROCESSES": "2",
-                "SHARDLIB_PROCESS": "1",
-                "SHARDLIB_COORDINATOR": "h:7000",
-                **wrong,
-            }
-        )
-
-
 def test_whoever_started_it_says_which_process_it_is():
     assert read_place(OURS) == Place(coordinator="10.0.0.1:7000", processes=4, process=3)
     assert read_place(SLURM) == Place(
@@ -86,6 +64,11 @@ def test_whoever_started_it_says_which_process_it_is():
         ({"SHARDLIB_PROCESSES": "many"}, "SHARDLIB_PROCESSES is 'many', which is not a number"),
         ({"SHARDLIB_JOIN_SECONDS": "soon"}, "SHARDLIB_JOIN_SECONDS is 'soon'"),
         ({"SHARDLIB_HOST_DEVICES": "0"}, "SHARDLIB_HOST_DEVICES is '0'"),
+        ({"SHARDLIB_PROCESSES": "²"}, "SHARDLIB_PROCESSES is"),
+        ({"SHARDLIB_PROCESS": "9" * 5000}, "SHARDLIB_PROCESS is"),
+        ({"SHARDLIB_JOIN_SECONDS": "³"}, "SHARDLIB_JOIN_SECONDS is"),
+        ({"SHARDLIB_COORDINATOR": "h:99999"}, "SHARDLIB_COORDINATOR"),
+        ({"SHARDLIB_COORDINATOR": "h:0"}, "SHARDLIB_COORDINATOR"),
     ],
 )
 def test_what_is_wrong_is_said(change: dict[str, str], message: str):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.errors import LaunchError
 from shardlib.launch.job import Job
 from shardlib.launch.ray import RayHosts, RaySettings, ray, ray_hosts
 from shardlib.launch.ray_driver import Host
@@ -98,25 +97,6 @@ def test_the_driver_is_told_the_job():
         restarts=5,
         seconds=60,
     )
-
-
-@pytest.mark.parametrize(
-    ("job", "settings", "fault"),
-    [
-        (Job(name="a", command=("train",), topology="v5p:4x4x4"), {}, "TPUs"),
-        (Job(name="a", command=("train",), topology="h100:8", run="runs/a"), {}, "relative"),
-        (LLAMA, {"cpus": 0}, "cpus is 0"),
-        (LLAMA, {"upload": "/a", "workdir": "/b"}, "exclude each other"),
-        (
-            Job(name="a", command=("train",), topology="h100:8", image="i"),
-            {"upload": "/a"},
-            "exclude each other",
-        ),
-    ],
-)
-def test_jobs_that_ray_cannot_run(job: Job, settings: dict, fault: str):
-    with pytest.raises(LaunchError, match=fault):
-        ray(job, RaySettings(**settings))
 
 
 @pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, 3), 3), ((75, 75), 75)])

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import yaml
 
-from shardlib.errors import LaunchError
 from shardlib.launch.job import Job
 from shardlib.launch.skypilot import TASK, SkyPilotSettings, skypilot
 
@@ -102,25 +101,6 @@ def test_every_process_has_its_place(processes: int, tmp_path: Path):
         for place in places
     ] == [(str(i), str(i % processes), str(2 * processes)) for i in range(2 * processes)]
     assert {place["SHARDLIB_COORDINATOR"].rpartition(":")[0] for place in places} == {"10.0.0.1"}
-
-
-@pytest.mark.parametrize(
-    ("job", "fault"),
-    [
-        (Job(name="a", command=("train",), topology="2*v5e:4x8"), "several slices"),
-        (Job(name="a", command=("train",), topology="tpu7x:4x4x4"), "no accelerator type"),
-    ],
-)
-def test_jobs_that_skypilot_cannot_run(job: Job, fault: str):
-    with pytest.raises(LaunchError, match=fault):
-        skypilot(job)
-
-
-def test_settings_that_no_task_can_have():
-    with pytest.raises(LaunchError, match="network_tier"):
-        SkyPilotSettings(network_tier="fast")
-    with pytest.raises(LaunchError, match="REMOTE=SOURCE"):
-        SkyPilotSettings(file_mounts=("/runs",))
 
 
 @pytest.mark.skipif(

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.errors import LaunchError
 from shardlib.launch.job import Job
 from shardlib.launch.slurm import SCRIPT, SlurmSettings, slurm
 from shardlib.launch.submission import Submission, submit
@@ -178,83 +177,6 @@ def test_a_container_sees_the_run_and_the_folder_of_the_user():
         in words
     )
     assert "--container-workdir=/home/me" in words
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        LLAMA,
-        Job(
-            name="odd",
-            command=("python", "a b.py", "$(touch broken)", "it's"),
-            topology="cpu:2",
-            environment={"A": "x'; touch broken; '", "B": "line\nbreak"},
-            run="my runs/'first'",
-        ),
-    ],
-)
-@pytest.mark.parametrize(
-    "settings",
-    [
-        SlurmSettings(),
-        SlurmSettings(interface="ib0", setup=("module load cuda",), workdir="/home/a b", chain=2),
-    ],
-)
-def test_script_is_shell_and_what_users_write_stays_text(
-    job: Job, settings: SlurmSettings, tmp_path: Path
-):
-    script = slurm(job, settings).files[SCRIPT]
-    subprocess.run(["bash", "-n"], input=script, text=True, check=True, cwd=tmp_path)
-    assert step(slurm(job, settings))[-len(job.words) :] == list(job.words)
-    lines = script.splitlines()
-    first = next(
-        (
-            i
-            for i, line in enumerate(lines)
-            if line.startswith("export ") and "SHARDLIB" not in line
-        ),
-        None,
-    )
-    if first is not None:
-        last = next(i for i, line in enumerate(lines) if line.startswith("# Process 0"))
-        done = subprocess.run(
-            ["bash"],
-            input="\n".join([*lines[first:last], "env -0"]),
-            text=True,
-            capture_output=True,
-            check=True,
-            cwd=tmp_path,
-        )
-        assert {f"{name}={value}" for name, value in job.environment.items()} <= set(
-            done.stdout.split("\0")
-        )
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("settings", "fault"),
-    [
-        ({"partition": "a b"}, "partition is 'a b'"),
-        ({"interface": "ib0;reboot"}, "interface is 'ib0;reboot'"),
-        ({"setup": ("a\nb",)}, "must be one line"),
-        ({"gpus": "all"}, "gpus is 'all'"),
-        ({"options": ("-n4",)}, "does not begin with --"),
-        ({"chain": 0}, "chain is 0"),
-        ({"workdir": "here"}, "workdir is 'here'"),
-        ({"constraint": "a\n#SBATCH --x"}, "constraint is"),
-    ],
-)
-def test_settings_that_no_script_can_have(settings: dict, fault: str):
-    with pytest.raises(LaunchError, match="settings of Slurm") as caught:
-        SlurmSettings(**settings)
-    assert fault in str(caught.value)
-
-
-def test_jobs_that_slurm_cannot_run():
-    with pytest.raises(LaunchError, match="TPUs"):
-        slurm(Job(name="tpu", command=("train",), topology="v5p:4x4x4"))
-    with pytest.raises(LaunchError, match="notice of 120 s"):
-        slurm(Job(name="short", command=("train",), topology="cpu:2", seconds=60))
 
 
 def test_python_and_script_agree_on_the_port(tmp_path: Path):

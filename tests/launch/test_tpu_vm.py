@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
-
 import pytest
 
-from shardlib.errors import LaunchError
 from shardlib.launch.job import Job
 from shardlib.launch.tpu_vm import TpuVmSettings, tpu_vm
 
 HERE = TpuVmSettings(zone="us-east5-a", project="p")
-#: A program that stands for another one, and writes down how it was called.
-FAKE = (
-    '#!/bin/bash\nprintf "%s\\n" "$(basename "$0")" "$@" > "$CALLED"\nprintf "%s"'
-    ' "$SHARDLIB_PROCESSES $ODD" > "$CALLED.environment"\n'
-)
 
 
 def job(topology: str, **fields: object) -> Job:
@@ -132,62 +122,5 @@ def test_every_host_of_slices_that_are_there_is_started():
     assert all("--worker=all" in words for words in commands)
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("image", [None, "image:1"])
-def test_the_script_starts_the_command(image: str | None, tmp_path: Path):
-    odd = "it's $(touch broken)"
-    found = tpu_vm(
-        job("v6e:4x4", image=image, environment={"ODD": odd}, seconds=60),
-        TpuVmSettings(zone="z", setup=("true",)),
-    )
-    for name in ("timeout", "sudo"):
-        (tmp_path / name).write_text(FAKE)
-        (tmp_path / name).chmod(0o755)
-    called = tmp_path / "called"
-    subprocess.run(
-        ["bash", "-c", found.files["llama.sh"]],
-        cwd=tmp_path,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "CALLED": str(called)},
-        check=True,
-    )
-    words = called.read_text().splitlines()
-    timed = [
-        "--signal=TERM",
-        "--kill-after=120",
-        "60",
-        "python",
-        "-m",
-        "shardlib",
-        "train",
-        "--run",
-        "/mnt/llama",
-        "--restarts",
-        "3",
-    ]
-    assert words[-len(timed) - 1 :] == ["timeout", *timed]
-    if image is None:
-        assert (tmp_path / "called.environment").read_text() == f"auto {odd}"
-    else:
-        assert {"--env=SHARDLIB_PROCESSES=auto", f"--env=ODD={odd}", image} <= set(words)
-    assert not (tmp_path / "broken").exists()
-
-
 def test_one_host_needs_nobody():
     assert "SHARDLIB" not in tpu_vm(job("v6e:2x4"), HERE).files["llama.sh"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "settings", "fault"),
-    [
-        ({"topology": "h100:8"}, {}, "no TPUs"),
-        ({"topology": "tpu7x:4x4x4"}, {}, "no accelerator type"),
-        ({"topology": "v6e:4x4", "host_processes": 2}, {}, "one process on a TPU host"),
-        ({"topology": "v6e:4x4", "run": "runs/a"}, {}, "relative"),
-        ({"topology": "v6e:4x4", "run": "gs://b/a"}, {}, "mount it"),
-        ({"topology": "v6e:4x4"}, {"zone": ""}, "zone is missing"),
-        ({"topology": "v6e:4x4"}, {"provisioning": "cheap"}, "provisioning is 'cheap'"),
-    ],
-)
-def test_jobs_that_cloud_tpu_cannot_run(fields: dict, settings: dict, fault: str):
-    with pytest.raises(LaunchError, match=fault):
-        tpu_vm(job(**fields), TpuVmSettings(**{"zone": "z", **settings}))
