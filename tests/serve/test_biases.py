@@ -4,8 +4,6 @@ cache, of decoders alone and beside an encoder.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,21 +16,8 @@ from shardlib.functions.attention import RelativeBias
 from shardlib.serve.engine import Engine
 from shardlib.serve.requests import Asked, Capacity
 from tests.functions.biased import Biased
+from tests.serve.test_meshes import LONGEST, greedy, whole_pass
 from tests.serve.test_sources import SOURCE, VOCAB, WIDTH, Model, encode, forward
-
-LONGEST = 32
-
-
-def answers(model: Any, prompts: list[list[int]], most: int) -> list[list[int]]:
-    """Greedy, by the whole forward pass for every token."""
-    found = list[list[int]]()
-    for prompt in prompts:
-        tokens = np.zeros((1, LONGEST), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        for at in range(len(prompt), len(prompt) + most):
-            tokens[0, at] = int(np.argmax(model(tokens)[0, at - 1]))
-        found.append(tokens[0, len(prompt) : len(prompt) + most].tolist())
-    return found
 
 
 @pytest.mark.matrix
@@ -44,7 +29,6 @@ def test_tokens_are_those_of_the_whole_forward_pass(kind: str, data: int, tensor
     def init(rngs: nnx.Rngs) -> Biased:
         return Biased(kind, rngs, window=window)
 
-    model = read(init)
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, 61, size).tolist() for size in (3, 20, 11, 1, 24)]
     engine = Engine(
@@ -55,8 +39,7 @@ def test_tokens_are_those_of_the_whole_forward_pass(kind: str, data: int, tensor
         data=data,
         tensor=tensor,
     )
-    module = model.rebuild(*model.init(3))
-    wanted = answers(jax.jit(lambda tokens: module(tokens)), prompts, 7)
+    wanted = [greedy(whole_pass(init), prompt, 7) for prompt in prompts]
     assert engine.generate(prompts, 7) == wanted
     assert len({*map(tuple, wanted)}) > 2, "answers differ"
 
@@ -106,7 +89,7 @@ def test_a_decoder_with_biases_looks_at_an_encoder_with_biases():
         )
         padded = np.pad(source, (0, SOURCE - size))[None].astype(np.int32)
         made = encoded(padded, np.int32(size))
-        wanted += answers(lambda tokens, made=made: decoded(tokens, **made), [prompt], 6)
+        wanted.append(greedy(lambda tokens, made=made: decoded(tokens, **made), prompt, 6))
     engine.run()
     assert [one.answer for one in requests] == wanted
     assert len({*map(tuple, wanted)}) == 3, "sources matter"

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from scipy.stats import chisquare
 
 from shardlib import models
-from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError
 from shardlib.serve.computing import Ngrams
 from shardlib.serve.engine import Engine
 from shardlib.serve.requests import Asked, Capacity, Request, Sampling
-from tests.serve.test_meshes import DENSE, VOCAB, forward
+from tests.serve.test_meshes import DENSE, VOCAB, forward, whole_pass
 
 SIZES = Capacity(longest=48, slots=4, page=4, pages=48, budget=24)
 INIT = models.build(DENSE)[0]
@@ -107,9 +105,7 @@ def test_tokens_are_as_likely_as_the_model_says():
     ]
     engine.run()
     counts = Counter(tuple(request.answer) for request in requests)
-    model = read(INIT)
-    module = model.rebuild(*model.init(3))
-    logits = jax.jit(lambda tokens: forward(module, tokens))
+    logits = whole_pass(INIT)
 
     def odds(tokens: tuple[int, ...]) -> dict[int, float]:
         row = np.zeros((1, 8), np.int32)

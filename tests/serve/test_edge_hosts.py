@@ -16,18 +16,8 @@ from typing import Any
 import pytest
 
 from shardlib.cli import main
+from tests.serve.cards import card
 
-CARD = """
-name = "tiny"
-vocab_size = 64
-layers = 6
-embed = 16
-heads = 2
-kv_heads = 2
-head_dim = 8
-mlp = 32
-compute_dtype = "float32"
-"""
 DEVICE = """
 [[devices]]
 name = "{name}"
@@ -48,7 +38,7 @@ HOSTS = {"board": ("127.0.0.2", 0.1), "laptop": ("127.0.0.3", 0.1), "phone": ("1
 def stages(tmp_path: Path) -> Iterator[tuple[list[str], dict[str, subprocess.Popen[str]]]]:
     """Words of the command, and a process on each host."""
     (tmp_path / "secret").write_text("a secret of these tests\n")
-    (tmp_path / "tiny.toml").write_text(CARD)
+    (tmp_path / "tiny.toml").write_text(card(vocab=64, layers=6))
     devices = "".join(DEVICE.format(name=n, seconds=s) for n, (_, s) in HOSTS.items())
     (tmp_path / "devices.toml").write_text(devices)
     secret = ["--secret-file", str(tmp_path / "secret")]
@@ -116,25 +106,3 @@ def test_stages_on_hosts_run_a_plan_and_one_of_them_goes(
     assert code == 2 and time.monotonic() - when[-1] < 12
     (address,) = (one for one in words if one.startswith(f"{left[0]}="))
     assert f"at {address.partition('=')[2]}, " in found["error"]["message"]
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["edge", "demo", "-d", "x.toml", "--at", "a=b:1"], "--at are of --run N"),
-        (["edge", "demo", "-d", "x.toml", "--run", "2", "--at", "a=b:1"], "go together"),
-        (["edge-stage", "--secret-file", "no/such"], "the secret in no/such cannot be read"),
-        (["edge-stage", "--listen", "here", "--secret-file", "{secret}"], "--listen is 'here'"),
-        (["edge-stage", "--secret-file", "{short}"], "at least 16 characters"),
-    ],
-)
-def test_what_cannot_be_run_is_said(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "secret").write_text("x" * 20)
-    (tmp_path / "short").write_text("x")
-    names = {"secret": tmp_path / "secret", "short": tmp_path / "short"}
-    with pytest.raises(SystemExit) as ended:
-        main([word.format(**names) for word in words])
-    assert ended.value.code == 2 and said in capsys.readouterr().err

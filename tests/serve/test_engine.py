@@ -213,16 +213,6 @@ def test_tokens_that_are_left_out_are_never_chosen(engine: Engine):
         assert found <= {*left.tolist()} and len(found) > 1
 
 
-def test_logarithms_of_probabilities_are_those_of_the_forward_pass(engine: Engine):
-    params, _ = read(shardlib.tree(own_weights, AXES)).init(0)
-    request = engine.add(Asked(prompt=(3, 1, 4), most=4))
-    engine.run()
-    tokens = np.asarray([request.tokens])
-    right = jax.nn.log_softmax(own(POSITIONS["counted"])(params, tokens)[0], axis=-1)
-    picked = [float(right[at - 1, tokens[0, at]]) for at in range(3, 7)]
-    assert request.logprobs == pytest.approx(picked, abs=1e-5)
-
-
 def test_a_stream_that_nobody_reads_on_gives_its_pages_back(engine: Engine):
     stream = engine.stream([3, 1, 4], 15)
     first = [next(stream), next(stream)]

@@ -4,7 +4,7 @@ served.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -67,21 +67,26 @@ def forward(model: Any, tokens: jax.Array) -> jax.Array:
     return model(tokens)
 
 
+def greedy(logits: Callable[[Any], Any], prompt: Sequence[int], most: int) -> list[int]:
+    """An answer by the whole forward pass, once for every token."""
+    tokens = np.zeros((1, LONGEST), np.int32)
+    tokens[0, : len(prompt)] = prompt
+    for at in range(len(prompt), len(prompt) + most):
+        tokens[0, at] = int(np.argmax(logits(tokens)[0, at - 1]))
+    return tokens[0, len(prompt) : len(prompt) + most].tolist()
+
+
+def whole_pass(init: Any) -> Callable[[Any], Any]:
+    """The logits of a model with the weights of seed 3, without a cache."""
+    model = read(init)
+    module = model.rebuild(*model.init(3))
+    return jax.jit(lambda tokens: forward(module, tokens))
+
+
 @cache
 def reference(family: str) -> Callable[[tuple[int, ...], int], list[int]]:
-    """Greedy answers by the whole forward pass, once for every token."""
-    model = read(models.build(FAMILIES[family])[0])
-    module = model.rebuild(*model.init(3))
-    logits = jax.jit(lambda tokens: forward(module, tokens))
-
-    def answer(prompt: tuple[int, ...], most: int) -> list[int]:
-        tokens = np.zeros((1, LONGEST), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        for at in range(len(prompt), len(prompt) + most):
-            tokens[0, at] = int(np.argmax(logits(tokens)[0, at - 1]))
-        return tokens[0, len(prompt) : len(prompt) + most].tolist()
-
-    return answer
+    """Greedy answers of a family."""
+    return partial(greedy, whole_pass(models.build(FAMILIES[family])[0]))
 
 
 def prompts() -> list[tuple[int, ...]]:

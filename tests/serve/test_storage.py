@@ -401,10 +401,3 @@ def test_attention_over_pages_is_attention(
         for token in range(chunk):
             right = attended(form, queries[row, token], mine, own, int(position[row, token]))
             np.testing.assert_allclose(found[row, token], right, rtol=2e-5, atol=2e-6)
-
-
-def test_what_is_held_by_layers_is_the_tree_again():
-    tree = {"a": by_layer(jnp.arange(6.0).reshape(3, 2)), "b": jnp.ones(2)}
-    found = all_plain(tree)
-    np.testing.assert_array_equal(found["a"], np.arange(6.0).reshape(3, 2))
-    assert found["b"] is tree["b"]

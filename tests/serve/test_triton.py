@@ -13,7 +13,7 @@ from shardlib import models, serve
 from shardlib.cli import main
 from shardlib.errors import ArgumentError, CheckpointError, ModelError
 from shardlib.serve.artefacts import single_pass, user_pass
-from shardlib.serve.triton.repository import MODELS, Repository
+from shardlib.serve.triton.repository import Repository
 from tests.serve.classifier import Classifier, classifier
 from tests.serve.test_written_folders import CARD
 
@@ -138,14 +138,3 @@ def test_what_cannot_be_written_is_said(repository: Path, tmp_path: Path):
     )
     with pytest.raises(ModelError, match="is not a reference transformer"):
         Repository(folder=tmp_path).write_language_model(plain)
-
-
-def test_programs_of_the_backend_are_python(tmp_path: Path):
-    assert {path.name for path in MODELS.glob("*.py")} == {
-        "__init__.py",
-        "arrays.py",
-        "forward.py",
-        "generate.py",
-        "normalise.py",
-        "tokenize.py",
-    }

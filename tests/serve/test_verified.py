@@ -16,7 +16,6 @@ from shardlib.annotation.tree import read
 from shardlib.collective import Collective
 from shardlib.machines.topology import topology
 from shardlib.serve.checks import findings
-from shardlib.serve.engine import Engine
 from shardlib.serve.requests import Capacity, Storage
 from shardlib.verification.report import CompiledStep
 from tests.serve.test_planned import CONFIG as SERVED
@@ -138,39 +137,6 @@ def test_groups_of_devices_move_nothing_large_between_each_other(machine: str):
         between = [each for each in one.compiled.collectives if "data" in each.axes]
         logits = 2 * 4.1 * SIZES.slots * CONFIG.vocab_size
         assert all(each.bytes <= logits for each in between), str(one)
-
-
-@pytest.mark.long
-def test_what_was_predicted_is_what_an_engine_has():
-    tensor = 4
-    engine = Engine(
-        models.build(replace(CONFIG, param_dtype="float32"))[0],
-        lambda model, tokens: model(tokens),
-        capacity=SIZES,
-        tensor=tensor,
-        check=False,
-    )
-    (one, _) = shardlib.verify_serving(
-        models.build(replace(CONFIG, param_dtype="float32"))[0],
-        lambda model, tokens: model(tokens),
-        topology="cpu:4",
-        tensor=tensor,
-        capacity=SIZES,
-    )
-
-    def on_first(tree: object) -> int:
-        first = jax.devices()[0]
-        return sum(
-            shard.data.nbytes
-            for leaf in jax.tree.leaves(tree)
-            for shard in leaf.addressable_shards
-            if shard.device == first
-        )
-
-    assert one.predicted == {
-        "weights": on_first(engine.compute.weights),
-        "pages": on_first(engine.compute.pages),
-    }
 
 
 def test_what_is_wrong_is_said():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,16 @@ from shardlib.serve.engine import Engine
 from shardlib.serve.program import TracedForward, traced_forward
 from shardlib.serve.requests import Asked, Capacity, Request, Storage
 from shardlib.serve.scheduling import Schedule, digests
-from tests.serve.test_meshes import FAMILIES, LONGEST, VOCAB, forward, prompts, reference
+from tests.serve.test_meshes import (
+    FAMILIES,
+    LONGEST,
+    VOCAB,
+    forward,
+    greedy,
+    prompts,
+    reference,
+    whole_pass,
+)
 
 SOME = "window in some layers"
 SIZES = Capacity(longest=LONGEST, slots=3, page=2, budget=6)
@@ -68,21 +76,6 @@ def long_prompts() -> list[tuple[int, ...]]:
     return [(*one, *one, *one)[:22] for one in prompts()[:5]]
 
 
-def whole(init: Callable[..., Any], given: list[tuple[int, ...]], most: int) -> list[list[int]]:
-    """Greedy answers by the whole forward pass."""
-    model = read(init)
-    module = model.rebuild(*model.init(3))
-    logits = jax.jit(lambda tokens: forward(module, tokens))
-    found: list[list[int]] = []
-    for prompt in given:
-        tokens = np.zeros((1, LONGEST), np.int32)
-        tokens[0, : len(prompt)] = prompt
-        for at in range(len(prompt), len(prompt) + most):
-            tokens[0, at] = int(np.argmax(logits(tokens)[0, at - 1]))
-        found.append(tokens[0, len(prompt) : len(prompt) + most].tolist())
-    return found
-
-
 @pytest.mark.long
 def test_pages_are_those_of_what_each_layer_sees():
     engine = Engine(models.build(FAMILIES[SOME])[0], forward, weights=3, capacity=SIZES, tensor=2)
@@ -119,7 +112,7 @@ def test_windows_of_several_widths_with_drafts(smaller: bool):
         engine.draft_with(lambda rngs: Written((5, 3), rngs), forward, weights=3)
     found = [engine.add(Asked(prompt=one, most=8)) for one in given]
     engine.run()
-    assert [one.answer for one in found] == whole(three, given, 8)
+    assert [one.answer for one in found] == [greedy(whole_pass(three), one, 8) for one in given]
     assert engine.schedule.pool.available == engine.schedule.pool.pages
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jax
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardlib import serve
-from shardlib.annotation.tree import read
 from shardlib.errors import MissingFileError, ModelError
 from shardlib.serve.served import ByteText, Pieces
 from tests.serve.cards import card
@@ -42,18 +39,6 @@ def test_a_card_is_served_with_random_weights_and_says_so(tmp_path: Path) -> Non
     assert engine.forward.vocab == 256
     (answer,) = engine.generate([[5, 2, 7]], most=4)
     assert len(answer) == 4
-
-
-def test_hidden_states_are_those_of_the_logits(tmp_path: Path) -> None:
-    (tmp_path / "tiny.toml").write_text(CARD)
-    found = serve.named(str(tmp_path / "tiny.toml"))
-    assert found.hidden is not None
-    model = read(found.init)
-    module = model.rebuild(*jax.jit(model.init)(0))
-    tokens = np.asarray([[5, 2, 7]])
-    np.testing.assert_allclose(
-        found.hidden(module, tokens) @ module.head[...], module(tokens), atol=1e-5
-    )
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,3 @@ def test_what_no_family_has_is_refused(tmp_path: Path):
     ):
         with pytest.raises(ModelError, match="of no family of Hugging Face"):
             described(config)
-    with pytest.raises(SystemExit) as ended:
-        main(["export", "demo"])
-    assert ended.value.code == 2

@@ -16,20 +16,9 @@ from shardlib.serve.http.app import application
 from shardlib.serve.http.server import serving as serve
 from shardlib.serve.http.settings import Settings
 from tests.models.configs import tiny
+from tests.serve.cards import card as model_card
 from tests.serve.hf_folders import write_folder
 
-CARD = """
-name = "tiny"
-vocab_size = 256
-layers = 1
-embed = 16
-heads = 2
-kv_heads = 1
-head_dim = 8
-mlp = 32
-max_seq = 512
-compute_dtype = "float32"
-"""
 #: OpenAI's client asks, and a test may not start the process that says it.
 PROCESSOR = platform.uname().processor
 TOKENS = ("first-token-of-the-tests", "second-token-of-the-tests")
@@ -49,7 +38,7 @@ TEMPLATE = (
 def card(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model card."""
     path = tmp_path_factory.mktemp("card") / "tiny.toml"
-    path.write_text(CARD)
+    path.write_text(model_card(vocab=256, layers=1, most=512))
     return path
 
 

@@ -11,8 +11,6 @@ from urllib.parse import urlsplit
 
 import httpx2
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from shardlib.serve.hosting import Deployment, spell
 from shardlib.serve.http.bodies import Chat, asked_of
@@ -252,66 +250,6 @@ def test_fields_that_nobody_knows_are_ignored(ask: Any):
     }
     assert ask("completions", {"prompt": "a", "max_tokens": 1, **more})[0] == 200
     assert ask("chat/completions", {"messages": CHAT, "max_tokens": 1, **more})[0] == 200
-
-
-VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
-    ),
-    max_leaves=5,
-)
-FIELDS = st.sampled_from(
-    [
-        "prompt",
-        "messages",
-        "input",
-        "model",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "n",
-        "stop",
-        "stop_token_ids",
-        "max_tokens",
-        "logprobs",
-        "top_logprobs",
-        "echo",
-        "stream",
-        "stream_options",
-        "logit_bias",
-        "presence_penalty",
-        "frequency_penalty",
-        "min_tokens",
-        "response_format",
-        "tools",
-        "suffix",
-        "best_of",
-        "encoding_format",
-        "dimensions",
-        "user",
-    ]
-)
-
-
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
-@given(
-    path=st.sampled_from(["completions", "chat/completions", "embeddings"]),
-    more=st.dictionaries(FIELDS, VALUES, max_size=4),
-)
-def test_no_body_is_a_failure_of_the_server(url: str, path: str, more: dict[str, Any]):
-    body = {"prompt": "a", "messages": CHAT, "input": "a", "max_tokens": 2} | more
-    found = httpx2.post(
-        f"{url}/v1/{path}",
-        content=json.dumps(body).encode("utf-8", "replace"),
-        headers={**HEAD, "content-type": "application/json"},
-        timeout=60,
-    )
-    assert found.status_code in (200, 400, 404), (found.status_code, body, found.text)
 
 
 @pytest.mark.parametrize(

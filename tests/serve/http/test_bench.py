@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shardlib.cli import main
 from shardlib.errors import DataError
 from shardlib.serve.hosting import Deployment
 from shardlib.serve.measuring import Seen, figures, read_workload
@@ -78,70 +77,34 @@ def workload(tmp_path: Path) -> Path:
     return path
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """What the command prints."""
-    with pytest.raises(SystemExit) as ended:
-        main(["bench-serve", *words])
-    said = capsys.readouterr()
-    assert not ended.value.code, said.err
-    return said.out
-
-
 def test_a_server_is_asked(
-    url: str,
-    deployed: Deployment,
-    workload: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    url: str, deployed: Deployment, workload: Path, tmp_path: Path, shell: Any
 ):
     (tmp_path / "token").write_text(TOKENS[0])
-    words = [
-        str(workload),
-        "--url",
-        f"{url}/v1",
-        "--token-file",
-        str(tmp_path / "token"),
-        "--together",
-        "4",
-    ]
+
+    def run(more: str) -> str:
+        words = f"bench-serve {workload} --url {url}/v1 --token-file {tmp_path / 'token'}"
+        code, out, err = shell(*words.split(), "--together", "4", *more.split())
+        assert code == 0, err
+        return out
+
     out = tmp_path / "result.json"
-    found = json.loads(
-        run(capsys, *words, "--json", "--ttft", "60s", "--tpot", "10s", "--out", str(out))
-    )
+    found = json.loads(run(f"--json --ttft 60s --tpot 10s --out {out}"))
     assert (found["answered"], found["in_time"]) == (12, 1.0)
     assert found["output_tokens"] == sum(1 + 3 * number for number in range(12))
     seen = json.loads(out.read_text())["seen"]
     assert [one["tokens"] for one in seen] == [1 + 3 * number for number in range(12)]
     assert all(0 < one["first"] <= one["ended"] for one in seen)
-    text = run(capsys, *words, "--ttft", "0.001ms")
+    text = run("--ttft 0.001ms")
     assert "12 of 12 requests answered" in text and "in time         0.0% of all requests" in text
     with held(deployed), deployed.worker.places(8):  # the server is full
-        found = json.loads(run(capsys, *words, "--json"))
+        found = json.loads(run("--json"))
     assert (found["answered"], found["refused"], found["in_time"]) == (0, 12, 0.0)
     assert idle(deployed)
 
 
 @pytest.mark.long
-def test_a_server_is_started_for_as_long_as_it_takes(
-    card: Path, workload: Path, capsys: pytest.CaptureFixture[str]
-):
-    found = json.loads(run(capsys, str(workload), "--serve", str(card), "--slots", "2", "--json"))
+def test_a_server_is_started_for_as_long_as_it_takes(card: Path, workload: Path, shell: Any):
+    words = f"bench-serve {workload} --serve {card} --slots 2 --json"
+    found = json.loads(shell(*words.split())[1])
     assert found["answered"] == 12
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "one of --url and --serve says who is asked"),
-        (["--url", "http://127.0.0.1:9/v1"], "nobody answers at http://127.0.0.1:9/v1"),
-        (["--url", "nonsense"], "nobody answers at nonsense"),
-        (["--url", "http://a", "--ttft", "soon"], "--ttft"),
-    ],
-)
-def test_what_cannot_be_asked_is_said(
-    workload: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit) as ended:
-        main(["bench-serve", str(workload), *words])
-    assert ended.value.code == 2 and said in capsys.readouterr().err

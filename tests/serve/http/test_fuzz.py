@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from shardlib.serve.hosting import Deployment
 
 #: Bodies; more by SHARDLIB_FUZZ.
-EXAMPLES = int(os.environ.get("SHARDLIB_FUZZ", "80"))
+EXAMPLES = int(os.environ.get("SHARDLIB_FUZZ", "60"))
 #: Seconds in which every request is answered.
 SECONDS = 30.0
 CHOOSING: dict[str, Any] = {
@@ -147,12 +147,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     return route, text[: len(text) - cut] if cut > 18 else text
 
 
-@pytest.mark.long
-@settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(asked=bodies())
 def test_no_body_fails_the_server(folder_url: str, asked: tuple[str, bytes]):
     route, body = asked

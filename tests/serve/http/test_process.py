@@ -14,7 +14,6 @@ import httpx2
 import pytest
 
 from shardlib import serve
-from shardlib.cli import main
 from shardlib.serve.loading import demonstration
 from shardlib.training.run import RunFolder
 from tests.serve.http.conftest import TOKENS
@@ -71,53 +70,6 @@ def test_a_server_that_is_to_stop_lets_answers_end(served: tuple[str, subprocess
             client.get(f"{url}/models")
     said = process.stderr.read() if process.stderr else ""
     assert "RANDOM weights" in said and "secret" not in said and "Traceback" not in said
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["nothing-of-that-name", "--port", "0"], "'nothing-of-that-name' is not a preset"),
-        (
-            ["demo", "--port", "0", "--longest", "9999"],
-            "--longest 9999 is more than the 256 tokens",
-        ),
-        (["demo", "--port", "0", "--slots", "0"], "slots is 0"),
-        (
-            ["demo", "--port", "0", "--token-file", "no/such"],
-            "the tokens in no/such cannot be read",
-        ),
-        (["demo", "--port", "0", "--drain", "0s"], "--drain '0s' is not a duration, above 0"),
-        (["demo", "--port", "0", "--refresh", "10"], "--refresh '10' has no unit"),
-        (["demo", "--port", "0", "--groups", "2"], "--groups 2 shares devices out"),
-        (["demo", "--port", "0", "--topology", "cpu:8", "--groups", "3"], "3 groups do not divide"),
-        (["demo", "--port", "0", "--tpot", "0.001ms"], "1.00 µs is asked for, and"),
-        (["demo", "--port", "0", "--plan", "no/such.json"], "there is no plan file no/such.json"),
-        (["demo", "--port", "0", "--plan", "a", "--ttft", "1s"], "--plan is a plan already"),
-        (["demo", "--port", "0", "--ttft", "1s", "--slots", "3"], "a plan says what --slots would"),
-        (["demo", "--host", "no.such.host.invalid"], "cannot be listened at"),
-    ],
-)
-def test_what_cannot_be_served_is_said(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-):
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", *words])
-    assert ended.value.code == 2 and said in capsys.readouterr().err
-
-
-@pytest.mark.unit
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [("", "holds no tokens"), ("short", "fewer than 16 characters"), ("é" * 20, "ASCII")],
-)
-def test_files_of_tokens_are_checked(
-    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    (tmp_path / "tokens").write_text(text, "utf-8")
-    with pytest.raises(SystemExit):
-        main(["serve", "demo", "--port", "0", "--token-file", str(tmp_path / "tokens")])
-    assert said in capsys.readouterr().err
 
 
 @pytest.mark.long
