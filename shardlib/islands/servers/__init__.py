@@ -26,13 +26,12 @@ crew.py            the processes of a run
 island.py          islands that are processes of their own, each with its planned, sharded
                    program, and meet over TCP
 joining.py         `join`
-ray_actors.py      workers and servers as Ray actors
+processes.py       the processes of servers
 relay.py           A slow link of our own
 rounds.py          rounds of islands that are processes of their own
-rounds_process.py  the process of the outer server
 server.py          A server
-server_process.py  the process of a server
-starting.py        trains with workers and parameter servers, where they are to be started
+starting.py        training with workers and parameter servers: processes of this machine, or
+                   Ray actors
 wire.py            what workers and servers say to each other
 worker.py          A worker
 worker_process.py  the process of a worker

@@ -24,8 +24,8 @@ import numpy as np
 
 from shardlib.errors import ArgumentError, LaunchError, raise_all
 from shardlib.islands.exchanges import BUCKET_BYTES, Asynchronous, wrong_bucket_bytes
+from shardlib.islands.servers.processes import ServerSettings
 from shardlib.islands.servers.server import write
-from shardlib.islands.servers.server_process import ServerSettings
 from shardlib.islands.servers.wire import STARTER, Ask, Link, joined
 from shardlib.islands.servers.worker import Reference
 from shardlib.islands.servers.worker_process import WorkerSettings, log_file, read_shapes
@@ -121,17 +121,17 @@ class Crew:
         self._guard.close()
 
     def _server(self, number: int) -> None:
-        module = "shardlib.islands.servers.server_process"
-        self._start(f"server-{number}", module, self.servers[number])
+        words = ("shardlib.islands.servers.processes", "server")
+        self._start(f"server-{number}", words, self.servers[number])
 
     def _worker(self, number: int) -> subprocess.Popen[bytes]:
-        module = "shardlib.islands.servers.worker_process"
-        return self._start(f"worker-{number}", module, self.workers[number])
+        words = ("shardlib.islands.servers.worker_process",)
+        return self._start(f"worker-{number}", words, self.workers[number])
 
     def _start(
-        self, name: str, module: str, environment: Mapping[str, str]
+        self, name: str, module: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", module, str(self.folder)]
+        words = [sys.executable, "-m", *module, str(self.folder)]
         with (self.folder / f"{name}.log").open("ab") as log:
             process = start(
                 words,

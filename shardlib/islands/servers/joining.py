@@ -45,10 +45,10 @@ from shardlib.islands.exchanges import (
 from shardlib.islands.program import parts_in_order, trained
 from shardlib.islands.servers.crew import END_SECONDS, ended, environment
 from shardlib.islands.servers.island import Exchanging, Island, SeveralProcesses
+from shardlib.islands.servers.processes import OUTER_SETTINGS, OuterServerSettings
+from shardlib.islands.servers.processes import TOKEN as OUTER_TOKEN
 from shardlib.islands.servers.relay import Link, Relay, meeting_finding, read_link
 from shardlib.islands.servers.rounds import HOLD_SECONDS, Outline, Rounds
-from shardlib.islands.servers.rounds_process import SETTINGS, OuterServerSettings
-from shardlib.islands.servers.rounds_process import TOKEN as rounds_process_TOKEN
 from shardlib.islands.servers.wire import STARTER, Ask, Connection
 from shardlib.lowering.program import Program
 from shardlib.lowering.training_program import is_program
@@ -257,7 +257,7 @@ def _require_island(program: Program, exchange: Exchange) -> Outline:
 # The process of the outer server: started, watched, started again at its checkpoint.
 
 #: Of this module, in a process.
-MODULE = "shardlib.islands.servers.rounds_process"
+MODULE = ("shardlib.islands.servers.processes", "outer")
 
 
 @dataclass(kw_only=True, eq=False)
@@ -365,7 +365,7 @@ class OuterServer:
             islands=self.islands, rounds=self.rounds, host=self.host, port=self.port
         )
         variables = environment(
-            None, {SETTINGS: settings.to_json(), rounds_process_TOKEN: self._token}
+            None, {OUTER_SETTINGS: settings.to_json(), OUTER_TOKEN: self._token}
         )
         with Guard() as guard:
             for left in range(self.rounds.restarts, -1, -1):
@@ -380,7 +380,7 @@ class OuterServer:
 
     def _once(self, guard: Guard, variables: dict[str, str]) -> int:
         process = start(
-            [sys.executable, "-m", MODULE, str(self.run)],
+            [sys.executable, "-m", *MODULE, str(self.run)],
             guard,
             env=variables,
             stdin=subprocess.DEVNULL,

@@ -439,11 +439,6 @@ class About:
     places: tuple[tuple[int, int, int], ...]
 
 
-def checkpoint_file(folder: Path, server: int) -> Path:
-    """Returns the path of the checkpoint of a server."""
-    return folder / f"server-{server}.safetensors"
-
-
 def packed(shard: Shard, gate: Gate, server: int) -> bytes:
     """The checkpoint of a shard that has parameters."""
     header = {

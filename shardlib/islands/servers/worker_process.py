@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardlib.islands.exchanges import Asynchronous, Rule
+from shardlib.islands.servers.processes import SECRET, ProcessSettings, run
 from shardlib.islands.servers.server import write
-from shardlib.islands.servers.server_process import SECRET, ProcessSettings, run
 from shardlib.islands.servers.wire import Connection, Link, listed
 from shardlib.islands.servers.worker import Computing, Reference, Worker, load_job
 
@@ -94,4 +95,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, sys.argv[1])

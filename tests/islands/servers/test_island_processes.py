@@ -165,9 +165,9 @@ def test_islands_come_late_stall_and_die_and_the_others_go_on(tmp_path: Path) ->
     assert all(np.isfinite(one[path]).all() for one in found for path in one.files)
 
 
-def test_the_outer_server_loads_no_jax() -> None:
+def test_servers_load_no_jax() -> None:
     code = (
-        "import sys, shardlib.islands.servers.rounds_process;"
+        "import sys, shardlib.islands.servers.processes;"
         " print(sorted({'jax', 'flax', 'optax'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

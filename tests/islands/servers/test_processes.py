@@ -7,8 +7,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -176,15 +174,6 @@ def test_a_job_that_cannot_be_planned_says_why(tmp_path: Path) -> None:
     exchange = shardlib.Asynchronous(workers=1, servers=1)
     with pytest.raises(shardlib.LaunchError, match=r"(?s)no worker has ended well.*zero is 9"):
         train(jobs.wrong_job, 2, exchange=exchange)
-
-
-def test_servers_load_no_jax() -> None:
-    code = (
-        "import sys, shardlib.islands.servers.server_process;"
-        " print(sorted({'jax', 'flax', 'optax'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
 
 
 def test_a_script_without_a_guard_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
-"""The process of a server: `python -m shardlib.islands.servers.server_process FOLDER`, with the
-secret and its settings in variables of the environment. It loads no JAX, and starts in a
-fraction of a second.
+"""The processes of servers: `python -m shardlib.islands.servers.processes server FOLDER` for a
+parameter server, `outer FOLDER` for the outer server of islands. Settings and the secret come in
+variables of the environment. They load no JAX, and start in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,12 +17,19 @@ from typing import Any, ClassVar, Protocol, Self
 
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.islands.exchanges import Asynchronous, Rule
-from shardlib.islands.servers.server import Listening, Service, checkpoint_file, write
+from shardlib.islands.servers.rounds import FILE, Last, Rounds, RoundService, Short
+from shardlib.islands.servers.server import Listening, Service, write
 from shardlib.islands.servers.wire import address_file
 from shardlib.untrusted.data import Form, construct, parse_json
 
-#: Variables of the environment.
+#: Variables of the environment: the settings and the secret of a parameter server, and those of the
+#: outer server.
 SETTINGS, SECRET = "SHARDLIB_SERVER", "SHARDLIB_SECRET"
+OUTER_SETTINGS, TOKEN = "SHARDLIB_ROUNDS", "SHARDLIB_MEETING_TOKEN"
+#: File of the run that gets a line of JSON for each round, and one for each event.
+ROUNDS, EVENTS = "rounds.jsonl", "events.jsonl"
+#: File of the run that says where the outer server listens, and its pid.
+ADDRESS = "outer.address"
 
 
 class Saves(Protocol):
@@ -75,24 +83,78 @@ class ServerSettings(ProcessSettings):
     host: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class OuterServerSettings(ProcessSettings):
+    """Settings of the outer server.
+
+    Attributes:
+        islands: how many there may be.
+        rounds: how long they wait, and for how many.
+        host: address to listen at.
+        port: of it.
+    """
+
+    what = "the settings of the outer server"
+    words = Short
+
+    islands: int
+    rounds: Rounds
+    host: str
+    port: int
+
+
 def service_of(settings: ServerSettings, folder: Path) -> Service:
     """Returns the service, at its checkpoint where there is one."""
     return Service(
         exchange=settings.exchange,
         server=settings.server,
-        checkpoint=checkpoint_file(folder, settings.server),
+        checkpoint=folder / f"server-{settings.server}.safetensors",
         save_every=settings.save_every,
         silent_s=settings.silent_s,
     )
 
 
-def main(folder: Path) -> None:
+def serve_parameters(folder: Path) -> None:
     """Serves until it is ended; SIGTERM saves first."""
     settings = ServerSettings.read(os.environ[SETTINGS])
     service = service_of(settings, folder)
     listening = Listening(service=service, secret=os.environ[SECRET], host=settings.host)
 
     serve(listening, service, address_file(folder, settings.server))
+
+
+def serve_rounds(folder: Path) -> None:
+    """Serves until it is ended; SIGTERM saves first."""
+    settings = OuterServerSettings.read(os.environ[OUTER_SETTINGS])
+    began = [time.time()]
+
+    def say(text: str) -> None:
+        _line(folder / EVENTS, {"at_s": time.time(), "event": text})
+        print(text, flush=True)
+
+    def closed(last: Last) -> None:
+        now = time.time()
+        seconds, began[0] = now - began[0], now
+        line = {"round": last.number, "islands": last.islands, "seconds": seconds, "at_s": now}
+        _line(folder / ROUNDS, line)
+
+    service = RoundService(
+        islands=settings.islands,
+        rounds=settings.rounds,
+        checkpoint=folder / FILE,
+        say=say,
+        closed=closed,
+    )
+    listening = Listening(
+        service=service, secret=os.environ[TOKEN], host=settings.host, wanted=settings.port
+    )
+
+    serve(listening, service, folder / ADDRESS)
+
+
+def _line(path: Path, data: dict[str, Any]) -> None:
+    with path.open("a") as stream:
+        stream.write(json.dumps(data) + "\n")
 
 
 def serve(listening: Listening, service: Saves, address: Path) -> None:
@@ -108,14 +170,14 @@ def serve(listening: Listening, service: Saves, address: Path) -> None:
     service.save()
 
 
-def run(main: Callable[[Path], None]) -> None:
-    """Runs a process for the folder that the command line names; an error is one line."""
+def run(main: Callable[[Path], None], folder: str) -> None:
+    """Runs a process for a folder; an error is one line."""
     try:
-        main(Path(sys.argv[1]))
+        main(Path(folder))
     except ShardlibError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
 if __name__ == "__main__":
-    run(main)
+    run({"server": serve_parameters, "outer": serve_rounds}[sys.argv[1]], sys.argv[2])
