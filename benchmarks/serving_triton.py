@@ -48,8 +48,8 @@ from tritonclient.grpc import (  # pyright: ignore[reportMissingImports]
 
 from benchmarks.environment import ROOT, command_line, write
 from shardlib import models, serve
-from shardlib.serve.artefacts import embedding_pass, user_pass
-from shardlib.serve.triton.repository import Repository
+from shardlib.serve.artefacts import user_pass
+from shardlib.serve.triton.repository import Repository, embedding_pass
 from tests.serve.classifier import Classifier, classifier, forward
 
 SEQ, ROWS, MOST = 32, 16, 24

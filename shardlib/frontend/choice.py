@@ -111,7 +111,7 @@ def searched(
         model = replace(model, traced=replace(model.traced, problem=problem))
         plan = search(problem, machine, pin)
     if plan.exchange.islands > 1:
-        wings.islands("lowering").require_carried(model, plan, plan.exchange)
+        wings.islands("planning").require_carried(model.traced.problem, plan, plan.exchange)
     plan = with_model(plan, model)
     instead = _islands_instead(model, plan, machine)
     layouts = own_layouts.findings(

@@ -34,7 +34,6 @@ from shardlib.islands.meeting import (
     joined,
     local,
     outer_updates,
-    over_islands,
     packed,
     replaced,
     shared_of,
@@ -332,6 +331,15 @@ def _mean(arrays: list[Value]) -> Value:
 Calls = tuple[Sending, Packing, Arriving]
 
 
+def over_islands(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """Arrays of all islands, which are alike, as one over the devices of all."""
+    first = arrays[0].sharding
+    assert isinstance(first, NamedSharding)
+    shards = [shard.data for array in arrays for shard in array.addressable_shards]
+    sharding = NamedSharding(mesh, first.spec, memory_kind=first.memory_kind)
+    return jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, shards)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DelayedProgram(IslandsProgram):
     """The programs of islands that meet by outer gradients which arrive some steps after they were
@@ -499,14 +507,6 @@ def calls_of(exchange: DiLoCo, program: Program, mesh: Mesh | AbstractMesh) -> t
         )
 
     return tuple(map(made, shared_of(exchange, program)))
-
-
-def checked_calls(exchange: DiLoCo, program: Program) -> tuple[IslandCall, ...]:
-    """Returns what an island runs beside steps and what its devices could communicate in,
-    abstract.
-    """
-    calls = calls_of(exchange, program, program.mesh)
-    return tuple(call for sending, _, arriving in calls for call in (sending, arriving))
 
 
 def flying_of(state: IslandsState) -> FlyingState:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import jax
 
 from shardlib.annotation.trees import Tree
-from shardlib.errors import BatchError, PinError, TopologyError, raise_all
+from shardlib.errors import BatchError, TopologyError, raise_all
 from shardlib.frontend.model import TracedModel, traced_again
 from shardlib.graph import Problem
 from shardlib.islands.exchanges import Compressed, DiLoCo, Several
-from shardlib.islands.planning import of_one_island
+from shardlib.islands.planning import of_one_island, require_carried
 from shardlib.planner.plan import Plan
 from shardlib.tracing.trace import abstract, describe_batch
 
@@ -94,7 +94,7 @@ def lower_islands(
     from shardlib.lowering.random_keys import with_keys
 
     exchange = cast("Several", plan.exchange)
-    require_carried(model, plan, exchange)
+    require_carried(model.traced.problem, plan, exchange)
     inner = of_one_island(plan)
     groups = _devices_of(exchange, inner.mesh.devices, devices)
     programs = tuple(lower(model, inner, devices=group, **options) for group in groups)
@@ -123,35 +123,6 @@ def _retraced(model: TracedModel, islands: int) -> LossJaxpr:
 
     traced = traced_again(model, *_global_batch(model, islands))
     return LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree)
-
-
-def require_carried(model: TracedModel, plan: Plan, exchange: Several) -> None:
-    """Refuses what islands cannot carry."""
-    updated = [
-        parameter.path
-        for parameter in model.traced.problem.parameters
-        if parameter.role == "updated"
-    ]
-    failures: list[str] = []
-    if updated:
-        failures.append(
-            f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
-            " which are not parameters: each island would have its own, and nothing says which is"
-            " right"
-        )
-    if plan.pipeline == "programs" and isinstance(exchange, Compressed):
-        failures.append(
-            "pipeline='programs' makes a program of every stage, whose gradients do not leave it"
-        )
-    if "disk" in plan.offload:
-        failures.append("offload=['disk'] keeps optimizer state in files, which islands share")
-    if failures:
-        raise_all(
-            PinError,
-            f"exchange={exchange} cannot be carried out",
-            failures,
-            hint="exchange='exact'",
-        )
 
 
 def _devices_of(

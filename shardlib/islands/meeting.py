@@ -298,15 +298,6 @@ def unstacked(array: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[ja
     return [_of_island(array, leaf) for leaf in like]
 
 
-def over_islands(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-    """Arrays of all islands, which are alike, as one over the devices of all."""
-    first = arrays[0].sharding
-    assert isinstance(first, NamedSharding)
-    shards = [shard.data for array in arrays for shard in array.addressable_shards]
-    sharding = NamedSharding(mesh, first.spec, memory_kind=first.memory_kind)
-    return jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, shards)
-
-
 def local(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     """The array of one island out of one that is the same on all."""
     mesh = sharding.mesh
@@ -543,34 +534,6 @@ def shared_of(exchange: Meets, program: Program) -> list[list[Shared]]:
         [shared[part.parameter.path].of(part.rows) for part in fragment]
         for fragment in fragments_of(plan.parameters, plan.mesh, exchange)
     ]
-
-
-def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array]:
-    """The mean of the parameters of all islands, sharded as optimizer state is and alike on all
-    islands.
-    """
-    mesh = meeting.mesh
-    stacks = [stacked_sharding(parameter.state, mesh) for parameter in meeting.about]
-    alike = [NamedSharding(mesh, parameter.state.spec) for parameter in meeting.about]
-
-    def mean(stacks_local: list[jax.Array]) -> list[jax.Array]:
-        return [
-            jax.lax.pmean(stack.astype(jnp.float32), ISLAND.name).reshape(
-                stack.shape if parameter.leaf.ndim else ()
-            )
-            for parameter, stack in zip(meeting.about, stacks_local, strict=True)
-        ]
-
-    def function(thetas: list[jax.Array]) -> list[jax.Array]:
-        return jax.shard_map(
-            mean,
-            mesh=mesh,
-            in_specs=([sharding.spec for sharding in stacks],),
-            out_specs=[sharding.spec for sharding in alike],
-            check_vma=False,
-        )([mesh_held(theta, sharding) for theta, sharding in zip(thetas, stacks, strict=True)])
-
-    return jax.jit(function)(thetas)
 
 
 def replaced(arrays: list[jax.Array], places: list[int], new: list[jax.Array]) -> list[jax.Array]:

@@ -14,10 +14,18 @@ from shardlib.collective import Collective
 from shardlib.cost.estimate import Estimate
 from shardlib.cost.pricing import group_seconds
 from shardlib.cost.roofline import fitting_bytes, margin
-from shardlib.errors import HINT, BatchError, InfeasibleError, PinError, PlanError, TopologyError
+from shardlib.errors import (
+    HINT,
+    BatchError,
+    InfeasibleError,
+    PinError,
+    PlanError,
+    TopologyError,
+    raise_all,
+)
 from shardlib.exchanges import EXACT
 from shardlib.findings import Finding, diagnostic
-from shardlib.graph import ITEMSIZE
+from shardlib.graph import ITEMSIZE, Problem
 from shardlib.islands.exchanges import (
     Compressed,
     DiLoCo,
@@ -767,3 +775,28 @@ def _holding(island: Topology, held_bytes: int) -> Topology:
     """An island with so much less memory."""
     chip = replace(island.chip, reserved_bytes=island.chip.reserved_bytes + held_bytes)
     return replace(island, chip=chip)
+
+
+def require_carried(problem: Problem, plan: Plan, exchange: Several) -> None:
+    """Refuses what islands cannot carry."""
+    updated = [parameter.path for parameter in problem.parameters if parameter.role == "updated"]
+    failures: list[str] = []
+    if updated:
+        failures.append(
+            f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
+            " which are not parameters: each island would have its own, and nothing says which is"
+            " right"
+        )
+    if plan.pipeline == "programs" and isinstance(exchange, Compressed):
+        failures.append(
+            "pipeline='programs' makes a program of every stage, whose gradients do not leave it"
+        )
+    if "disk" in plan.offload:
+        failures.append("offload=['disk'] keeps optimizer state in files, which islands share")
+    if failures:
+        raise_all(
+            PinError,
+            f"exchange={exchange} cannot be carried out",
+            failures,
+            hint="exchange='exact'",
+        )

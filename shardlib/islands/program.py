@@ -28,7 +28,6 @@ from shardlib.islands.meeting import (
     Meeting,
     held,
     local,
-    mean_parameters,
     meetings_of,
     mesh_of_all,
     replaced,
@@ -44,6 +43,7 @@ from shardlib.lowering import mesh
 from shardlib.lowering.checks import require
 from shardlib.lowering.collectives import like
 from shardlib.lowering.mesh import batch_path, constrain
+from shardlib.lowering.mesh import held as mesh_held
 from shardlib.lowering.pipeline.per_stage import Dispatch, Made
 from shardlib.lowering.program import Options, Program, Verifier, shardings_of, verified_by
 from shardlib.lowering.random_keys import BatchDims, Fold, is_key
@@ -754,6 +754,34 @@ def _folded(keys: jax.Array, number: int) -> jax.Array:
 #
 # program = shardlib.compile(..., pin={"exchange": shardlib.DiLoCo(islands=2, every=100)}) state,
 # metrics = program.step(program.init(seed=0), batch) # meets after every 100th step
+
+
+def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array]:
+    """The mean of the parameters of all islands, sharded as optimizer state is and alike on all
+    islands.
+    """
+    mesh = meeting.mesh
+    stacks = [stacked_sharding(parameter.state, mesh) for parameter in meeting.about]
+    alike = [NamedSharding(mesh, parameter.state.spec) for parameter in meeting.about]
+
+    def mean(stacks_local: list[jax.Array]) -> list[jax.Array]:
+        return [
+            jax.lax.pmean(stack.astype(jnp.float32), ISLAND.name).reshape(
+                stack.shape if parameter.leaf.ndim else ()
+            )
+            for parameter, stack in zip(meeting.about, stacks_local, strict=True)
+        ]
+
+    def function(thetas: list[jax.Array]) -> list[jax.Array]:
+        return jax.shard_map(
+            mean,
+            mesh=mesh,
+            in_specs=([sharding.spec for sharding in stacks],),
+            out_specs=[sharding.spec for sharding in alike],
+            check_vma=False,
+        )([mesh_held(theta, sharding) for theta, sharding in zip(thetas, stacks, strict=True)])
+
+    return jax.jit(function)(thetas)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

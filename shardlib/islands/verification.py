@@ -19,11 +19,10 @@ from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import TracedModel
 from shardlib.frontend.verified import priced_as_compiled
 from shardlib.islands.compression import exchanges_of
-from shardlib.islands.delayed import checked_calls
+from shardlib.islands.delayed import IslandCall, calls_of
 from shardlib.islands.exchanges import Compressed, DiLoCo, Several
-from shardlib.islands.lowering import require_carried
 from shardlib.islands.meeting import BetweenSteps, abstract_mesh_of_all, meetings_of
-from shardlib.islands.planning import of_one_island, on_islands
+from shardlib.islands.planning import of_one_island, on_islands, require_carried
 from shardlib.layout import ISLAND, MeshShape
 from shardlib.lowering.program import Options, Program
 from shardlib.machines.topology import Topology, island_of, used_by
@@ -102,6 +101,14 @@ def verify_islands(
             *others,
         ),
     )
+
+
+def checked_calls(exchange: DiLoCo, program: Program) -> tuple[IslandCall, ...]:
+    """Returns what an island runs beside steps and what its devices could communicate in,
+    abstract.
+    """
+    calls = calls_of(exchange, program, program.mesh)
+    return tuple(call for sending, _, arriving in calls for call in (sending, arriving))
 
 
 def abstract_meetings(exchange: Several, program: Program) -> tuple[BetweenSteps, ...]:
@@ -212,7 +219,7 @@ def verified(
 ) -> Verification:
     """A plan of several islands against what the compiler makes of a step and of the meetings."""
     exchange = cast("Several", plan.exchange)
-    require_carried(model, plan, exchange)
+    require_carried(model.traced.problem, plan, exchange)
     island = island_of(machine, exchange.islands)
     inner = priced_as_compiled(model, of_one_island(plan), island)
     priced = replace(plan, estimate=on_islands(inner, exchange, machine).estimate)

@@ -5,7 +5,7 @@
 
 artefacts.py    a single pass as files that programs without shardlib run
 cache.py        the paged cache of keys and values, and its forms on devices
-checks.py       checks of served programs: logits against the forward pass, compiled programs
+checks.py       verification of served programs by the real compilers
 commands.py     `shardlib plan --serve | generate | export | serve | bench-serve | edge`
 computing.py    computation of an engine's steps: adapters, drafts, models with own caches
 cost.py         seconds and bytes of serving

@@ -106,26 +106,6 @@ def logits_pass(served: Served, seq: int) -> SinglePass:
     )
 
 
-def embedding_pass(served: Served, seq: int) -> SinglePass:
-    """The mean of the last states of a language model, over the tokens that a row has."""
-    hidden = served.hidden
-    if hidden is None:
-        raise ModelError(f"{served.name} does not give the states before its logits")
-
-    def run(model: Tree, inputs: Mapping[str, jax.Array]) -> Tree:
-        states = hidden(model, inputs["tokens"]).astype(jnp.float32)
-        count = inputs["length"]  # [rows, 1]
-        there = (jnp.arange(seq)[None, :] < count)[..., None]
-        total = jnp.where(there, states, 0.0).sum(axis=1)
-        return {"embedding": total / jnp.maximum(count, 1)}
-
-    inputs = {
-        "tokens": jax.ShapeDtypeStruct((1, seq), jnp.int32),
-        "length": jax.ShapeDtypeStruct((1, 1), jnp.int32),
-    }
-    return single_pass(served.init, run, inputs, weights=served.weights, name=served.name)
-
-
 def row_length(served: Served, seq: int | None) -> int:
     """Tokens of a row of a language model.
 

@@ -649,21 +649,6 @@ def layer(value: Value | Stored | Layered, index: int) -> Value | Stored | Colum
     return jax.tree.map(lambda leaf: leaf[index], value)
 
 
-def written_out(
-    body: Function, carry: Tree, scanned: Sequence[Tree], *, length: int, reverse: bool
-) -> tuple[Tree, tuple[Value, ...]]:
-    """Computes what `jax.lax.scan` does, each iteration with the rows that are held for it.
-
-    Args:
-        body: (carry, rows) -> (carry, results).
-    """
-    results: dict[int, tuple[Value, ...]] = {}
-    for index in reversed(range(length)) if reverse else range(length):
-        carry, results[index] = body(carry, tuple(layer(stack, index) for stack in scanned))
-    rows = [results[index] for index in range(length)]
-    return carry, tuple(jnp.stack(rows_of_result) for rows_of_result in zip(*rows, strict=True))
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StoredPages:
@@ -687,17 +672,6 @@ class StoredPages:
 
 #: Pages of keys or of values, in the dtype of the cache or in int8.
 Page = jax.Array | StoredPages
-
-
-def stored_page(page: jax.ShapeDtypeStruct, cache: str) -> jax.ShapeDtypeStruct | StoredPages:
-    """Returns the shapes of pages in a cache, without contents."""
-    if cache == "model":
-        return page
-    values = page.update(dtype=DTYPES[cache][0])
-    if cache == "fp8":
-        return values
-    scale = page.update(shape=page.shape[:-1], dtype=jnp.float32)
-    return StoredPages(values=values, scale=scale, dtype=str(page.dtype))  # type: ignore[arg-type]
 
 
 def read_pages(page: Page, layer: Index, numbers: Value) -> Value:

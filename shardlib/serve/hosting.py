@@ -155,20 +155,6 @@ def _listed(text: Text, token: int, logprob: float | None) -> Listed:
     return Listed(token=token, text=decoded, raw=raw, logprob=logprob)
 
 
-def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[Told]) -> Part:
-    """A prompt as the beginning of what is answered."""
-    prompt_text = text.decode(prompt)
-    if len(scores) != len(prompt) - 1:
-        return Part(prompt_text, (), None)
-    tokens = [Written(listed=_listed(text, prompt[0], None), likely=(), offset=0)]
-    pieces = Pieces(text)
-    offset = len(pieces.add(prompt[0]))
-    for score in scores:
-        tokens.append(written(text, score, offset))
-        offset += len(pieces.add(score.token))
-    return Part(prompt_text, tuple(tokens), None)
-
-
 class Answer:
     """The text of an answer, as its tokens come in.
 

@@ -30,7 +30,7 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import ModelError, raise_all
 from shardlib.functions.attention import Attention, Operands
 from shardlib.functions.experts import ExpertForm, visited
-from shardlib.jax_types import Index, Value
+from shardlib.jax_types import Function, Index, Value
 from shardlib.serve.cache import (
     SHARED,
     CacheGroup,
@@ -43,9 +43,9 @@ from shardlib.serve.cache import (
     Token,
     attending,
     is_held,
+    layer,
     plain,
     product,
-    written_out,
 )
 from shardlib.tracing.program import REMAT, Call, Equation, Program
 from shardlib.tracing.rewriting import bind, carried_avals, strong
@@ -731,6 +731,21 @@ def _row(equation: Equation, array: Value, dim: int, cached: Cached) -> Value:
 def _inside(equation: Equation, cached: Cached) -> bool:
     """Returns whether a loop has attention in it, or looks at the position."""
     return looks(equation, cached.positions, cached.pages)
+
+
+def written_out(
+    body: Function, carry: Tree, scanned: Sequence[Tree], *, length: int, reverse: bool
+) -> tuple[Tree, tuple[Value, ...]]:
+    """Computes what `jax.lax.scan` does, each iteration with the rows that are held for it.
+
+    Args:
+        body: (carry, rows) -> (carry, results).
+    """
+    results: dict[int, tuple[Value, ...]] = {}
+    for index in reversed(range(length)) if reverse else range(length):
+        carry, results[index] = body(carry, tuple(layer(stack, index) for stack in scanned))
+    rows = [results[index] for index in range(length)]
+    return carry, tuple(jnp.stack(rows_of_result) for rows_of_result in zip(*rows, strict=True))
 
 
 def _scan(

@@ -16,7 +16,16 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import ModelError, ShardlibError
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
-from shardlib.serve.cache import TOKEN_DIMS, CacheGroup, Grid, Layers, Pages, Token, stored_page
+from shardlib.serve.cache import (
+    DTYPES,
+    TOKEN_DIMS,
+    CacheGroup,
+    Grid,
+    Layers,
+    Pages,
+    StoredPages,
+    Token,
+)
 from shardlib.serve.layers import (
     ROW,
     Cached,
@@ -36,6 +45,17 @@ from shardlib.tracing.program import Equation, Program, called, flatten
 
 #: The user's forward pass: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab].
 Forward = Callable[[Tree, jax.Array], jax.Array]
+
+
+def stored_page(page: jax.ShapeDtypeStruct, cache: str) -> jax.ShapeDtypeStruct | StoredPages:
+    """Returns the shapes of pages in a cache, without contents."""
+    if cache == "model":
+        return page
+    values = page.update(dtype=DTYPES[cache][0])
+    if cache == "fp8":
+        return values
+    scale = page.update(shape=page.shape[:-1], dtype=jnp.float32)
+    return StoredPages(values=values, scale=scale, dtype=str(page.dtype))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,29 +46,6 @@ def serving_layouts(problem: Problem, mesh: MeshShape) -> Mapping[str, Layout]:
     }
 
 
-def scale_dims(problem: Problem) -> Mapping[str, int]:
-    """The dim whose elements share a scale where weights are stored in eight bits, for every matrix
-    by path: that of the residual stream, or the longest.
-    """
-    colouring = colour(problem)
-    walked, sizes = _walked(problem, colouring), _sizes(problem, colouring)
-    stream = max(sizes, key=lambda name: sizes[name], default=None)
-    dims = dict[str, int]()
-    for parameter in problem.parameters:
-        names = colouring.parameters[parameter.path]
-        inner = [
-            dim
-            for dim, size in enumerate(parameter.shape)
-            if size > 1 and (names[dim] is None or names[dim] not in walked)
-        ]
-        if len(inner) > 1:
-            dims[parameter.path] = next(
-                (dim for dim in inner if names[dim] == stream),
-                max(inner, key=lambda dim: parameter.shape[dim]),
-            )
-    return dims
-
-
 #: How much a weight is to be cut along a colour: products of activations whose results have it, as
 #: heads are in two of attention, and widths of heads in one; and elements of weights that have it.
 _Rank = tuple[int, int]

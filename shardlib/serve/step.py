@@ -18,9 +18,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardlib.annotation.names import Model
 from shardlib.annotation.trees import Tree, path_text
+from shardlib.graph import Problem
 from shardlib.jax_types import KeyPath, Leaf
 from shardlib.layout import Layout, MeshShape
 from shardlib.lowering.mesh import axis_names, named_sharding
+from shardlib.propagation.colours import colour
 from shardlib.serve.cache import (
     CacheGroup,
     Columns,
@@ -35,7 +37,7 @@ from shardlib.serve.cache import (
     store,
 )
 from shardlib.serve.program import Forward, TracedForward
-from shardlib.serve.propagation import scale_dims, serving_layouts, serving_mesh
+from shardlib.serve.propagation import _sizes, _walked, serving_layouts, serving_mesh
 from shardlib.serve.requests import Capacity, Shape, Storage, Told
 from shardlib.serve.sampling import Choices, Chosen, Row, choices, choose, rows_of, told
 from shardlib.serve.scheduling import Share
@@ -447,6 +449,29 @@ def placed(
         factors={index: dims for index, dims in factors.items() if not any(specs[index])},
         threads=os.cpu_count() or 1,
     )
+
+
+def scale_dims(problem: Problem) -> Mapping[str, int]:
+    """The dim whose elements share a scale where weights are stored in eight bits, for every matrix
+    by path: that of the residual stream, or the longest.
+    """
+    colouring = colour(problem)
+    walked, sizes = _walked(problem, colouring), _sizes(problem, colouring)
+    stream = max(sizes, key=lambda name: sizes[name], default=None)
+    dims = dict[str, int]()
+    for parameter in problem.parameters:
+        names = colouring.parameters[parameter.path]
+        inner = [
+            dim
+            for dim, size in enumerate(parameter.shape)
+            if size > 1 and (names[dim] is None or names[dim] not in walked)
+        ]
+        if len(inner) > 1:
+            dims[parameter.path] = next(
+                (dim for dim in inner if names[dim] == stream),
+                max(inner, key=lambda dim: parameter.shape[dim]),
+            )
+    return dims
 
 
 def arranged(

@@ -34,14 +34,12 @@ from shardlib.serve.cache import (
     product,
     read_pages,
     store,
-    stored_page,
     whole,
     write_rows,
-    written_out,
 )
 from shardlib.serve.engine import Engine
-from shardlib.serve.layers import summed_dims
-from shardlib.serve.program import traced_forward
+from shardlib.serve.layers import summed_dims, written_out
+from shardlib.serve.program import stored_page, traced_forward
 from shardlib.serve.requests import Asked, Capacity, Storage
 from shardlib.tracing.program import flatten
 from tests.serve.test_meshes import FAMILIES, LONGEST, forward, prompts

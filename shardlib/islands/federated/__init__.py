@@ -12,8 +12,7 @@ the transport. Of this house are a client's local training and the parameters on
 Flower is imported where a ClientApp or a record is made, and not before.
 
 flower.py  what of Flower is used, by its own names
-job.py     what the clients of a federation train
-local.py   local training and evaluation
+job.py     what the clients of a federation train; local training and evaluation
 """
 
 from __future__ import annotations

@@ -9,6 +9,6 @@ from shardlib.islands.federated.job import Job as Job
 from shardlib.islands.federated.job import Local as Local
 from shardlib.islands.federated.job import Request as Request
 from shardlib.islands.federated.job import arrays as arrays
-from shardlib.islands.federated.local import evaluate as evaluate
-from shardlib.islands.federated.local import program as program
-from shardlib.islands.federated.local import train as train
+from shardlib.islands.federated.job import evaluate as evaluate
+from shardlib.islands.federated.job import program as program
+from shardlib.islands.federated.job import train as train

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from shardlib.errors import ArgumentError, LaunchError, MissingPackageError, raise_all
-from shardlib.islands.federated.job import Answer, Arrays, Job, Request, arrays, placed
-from shardlib.islands.federated.local import evaluate, train
+from shardlib.islands.federated.job import (
+    Answer,
+    Arrays,
+    Job,
+    Request,
+    arrays,
+    evaluate,
+    placed,
+    train,
+)
 from shardlib.untrusted.data import shown
 
 if TYPE_CHECKING:

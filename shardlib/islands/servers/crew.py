@@ -28,7 +28,7 @@ from shardlib.islands.servers.processes import ServerSettings
 from shardlib.islands.servers.server import write
 from shardlib.islands.servers.wire import STARTER, Ask, Link, joined
 from shardlib.islands.servers.worker import Reference
-from shardlib.islands.servers.worker_process import WorkerSettings, log_file, read_shapes
+from shardlib.islands.servers.worker_process import WorkerSettings, log_file
 from shardlib.processes.kin import Guard, finish, start
 from shardlib.untrusted.data import JsonObject, printable, shown
 
@@ -359,6 +359,12 @@ class Upkeep:
 
 def _is_number(value: Any, *kinds: type) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
+
+
+def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the trained parameters by path, as a worker has written them."""
+    first = min(folder.glob("worker-*.shapes"))
+    return {path: tuple(shape) for path, shape in json.loads(first.read_text()).items()}
 
 
 @dataclass(frozen=True, kw_only=True)

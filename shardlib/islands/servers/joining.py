@@ -35,6 +35,7 @@ import numpy as np
 
 from shardlib.errors import ArgumentError, LaunchError, PinError, raise_all
 from shardlib.exchanges import Exchange
+from shardlib.findings import Finding
 from shardlib.islands.exchanges import (
     BUCKET_BYTES,
     DiLoCo,
@@ -47,7 +48,7 @@ from shardlib.islands.servers.crew import END_SECONDS, ended, environment
 from shardlib.islands.servers.island import Exchanging, Island, SeveralProcesses
 from shardlib.islands.servers.processes import OUTER_SETTINGS, OuterServerSettings
 from shardlib.islands.servers.processes import TOKEN as OUTER_TOKEN
-from shardlib.islands.servers.relay import Link, Relay, meeting_finding, read_link
+from shardlib.islands.servers.relay import Link, Relay, meeting_bytes, meeting_seconds, read_link
 from shardlib.islands.servers.rounds import HOLD_SECONDS, Outline, Rounds
 from shardlib.islands.servers.wire import STARTER, Ask, Connection
 from shardlib.lowering.program import Program
@@ -55,6 +56,7 @@ from shardlib.lowering.training_program import is_program
 from shardlib.processes.console import LOOPBACK, Lines, Processes, free_port
 from shardlib.processes.kin import Guard, finish, start
 from shardlib.processes.place import STOPPED, StopRequest, stop_requests
+from shardlib.report.elements import bytes_text, seconds_text
 from shardlib.tracing.trace import describe_batch
 from shardlib.untrusted.data import JsonObject, printable, shown
 
@@ -125,6 +127,33 @@ def _token(environ: Mapping[str, str]) -> tuple[str, list[str]]:
 #: Seconds that a server may be gone, at least: it holds questions of islands that wait for half of
 #: that.
 LEAST_PATIENCE = 2 * HOLD_SECONDS
+
+
+def meeting_finding(exchange: DiLoCo, outline: Outline, link: Link | None) -> Finding:
+    """Finding about the traffic of an island at a meeting, and its time.
+
+    Args:
+        link: between island and server; None where it is not known.
+    """
+    size = meeting_bytes(exchange, outline)
+    message = (
+        f"{exchange.islands} islands meet every {exchange.between} steps over a server. Each sends"
+        f" {bytes_text(size)} at a meeting and receives as much; the server carries"
+        f" {exchange.islands} times that in either direction."
+    )
+    hint = ""
+    if link is not None:
+        seconds = meeting_seconds(exchange, outline, link)
+        message += f" Over its link that takes {seconds_text(seconds)}"
+        if exchange.delay:
+            each = seconds_text(seconds / exchange.delay)
+            message += f", which {exchange.delay} steps of at least {each} hide"
+        else:
+            hint = "delay=, so that it crosses beside the next steps"
+        message += "."
+    return Finding(
+        code="remote-meeting", severity="info", where=str(exchange), message=message, hint=hint
+    )
 
 
 def join(

@@ -29,14 +29,13 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardlib.errors import ArgumentError
-from shardlib.findings import Finding
-from shardlib.islands.exchanges import DiLoCo
-from shardlib.islands.servers.rounds import Outline, packed_bytes
+from shardlib.islands.exchanges import DiLoCo, spaces, wire_bytes
+from shardlib.islands.servers.rounds import Outline
 from shardlib.processes.console import LOOPBACK
-from shardlib.report.elements import bytes_text, seconds_text
 from shardlib.untrusted.data import shown
 
 #: Bytes of a message beside its numbers: lengths, header, names of arrays.
@@ -83,6 +82,15 @@ def read_link(text: str) -> Link:
     return Link(bytes_per_s=float(match[1]) * scale / 8, latency_s=float(match[3] or 0) / 1e3)
 
 
+def packed_bytes(sizes: Sequence[int], wire: str) -> int:
+    """Bytes of a vector as it crosses.
+
+    Args:
+        wire: dtype that crosses.
+    """
+    return wire_bytes(wire, sum(spaces(wire, sizes)))
+
+
 def meeting_bytes(exchange: DiLoCo, outline: Outline) -> int:
     """Bytes that an island sends at the largest of its meetings; it receives as many."""
     each = [
@@ -96,33 +104,6 @@ def meeting_seconds(exchange: DiLoCo, outline: Outline, link: Link) -> float:
     """Seconds of the largest meeting of an island, where the others have sent as early."""
     size = meeting_bytes(exchange, outline)
     return link.seconds(size, size)
-
-
-def meeting_finding(exchange: DiLoCo, outline: Outline, link: Link | None) -> Finding:
-    """Finding about the traffic of an island at a meeting, and its time.
-
-    Args:
-        link: between island and server; None where it is not known.
-    """
-    size = meeting_bytes(exchange, outline)
-    message = (
-        f"{exchange.islands} islands meet every {exchange.between} steps over a server. Each sends"
-        f" {bytes_text(size)} at a meeting and receives as much; the server carries"
-        f" {exchange.islands} times that in either direction."
-    )
-    hint = ""
-    if link is not None:
-        seconds = meeting_seconds(exchange, outline, link)
-        message += f" Over its link that takes {seconds_text(seconds)}"
-        if exchange.delay:
-            each = seconds_text(seconds / exchange.delay)
-            message += f", which {exchange.delay} steps of at least {each} hide"
-        else:
-            hint = "delay=, so that it crosses beside the next steps"
-        message += "."
-    return Finding(
-        code="remote-meeting", severity="info", where=str(exchange), message=message, hint=hint
-    )
 
 
 #: Bytes that leave together.

@@ -98,7 +98,6 @@ from shardlib.islands.exchanges import (
     read_exchange,
     spaces,
     whole,
-    wire_bytes,
 )
 from shardlib.islands.outer import narrow, outer_update, widen
 from shardlib.islands.servers.server import RefusedError, write
@@ -218,15 +217,6 @@ class Outline:
 
 class PackingError(ShardlibError, ValueError):
     """Arrays that are not a vector of this form."""
-
-
-def packed_bytes(sizes: Sequence[int], wire: str) -> int:
-    """Bytes of a vector as it crosses.
-
-    Args:
-        wire: dtype that crosses.
-    """
-    return wire_bytes(wire, sum(spaces(wire, sizes)))
 
 
 def pack(vector: np.ndarray, sizes: Sequence[int], wire: str) -> Flat:

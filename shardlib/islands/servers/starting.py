@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Literal, Protocol, get_args
 
 from shardlib.checkpointing.folder import claim
@@ -34,7 +34,7 @@ from shardlib.islands.servers.wire import (
     read_answer,
     read_ask,
 )
-from shardlib.islands.servers.worker import MakeJob, reference_to
+from shardlib.islands.servers.worker import MAIN, MakeJob, Reference
 from shardlib.islands.servers.worker_process import SETTINGS, WorkerSettings, trained_by
 from shardlib.processes.console import LOOPBACK
 from shardlib.processes.wire import Outgoing, pack, unpack
@@ -300,6 +300,20 @@ def _ray() -> ModuleType:
 
 #: What starts workers and servers.
 Engine = Literal["local", "ray"]
+
+
+def reference_to(job: MakeJob) -> Reference:
+    """Returns the reference by which another process finds a function."""
+    name = getattr(job, "__qualname__", "")
+    module = sys.modules.get(getattr(job, "__module__", ""))
+    file = getattr(module, "__file__", None)
+    if not isinstance(job, FunctionType) or "<" in name or file is None:
+        raise ArgumentError(
+            f"job is {shown(job)}, which other processes cannot find\nTry: a function at the top of"
+            " a file: def job(): return shardlib.servers.Job(init=..., loss=..., rows=...)"
+        )
+    module_name = MAIN if job.__module__ == "__main__" else job.__module__
+    return Reference(module=module_name, file=str(Path(file).resolve()), name=name)
 
 
 def train(

@@ -447,27 +447,6 @@ def in_order(
     }
 
 
-def scattered(arrays: Mapping[str, np.ndarray], order: Order) -> Flat:
-    """Returns the contents of buckets, by path."""
-    if arrays.keys() != {str(position) for position in range(len(order))}:
-        raise OrderError(f"there are {len(arrays)} buckets of {len(order)}")
-    sizes = dict[str, int]()
-    for part in (part for bucket in order for part in bucket):
-        sizes[part.path] = max(sizes.get(part.path, 0), part.stop)
-    require_each_once(order, sizes, limit=sum(array.size for array in arrays.values()))
-    vectors = {path: np.empty(size, np.float32) for path, size in sizes.items()}
-    for position, bucket in enumerate(order):
-        array, offset = arrays[str(position)], 0
-        if array.dtype != np.float32 or array.shape != (elements(bucket),):
-            raise OrderError(f"bucket {position} is {array.dtype}{list(array.shape)}")
-        for part in bucket:
-            vectors[part.path][part.start : part.stop] = array[
-                offset : offset + part.stop - part.start
-            ]
-            offset += part.stop - part.start
-    return vectors
-
-
 def elements(bucket: Bucket) -> int:
     """Elements of a bucket."""
     return sum(part.stop - part.start for part in bucket)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 from typing import Protocol
 
 import jax
@@ -24,7 +24,7 @@ from shardlib.annotation.tree import Init
 from shardlib.annotation.trees import Filter, Tree
 from shardlib.api import compile
 from shardlib.decisions.pins import PinMapping
-from shardlib.errors import ArgumentError, LaunchError, PinError, raise_all
+from shardlib.errors import LaunchError, PinError, raise_all
 from shardlib.frontend.model import Loss
 from shardlib.islands.exchanges import BUCKET_BYTES, Asynchronous, Part
 from shardlib.islands.program import (
@@ -108,20 +108,6 @@ class Reference:
     module: str
     file: str
     name: str
-
-
-def reference_to(job: MakeJob) -> Reference:
-    """Returns the reference by which another process finds a function."""
-    name = getattr(job, "__qualname__", "")
-    module = sys.modules.get(getattr(job, "__module__", ""))
-    file = getattr(module, "__file__", None)
-    if not isinstance(job, FunctionType) or "<" in name or file is None:
-        raise ArgumentError(
-            f"job is {shown(job)}, which other processes cannot find\nTry: a function at the top of"
-            " a file: def job(): return shardlib.servers.Job(init=..., loss=..., rows=...)"
-        )
-    module_name = MAIN if job.__module__ == "__main__" else job.__module__
-    return Reference(module=module_name, file=str(Path(file).resolve()), name=name)
 
 
 def load_job(reference: Reference) -> Job:

@@ -55,12 +55,6 @@ def shapes_file(folder: Path, worker: int) -> Path:
     return folder / f"worker-{worker}.shapes"
 
 
-def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the trained parameters by path, as a worker has written them."""
-    first = min(folder.glob("worker-*.shapes"))
-    return {path: tuple(shape) for path, shape in json.loads(first.read_text()).items()}
-
-
 def trained_by(settings: WorkerSettings, folder: Path, links: Sequence[Link]) -> None:
     """Trains as one worker."""
     exchange, number = settings.exchange, settings.worker

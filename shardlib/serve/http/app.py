@@ -5,8 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import json
+import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +28,24 @@ from prometheus_client import (
     CONTENT_TYPE_LATEST,
     generate_latest,
 )
+from starlette.types import Receive, Scope, Send
 
 from shardlib import __version__
 from shardlib.errors import ArgumentError
-from shardlib.serve.hosting import Deployment
+from shardlib.serve.hosting import (
+    CALLED,
+    Answer,
+    CallReader,
+    Deployment,
+    Listed,
+    Part,
+    Stream,
+    StreamError,
+    ToolCall,
+    Written,
+    _listed,
+    written,
+)
 from shardlib.serve.http import settings as faults
 from shardlib.serve.http.bodies import (
     Answered,
@@ -35,9 +60,10 @@ from shardlib.serve.http.bodies import (
     refuse_unserved,
     tokens_of,
 )
-from shardlib.serve.http.replies import CHAT, COMPLETION, EventStream, Reply, Usage, listening
-from shardlib.serve.http.settings import Catalog, Fault, Guard, Named, Settings, Watching
-from shardlib.untrusted.data import JsonObject
+from shardlib.serve.http.settings import Catalog, Fault, Guard, Named, Settings, Watching, ended
+from shardlib.serve.requests import BROKEN, CANCELLED, LENGTH, STOP, Asked, Told
+from shardlib.serve.served import UNKNOWN, Pieces, Text
+from shardlib.untrusted.data import Json, JsonObject
 
 
 def embedding_routes(catalog: Catalog) -> APIRouter:
@@ -121,6 +147,410 @@ def places(deployed: Deployment, count: int, settings: Settings) -> Iterator[con
     with contextlib.ExitStack() as stack:
         stack.enter_context(deployed.worker.places(count))
         yield stack
+
+
+# --------------------------------------------------------------------------------------------------
+# Replies: choices, whole or as streams of events.
+
+
+@dataclass(kw_only=True)
+class Usage:
+    """Tokens of a request.
+
+    Attributes:
+        prompt: of its prompts.
+        answer: of its answers, so far.
+        cached: of its prompts, that other requests had computed.
+    """
+
+    prompt: int
+    answer: int = 0
+    cached: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def json(self) -> JsonObject:
+        """As JSON."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.answer,
+            "total_tokens": self.prompt + self.answer,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+        }
+
+
+def new_head(prefix: str, kind: str, model: str) -> JsonObject:
+    """The fields that all objects of one answer have."""
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def with_choices(
+    head: JsonObject, choices: Sequence[JsonObject], version: str, **more: Json
+) -> JsonObject:
+    """An object of an answer."""
+    return {**head, "system_fingerprint": version or None, "choices": list(choices), **more}
+
+
+#: The logarithm that stands for a probability of 0, which JSON has no number for.
+LEAST_LOGPROB = -9999.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The form in which an interface writes choices.
+
+    Attributes:
+        prefix: of ids.
+        kind: of objects with a whole answer.
+        event: of objects with a piece.
+        whole: fields of a whole choice.
+        part: fields of a piece.
+        listed: tokens with their logarithms.
+        begin: what the first piece has, before there is a token; empty for no such
+            piece.
+    """
+
+    prefix: str
+    kind: str
+    event: str
+    whole: Callable[[Part], JsonObject]
+    part: Callable[[Part], JsonObject]
+    listed: Callable[[Sequence[Written]], JsonObject]
+    begin: JsonObject = field(default_factory=dict)
+
+    def choice(self, index: int, fields: JsonObject, part: Part, *, listed: bool) -> JsonObject:
+        """A choice, whole or a piece."""
+        return {
+            "index": index,
+            **fields,
+            "logprobs": self.listed(part.tokens) if listed else None,
+            "finish_reason": _finish(part.ended),
+        }
+
+
+def _finish(ended: str | None) -> str | None:
+    return ended if ended in (None, STOP, LENGTH, CALLED) else LENGTH  # late ones lack their end
+
+
+def _odds(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+def _columns(tokens: Sequence[Written]) -> JsonObject:
+    """Tokens as lists of what they have."""
+    return {
+        "tokens": [_key(token.listed) for token in tokens],
+        "token_logprobs": [_odds(token.listed.logprob) for token in tokens],
+        "top_logprobs": [_by_key(token.likely) or None for token in tokens],
+        "text_offset": [token.offset for token in tokens],
+    }
+
+
+def _by_key(likely: Sequence[Listed]) -> JsonObject:
+    """Logarithms by token; a token that is written as a likelier one has its number, as vLLM has
+    it.
+    """
+    odds: JsonObject = {}
+    for token in likely:
+        key = _key(token)
+        odds[f"token_id:{token.token}" if key in odds else key] = _odds(token.logprob)
+    return odds
+
+
+def _key(token: Listed) -> str:
+    """A token's text; where it is none its bytes, as OpenAI has them: `bytes:\\xe2\\x82`."""
+    return token.text if token.raw is None else f"bytes:{_escaped(token.raw)}"
+
+
+def _escaped(raw: bytes) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _rows(tokens: Sequence[Written]) -> JsonObject:
+    """Tokens as objects."""
+    rows = [
+        {
+            **_likely(token.listed),
+            "top_logprobs": [_likely(likely) for likely in token.likely],
+        }
+        for token in tokens
+    ]
+    return {"content": rows, "refusal": None}
+
+
+def _likely(token: Listed) -> JsonObject:
+    if token.raw is not None:
+        text, raw = _escaped(token.raw), list(token.raw)
+    else:
+        text = token.text
+        raw = None if UNKNOWN in text else list(text.encode("utf-8", "replace"))
+    return {"token": text, "logprob": _odds(token.logprob), "bytes": raw}
+
+
+def _message(part: Part) -> JsonObject:
+    content = part.text or (None if part.calls else "")
+    message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
+    if part.calls:
+        message["tool_calls"] = [_call(call) for call in part.calls]
+    return {"message": message}
+
+
+def _delta(part: Part) -> JsonObject:
+    delta: JsonObject = {"content": part.text} if part.text or part.tokens else {}
+    if part.calls:
+        delta["tool_calls"] = [
+            {"index": call.index, **(_call(call) if call.begins else _more(call))}
+            for call in part.calls
+        ]
+    return {"delta": delta}
+
+
+def _call(call: ToolCall) -> JsonObject:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _more(call: ToolCall) -> JsonObject:
+    return {"function": {"arguments": call.arguments}}
+
+
+#: Choices of `/v1/completions`.
+COMPLETION = Shape(
+    prefix="cmpl",
+    kind="text_completion",
+    event="text_completion",
+    whole=lambda part: {"text": part.text},
+    part=lambda part: {"text": part.text},
+    listed=_columns,
+)
+
+
+#: Choices of `/v1/chat/completions`.
+CHAT = Shape(
+    prefix="chatcmpl",
+    kind="chat.completion",
+    event="chat.completion.chunk",
+    whole=_message,
+    part=_delta,
+    listed=_rows,
+    begin={"delta": {"role": "assistant", "content": ""}},
+)
+
+
+#: What is said of answers that end for these reasons.
+GIVEN_UP = {
+    CANCELLED: "the answer was given up",
+    BROKEN: "the form of the answer takes more work than it may",
+}
+
+
+def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[Told]) -> Part:
+    """A prompt as the beginning of what is answered."""
+    prompt_text = text.decode(prompt)
+    if len(scores) != len(prompt) - 1:
+        return Part(prompt_text, (), None)
+    tokens = [Written(listed=_listed(text, prompt[0], None), likely=(), offset=0)]
+    pieces = Pieces(text)
+    offset = len(pieces.add(prompt[0]))
+    for score in scores:
+        tokens.append(written(text, score, offset))
+        offset += len(pieces.add(score.token))
+    return Part(prompt_text, tuple(tokens), None)
+
+
+@dataclass(kw_only=True)
+class Reply:
+    """An answer that is written.
+
+    Attributes:
+        named: the model that answers.
+        asked: what it was asked.
+        shape: how choices are written.
+        listed: whether tokens are listed with their logarithms.
+        stops: texts that end a choice.
+        reader: makes what takes calls of functions out of one answer; None where there are none.
+        echo: whether prompts stand in front of their answers.
+        usage: tokens, so far.
+        version: of the weights, once it is known.
+        stream: of tokens.
+    """
+
+    named: Named
+    asked: Sequence[Asked]
+    shape: Shape
+    listed: bool
+    stops: Sequence[str]
+    echo: bool
+    usage: Usage
+    reader: Callable[[], CallReader] | None = None
+    version: str = ""
+    stream: Stream = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stream = self.named.deployed.worker.submit(self.asked)
+
+    def gone(self) -> None:
+        """Nobody waits for the answer any more."""
+        self.stream.fail(StreamError("the client is gone"))
+
+    async def parts(self) -> AsyncIterator[tuple[int, Part]]:
+        """Yields the new parts of each choice, until all are whole."""
+        text = self.named.deployed.served.text
+        answers: dict[int, Answer] = {}
+        for index, request in enumerate(self.asked):
+            before = len(text.decode(request.prompt)) if self.echo else 0
+            answers[index] = Answer(text, stop=self.stops, before=before, minimum=request.least)
+        readers = [self.reader() for _ in self.asked] if self.reader is not None else []
+        echoed: set[int] = set()
+        try:
+            while answers:
+                heard = await self.stream.next()
+                if (answer := answers.get(heard.index)) is None:
+                    continue  # it ended with a stop string, and the engine was ahead
+                if heard.ended in GIVEN_UP:
+                    raise StreamError(GIVEN_UP[heard.ended], refused=heard.ended == BROKEN)
+                self.version = heard.version
+                self.usage.cached[heard.index] = heard.reused
+                self.usage.answer += heard.token is not None
+                if self.echo and heard.index not in echoed:
+                    echoed.add(heard.index)
+                    prompt = self.asked[heard.index].prompt
+                    yield heard.index, prompt_part(text, prompt, heard.scores)
+                part = answer.add(heard.told, ended=heard.ended)
+                if readers:
+                    part = readers[heard.index].add(part)
+                if part.ended is not None:
+                    del answers[heard.index]
+                    self.stream.end(heard.index)
+                shown = part.tokens and (self.listed or not readers)  # a call's have no text
+                if part.text or shown or part.ended or part.calls:
+                    yield heard.index, part
+        finally:
+            self.stream.cancel()
+
+    async def whole(self) -> JsonObject:
+        """The answer as one object."""
+        texts = [""] * len(self.asked)
+        tokens: list[list[Written]] = [[] for _ in self.asked]
+        ends: list[str | None] = [None] * len(self.asked)
+        calls: list[list[ToolCall]] = [[] for _ in self.asked]
+        async for index, part in self.parts():
+            texts[index] += part.text
+            tokens[index] += part.tokens
+            ends[index] = part.ended
+            calls[index] += part.calls
+        wholes = [
+            Part(texts[index], tuple(tokens[index]), ends[index], tuple(joined(calls[index])))
+            for index in range(len(self.asked))
+        ]
+        choices = [
+            self.shape.choice(index, self.shape.whole(part), part, listed=self.listed)
+            for index, part in enumerate(wholes)
+        ]
+        head = new_head(self.shape.prefix, self.shape.kind, self.named.name)
+        return with_choices(head, choices, self.version, usage=self.usage.json)
+
+    async def events(self, *, usage: bool) -> AsyncGenerator[JsonObject, None]:
+        """The answer as objects; the last is an error where it ends early."""
+        shape = self.shape
+        head = new_head(shape.prefix, shape.event, self.named.name)
+        more = {"usage": None} if usage else {}
+        nothing = Part("", (), None)
+        try:
+            for index in range(len(self.asked) if shape.begin else 0):
+                begun = shape.choice(index, shape.begin, nothing, listed=False)
+                yield with_choices(head, [begun], self.version, **more)
+            async for index, part in self.parts():
+                choice = shape.choice(index, shape.part(part), part, listed=self.listed)
+                yield with_choices(head, [choice], self.version, **more)
+        except StreamError as error:
+            yield ended(error).body
+            return
+        if usage:
+            yield with_choices(head, [], self.version, usage=self.usage.json)
+
+
+@contextlib.asynccontextmanager
+async def listening(receive: Receive, gone: Callable[[], None]) -> AsyncIterator[None]:
+    """Listens until the end of the block whether the client goes."""
+
+    async def listen() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone()
+
+    task = asyncio.create_task(listen())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+class EventStream(Response):
+    """An answer as server-sent events.
+
+    Args:
+        reply: what is written.
+        usage: whether tokens are counted at the end.
+        seconds: that one event may wait for its reader.
+        close: is called at the end, whatever happens.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, reply: Reply, *, usage: bool, seconds: float, close: Callable[[], None]
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._reply, self._usage = reply, usage
+        self._seconds, self._close = seconds, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends it; who does not read for too long is cut off."""
+
+        async def write(text: str, *, more: bool = True) -> None:
+            async with asyncio.timeout(self._seconds):
+                await send({"type": "http.response.body", "body": text.encode(), "more_body": more})
+
+        try:
+            async with listening(receive, self._reply.gone):
+                await send(
+                    {
+                        "type": "http.response.start",
+                        "status": self.status_code,
+                        "headers": self.raw_headers,
+                    }
+                )
+                failed = False
+                async with contextlib.aclosing(self._reply.events(usage=self._usage)) as events:
+                    async for event in events:
+                        failed = "error" in event
+                        await write(f"data: {json.dumps(event, separators=(',', ':'))}\n\n")
+                await write("" if failed else "data: [DONE]\n\n", more=False)
+        except TimeoutError:
+            scope["state"]["abort"]()
+            await asyncio.sleep(0)  # the connection is lost then, and nothing is missing of it
+        finally:
+            self._reply.stream.cancel()
+            self._close()
+
+
+def joined(deltas: Iterable[ToolCall]) -> list[ToolCall]:
+    """Calls, of the pieces that an answer gave."""
+    calls: list[ToolCall] = []
+    for piece in deltas:
+        if piece.begins:
+            calls.append(piece)
+        else:
+            calls[-1] = replace(calls[-1], arguments=calls[-1].arguments + piece.arguments)
+    return calls
 
 
 async def answered(

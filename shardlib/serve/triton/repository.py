@@ -30,8 +30,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardlib.errors import ArgumentError, CheckpointError
-from shardlib.serve.artefacts import Shape, SinglePass, embedding_pass, write_artefact
+import jax
+import jax.numpy as jnp
+
+from shardlib.annotation.trees import Tree
+from shardlib.errors import ArgumentError, CheckpointError, ModelError
+from shardlib.serve.artefacts import Shape, SinglePass, single_pass, write_artefact
 from shardlib.serve.folders import write_folder
 from shardlib.serve.served import Served
 from shardlib.untrusted.data import JsonObject, shown
@@ -204,6 +208,26 @@ def ensemble(
 
 
 MODELS = Path(__file__).parent / "models"
+
+
+def embedding_pass(served: Served, seq: int) -> SinglePass:
+    """The mean of the last states of a language model, over the tokens that a row has."""
+    hidden = served.hidden
+    if hidden is None:
+        raise ModelError(f"{served.name} does not give the states before its logits")
+
+    def run(model: Tree, inputs: Mapping[str, jax.Array]) -> Tree:
+        states = hidden(model, inputs["tokens"]).astype(jnp.float32)
+        count = inputs["length"]  # [rows, 1]
+        there = (jnp.arange(seq)[None, :] < count)[..., None]
+        total = jnp.where(there, states, 0.0).sum(axis=1)
+        return {"embedding": total / jnp.maximum(count, 1)}
+
+    inputs = {
+        "tokens": jax.ShapeDtypeStruct((1, seq), jnp.int32),
+        "length": jax.ShapeDtypeStruct((1, 1), jnp.int32),
+    }
+    return single_pass(served.init, run, inputs, weights=served.weights, name=served.name)
 
 
 @dataclass(frozen=True, kw_only=True)

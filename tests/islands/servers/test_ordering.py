@@ -14,7 +14,7 @@ from safetensors.numpy import load
 from shardlib.errors import ArgumentError
 from shardlib.islands import servers
 from shardlib.islands.exchanges import Asynchronous, Part
-from shardlib.islands.servers.server import Service
+from shardlib.islands.servers.server import Service, scattered
 from shardlib.islands.servers.wire import (
     Answer,
     Ask,
@@ -23,7 +23,6 @@ from shardlib.islands.servers.wire import (
     in_order,
     order_text,
     read_order,
-    scattered,
 )
 from shardlib.islands.servers.worker import Landing, Orders
 from shardlib.processes import wire

@@ -15,7 +15,7 @@ import pytest
 from shardlib import serve
 from shardlib.serve.cache import all_plain
 from shardlib.serve.hosting import Deployment, written
-from shardlib.serve.http.replies import COMPLETION
+from shardlib.serve.http.app import COMPLETION
 
 PROMPT = "value_1 = 7 + 1\n"
 BYTES = list(PROMPT.encode())

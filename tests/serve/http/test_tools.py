@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from shardlib.serve.hosting import CallReader, Deployment, Part, Splitter, forced, plain, tagged
-from shardlib.serve.http.replies import joined
+from shardlib.serve.http.app import joined
 
 PLACE = {
     "type": "object",
