@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import jax
@@ -74,17 +75,26 @@ def asked(number: int) -> Asked:
     )
 
 
+@cache
+def module() -> Any:
+    model = read(Model)
+    return model.rebuild(*model.init(0))
+
+
+@jax.jit
+def decoded(tokens: jax.Array, made: Any) -> jax.Array:
+    return module().decode(tokens, made["memory"], made["seen"])[0]
+
+
+@cache
 def right(number: int) -> tuple[list[int], list[float]]:
     """The answer by the whole model, without a cache, from a source of its own length."""
-    model = read(Model)
-    module, one = model.rebuild(*model.init(0)), asked(number)
-    source = np.asarray([one.source], np.int32)
-    made = module.encode(source, np.int32(len(one.source)))
+    one = asked(number)
+    made = module().encode(np.asarray([one.source], np.int32), np.int32(len(one.source)))
     tokens, logprobs = list(one.prompt), list[float]()
     for _ in range(one.most):
-        logits = np.asarray(module.decode(np.asarray([tokens]), made["memory"], made["seen"]))[
-            0, -1
-        ]
+        row = np.pad(np.asarray([tokens], np.int32), ((0, 0), (0, LONGEST - len(tokens))))
+        logits = np.asarray(decoded(row, made))[len(tokens) - 1]
         answer = tokens[len(one.prompt) :]
         best = logits - one.sampling.frequency * np.bincount(
             np.asarray(answer, np.int64), minlength=VOCAB
