@@ -20,7 +20,7 @@ from shardlib.islands.servers.server import Gate, Service
 from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat
 from shardlib.islands.servers.worker import Landing, OnHost, Worker
 from shardlib.processes.wire import Outgoing
-from tests.islands.servers.helpers import Direct
+from tests.islands.servers.helpers import Direct, together
 
 
 def test_without_a_bound_nobody_waits() -> None:
@@ -170,12 +170,12 @@ class Seen(Direct):
 
 
 def run(
-    exchange: Asynchronous, steps: int, seconds: tuple[float, ...], *, together: bool = False
+    exchange: Asynchronous, steps: int, seconds: tuple[float, ...], *, at_once: bool = False
 ) -> list[Seen]:
     """Runs a worker in a thread for each of `seconds`, which its steps take; what servers saw.
-    `together`: nobody ends the first step before all have begun it.
+    `at_once`: nobody ends the first step before all have begun it.
     """
-    barrier = threading.Barrier(len(seconds)) if together else None
+    barrier = threading.Barrier(len(seconds)) if at_once else None
     links = [Seen(Service(exchange=exchange, server=k)) for k in range(exchange.servers)]
     calls = []
     for number, each in enumerate(seconds):
@@ -197,7 +197,7 @@ def test_one_worker_trains_alone_until_the_warm_start_is_over() -> None:
 
 
 def test_nobody_is_ahead_of_the_slowest_by_more_than_the_bound() -> None:
-    links = run(Asynchronous(workers=3, servers=1, bound=2), 30, (0.0, 0.001, 0.01), together=True)
+    links = run(Asynchronous(workers=3, servers=1, bound=2), 30, (0.0, 0.001, 0.01), at_once=True)
     begun: dict[int, int] = {}
     offsets = links[0].service.gate.offsets
     assert not offsets, "all have left"
