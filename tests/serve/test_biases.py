@@ -39,7 +39,8 @@ def test_tokens_are_those_of_the_whole_forward_pass(kind: str, data: int, tensor
         data=data,
         tensor=tensor,
     )
-    wanted = [greedy(whole_pass(init), prompt, 7) for prompt in prompts]
+    logits = whole_pass(init)
+    wanted = [greedy(logits, prompt, 7) for prompt in prompts]
     assert engine.generate(prompts, 7) == wanted
     assert len({*map(tuple, wanted)}) > 2, "answers differ"
 

@@ -78,7 +78,7 @@ def test_a_text_is_continued_as_the_model_would(folder: Path, capsys: pytest.Cap
     assert run.step == 6
     model = read(models.build(run.model)[0]).rebuild(*run.weights)
     logits = jax.jit(lambda tokens: model(tokens))
-    assert found["tokens"] == greedy(lambda tokens: logits(tokens)[..., :256], b"value_", 20)
+    assert found["tokens"] == greedy(lambda tokens: logits(tokens)[..., :256], list(b"value_"), 20)
     assert run_command(*words) == 0
     text = bytes(found["tokens"]).decode("utf-8", "replace")
     assert capsys.readouterr().out == f"value_{printable(text)}\n"

@@ -112,7 +112,8 @@ def test_windows_of_several_widths_with_drafts(smaller: bool):
         engine.draft_with(lambda rngs: Written((5, 3), rngs), forward, weights=3)
     found = [engine.add(Asked(prompt=one, most=8)) for one in given]
     engine.run()
-    assert [one.answer for one in found] == [greedy(whole_pass(three), one, 8) for one in given]
+    logits = whole_pass(three)
+    assert [one.answer for one in found] == [greedy(logits, prompt, 8) for prompt in given]
     assert engine.schedule.pool.available == engine.schedule.pool.pages
 
 
