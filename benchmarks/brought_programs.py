@@ -100,7 +100,7 @@ class Absence:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if not any(f"{name}.".startswith(f"{package}.") for package in self.packages):
             return None
-        return importlib.util.spec_from_loader(name, self, is_package=True)  # type: ignore[arg-type]
+        return importlib.util.spec_from_loader(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> Any:
         return Absent(spec.name)
@@ -327,9 +327,9 @@ def mnist(source: Source) -> Brought:
 
 def nanodo(source: Source) -> Brought:
     sys.path.insert(0, str(source.folder.parent))
-    from nanodo import loss as losses  # type: ignore[import-not-found]
-    from nanodo import model as models  # type: ignore[import-not-found]
-    from nanodo import optimizer as optimizers  # type: ignore[import-not-found]
+    from nanodo import loss as losses
+    from nanodo import model as models
+    from nanodo import optimizer as optimizers
 
     train = source.module("train")
     sizes = {"D": 32, "H": 4, "L": LENGTH, "N": 2, "F": 64}
@@ -356,7 +356,7 @@ def nanodo(source: Source) -> Brought:
     return Brought(init, step, tokens(1, ROWS, LENGTH))
 
 
-class Config(dict):  # type: ignore[type-arg]
+class Config(dict):
     """A configuration whose keys are fields."""
 
     __getattr__ = dict.__getitem__
@@ -529,7 +529,7 @@ def _alike(one: Any, other: Any) -> bool:
 def measured(name: str, sources: Path) -> dict[str, Any]:
     """One program, under all pins, its loss marked and not."""
     program = PROGRAMS[name]
-    sys.meta_path.insert(0, Absence())  # type: ignore[arg-type]
+    sys.meta_path.insert(0, Absence())
     sys.path.insert(0, str(sources / program.folder))
     brought = program.brought(sources, marked=False)
     if not program.source(sources, marked=False).has(program.module, program.line):

@@ -6,7 +6,7 @@ Megatron-Core's `argparse` parser, torchtitan's `ConfigManager`, MaxText's `MaxT
 DeepSpeed's `DeepSpeedConfig`, Levanter's `TrainerConfig` by draccus. The packages are unpacked into
 `--peers` (`pip download --no-deps megatron-core==0.19.2 torchtitan==0.2.2 maxtext==0.2.5
 deepspeed==0.19.8`, `--pre levanter==1.2.dev1644`), a folder for each; `--python` has what they read
-options with (pydantic, tyro, draccus, jmp, numpy, ...), and PyTorch and the like are stand-ins
+options with (PyYAML, pydantic, tyro, draccus, jmp, numpy, ...), and PyTorch and the like are stand-ins
 (`benchmarks/stand_ins.py`): nothing of a framework runs but its parser.
 
     python -m benchmarks framework_configs --peers PEERS --python PYTHON --out FILE
@@ -35,8 +35,7 @@ PINS: Mapping[str, tuple[Mapping[str, Any], ...]] = _TABLE["pins"]
 
 
 def megatron_core(source: Path) -> tuple[Callable[[str], Any], list[str]]:
-    sys.path.insert(0, str(source))
-    from megatron.training import arguments  # pyright: ignore[reportMissingImports]
+    from megatron.training import arguments
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
     arguments.add_megatron_arguments(parser)
@@ -50,12 +49,11 @@ def megatron_core(source: Path) -> tuple[Callable[[str], Any], list[str]]:
 
 
 def torchtitan(source: Path) -> tuple[Callable[[str], Any], list[str]]:
-    sys.path.insert(0, str(source))
     import dataclasses
     import tomllib
 
-    from torchtitan.config.job_config import JobConfig  # pyright: ignore[reportMissingImports]
-    from torchtitan.config.manager import ConfigManager  # pyright: ignore[reportMissingImports]
+    from torchtitan.config.job_config import JobConfig
+    from torchtitan.config.manager import ConfigManager
 
     def read(text: str) -> Any:
         file = Path(os.environ["FRAMEWORK_CONFIG"])
@@ -77,10 +75,9 @@ def torchtitan(source: Path) -> tuple[Callable[[str], Any], list[str]]:
 
 
 def maxtext(source: Path) -> tuple[Callable[[str], Any], list[str]]:
-    sys.path.insert(0, str(source))
     import yaml
-    from maxtext.configs.types import MaxTextConfig  # pyright: ignore[reportMissingImports]
-    from pydantic import TypeAdapter  # pyright: ignore[reportMissingImports]
+    from maxtext.configs.types import MaxTextConfig
+    from pydantic import TypeAdapter
 
     fields = MaxTextConfig.model_fields
     base = yaml.safe_load((source / "maxtext/configs/base.yml").read_text())
@@ -101,14 +98,9 @@ def maxtext(source: Path) -> tuple[Callable[[str], Any], list[str]]:
 
 
 def deepspeed(source: Path) -> tuple[Callable[[str], Any], list[str]]:
-    sys.path.insert(0, str(source))
-    from deepspeed.runtime import config  # pyright: ignore[reportMissingImports]
-    from deepspeed.runtime.activation_checkpointing import (  # pyright: ignore[reportMissingImports]
-        config as checkpointing,
-    )
-    from deepspeed.runtime.zero.config import (  # pyright: ignore[reportMissingImports]
-        DeepSpeedZeroConfig,
-    )
+    from deepspeed.runtime import config
+    from deepspeed.runtime.activation_checkpointing import config as checkpointing
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     def read(text: str) -> Any:
         given = json.loads(text)
@@ -142,13 +134,12 @@ def deepspeed(source: Path) -> tuple[Callable[[str], Any], list[str]]:
 
 
 def levanter(source: Path) -> tuple[Callable[[str], Any], list[str]]:
-    sys.path.insert(0, str(source))
     import dataclasses
 
-    import draccus  # pyright: ignore[reportMissingImports]
+    import draccus
     import yaml
-    from levanter.models.llama import LlamaConfig  # pyright: ignore[reportMissingImports]
-    from levanter.trainer import TrainerConfig  # pyright: ignore[reportMissingImports]
+    from levanter.models.llama import LlamaConfig
+    from levanter.trainer import TrainerConfig
 
     fields = {
         **{f"trainer.{one.name}": one for one in dataclasses.fields(TrainerConfig)},
@@ -168,17 +159,15 @@ def levanter(source: Path) -> tuple[Callable[[str], Any], list[str]]:
 
 
 PEERS = {
-    "megatron-core": megatron_core,
-    "torchtitan": torchtitan,
-    "maxtext": maxtext,
-    "deepspeed": deepspeed,
-    "levanter": levanter,
+    peer.__name__.replace("_", "-"): peer
+    for peer in (megatron_core, torchtitan, maxtext, deepspeed, levanter)
 }
 
 
 def checked(name: str, source: Path, files: list[Path]) -> dict[str, Any]:
     """What the parser of a framework reads of files, and all words that it knows."""
 
+    sys.path.insert(0, str(source))
     stand_ins.install(*ABSENT)
     read, words = PEERS[name](source)
     found: dict[str, Any] = {"words": words, "read": {}}
@@ -243,18 +232,9 @@ def main() -> None:
         plans = written(Path(place))
         for name, made in plans.items():
             python = pythons.get(name, pythons.get("", sys.executable))
+            words = ["--peers", options.peers, "--check", name, place]
             run = subprocess.run(
-                [
-                    python,
-                    "-m",
-                    "benchmarks",
-                    "framework_configs",
-                    "--peers",
-                    options.peers,
-                    "--check",
-                    name,
-                    place,
-                ],
+                [python, "-m", "benchmarks", "framework_configs", *words],
                 capture_output=True,
                 text=True,
                 timeout=600,

@@ -234,11 +234,11 @@ def run(form: Format, count: int, seed: int) -> Tally:
     """Fuzzes one format."""
     rng, tally = random.Random(f"{form.name} {seed}"), Tally()
     with tempfile.TemporaryDirectory() as folder:
-        room = form.prepare(Path(folder))
-        for valid in room.valids:
-            room.read(valid)  # the valid ones are taken
-        for data in files(form, room.valids, count, rng):
-            judge(room.read, data, tally)
+        valids, read = form.prepare(Path(folder))
+        for valid in valids:
+            read(valid)  # the valid ones are taken
+        for data in files(form, valids, count, rng):
+            judge(read, data, tally)
     return tally
 
 

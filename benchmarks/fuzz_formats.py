@@ -6,7 +6,7 @@ import io
 import json
 import struct
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,34 +33,24 @@ from shardlib.verification.report import read_baseline
 from tests.models.configs import PUBLISHED
 from tests.planner.fixture_plan import PLAN
 
-
-@dataclass(frozen=True, kw_only=True)
-class Room:
-    """A folder with what the reader of a format needs.
-
-    Attributes:
-        valids: valid files.
-        read: reads the bytes of one, and uses what it read.
-    """
-
-    valids: tuple[bytes, ...]
-    read: Callable[[bytes], object]
+#: Valid files, and a reader of the bytes of one, which uses what it read.
+Prepared = tuple[Sequence[bytes], Callable[[bytes], object]]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Format:
     """A format of files.
 
     Attributes:
         name: for people.
-        prepare: makes a room in a folder.
+        prepare: makes what its reader needs in a folder.
         text: "json", "toml", or "" where only bytes are mutated.
         plain: plain data of a valid file, where its structure is mutated.
         framed: a file of the JSON text of mutated data, where that is a part of the file.
     """
 
     name: str
-    prepare: Callable[[Path], Room]
+    prepare: Callable[[Path], Prepared]
     text: str = "json"
     plain: Callable[[bytes], Any] | None = json.loads
     framed: Callable[[bytes], bytes] | None = None
@@ -70,73 +60,68 @@ def _toml(data: bytes) -> Any:
     return tomllib.loads(data.decode())
 
 
-def _through(path: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
-    """Writes the bytes to a file that something reads."""
+def _json(data: Any) -> bytes:
+    return json.dumps(data).encode()
+
+
+def _file(path: Path, read: Callable[[], object], *valids: bytes) -> Prepared:
+    """A reader of what stands at a path; valid is what stands there now, unless more is named."""
 
     def reads(data: bytes) -> object:
         path.write_bytes(data)
         return read()
 
-    return reads
+    return valids or (path.read_bytes(),), reads
 
 
-def _changed_plan(_: Path) -> Room:
+def _changed_plan(_: Path) -> Prepared:
     def reads(data: bytes) -> None:
         plan = Plan.from_json(data, changed=True)
         again = Plan.from_json(plan.to_json())
         assert again == plan
         plan.explain(), plan.diff(PLAN), html_report(plan)
 
-    return Room(valids=(PLAN.to_json().encode(),), read=reads)
+    return (PLAN.to_json().encode(),), reads
 
 
-def _plan(_: Path) -> Room:
+def _plan(_: Path) -> Prepared:
     def reads(data: bytes) -> None:
         found = Plan.from_json(data)
         assert found == PLAN, "a changed plan was taken"
 
-    return Room(valids=(PLAN.to_json().encode(),), read=reads)
+    return (PLAN.to_json().encode(),), reads
 
 
-CARD = (TABLES / "fuzz_card.toml").read_bytes()
-TOPOLOGY = (TABLES / "fuzz_topology.toml").read_bytes()
-CLUSTER = (TABLES / "fuzz_cluster.toml").read_bytes()
+def _card(folder: Path) -> Prepared:
+    path = folder / "card.toml"
+    valid = (TABLES / "fuzz_card.toml").read_bytes()
+    return _file(path, lambda: presets.read(path).parameter_count(), valid)
 
 
-def _card(folder: Path) -> Room:
-    return Room(
-        valids=(CARD,),
-        read=_through(
-            folder / "card.toml", lambda: presets.read(folder / "card.toml").parameter_count()
-        ),
-    )
+def _config(folder: Path) -> Prepared:
+    path, valids = folder / "config.json", (_json(data) for data, _ in PUBLISHED.values())
+    return _file(path, lambda: huggingface.read(path).parameter_count(), *valids)
 
 
-def _config(folder: Path) -> Room:
-    return Room(
-        valids=tuple(json.dumps(data).encode() for data, _ in PUBLISHED.values()),
-        read=_through(
-            folder / "config.json",
-            lambda: huggingface.read(folder / "config.json").parameter_count(),
-        ),
-    )
+def _topology(folder: Path) -> Prepared:
+    path = folder / "machine.toml"
 
-
-def _topology(folder: Path) -> Room:
     def reads() -> None:
-        found = topology(str(folder / "machine.toml"))
+        found = topology(str(path))
         efficiency_of(found.chip.name, found.chip.vendor, "xla", dict(found.efficiency))
         assert found.devices > 0 and str(found) and hash(found) is not None
 
-    return Room(valids=(TOPOLOGY,), read=_through(folder / "machine.toml", reads))
+    return _file(path, reads, (TABLES / "fuzz_topology.toml").read_bytes())
 
 
-def _cluster(folder: Path) -> Room:
+def _cluster(folder: Path) -> Prepared:
+    path = folder / "devices.toml"
+
     def reads() -> None:
-        for one in cluster(folder / "devices.toml"):
-            efficiency_of(one.chip.name, one.chip.vendor, "xla", dict(one.efficiency))
+        for device in cluster(path):
+            efficiency_of(device.chip.name, device.chip.vendor, "xla", dict(device.efficiency))
 
-    return Room(valids=(CLUSTER,), read=_through(folder / "devices.toml", reads))
+    return _file(path, reads, (TABLES / "fuzz_cluster.toml").read_bytes())
 
 
 TENSORS = {
@@ -152,11 +137,9 @@ def _files(folder: Path) -> None:
                 files.read(name, [np.arange(size) for size in shape])
 
 
-def _safetensors(folder: Path) -> Room:
-    return Room(
-        valids=(safetensors.numpy.save(TENSORS),),
-        read=_through(folder / "model.safetensors", lambda: _files(folder)),
-    )
+def _safetensors(folder: Path) -> Prepared:
+    valid = safetensors.numpy.save(TENSORS)
+    return _file(folder / "model.safetensors", lambda: _files(folder), valid)
 
 
 def _header(data: bytes) -> Any:
@@ -167,66 +150,48 @@ def _with_header(text: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + safetensors.numpy.save(TENSORS)[-102:]
 
 
-def _index(folder: Path) -> Room:
+def _index(folder: Path) -> Prepared:
     for name, tensor in TENSORS.items():
         (folder / f"{name}.safetensors").write_bytes(safetensors.numpy.save({name: tensor}))
-    valid = json.dumps(
-        {
-            "metadata": {"total_size": 102},
-            "weight_map": {name: f"{name}.safetensors" for name in TENSORS},
-        }
-    ).encode()
-    return Room(valids=(valid,), read=_through(folder / INDEX, lambda: _files(folder)))
+    places = {name: f"{name}.safetensors" for name in TENSORS}
+    valid = _json({"metadata": {"total_size": 102}, "weight_map": places})
+    return _file(folder / INDEX, lambda: _files(folder), valid)
 
 
-def _store(part: str) -> Callable[[Path], Room]:
-    def prepare(folder: Path) -> Room:
+def _store(part: str) -> Callable[[Path], Prepared]:
+    def prepare(folder: Path) -> Prepared:
         text, cache = folder / "text", folder / "cache"
         text.mkdir()
         for number in range(3):
             (text / f"{number}.txt").write_text("a line of text\n" * 40)
 
         def opened() -> None:
-            found = read(text, seq=8, cache=cache)
-            found.batch(0, 2)
+            read(text, seq=8, cache=cache).batch(0, 2)
 
         opened()
-        path = next(cache.glob("tokens-*/")) / part
-        valid = path.read_bytes()
-        return Room(valids=(valid,), read=_through(path, opened))
+        return _file(next(cache.glob("tokens-*/")) / part, opened)
 
     return prepare
 
 
-def _array(folder: Path) -> Room:
+def _array(folder: Path) -> Prepared:
     saved = []
     for shape in ((400,), (20, 20)):
         stream = io.BytesIO()
         np.save(stream, np.arange(400, dtype=np.uint16).reshape(shape))
         saved.append(stream.getvalue())
-
-    def opened() -> None:
-        read(folder / "a.npy", seq=8, cache=folder / "cache").batch(0, 2)
-
-    return Room(valids=tuple(saved), read=_through(folder / "a.npy", opened))
+    path, cache = folder / "a.npy", folder / "cache"
+    return _file(path, lambda: read(path, seq=8, cache=cache).batch(0, 2), *saved)
 
 
-def _lines(folder: Path) -> Room:
-    cache = folder / "cache"
-    valid = b"".join(
-        json.dumps({"text": f"line {number} of a text " * 4, "more": [1, {"a": None}]}).encode()
-        + b"\n"
-        for number in range(30)
-    )
-    return Room(
-        valids=(valid,),
-        read=_through(
-            folder / "a.jsonl", lambda: read(folder / "a.jsonl", seq=8, cache=cache).batch(0, 2)
-        ),
-    )
+def _lines(folder: Path) -> Prepared:
+    path, cache = folder / "a.jsonl", folder / "cache"
+    rows = ({"text": f"line {n} of a text " * 4, "more": [1, {"a": None}]} for n in range(30))
+    valid = b"".join(_json(row) + b"\n" for row in rows)
+    return _file(path, lambda: read(path, seq=8, cache=cache).batch(0, 2), valid)
 
 
-def _copy(folder: Path) -> Room:
+def _copy(folder: Path) -> Prepared:
     source, copies = folder / "source", folder / "copies"
     source.mkdir()
     (source / "a.txt").write_text("a text\n" * 50)
@@ -238,39 +203,30 @@ def _copy(folder: Path) -> Room:
             assert stream.read() == (source / "a.txt").read_bytes()
 
     opened()
-    path = next(copies.glob("*.json"))
-    return Room(valids=(path.read_bytes(),), read=_through(path, opened))
+    return _file(next(copies.glob("*.json")), opened)
 
 
-def _kept(folder: Path) -> Room:
+def _kept(folder: Path) -> Prepared:
     path = folder / "a.npz"
-    kept(path, lambda: {"a": np.arange(100)})
-    return Room(
-        valids=(path.read_bytes(),),
-        read=_through(path, lambda: kept(path, lambda: {"a": np.arange(100)})),
-    )
+
+    def opened() -> None:
+        kept(path, lambda: {"a": np.arange(100)})
+
+    opened()
+    return _file(path, opened)
 
 
-def _report(_: Path) -> Room:
+def _report(_: Path) -> Prepared:
     rows = [
         {"kind": "all-gather", "axes": ["fsdp"], "count": 3, "bytes": 1024, "cause": "a"},
         {"kind": "all-reduce", "axes": ["data"], "count": 1, "bytes": 64},
     ]
-    return Room(
-        valids=(
-            json.dumps(
-                {
-                    "format": 1,
-                    "ok": True,
-                    "compiled": {"collectives": rows, "device_bytes": {"peak": 3}},
-                }
-            ).encode(),
-        ),
-        read=lambda data: read_baseline(data, "report.json"),
-    )
+    made = {"collectives": rows, "device_bytes": {"peak": 3}}
+    valid = _json({"format": 1, "ok": True, "compiled": made})
+    return (valid,), lambda data: read_baseline(data, "report.json")
 
 
-def _about(_: Path) -> Room:
+def _about(_: Path) -> Prepared:
     content = {
         "format": 1,
         "step": 3,
@@ -291,66 +247,53 @@ def _about(_: Path) -> Room:
         except DamagedError:
             raise CheckpointError("damaged; who reads checkpoints sets it aside") from None
 
-    return Room(
-        valids=(json.dumps({"digest": digest(content), "content": content}).encode(),), read=reads
-    )
+    return (_json({"digest": digest(content), "content": content}),), reads
 
 
-def _figures(_: Path) -> Room:
+def _figures(_: Path) -> Prepared:
     def reads(data: bytes) -> None:
         found = parse_json(data, "figures", PinError)
         if isinstance(found, dict):
             efficiency("nvidia").with_values(found)
 
-    return Room(valids=(json.dumps(efficiency("nvidia").to_json()).encode(),), read=reads)
+    return (_json(efficiency("nvidia").to_json()),), reads
 
 
-def _stack(_: Path) -> Room:
+def _stack(_: Path) -> Prepared:
     def reads(data: bytes) -> None:
         found = parse_json(data, "stack", PinError)
         if isinstance(found, dict):
             Curve.from_json(found) if "values" in found else FrameworkProfile.from_json(found)
 
-    curve = {
-        "chip": "h100",
-        "values": {"matmul": 0.8},
-        "sources": ["a paper"],
-        "evidence": {"a": 1},
-        "name": "x",
-    }
-    return Room(
-        valids=(
-            json.dumps(framework_profile("megatron-core").to_json()).encode(),
-            json.dumps(curve).encode(),
-        ),
-        read=reads,
-    )
+    source = {"sources": ["a paper"], "evidence": {"a": 1}}
+    curve = {"chip": "h100", "values": {"matmul": 0.8}, **source, "name": "x"}
+    return (_json(framework_profile("megatron-core").to_json()), _json(curve)), reads
 
 
-def _measured(folder: Path) -> Room:
+def _measured(folder: Path) -> Prepared:
     path = folder / "cpu.json"
-    valid = json.dumps({**dict.fromkeys(figure_names(8), 1e9), "cpu": "x", "jax": "0"}).encode()
-    return Room(valids=(valid,), read=_through(path, lambda: read_figures(path, 8)))
+    valid = _json({**dict.fromkeys(figure_names(8), 1e9), "cpu": "x", "jax": "0"})
+    return _file(path, lambda: read_figures(path, 8), valid)
 
 
 FORMATS: tuple[Format, ...] = (
-    Format(name="plan", prepare=_plan),
-    Format(name="plan, changed", prepare=_changed_plan),
-    Format(name="model card", prepare=_card, text="toml", plain=_toml),
-    Format(name="Hugging Face config", prepare=_config),
-    Format(name="topology", prepare=_topology, text="toml", plain=_toml),
-    Format(name="edge cluster", prepare=_cluster, text="toml", plain=_toml),
-    Format(name="safetensors", prepare=_safetensors, plain=_header, framed=_with_header),
-    Format(name="safetensors index", prepare=_index),
-    Format(name="token store manifest", prepare=_store("manifest.json")),
-    Format(name="token store documents", prepare=_store("documents.bin"), plain=None),
-    Format(name="token array", prepare=_array, plain=None),
-    Format(name="JSON lines", prepare=_lines, plain=None),
-    Format(name="copy of a file", prepare=_copy),
-    Format(name="kept arrays", prepare=_kept, plain=None),
-    Format(name="verification report", prepare=_report),
-    Format(name="checkpoint description", prepare=_about),
-    Format(name="efficiency figures", prepare=_figures),
-    Format(name="framework profile", prepare=_stack),
-    Format(name="measured CPU", prepare=_measured),
+    Format("plan", _plan),
+    Format("plan, changed", _changed_plan),
+    Format("model card", _card, text="toml", plain=_toml),
+    Format("Hugging Face config", _config),
+    Format("topology", _topology, text="toml", plain=_toml),
+    Format("edge cluster", _cluster, text="toml", plain=_toml),
+    Format("safetensors", _safetensors, plain=_header, framed=_with_header),
+    Format("safetensors index", _index),
+    Format("token store manifest", _store("manifest.json")),
+    Format("token store documents", _store("documents.bin"), plain=None),
+    Format("token array", _array, plain=None),
+    Format("JSON lines", _lines, plain=None),
+    Format("copy of a file", _copy),
+    Format("kept arrays", _kept, plain=None),
+    Format("verification report", _report),
+    Format("checkpoint description", _about),
+    Format("efficiency figures", _figures),
+    Format("framework profile", _stack),
+    Format("measured CPU", _measured),
 )

@@ -21,8 +21,8 @@ from typing import Any
 
 import jax
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
-import transformers  # pyright: ignore[reportMissingImports]
+import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from benchmarks.environment import ROOT, card, command_line, show, table, write
@@ -115,7 +115,7 @@ def windowed(name: str, folder: Path) -> dict[str, Any]:
 
 def peft_tokens(folder: Path) -> dict[str, list[list[int]]]:
     """What PEFT says with each adapter of a small Llama; its folders stay in `folder`."""
-    import peft  # pyright: ignore[reportMissingImports]
+    import peft
 
     made(tiny("llama-3.1-8b"), folder / "base")
     found = dict[str, list[list[int]]]()

@@ -58,7 +58,7 @@ def gathered(grid: Grid) -> Callable[..., Any]:
         size = pages[0].shape[2]
         row = jnp.arange(len(position))
         entry = table[row, position // size] * size + position % size
-        where = Where(  # type: ignore[arg-type]
+        where = Where(
             position=position,
             entry=entry,
             table=table,

@@ -29,8 +29,8 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
-import torch  # pyright: ignore[reportMissingImports]
-import transformers  # pyright: ignore[reportMissingImports]
+import torch
+import transformers
 
 from benchmarks.continuous_batching import LLAMA
 from benchmarks.environment import alternate, command_line, ratio, write

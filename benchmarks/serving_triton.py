@@ -37,14 +37,12 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytriton  # pyright: ignore[reportMissingImports]
-import tritonclient.grpc as grpc  # pyright: ignore[reportMissingImports]
-import tritonclient.http as http  # pyright: ignore[reportMissingImports]
+import pytriton
+import tritonclient.grpc as grpc
+import tritonclient.http as http
 from flax import nnx
-from google.protobuf import text_format  # pyright: ignore[reportMissingImports]
-from tritonclient.grpc import (  # pyright: ignore[reportMissingImports]
-    model_config_pb2,
-)
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
 
 from benchmarks.environment import ROOT, command_line, write
 from shardlib import models, serve

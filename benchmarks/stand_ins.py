@@ -14,7 +14,7 @@ import types
 from typing import Any, Protocol
 
 
-class _Meta(type(Protocol)):  # type: ignore[misc]  # so that protocols can be mixed in
+class _Meta(type(Protocol)):  # so that protocols can be mixed in
     def __getattr__(cls, name: str) -> Any:
         if name.startswith(("__", "_is_", "_abc", "_non", "_Proto")):
             raise AttributeError(name)
@@ -121,7 +121,7 @@ def install(*roots: str) -> None:
     """Puts stand-ins in the place of packages, and gives `torch`, where it is one, its dtypes."""
     sys.meta_path.insert(0, _Finder(frozenset(roots)))
     if "torch" in roots:
-        import torch  # pyright: ignore[reportMissingImports]
+        import torch
 
         torch.dtype = dtype = type("dtype", (StandIn,), {})
         for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "int8"):

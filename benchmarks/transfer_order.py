@@ -201,7 +201,7 @@ def measured(name: str, microbatches: int, rows: int, steps: int) -> dict[str, A
         process.wait()
     wire = 2 * size / rate + 4 * LATENCY_S
     steps_s = {way: median(one[1:]) for way, one in found.items()}
-    needs = [computing.gradients.needs(stage) for stage in range(STAGES)]  # type: ignore[union-attr]
+    needs = [computing.gradients.needs(stage) for stage in range(STAGES)]
     each = [sum(computing.trained[p].size // computing.runs[p] for p, _ in one) for one in needs]
     least, most = max(compute, wire), compute + wire
     return {

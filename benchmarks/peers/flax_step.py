@@ -41,7 +41,7 @@ def _by_parallax(strategy: str, data: str, model: str) -> Choose:
     """What google-parallax chooses, read off the model that it makes on simulated devices."""
 
     def specs(params: Any, mesh: Mesh, job: Job) -> Specs:
-        import parallax  # pyright: ignore[reportMissingImports]
+        import parallax
 
         sample = jnp.zeros((8, job.seq), jnp.int32)
         with jax.set_mesh(mesh):

@@ -12,21 +12,21 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx  # pyright: ignore[reportMissingImports]
-import haliax as hax  # pyright: ignore[reportMissingImports]
+import equinox as eqx
+import haliax as hax
 import jax
 import jax.numpy as jnp
-import jmp  # pyright: ignore[reportMissingImports]
+import jmp
 import numpy as np
 import optax
 from compiled import Compiled, built, memory_of, tpu_devices, versions
 from jax import export
 from jax.sharding import Mesh, NamedSharding
-from levanter.layers.attention import AttentionBackend  # pyright: ignore[reportMissingImports]
-from levanter.models.llama import LlamaConfig  # pyright: ignore[reportMissingImports]
-from levanter.models.lm_model import LmExample  # pyright: ignore[reportMissingImports]
-from levanter.tracker import NoopConfig  # pyright: ignore[reportMissingImports]
-from levanter.trainer import Trainer, TrainerConfig  # pyright: ignore[reportMissingImports]
+from levanter.layers.attention import AttentionBackend
+from levanter.models.llama import LlamaConfig
+from levanter.models.lm_model import LmExample
+from levanter.tracker import NoopConfig
+from levanter.trainer import Trainer, TrainerConfig
 from model import EPSILON, JOBS, OPTIMIZER, Batch, Decoder, Job, reference, rows
 
 #: As equal to the others as its options allow; and with recomputation and loops as Levanter comes.

@@ -29,12 +29,12 @@ def ahead(arguments: list[str]) -> tuple[Any, Any, dict[str, Any]]:
     import jax
     from flax import nnx
     from flax.linen import logical_axis_rules
-    from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
-    from maxtext.trainers.pre_train import (  # pyright: ignore[reportMissingImports]
+    from maxtext.configs import pyconfig
+    from maxtext.trainers.pre_train import (
         train,
         train_compile,
     )
-    from maxtext.utils import sharding, train_utils  # pyright: ignore[reportMissingImports]
+    from maxtext.utils import sharding, train_utils
 
     config = pyconfig.initialize(arguments)
     mesh = train_compile.get_topology_mesh(config)
@@ -72,8 +72,8 @@ def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # MaxText writes to standard output, too
     import jax
-    from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
-    from maxtext.utils import accelerator_to_spec_map  # pyright: ignore[reportMissingImports]
+    from maxtext.configs import pyconfig
+    from maxtext.utils import accelerator_to_spec_map
 
     base = Path(pyconfig.__file__).parent / "base.yml"
     fixed = {

@@ -17,9 +17,9 @@ import numpy as np
 from compiled import Compiled, built, versions
 from flax import nnx
 from flax.linen import logical_axis_rules
-from maxtext.configs import pyconfig  # pyright: ignore[reportMissingImports]
-from maxtext.trainers.pre_train import train  # pyright: ignore[reportMissingImports]
-from maxtext.utils import sharding, train_utils  # pyright: ignore[reportMissingImports]
+from maxtext.configs import pyconfig
+from maxtext.trainers.pre_train import train
+from maxtext.utils import sharding, train_utils
 from maxtext_ahead import ahead
 from model import EPSILON, JOBS, RATE, THETA, Job, reference, rows
 

@@ -25,7 +25,7 @@ def main() -> None:
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS=threads,
     )
-    import vllm  # pyright: ignore[reportMissingImports]
+    import vllm
 
     model = vllm.LLM(
         model=folder,
