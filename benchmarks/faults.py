@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import RESULTS, ROOT, command_line, write
-from benchmarks.runs import difference, last_arrays, losses, resumed_at, training
+from benchmarks.runs import difference, last_arrays, losses, resumed_at, shardlib, training
 from shardlib.training.run import RunFolder
 
 CARD = ROOT / "benchmarks" / "models" / "two-layers.toml"
@@ -119,7 +119,7 @@ def main() -> None:
 
         def command(folder: RunFolder, devices: int = 4, axis: str = "fsdp") -> list[str]:
             machine = ("--topology", f"cpu:{devices}", "--pin", f"mesh.{axis}={devices}")
-            return training(folder.path, CARD, given.steps, SAVE_EVERY, *machine)
+            return shardlib(*training(folder.path, CARD, given.steps, SAVE_EVERY, *machine))
 
         begin = time.monotonic()
         finish(command(whole))

@@ -73,7 +73,7 @@ def train(folder: Path, devices: int, mesh: dict[str, int], steps: int, *more: s
 
 
 def alone(command: list[str]) -> None:
-    """Runs a command without a launcher."""
+    """Runs a program without a launcher."""
     subprocess.run(command, env=environ(), check=True, stdout=subprocess.DEVNULL)
 
 
@@ -139,7 +139,7 @@ def equality(root: Path, steps: int) -> list[dict[str, Any]]:
     rows = []
     for axis, (mesh, more) in MESHES.items():
         one, many = root / f"one-{axis}", root / f"many-{axis}"
-        alone(train(one, 8, mesh, steps, *more))
+        alone(shardlib(*train(one, 8, mesh, steps, *more)))
         begin = time.monotonic()
         launched = Launched(
             ["-n", "4", "--devices-per-process", "2"], train(many, 8, mesh, steps, *more)
@@ -248,58 +248,29 @@ def faults(root: Path, steps: int) -> list[dict[str, Any]]:
     )
     with (other / "shardlib" / "lowering" / "step.py").open("a") as file:
         file.write("\n# a newer version\n")
-    command = train(root / "code", 4, {"fsdp": 4}, steps)
-    add(
-        at_start(
-            "other code",
-            [],
-            disguised(1, f"cd {shlex.quote(str(other))}", command),
-            "code of shardlib: ",
-            BEGIN,
-        )
-    )
+
+    def words(name: str, mesh: dict[str, int], *more: str) -> list[str]:
+        return shardlib(*train(root / name, 4, mesh, steps, *more))
+
+    ours = words("code", {"fsdp": 4})
+    newer = disguised(1, f"cd {shlex.quote(str(other))}", ours)
+    add(at_start("other code", [], newer, "code of shardlib: ", BEGIN))
     with socket.socket() as listener:
         port = free_port("127.0.0.1")
         listener.bind(("127.0.0.1", port))
         listener.listen()
-        add(
-            at_start(
-                "port taken",
-                ["--port", str(port)],
-                command,
-                f"process 0 cannot listen at 127.0.0.1:{port}",
-                BEGIN,
-            )
-        )
-    late = disguised(3, f"sleep {LATE:g}", train(root / "late", 4, {"fsdp": 4}, steps))
+        taken = f"process 0 cannot listen at 127.0.0.1:{port}"
+        add(at_start("port taken", ["--port", str(port)], ours, taken, BEGIN))
+    late = disguised(3, f"sleep {LATE:g}", words("late", {"fsdp": 4}))
     add(at_start("30 s late, waited for", [], late, "waiting for process 3 of 4", BEGIN + 10))
     rows[-1]["losses_equal"] = losses(RunFolder(root / "late")) == left_alone
-    add(
-        at_start(
-            f"30 s late, {JOIN} s allowed",
-            ["--join-seconds", str(JOIN)],
-            late,
-            "process 3 of 4 did not come",
-            BEGIN + JOIN,
-        )
-    )
-    gone = [
-        "bash",
-        "-c",
-        (
-            'if [ "$SHARDLIB_HOST_PROCESS" = 2 ]; then exit 9; fi; exec'
-            f" {shlex.join(train(root / 'gone', 4, {}, steps, '--elastic'))}"
-        ),
-    ]
-    add(
-        at_start(
-            "a place that always fails",
-            ["--restarts", "2", "--elastic"],
-            gone,
-            "going on with 2 of 4 processes",
-            2 * BEGIN,
-        )
-    )
+    allowed, missed = ["--join-seconds", str(JOIN)], "process 3 of 4 did not come"
+    add(at_start(f"30 s late, {JOIN} s allowed", allowed, late, missed, BEGIN + JOIN))
+    fails = 'if [ "$SHARDLIB_HOST_PROCESS" = 2 ]; then exit 9; fi; exec'
+    gone = ["bash", "-c", f"{fails} {shlex.join(words('gone', {}, '--elastic'))}"]
+    smaller = "going on with 2 of 4 processes"
+    elastic = ["--restarts", "2", "--elastic"]
+    add(at_start("a place that always fails", elastic, gone, smaller, 2 * BEGIN))
     rows[-1]["error"] = difference(losses(RunFolder(root / "gone")), left_alone)
     return rows
 
@@ -316,7 +287,7 @@ def idle(root: Path, steps: int) -> list[dict[str, Any]]:
     """A row for each number of processes and mesh."""
     one = root / "idle-one"
     whole = dict.fromkeys(("stage", "data", "expert", "context", "tensor"), 1)
-    alone(train(one, 1, whole | {"fsdp": 1}, steps))
+    alone(shardlib(*train(one, 1, whole | {"fsdp": 1}, steps)))
     reference, rows = losses(RunFolder(one)), []
     for (processes, others), (used, count) in itertools.product(((2, 4), (4, 2)), USED.items()):
         folder = root / f"idle-{processes}-{used}"

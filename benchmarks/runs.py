@@ -17,10 +17,10 @@ def shardlib(*words: str) -> list[str]:
 
 
 def training(folder: Path, card: Path, steps: int, save_every: int, *more: str) -> list[str]:
-    """The words of a run on the text of Python's JSON package."""
+    """The words of a command that trains on the text of Python's JSON package."""
     fixed = f"--steps {steps} --save-every {save_every} --batch 8 --seq 32 --sample-bytes 0"
     files = ("--run", str(folder), "--model", str(card), "--data", str(Path(json.__file__).parent))
-    return shardlib("train", *files, *fixed.split(), "--quiet", "--spike", "0", *more)
+    return ["train", *files, *fixed.split(), "--quiet", "--spike", "0", *more]
 
 
 def losses(folder: RunFolder) -> dict[int, float]:
