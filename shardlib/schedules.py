@@ -9,7 +9,7 @@ its weight gradients, if a schedule splits them from B. A new schedule is a clas
 >>> [str(task) for task in alternating(plain(FORWARD, 3), plain(BACKWARD, 3), 1)]
 ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
 >>> named("interleaved").words(2), named("gpipe") in pipelines()
-('interleaved with 2 chunks a stage', True)
+('interleaved with 2 chunks per stage', True)
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def only_whole_stages(name: str, chunks: int) -> None:
 
 def words_of(name: str, chunks: int) -> str:
     """The name of a schedule, and its number of chunks."""
-    return f"{name} with {chunks} chunks a stage" if chunks > 1 else name
+    return f"{name} with {chunks} chunks per stage" if chunks > 1 else name
 
 
 def enough_for_chunks(pipelines: Pipelines) -> Array:

@@ -122,33 +122,33 @@ ROWS = (
 SEED = "\nTry: an integer from 0 to 2147483647"
 #: One argument of `shardlib.compile`, what is said of it, and what to try.
 ARGUMENTS: dict[str, tuple[Any, str, str]] = {
-    "loss": (None, "None and no function", "loss=lambda model, batch: jnp.mean(...)"),
-    "evaluation": ("a", "'a' and no function", "evaluation=lambda model, batch: jnp.mean(...)"),
+    "loss": (None, "None, not a function", "loss=lambda model, batch: jnp.mean(...)"),
+    "evaluation": ("a", "'a', not a function", "evaluation=lambda model, batch: jnp.mean(...)"),
     "optimizer": (
         optax.adam,
-        "the function adam and no optax transformation",
+        "the function adam, not an optax transformation",
         "optimizer=optax.adam(1e-3)",
     ),
     "topology": (
         3,
-        "3 and no topology",
+        "3, not a topology",
         'topology="cpu:8", a jax.sharding.Mesh, or a list of devices',
     ),
     "batch": (
         64,
-        "64 and no tree of arrays, of which the leading dim is the number of rows",
+        "64, not a tree of arrays, of which the leading dim is the number of rows",
         'batch={"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}',
     ),
-    "pin": (["mesh"], "a list and no mapping of decisions", 'pin={"mesh": {"data": 8}}'),
-    "name": (3, "3 and no string", 'name="model"'),
+    "pin": (["mesh"], "a list, not a mapping of decisions", 'pin={"mesh": {"data": 8}}'),
+    "name": (3, "3, not a string", 'name="model"'),
     "plan": (
         "x",
-        "'x' and no plan",
+        "'x', not a plan",
         "plan=shardlib.plan(...), or plan=shardlib.Plan.from_json(text)",
     ),
-    "devices": (3, "3 and no list of devices", "devices=jax.devices()"),
-    "guards": (3, "3 and no guards", "guards=shardlib.Guards(clip=1.0)"),
-    "disk": (3, "3 and no path of a folder", 'disk="/path"'),
+    "devices": (3, "3, not a list of devices", "devices=jax.devices()"),
+    "guards": (3, "3, not guards", "guards=shardlib.Guards(clip=1.0)"),
+    "disk": (3, "3, not the path of a folder", 'disk="/path"'),
 }
 
 #: What is done, the error, and its whole message, or parts of it in a list.
@@ -485,8 +485,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str | l
         ArgumentError,
         (
             "shardlib.compile cannot use its arguments:\n"
-            "  - optimizer is None and no optax transformation\n"
-            "  - guards is 3 and no guards\n"
+            "  - optimizer is None, not an optax transformation\n"
+            "  - guards is 3, not guards\n"
             "Try: optimizer=optax.adam(1e-3); guards=shardlib.Guards(clip=1.0)"
         ),
     ),
@@ -503,8 +503,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str | l
         ArgumentError,  # pyright: ignore[reportArgumentType]
         (
             "shardlib.plan cannot use its arguments:\n"
-            "  - pin is 'mesh' and no mapping of decisions\n"
-            "  - allow is a list and no mapping of dtypes\n"
+            "  - pin is 'mesh', not a mapping of decisions\n"
+            "  - allow is a list, not a mapping of dtypes\n"
             'Try: pin={"mesh": {"data": 8}}; allow={"moment_dtype": ["bfloat16"]}'
         ),
     ),
@@ -589,7 +589,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str | l
     "options of plan": (
         lambda: planned(name=7, limits=3),
         ArgumentError,
-        ["name is 7 and no string", "limits is 3"],
+        ["name is 7, not a string", "limits is 3"],
     ),
     "rows in other words": (
         lambda: planned(rows="sum"),
@@ -652,8 +652,8 @@ def test_what_a_program_is_given_is_looked_at() -> None:
     for seed, said in (
         (-1, "seed -1 is out of range"),
         (2**31, "seed 2147483648 is out of range"),
-        (1.5, "seed is 1.5 and no integer"),
-        ("3", "seed is '3' and no integer"),
+        (1.5, "seed is 1.5, not an integer"),
+        ("3", "seed is '3', not an integer"),
     ):
         with pytest.raises(ArgumentError) as caught:
             program.init(seed)  # pyright: ignore[reportArgumentType]

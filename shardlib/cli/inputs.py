@@ -225,8 +225,8 @@ def _priced_here(plan: Plan) -> Plan:
         severity="info",
         where=plan.topology,
         message=(
-            f"the plan was written with {seconds_text(before)} a step, by rates measured elsewhere"
-            f" or before; by those of this machine it takes {seconds_text(now)}"
+            f"the plan was written with {seconds_text(before)} per step, by rates measured"
+            f" elsewhere or before; by those of this machine it takes {seconds_text(now)}"
         ),
     )
     return replace(plan, estimate=here.estimate).with_findings(finding)

@@ -68,7 +68,7 @@ def read_text(path: Path, what: str, hint: str, error: type[ShardlibError]) -> b
     if not os.path.exists(path):
         raise MissingFileError(f"there is no {what} file {path}\nTry: {hint}")
     if path.is_dir():
-        raise error(f"{path} is a folder, and no {what} file\nTry: a file that is in it")
+        raise error(f"{path} is a folder, not a {what} file\nTry: a file that is in it")
     return read_bytes(path, f"{what} file", error, limit=LIMITS.bytes, hint=hint)
 
 

@@ -837,7 +837,7 @@ def write_trace(
 
 def told(steps: Mapping[str, float], trace: Path) -> str:
     """The contents of a trace in words."""
-    rows = [f"{name}: {seconds_text(seconds)} a step" for name, seconds in steps.items()]
+    rows = [f"{name}: {seconds_text(seconds)} per step" for name, seconds in steps.items()]
     return "\n".join([*rows, f"{trace}: open it with https://ui.perfetto.dev", ""])
 
 

@@ -514,7 +514,7 @@ class Decisions:
     microbatches: int = decision(
         1,
         meaning="gradient accumulation steps; with stages, microbatches of the pipeline. With"
-        " `zero` 0 and 1 gradients are reduced once a step, with 2 and 3 in every microbatch, to"
+        " `zero` 0 and 1 gradients are reduced once per step, with 2 and 3 in every microbatch, to"
         " shards",
         values="an integer",
         read=integer(1),

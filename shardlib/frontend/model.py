@@ -49,27 +49,27 @@ def _guards(value: Any) -> bool:
 
 
 _KINDS: Mapping[str, Kind] = {
-    "loss": (callable, "function", "loss=lambda model, batch: jnp.mean(...)"),
-    "evaluation": (callable, "function", "evaluation=lambda model, batch: jnp.mean(...)"),
-    "optimizer": (_transformation, "optax transformation", "optimizer=optax.adam(1e-3)"),
+    "loss": (callable, "a function", "loss=lambda model, batch: jnp.mean(...)"),
+    "evaluation": (callable, "a function", "evaluation=lambda model, batch: jnp.mean(...)"),
+    "optimizer": (_transformation, "an optax transformation", "optimizer=optax.adam(1e-3)"),
     "batch": (
         lambda value: not isinstance(value, (bool, int, float, complex, str, bytes)),
-        "tree of arrays, of which the leading dim is the number of rows",
+        "a tree of arrays, of which the leading dim is the number of rows",
         'batch={"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}',
     ),
     "topology": (
         lambda value: isinstance(value, (str, Topology)) or devices_of(value) is not None,
-        "topology",
+        "a topology",
         'topology="cpu:8", a jax.sharding.Mesh, or a list of devices',
     ),
     "pin": (
         lambda value: isinstance(value, (Mapping, Pins)),
-        "mapping of decisions",
+        "a mapping of decisions",
         'pin={"mesh": {"data": 8}}',
     ),
     "allow": (
         lambda value: isinstance(value, Mapping),
-        "mapping of dtypes",
+        "a mapping of dtypes",
         'allow={"moment_dtype": ["bfloat16"]}',
     ),
     "limits": (
@@ -77,18 +77,18 @@ _KINDS: Mapping[str, Kind] = {
         "limits of a compiler",
         "limits=shardlib.verification.isolation.Limits(seconds=600.0)",
     ),
-    "name": (lambda value: isinstance(value, str), "string", 'name="model"'),
+    "name": (lambda value: isinstance(value, str), "a string", 'name="model"'),
     "framework": (
         lambda value: isinstance(value, str),
-        "name of a framework",
+        "the name of a framework",
         'framework="megatron-core"',
     ),
     "plan": (
         lambda value: isinstance(value, Plan),
-        "plan",
+        "a plan",
         "plan=shardlib.plan(...), or plan=shardlib.Plan.from_json(text)",
     ),
-    "devices": (_devices, "list of devices", "devices=jax.devices()"),
+    "devices": (_devices, "a list of devices", "devices=jax.devices()"),
     "guards": (
         _guards,
         "guards",
@@ -96,7 +96,7 @@ _KINDS: Mapping[str, Kind] = {
     ),
     "disk": (
         lambda value: isinstance(value, (str, os.PathLike)),
-        "path of a folder",
+        "the path of a folder",
         'disk="/path"',
     ),
 }

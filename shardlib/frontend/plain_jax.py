@@ -539,7 +539,7 @@ _NOTES = (
     " goes in and comes out has its sharding in its type. An axis is one axis of the mesh, also"
     " where it lies along several dims of a torus.",
     "Gradients are reduced by XLA's partitioner, in every microbatch. Programs of shardlib reduce"
-    " the partial sums of weights themselves where devices are joined by links, and once a step"
+    " the partial sums of weights themselves where devices are joined by links, and once per step"
     " with ZeRO 0 and 1.",
     "Inside of while loops, branches and custom derivatives nothing is constrained.",
 )
@@ -572,7 +572,7 @@ def _head(plan: Plan, usage: str) -> str:
     return f"""The sharding of {plan.model} on {plan.topology} in plain JAX: mesh {plan.mesh}.
 
 Written by shardlib from plan {plan.digest} with JAX {jax.__version__};
-{seconds_text(plan.estimate.step_seconds)} a step predicted. It needs jax and optax alone:
+{seconds_text(plan.estimate.step_seconds)} per step predicted. It needs jax and optax alone:
 
 {usage} Values are
 named by their operation and its number; lines are those of the model. What differs from a

@@ -253,7 +253,7 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
                 severity="info",
                 message=(
                     f"{trial_name(first)} was predicted to be the fastest; by the compiler's"
-                    f" figures it takes {seconds_text(first.compiled_seconds)} a step, and this"
+                    f" figures it takes {seconds_text(first.compiled_seconds)} per step, and this"
                     " plan"
                     f" {seconds_text(best.compiled_seconds)}."
                 ),
@@ -456,7 +456,7 @@ class _Bench:
                 trial,
                 verdict="out-of-memory",
                 message=(
-                    f"the program needs {bytes_text(peak)} a device and there are"
+                    f"the program needs {bytes_text(peak)} per device and there are"
                     f" {bytes_text(usable)}."
                 ),
             )

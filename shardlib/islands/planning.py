@@ -468,7 +468,7 @@ def islands_instead(plan: Plan, machine: Topology, rows: Collection[int]) -> tup
         " network between them would take longer"
         if left_out
         else f"{percent_text(waits / step)} of a step ({seconds_text(waits)}) waits for what data"
-        f" and fsdp move over the network, {bytes_text(moved)} a device"
+        f" and fsdp move over the network, {bytes_text(moved)} per device"
     )
     return (
         Finding(
@@ -640,14 +640,14 @@ def _told(exchange: Several, crossing: int, met: Meetings, share: float) -> str:
         return (
             f"{of} exchange their gradients in every step as {exchange.by.kind}, and keep what they"
             " did not send for the next: another optimizer than one of the exact gradients."
-            f" An exchange moves {bytes_text(crossing)} a device between islands and takes"
+            f" An exchange moves {bytes_text(crossing)} per device between islands and takes"
             f" {seconds_text(met.seconds)}."
         )
     waits = share * exchange.period / number
     return (
         f"{of} train apart, each on its part of the batch, and {_meet(exchange)}: another optimizer"
         " than one of the whole batch. The loss of an island is that of its own rows; metrics are"
-        f" means over islands. A meeting moves {bytes_text(crossing // number)} a device between"
+        f" means over islands. A meeting moves {bytes_text(crossing // number)} per device between"
         f" islands and takes {seconds_text(met.seconds / number)}{each}"
         f"{f', of which steps wait for {seconds_text(waits)}' if met.beside else ''}."
     )
@@ -732,7 +732,7 @@ def planned_on_islands(
         if rounds == ROUNDS or held_bytes >= island.chip.usable_bytes:
             raise InfeasibleError(
                 f"{plan.model} does not fit on the islands of {machine.name}: what {exchange} keeps"
-                f" for meetings is {bytes_text(parts.exchange)} a device, and with it"
+                f" for meetings is {bytes_text(parts.exchange)} per device, and with it"
                 f" {bytes_text(parts.peak)} are needed of {bytes_text(limit)}\nTry: zero=3, which"
                 " shards it; or fewer islands",
                 short_bytes=int(parts.peak - limit),

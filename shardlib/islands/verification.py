@@ -174,7 +174,7 @@ def crossings(
             severity="error",
             where=worst.op_name or worst.name,
             message=(
-                f"a meeting moves {bytes_text(moved)} a device between islands,"
+                f"a meeting moves {bytes_text(moved)} per device between islands,"
                 f" {bytes_text(due)} were planned."
             ),
             hint="tell us: the meeting is the same program for every model",

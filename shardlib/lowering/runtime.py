@@ -478,7 +478,7 @@ def state_card(title: str, parts: Mapping[str, Tree]) -> str:
         ]
         if sized_rows:
             local = bytes_text(sum(size for size, _ in sized_rows))
-            lines.append(f"{name}: {len(sized_rows)} arrays, {local} a device")
+            lines.append(f"{name}: {len(sized_rows)} arrays, {local} per device")
         rows += sized_rows
     rows.sort(key=lambda row: -row[0])
     if len(rows) > _MOST:

@@ -1176,8 +1176,8 @@ def moment(plan: Plan, exchange: GradientExchange) -> str:
     if exchange.keeps and (plan.mesh["stage"] > 1 or plan.zero >= 2):
         raise PlanError(
             "a gradient exchange that keeps what it does not send needs gradients that are reduced"
-            " once a step and are not sharded between microbatches\nTry: a mesh without stages, and"
-            " zero below 2"
+            " once per step and are not sharded between microbatches\nTry: a mesh without stages,"
+            " and zero below 2"
         )
     if plan.mesh["stage"] > 1:
         return DEFERRED if plan.gather == "once" or plan.zero < 2 else EACH

@@ -279,7 +279,7 @@ def _no_function(module: ModuleType, module_name: str, name: str) -> str:
     """Returns what a module has in place of a function of a name."""
     if hasattr(module, name):
         kind = type(getattr(module, name)).__name__
-        return f"{name!r} of {module_name} is of the type {kind}, and no function"
+        return f"{name!r} of {module_name} is of the type {kind}, not a function"
     near = difflib.get_close_matches(
         name,
         [attribute for attribute in dir(module) if callable(getattr(module, attribute, None))],

@@ -290,7 +290,7 @@ class Kernels:
     def __str__(self) -> str:
         return "\n".join(
             [
-                f"Kernels: {seconds_text(self.seconds)} a step on one {self.chip}",
+                f"Kernels: {seconds_text(self.seconds)} per step on one {self.chip}",
                 *aligned([KERNEL_HEAD, *kernel_rows(self, _MOST)], right={2, 3, 4, 5, 6}),
                 *and_more(len(self.kernels) - _MOST, "kinds of kernel"),
                 "",
@@ -542,9 +542,9 @@ def replan_text(change: Replan) -> str:
         f"{new.model}: {old.topology} ({old.mesh}) -> {new.topology} ({new.mesh})",
         (
             f"{seconds_text(old.estimate.step_seconds)} ->"
-            f" {seconds_text(new.estimate.step_seconds)} a step, {ratio_text(change.slowdown)} the"
-            f" time · {count_text(new.estimate.tokens_per_second)} tokens/s ·"
-            f" {bytes_text(new.estimate.device_bytes.peak)} a device"
+            f" {seconds_text(new.estimate.step_seconds)} per step, {ratio_text(change.slowdown)}"
+            f" the time · {count_text(new.estimate.tokens_per_second)} tokens/s ·"
+            f" {bytes_text(new.estimate.device_bytes.peak)} per device"
         ),
         "",
         "What changes",
@@ -708,7 +708,7 @@ class RunCost:
             ["device-hours", f"{count_text(self.device_hours)} of {self.devices} devices"],
         ]
         if self.money is not None:
-            rows.append(["cost", f"{self.money:,.0f} at {self.price:g} a device and hour"])
+            rows.append(["cost", f"{self.money:,.0f} at {self.price:g} per device and hour"])
         if self.kilowatt_hours is not None:
             rows.append(
                 [
@@ -960,7 +960,7 @@ def sensitivity_text(sensitivity: Sensitivity) -> str:
         "What more would buy",
         *aligned(
             [
-                ("", "now", "one more", "saves a step"),
+                ("", "now", "one more", "saves per step"),
                 *(price_row(price) for price in sensitivity.prices),
             ],
             right={1, 2, 3},
@@ -1032,7 +1032,7 @@ def break_text(price: Price) -> str:
     same_mesh = "" if price.break_mesh is None else f"{price.break_mesh}, "
     return (
         f"{name}: from {amount(price.break_amount)} on another plan is the best,"
-        f" {same_mesh}{seconds_text(price.break_seconds)} a step"
+        f" {same_mesh}{seconds_text(price.break_seconds)} per step"
         f" ({'; '.join(price.break_changes)})."
     )
 

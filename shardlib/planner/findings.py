@@ -188,7 +188,7 @@ def below_ridge(situation: Situation) -> Finding | None:
     return Finding(
         code="below-ridge",
         severity="info",
-        where=f"{count_text(math.ceil(situation.device_tokens))} tokens a device",
+        where=f"{count_text(math.ceil(situation.device_tokens))} tokens per device",
         message=(
             f"a device works on {count_text(math.ceil(situation.device_tokens))} tokens at once,"
             f" and a matmul with weights is limited by memory below {count_text(math.ceil(ridge))}"
@@ -227,7 +227,7 @@ def fsdp_over_slow_network(situation: Situation) -> Finding | None:
         where=f"fsdp={plan.mesh['fsdp']}",
         message=(
             "parameters are gathered over the slow network with"
-            f" {count_text(math.ceil(situation.device_tokens))} tokens a device; below"
+            f" {count_text(math.ceil(situation.device_tokens))} tokens per device; below"
             f" {count_text(math.ceil(tokens))} the gathers cannot hide behind compute"
         ),
         hint=(

@@ -767,7 +767,11 @@ def _usual(plan: Plan) -> Plan:
 
 
 def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
-    """Findings about the checksum of the plan."""
+    """Findings about the checksum of the plan.
+
+    Raises:
+        ChangedPlanError: the plan was changed, and that is not allowed.
+    """
     stored_sum = data.get("checksum")
     if stored_sum is not None and stored_sum == checksum(data):
         return []

@@ -299,7 +299,7 @@ def _memory(plan: Plan, steps: tuple[OutOfReach, ...]) -> Iterable[Binding]:
     nearest, fastest, before = steps[0], steps[-1], plan.estimate.step_seconds
     message = (
         f"Memory: {bytes_text(nearest.short_bytes)} more on every device would allow {nearest.mesh}"
-        f" and save {seconds_text(before - nearest.step_seconds)} a step"
+        f" and save {seconds_text(before - nearest.step_seconds)} per step"
     )
     if fastest is not nearest:
         message += (
@@ -328,7 +328,7 @@ def _pins(plan: Plan) -> Iterable[Binding]:
                 what=name,
                 step_seconds=free.estimate.step_seconds,
                 message=(
-                    f"The pin on {name} costs {seconds_text(gain)} a step: left to the planner,"
+                    f"The pin on {name} costs {seconds_text(gain)} per step: left to the planner,"
                     f" {free.mesh} takes {seconds_text(free.estimate.step_seconds)}."
                 ),
             )

@@ -281,7 +281,7 @@ def curve_text(result: Curve) -> str:
 def _row(point: Point) -> tuple[str, ...]:
     if point.plan is None:
         lacking = (
-            f"lacks {bytes_text(point.short_bytes)} a device"
+            f"lacks {bytes_text(point.short_bytes)} per device"
             if point.short_bytes
             else "no plan: " + point.message
         )

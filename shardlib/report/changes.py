@@ -75,10 +75,10 @@ def _changed_decisions(a: Plan, b: Plan) -> str:
 def _changed_figures(a: Plan, b: Plan) -> str:
     rows = [("", "before", "after", "change")]
     for label, before, after, text in (
-        ("seconds a step", a.estimate.step_seconds, b.estimate.step_seconds, seconds_text),
+        ("seconds per step", a.estimate.step_seconds, b.estimate.step_seconds, seconds_text),
         *_parts(a.estimate.seconds, b.estimate.seconds, LABELS, seconds_text),
         (
-            "bytes a device",
+            "bytes per device",
             a.estimate.device_bytes.peak,
             b.estimate.device_bytes.peak,
             bytes_text,
@@ -145,10 +145,10 @@ def _changed_layouts(a: Plan, b: Plan) -> str:
 _TELLING = 9.0
 #: Figures that a limit can be set for: word -> what it is.
 FIGURES = {
-    "seconds": "seconds a step",
-    "memory": "peak bytes a device",
-    "traffic": "bytes of collectives a step",
-    "collectives": "collectives a step",
+    "seconds": "seconds per step",
+    "memory": "peak bytes per device",
+    "traffic": "bytes of collectives per step",
+    "collectives": "collectives per step",
 }
 
 
@@ -234,7 +234,7 @@ class Change:
             for figure in self.collectives
         ]
         table = aligned([("collectives", "before", "after", "change"), *rows], right={1, 2, 3})
-        return "\n".join(["Bytes of collectives a step", *table]) + "\n"
+        return "\n".join(["Bytes of collectives per step", *table]) + "\n"
 
     def rows(self) -> list[tuple[str, str, str, str]]:
         """(what, before, after, change) of all figures."""

@@ -154,9 +154,9 @@ def evidence_rows(sources: Sequence[Evidence]) -> list[tuple[str, ...]]:
     """Rows of a table under `evidence_head`; the differences are from the prediction."""
     first = sources[0]
     rows = [
-        ("seconds a step", *(_seconds(source, first) for source in sources)),
+        ("seconds per step", *(_seconds(source, first) for source in sources)),
         (
-            "peak bytes a device",
+            "peak bytes per device",
             *(_evidence_bytes(source.peak_bytes, first.peak_bytes) for source in sources),
         ),
     ]

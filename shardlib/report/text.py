@@ -145,7 +145,7 @@ def _pipeline(plan: Plan) -> str:
     parts = [f"{plan.mesh['stage']} stages, {schedule.words(plan.virtual_stages)}"]
     if plan.gather == "once":
         by_group = schedule.forward_first and plan.virtual_stages > 1 and plan.accumulation > 1
-        often = "for each group of microbatches" if by_group else "a step"
+        often = "for each group of microbatches" if by_group else "per step"
         parts.append(f"weights gathered once {often}")
     return "; ".join([*parts, *filter(None, [_told("pipeline")(plan)])])
 
@@ -253,7 +253,7 @@ def time_section(plan: Plan) -> str:
     """Returns the section about the seconds of a step."""
     seconds = plan.estimate.seconds
     bars = _bars(parts_of(seconds), seconds.total or 1.0)
-    return "\n".join([f"Time: {seconds_text(seconds.total)} a step", *bars])
+    return "\n".join([f"Time: {seconds_text(seconds.total)} per step", *bars])
 
 
 def memory_section(plan: Plan, hbm_bytes: float | None) -> str:
@@ -367,7 +367,7 @@ def collectives_section(plan: Plan) -> str:
     everything = sum(row.seconds for row in rows)
     exposed = min(plan.estimate.seconds.exposed, everything)
     head = (
-        f"Collectives: {seconds_text(everything)} a step, {seconds_text(exposed)} exposed,"
+        f"Collectives: {seconds_text(everything)} per step, {seconds_text(exposed)} exposed,"
         f" {seconds_text(everything - exposed)} hidden behind compute"
         if everything
         else "Collectives"
@@ -614,7 +614,7 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
         spare = limit - estimate.device_bytes.peak
         lines.append(
             f"Memory: {bytes_text(estimate.device_bytes.peak)} of"
-            f" {limit_text(estimate, hbm_bytes)} a device, "
+            f" {limit_text(estimate, hbm_bytes)} per device, "
             + (
                 f"{percent_text(spare / limit)} spare"
                 if spare >= 0
@@ -699,7 +699,7 @@ def _runner_reasons(plan: Plan) -> list[str]:
     if too_big:
         smallest = min(too_big, key=lambda r: (r.peak_bytes == 0, r.peak_bytes))
         need = (
-            f", which needs {bytes_text(smallest.peak_bytes)} a device"
+            f", which needs {bytes_text(smallest.peak_bytes)} per device"
             if smallest.peak_bytes
             else ""
         )
@@ -777,9 +777,10 @@ def headline(plan: Plan) -> str:
             f"{plan.model} on {plan.topology}{_software(plan)}: {n} device{'s' if n > 1 else ''},"
             f" mesh {plan.mesh}",
             (
-                f"{seconds_text(estimate.step_seconds)} a step ·"
+                f"{seconds_text(estimate.step_seconds)} per step ·"
                 f" {count_text(estimate.tokens_per_second)} tokens/s · MFU"
-                f" {percent_text(estimate.mfu)} · {bytes_text(estimate.device_bytes.peak)} a device"
+                f" {percent_text(estimate.mfu)} · {bytes_text(estimate.device_bytes.peak)}"
+                " per device"
             ),
         ]
     )
@@ -889,8 +890,8 @@ def plan_line(plan: Plan, name: str = "Plan") -> str:
         name,
         f"{plan.model} on {plan.topology}: {plan.mesh}",
         f"zero {plan.zero}" if plan.zero else "",
-        f"{seconds_text(estimate.step_seconds)} a step",
-        f"{bytes_text(estimate.device_bytes.peak)} a device",
+        f"{seconds_text(estimate.step_seconds)} per step",
+        f"{bytes_text(estimate.device_bytes.peak)} per device",
     )
 
 

@@ -145,7 +145,7 @@ class ServedProgram:
         parts = ", ".join(f"{name} {bytes_text(size)}" for name, size in self.predicted.items())
         head = (
             f"{self.tokens} tokens, {self.table} pages a request, on {self.topology}, tensor"
-            f" {self.tensor}{f', data {self.data}' if self.data > 1 else ''}: {parts} a device"
+            f" {self.tensor}{f', data {self.data}' if self.data > 1 else ''}: {parts} per device"
         )
         lines = [str(finding) for finding in self.findings]
         if self.compiled is not None:

@@ -56,15 +56,15 @@ def _count(value: Any) -> bool:
 _KINDS: Mapping[str, Kind] = {
     "program": (
         is_program,
-        "program",
+        "a program",
         "program=shardlib.compile(init, loss, optimizer, batch), or shardlib.compile_step(...)",
     ),
     "data": (
         lambda value: callable(value) or hasattr(value, "rows"),
-        "dataset or function of the step",
+        "a dataset or function of the step",
         "data=lambda step: batch",
     ),
-    "steps": (_count, "number of steps, from 0 on", "steps=1000"),
+    "steps": (_count, "a number of steps, from 0 on", "steps=1000"),
     "settings": (
         lambda value: isinstance(value, Settings),
         "settings",

@@ -169,7 +169,7 @@ def _on_all(plan: Plan) -> str:
         return f"there is no plan for all {devices} devices ({str(error).partition(chr(10))[0]})"
     return (
         f"the fastest plan for all {devices} devices, {plan_on_all.mesh}, is predicted to take"
-        f" {seconds_text(plan_on_all.estimate.step_seconds)} a step in place of"
+        f" {seconds_text(plan_on_all.estimate.step_seconds)} per step in place of"
         f" {seconds_text(plan.estimate.step_seconds)}"
     )
 

@@ -43,7 +43,7 @@ JsonMapping: TypeAlias = Mapping[str, Json]
 
 #: Seeds are below it.
 SEEDS = 2**31
-#: Whether a value is of a kind, the kind in words, and an example.
+#: Whether a value is of a kind, the kind in words ("a string"), and an example.
 Kind = tuple[Callable[[Any], bool], str, str]
 
 
@@ -68,7 +68,7 @@ def require_kinds(
         raise_all(
             ArgumentError,
             f"shardlib.{function} cannot use its arguments",
-            [f"{name} is {_shown(values[name])} and no {kinds[name][1]}" for name in wrong],
+            [f"{name} is {_shown(values[name])}, not {kinds[name][1]}" for name in wrong],
             hint="; ".join(kinds[name][2] for name in wrong),
         )
 
@@ -79,7 +79,7 @@ def read_seed(seed: SupportsIndex) -> int:
         number = operator.index(seed)
     except TypeError:
         raise ArgumentError(
-            f"seed is {_shown(seed)} and no integer\nTry: an integer from 0 to {SEEDS - 1}"
+            f"seed is {_shown(seed)}, not an integer\nTry: an integer from 0 to {SEEDS - 1}"
         ) from None
     if not 0 <= number < SEEDS:
         raise ArgumentError(f"seed {number} is out of range\nTry: an integer from 0 to {SEEDS - 1}")

@@ -20,7 +20,7 @@ A `Target` is plain data, made without JAX, and travels to the process that comp
 A compiler that made no program, as a finding: out of memory, out of time, or aborted.
 
 >>> out_of_memory_text("XLA:TPU ... Used 20.1G of 15.75G hbm. Exceeded hbm capacity by 4.4G")
-'the program needs 20.1GiB a device and there are 15.75GiB.'
+'the program needs 20.1GiB per device and there are 15.75GiB.'
 """
 
 from __future__ import annotations

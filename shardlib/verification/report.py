@@ -383,7 +383,7 @@ def traffic(
                 message=(
                     f"{key_text(key)} is done in"
                     f" {', '.join(sorted({d for item in matching for d in item.dtypes}))}:"
-                    f" {bytes_text(size)} a step, {bytes_text(due)} were planned."
+                    f" {bytes_text(size)} per step, {bytes_text(due)} were planned."
                 ),
                 hint="keep the accumulation in float32 if the sum must not lose digits",
             )
@@ -395,7 +395,7 @@ def traffic(
                 severity="info",
                 where=key_text(key),
                 message=(
-                    f"{key_text(key)} moves {bytes_text(size)} a step, {bytes_text(due)} were"
+                    f"{key_text(key)} moves {bytes_text(size)} per step, {bytes_text(due)} were"
                     " planned."
                 ),
             )
@@ -430,7 +430,7 @@ def _unplanned(
         code=code,
         severity="warning",
         where=key_text(key),
-        message=f"{key_text(key)} moves {bytes_text(size)} a step, {planned}{network}: {worst}.",
+        message=f"{key_text(key)} moves {bytes_text(size)} per step, {planned}{network}: {worst}.",
         hint=(
             "look at the layouts that meet there, or pin the rule of the dim that is gathered"
             if not due
@@ -529,8 +529,8 @@ def wire_dtypes(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
                 severity="warning",
                 where=key_text((kind, axes)),
                 message=(
-                    f"{key_text((kind, axes))} moves {bytes_text(size)} a step in {dtype}, and the"
-                    f" plan reduces gradients in {planned}."
+                    f"{key_text((kind, axes))} moves {bytes_text(size)} per step in {dtype}, and"
+                    f" the plan reduces gradients in {planned}."
                 ),
                 hint=(
                     "XLA's CPU compiler reduces 16-bit numbers in float32"
@@ -619,7 +619,8 @@ def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[F
             code="out-of-memory",
             severity="error",
             message=(
-                f"the program needs {bytes_text(peak)} a device and there are {bytes_text(usable)}."
+                f"the program needs {bytes_text(peak)} per device and there are"
+                f" {bytes_text(usable)}."
             ),
             hint=(
                 "shard more: a higher zero stage, remat=full, more microbatches, or a smaller batch"
@@ -631,7 +632,7 @@ def memory(plan: Plan, topology: Topology, compiled: CompiledStep) -> Iterable[F
             code="memory-differs",
             severity="warning" if judged and peak > promised * plan.estimate.margin else "info",
             message=(
-                f"the peak is {bytes_text(peak)} a device, {bytes_text(promised)} were predicted"
+                f"the peak is {bytes_text(peak)} per device, {bytes_text(promised)} were predicted"
                 f" ({percent_text(abs(promised - peak) / peak)} off)."
             ),
         )
@@ -648,9 +649,9 @@ def kernels(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
             severity="warning",
             where="compute",
             message=(
-                f"the compiler's own kernels take {seconds_text(compiled_seconds)} a step, without"
-                f" those that it does not estimate (attention); {seconds_text(predicted)} were"
-                f" predicted, so a step takes at least"
+                f"the compiler's own kernels take {seconds_text(compiled_seconds)} per step,"
+                f" without those that it does not estimate (attention); {seconds_text(predicted)}"
+                f" were predicted, so a step takes at least"
                 f" {percent_text((compiled_seconds - predicted) / predicted)} more."
             ),
             hint="believe the compiler: MFU and step time of this plan are too good",
@@ -747,7 +748,7 @@ def donation(plan: Plan, compiled: CompiledStep, donated: int, aliased: int) -> 
             severity="warning",
             message=(
                 f"{donated - aliased} of the {donated} arrays of the state are not updated in"
-                f" place; {bytes_text(reused)} a device are, of {bytes_text(state)} of state."
+                f" place; {bytes_text(reused)} per device are, of {bytes_text(state)} of state."
             ),
         )
 

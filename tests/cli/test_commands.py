@@ -119,7 +119,7 @@ def test_every_command_is_in_the_readme():
     [
         ("/dev/null", "plan file '/dev/null' cannot be read: it is not a file that can be read"),
         ("/dev/zero", "plan file '/dev/zero' cannot be read: it is not a file that can be read"),
-        (".", ". is a folder, and no plan file\nTry: a file that is in it"),
+        (".", ". is a folder, not a plan file\nTry: a file that is in it"),
         ("x" * 300, f"there is no plan file {'x' * 300}"),
     ],
 )

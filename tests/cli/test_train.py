@@ -77,13 +77,13 @@ def test_the_same_plan_passes_every_limit(shell, plan_file: Path):
 
 def test_what_is_beyond_a_limit_is_said_and_is_exit_code_one(shell, plan_file, slower):
     code, out, _ = shell("diff", str(plan_file), str(slower), "--max-collectives", "0%")
-    assert code == 1 and "too much: collectives a step" in out
+    assert code == 1 and "too much: collectives per step" in out
     code, out, _ = shell("diff", str(plan_file), str(slower), "--max-seconds", "50%")
     assert code == 0 and "too much" not in out
     words = ("diff", str(plan_file), str(slower), "--max-seconds", "1%", "--json")
     code, out, _ = shell(*words)
     data = json.loads(out)
-    assert code == 1 and not data["ok"] and data["beyond"][0].startswith("seconds a step: ")
+    assert code == 1 and not data["ok"] and data["beyond"][0].startswith("seconds per step: ")
     assert data["figures"]["seconds"][1] > data["figures"]["seconds"][0]
     code, out, _ = shell("diff", str(slower), str(plan_file), "--max-collectives", "0%")
     assert code == 0  # less is no more
@@ -94,7 +94,7 @@ def test_markdown_and_page(shell, plan_file: Path, slower: Path, tmp_path: Path)
     words = ("diff", str(plan_file), str(slower), "--markdown", "--html", str(page))
     code, out, _ = shell(*words, "--max-collectives", "0%")
     rows = [line for line in out.splitlines() if line.startswith("|")]
-    assert code == 1 and ":x:" in out and "| seconds a step | " in out
+    assert code == 1 and ":x:" in out and "| seconds per step | " in out
     assert len({line.count("|") for line in rows[:4]}) == 1
     assert "After: the step" in page.read_text() and page.read_text().count("<svg") == 4
 
@@ -131,7 +131,7 @@ def test_the_action_and_the_hook_fail_when_the_model_has_grown(shell, card: Path
     card.write_text(card.read_text().replace("mlp = 128", "mlp = 256"))
     for words in commands:
         assert subprocess.run(words, cwd=tmp_path, env=there, check=False).returncode == 1
-    assert ":x: peak bytes a device" in summary.read_text()
+    assert ":x: peak bytes per device" in summary.read_text()
 
 
 @pytest.mark.parametrize(

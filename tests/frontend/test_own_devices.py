@@ -155,8 +155,8 @@ def test_what_is_no_seed_and_no_key_is_told(seed: Any, message: str) -> None:
         (
             {"topology": ["cpu:8"], "batch": 64},
             "shardlib.compile_step cannot use its arguments:\n"
-            "  - batch is 64 and no tree of arrays, of which the leading dim is the number of rows\n"
-            "  - topology is a list and no topology\n"
+            "  - batch is 64, not a tree of arrays, of which the leading dim is the number of rows\n"
+            "  - topology is a list, not a topology\n"
             'Try: batch={"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}; topology="cpu:8", a'
             " jax.sharding.Mesh, or a list of devices",
         ),

@@ -204,7 +204,7 @@ def test_what_is_kept_needs_gradients_that_are_reduced_once(driver):
         built(DRIVERS[driver], WithErrorFeedback())
     assert str(caught.value) == (
         "a gradient exchange that keeps what it does not send needs gradients that are reduced once"
-        " a step and are not sharded between microbatches\nTry: a mesh without stages, and zero"
+        " per step and are not sharded between microbatches\nTry: a mesh without stages, and zero"
         " below 2"
     )
 

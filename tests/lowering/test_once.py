@@ -1,5 +1,5 @@
 """Gradients of several microbatches are those of the whole batch on one device, and are reduced
-once a step.
+once per step.
 """
 
 from __future__ import annotations

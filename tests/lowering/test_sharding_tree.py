@@ -84,7 +84,7 @@ def test_it_says_the_bytes_that_a_device_has():
         for d in jax.devices()
     )
     text = read(state._repr_html_())
-    assert held == 64 * 32 * 4 // 8 + 32 * 4 and "params: 2 arrays, 1.12 KiB a device" in text
+    assert held == 64 * 32 * 4 // 8 + 32 * 4 and "params: 2 arrays, 1.12 KiB per device" in text
     assert "64 x 32" in text and "('fsdp',)" in text and "params['<weight>']" in text
     weight.delete()
     assert text.startswith(read(state._repr_html_()))  # the tree is left out

@@ -175,7 +175,7 @@ def test_misspelt_preset():
 
 
 def test_names_that_are_no_functions():
-    assert message("os:path") == "os:path: 'path' of os is of the type module, and no function"
+    assert message("os:path") == "os:path: 'path' of os is of the type module, not a function"
     assert message("json:lod") == "json:lod: json has no function 'lod'; did you mean 'load'?"
     assert "package.module:function (presets are demo, " in message("zzz")
 

@@ -105,7 +105,7 @@ def every_choice(load: Workload, mesh: MeshShape) -> Iterator[Choice]:
 def every_gather(
     load: Workload, mesh: MeshShape, micro: int, zero: int, policy: str, groups: int, once: bool
 ) -> Iterator[tuple[str, int, str]]:
-    """(schedule, chunks a stage, when weights are gathered)."""
+    """(schedule, chunks per stage, when weights are gathered)."""
     once = once and zero == 3 and mesh["stage"] > 1 and load.profile.pipeline == "lockstep"
     for schedule, virtual in every_schedule(load, mesh, micro, policy, groups):
         yield schedule, virtual, "use"
@@ -125,7 +125,7 @@ def every_gather(
 def every_schedule(
     load: Workload, mesh: MeshShape, micro: int, policy: str, groups: int
 ) -> Iterator[tuple[str, int]]:
-    """(schedule, chunks a stage) of those that any software has."""
+    """(schedule, chunks per stage) of those that any software has."""
     if mesh["stage"] == 1:
         yield "none", 1
         return

@@ -39,7 +39,7 @@ RECORD = Refined(
             predicted_seconds=1.75,
             predicted_bytes=70 * GIB,
             verdict="out-of-memory",
-            message="the program needs 83.1GiB a device and there are 80GiB.",
+            message="the program needs 83.1GiB per device and there are 80GiB.",
             compile_seconds=31.0,
         ),
         Trial(
@@ -76,7 +76,7 @@ What the compiler said
        ZeRO 3, remat full, 2 microbatches
   fsdp=16            1.90 s    2.12 s  60.0 GiB  61.0 GiB  slower
        ZeRO 3
-  - A step takes 1.88 s and 51.0 GiB a device; kernels and collectives are the compiler's, jax
+  - A step takes 1.88 s and 51.0 GiB per device; kernels and collectives are the compiler's, jax
     0.10.2, libtpu 0.0.42.
   - 1,234 more candidates were passed over: the compiler found plans like them too large.
 """

@@ -63,7 +63,7 @@ def test_a_run_is_its_steps_and_what_failures_add():
     held = estimate.device_bytes
     assert save_seconds(PLAN, MACHINE) == pytest.approx((held.parameters + held.optimizer) / 55e9)
     text = str(failing)
-    assert "2.4 a device and hour" in text and "every 3 hours" in text
+    assert "2.4 per device and hour" in text and "every 3 hours" in text
     assert all(len(line) <= 100 for line in text.splitlines())
     assert json.loads(json.dumps(failing.to_json()))["goodput"] == failing.goodput
     assert run_cost(PLAN, topology("v5e:4x4"), tokens=1.0).kilowatt_hours is None

@@ -133,7 +133,7 @@ def test_machines_that_hold_no_plan_are_points_too():
     ]
     assert found.points[2].efficiency == 1 and found.points[3].efficiency == pytest.approx(1)
     text = str(found)
-    assert "lacks 3.00 GiB a device" in text and "no plan: no mesh" in text
+    assert "lacks 3.00 GiB per device" in text and "no plan: no mesh" in text
     assert [point.to_json()["fits"] for point in found.points] == [False, None, True, True]
 
 

@@ -54,7 +54,7 @@ def test_points_that_do_not_pay_look_different_and_machines_that_lack_memory_are
         if g.attrib.get("class") == "lacks"
     ]
     assert f" {CURVE_BOX.bottom - 5} " in cross[0].attrib["d"]
-    assert cross[1].text == "1 devices: lacks 1.00 GiB a device"
+    assert cross[1].text == "1 devices: lacks 1.00 GiB per device"
 
 
 @pytest.mark.parametrize("times", [{1: 1.0}, {1: InfeasibleError("<a&b>")}, {8: 1.0, 16: 1.0}])

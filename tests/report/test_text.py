@@ -37,7 +37,7 @@ from tests.serve.small_jobs import asked
 
 EXPLANATION = """\
 toy-7b on 2*h100:8: 16 devices, mesh fsdp=4 x tensor=4
-1.81 s a step · 72.3 k tokens/s · MFU 19.2% · 48.0 GiB a device
+1.81 s per step · 72.3 k tokens/s · MFU 19.2% · 48.0 GiB per device
 
 Decisions
   mesh             fsdp=4 x tensor=4
@@ -54,12 +54,12 @@ Why
   - The step needs 5.50 PFLOP and executes 30.9% more to recompute activations; the devices peak at
     15.8 PFLOP/s together.
   - Communication takes 576 ms, of which 56.6% hides behind compute; the most is over fsdp (501 ms).
-  - Memory: 48.0 GiB of 80.0 GiB a device, 40.0% spare.
+  - Memory: 48.0 GiB of 80.0 GiB per device, 40.0% spare.
   - Next best: data=2 x fsdp=8 (zero 3, remat full), 1.05x the time; tensor=16, at least 2.21x the
     time.
-  - Another mesh does not fit in memory: data=16, which needs 121 GiB a device.
+  - Another mesh does not fit in memory: data=16, which needs 121 GiB per device.
 
-Time: 1.81 s a step
+Time: 1.81 s per step
   compute                █████████████████████████████████▏        1.50 s   82.8%
   exposed communication  █████▌                                    250 ms   13.8%
   optimizer update       █▍                                       62.5 ms    3.4%
@@ -75,7 +75,7 @@ Memory: 48.0 GiB of 80.0 GiB on the fullest device
   batch          ▏                                        64.0 KiB    0.0%
   spare          ████████████████                         32.0 GiB   40.0%
 
-Collectives: 576 ms a step, 250 ms exposed, 326 ms hidden behind compute
+Collectives: 576 ms per step, 250 ms exposed, 326 ms hidden behind compute
   over    kind            count     bytes     time  mostly for
   fsdp    all-gather        384  12.0 GiB   376 ms  layers.*.mlp.up.kernel
   fsdp    reduce-scatter     96  1.50 GiB   125 ms  layers.*.mlp.up.kernel
@@ -112,12 +112,12 @@ Decisions
   + microbatches: 1
 
                              before     after           change
-  seconds a step             1.81 s    1.96 s  +150 ms (1.08x)
+  seconds per step           1.81 s    1.96 s  +150 ms (1.08x)
     compute                  1.50 s    1.40 s  -100 ms (0.93x)
     exposed communication    250 ms    500 ms  +250 ms (2.00x)
     optimizer update        62.5 ms   62.5 ms                =
     launch overhead          100 µs    100 µs                =
-  bytes a device           48.0 GiB  48.0 GiB                =
+  bytes per device         48.0 GiB  48.0 GiB                =
     parameters             4.00 GiB  4.00 GiB                =
     gradients              4.00 GiB  4.00 GiB                =
     optimizer              16.0 GiB  16.0 GiB                =
@@ -290,8 +290,8 @@ def test_one_device_needs_no_communication():
     )
     text = explain(plan)
     assert text.startswith(
-        "m on cpu:1: 1 device, mesh one device\n500 ms a step · 2.00 k tokens/s · MFU 0.0% · 100 B"
-        " a device\n"
+        "m on cpu:1: 1 device, mesh one device\n500 ms per step · 2.00 k tokens/s · MFU 0.0% · 100 B"
+        " per device\n"
     )
     assert "One device needs no communication." in text
     for absent in ("Collectives", "Parameters", "Findings", "Search"):
@@ -305,14 +305,14 @@ def test_memory_of_the_topology_is_looked_up():
     held = explain(replace(PLAN, estimate=replace(PLAN.estimate, corrections=(margin,))))
     limit = f"{bytes_text(usable / 1.07)} usable of {bytes_text(usable)}"
     assert f"Memory: 48.0 GiB of {limit} on the fullest device" in held
-    assert f"48.0 GiB of {limit} a device" in " ".join(held.split())
+    assert f"48.0 GiB of {limit} per device" in " ".join(held.split())
     assert "Memory: 48.0 GiB on the fullest device" in explain(
         replace(PLAN, topology="elsewhere.toml")
     )
 
 
 def test_too_much_memory_says_how_much():
-    assert "Memory: 48.0 GiB of 40.0 GiB a device, 8.00 GiB too much." in explain(
+    assert "Memory: 48.0 GiB of 40.0 GiB per device, 8.00 GiB too much." in explain(
         PLAN, topology=machine(40)
     )
 

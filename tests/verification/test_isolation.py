@@ -91,7 +91,7 @@ def test_errors_of_the_compiler_are_told_apart(tmp_path: Path):
 
 def test_out_of_memory_names_the_largest_buffers():
     text = (
-        "the program needs 86.97GiB a device and there are 15.75GiB; largest buffers: 20.50GiB"
+        "the program needs 86.97GiB per device and there are 15.75GiB; largest buffers: 20.50GiB"
         " bf16[32,16,2048,11008]{3,2,1,0} jit(step)/dot_general; 1.50GiB f32[4]{0} jit(step)/add."
     )
     assert out_of_memory_text(OOM) == text
@@ -104,7 +104,7 @@ def test_out_of_memory_names_the_largest_buffers():
     )
     assert (
         out_of_memory_text(newer)
-        == "the program needs 192.00GiB a device for HLO temporaries and there are 15.75GiB."
+        == "the program needs 192.00GiB per device for HLO temporaries and there are 15.75GiB."
     )
 
 

@@ -93,7 +93,7 @@ def test_what_moves_over_tensor_is_planned(request, where, rules, remat):
 
 @GPU
 def test_the_gradient_of_a_head_does_not_wait_for_the_layers():
-    """Float32 logits of Llama 3 8B are 15.7 GiB a device here, and XLA of JAX 0.10.2 kept their
+    """Float32 logits of Llama 3 8B are 15.7 GiB per device here, and XLA of JAX 0.10.2 kept their
     gradient until the layers had gone back: 78.3 GiB, with 65.7 predicted. Few layers do not show
     it.
     """
@@ -373,7 +373,7 @@ def test_learned_positions_are_gathered_as_far_as_they_are_read(where):
 @GPU
 def test_fused_weights_change_their_order_in_the_dtype_of_their_use():
     """Stored in float32, used in bfloat16: the all-to-alls that deal their columns out, and those of
-    their gradients, are of 16 bits; layers that are written out do it once a step.
+    their gradients, are of 16 bits; layers that are written out do it once per step.
     """
     found = shardlib.verify(
         **FAMILIES["fused"](16, 512),

@@ -183,7 +183,7 @@ def test_unplanned_and_missing_collectives(verified):
     unplanned = judged(verified, compiled=[gather], found=[found])["unplanned-collective"]
     assert (
         unplanned.message
-        == "all-gather over fsdp moves 977 KiB a step, nobody planned it: params.head (977 KiB)."
+        == "all-gather over fsdp moves 977 KiB per step, nobody planned it: params.head (977 KiB)."
     )
     missing = judged(verified, predicted=[gather])["missing-collective"]
     assert (missing.severity, missing.where) == ("info", "all-gather over fsdp")
@@ -294,7 +294,7 @@ def test_baseline_names_what_grew(verified):
     assert (finding.code, finding.severity) == ("collective-grew", "error")
     assert (
         finding.message
-        == "all-to-all over tensor grew from 0 executions and 0 B a step to 1 and 4.00 KiB."
+        == "all-to-all over tensor grew from 0 executions and 0 B per step to 1 and 4.00 KiB."
     )
     halves = dataclasses.replace(more, bytes=2048, count=2)
     larger = dataclasses.replace(more, bytes=4097)
