@@ -32,9 +32,9 @@ from benchmarks.compiling import compiled, decisions
 from benchmarks.environment import command_line, show, source_digest, write
 from shardlib.annotation import tree
 from shardlib.cli.inputs import inputs_of
-from shardlib.collective import Collective
 from shardlib.frontend import verified
 from shardlib.frontend.model import read_and_trace
+from shardlib.layout import Collective
 from shardlib.verification.report import Key, key_text, totals
 
 

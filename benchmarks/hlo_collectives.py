@@ -30,7 +30,7 @@ class HloCollective:
     """Collectives of one kind and size.
 
     Attributes:
-        kind: one of `shardlib.collective.KINDS`.
+        kind: one of `shardlib.layout.KINDS`.
         bytes: bytes that a device holds of the result.
         group: devices in a group.
         count: executions of one run of the program.

@@ -3,10 +3,9 @@ from shardlib.annotation.tree import tree as tree
 from shardlib.api import compile as compile
 from shardlib.api import plan as plan
 from shardlib.api import verify as verify
-from shardlib.collective import Collective as Collective
-from shardlib.cost.estimate import DeviceBytes as DeviceBytes
-from shardlib.cost.estimate import Estimate as Estimate
-from shardlib.cost.estimate import Seconds as Seconds
+from shardlib.cost.pricing import DeviceBytes as DeviceBytes
+from shardlib.cost.pricing import Estimate as Estimate
+from shardlib.cost.pricing import Seconds as Seconds
 from shardlib.errors import AnnotationError as AnnotationError
 from shardlib.errors import ArgumentError as ArgumentError
 from shardlib.errors import BatchError as BatchError
@@ -52,6 +51,7 @@ from shardlib.islands.exchanges import Sign as Sign
 from shardlib.islands.exchanges import TopK as TopK
 from shardlib.islands.program import IslandsProgram as IslandsProgram
 from shardlib.launch.joining import join as join
+from shardlib.layout import Collective as Collective
 from shardlib.layout import Layout as Layout
 from shardlib.layout import MeshShape as MeshShape
 from shardlib.lowering.program import Program as Program

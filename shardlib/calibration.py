@@ -35,8 +35,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from shardlib.collective import KINDS
 from shardlib.errors import MissingFileError, TopologyError
+from shardlib.layout import KINDS
 from shardlib.machines.catalog import CPU
 from shardlib.machines.chips import LARGEST, Chip, Exchange, Tier
 from shardlib.machines.topology import Topology, topology

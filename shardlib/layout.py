@@ -22,6 +22,12 @@ the axes that split the batch are derived from it:
 (8, 4, 1)
 >>> str(mesh)
 'data=2 x tensor=4'
+
+One communication step between devices, predicted or found in compiled code: the same type.
+
+>>> step = Collective(kind="all-gather", axes=("fsdp",), bytes=1 << 20, count=32, cause="mlp")
+>>> step.total_bytes
+33554432
 """
 
 from __future__ import annotations
@@ -49,7 +55,7 @@ class Axis:
         stores: True if parameters, gradients and optimizer state are stored sharded over it (ZeRO 1
             to 3).
         computes: True if arrays other than the batch are sharded over it in compute.
-        collectives: kinds of collectives (`shardlib.collective.KINDS`) that run along it alone, by
+        collectives: kinds of collectives (`KINDS`) that run along it alone, by
             role in a step: "block" (compute waits for it), "context" (along the sequence), "keys",
             "ring" or "exchange" (of an attention kernel: keys and values are all-gathered, or
             travel around a ring, in one collective each; or heads are exchanged), "stage" (between
@@ -430,3 +436,65 @@ class Layout(tuple[tuple[str, ...], ...]):
     def to_json(self) -> list[list[str]]:
         """The layout as plain lists."""
         return [list(dim) for dim in self]
+
+
+# --------------------------------------------------------------------------------------------------
+# Collectives.
+
+#: What XLA calls the collectives that shardlib plans and reads.
+KINDS: tuple[str, ...] = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A collective over a group of devices.
+
+    Attributes:
+        kind: one of `KINDS`.
+        axes: mesh axes that the group spans, in the order of `MESH_AXES`.
+        bytes: bytes that a device holds of the result: the gathered array, the reduced array, the
+            shard, the message.
+        count: executions in one training step; of a meeting of islands, in one meeting.
+        every: steps from one meeting of islands to the next, for what belongs to meetings; 0 for
+            what belongs to every step.
+        seconds: predicted time of these executions, whether hidden behind compute or not; 0 when
+            not predicted.
+        cause: the parameter or operation that needs it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    count: int = 1
+    seconds: float = 0.0
+    cause: str = ""
+    every: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.kind in KINDS, self.kind
+        assert all(axis in MESH_AXES for axis in self.axes), self.axes
+        assert self.bytes >= 0 and self.count >= 0, (self.bytes, self.count)
+        assert self.every >= 0, self.every
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all executions in one step, or in one meeting."""
+        return self.bytes * self.count
+
+    def to_json(self) -> dict[str, object]:
+        """The collective as plain data."""
+        return {
+            "kind": self.kind,
+            "axes": list(self.axes),
+            "bytes": self.bytes,
+            "count": self.count,
+            "seconds": self.seconds,
+            "cause": self.cause,
+            **({"every": self.every} if self.every else {}),
+        }

@@ -169,9 +169,9 @@ def test_imports_keep_the_contracts():
 @pytest.mark.parametrize(
     ("where", "source", "contract"),
     [
-        ("cost/estimate.py", "import jax.numpy", "There is no JAX between the doors"),
+        ("cost/pricing.py", "import jax.numpy", "There is no JAX between the doors"),
         (
-            "cost/estimate.py",
+            "cost/pricing.py",
             "def f():\n    from shardlib.planner.plan import Plan",
             "Imports go down the layers",
         ),

@@ -17,7 +17,7 @@ from benchmarks.published.software import memory_of
 from shardlib.annotation import tree
 from shardlib.annotation.tree import read as read_model
 from shardlib.cost.pricing import combine
-from shardlib.cost.stages import candidates, sums
+from shardlib.cost.stages import Meshes, Plans, sums
 from shardlib.cost.tables import Pricer
 from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, place
@@ -87,16 +87,13 @@ class Quote:
         pricer = Pricer(topology, load.profile)
         placed = place(how.mesh, pricer.topology, how.axis_order)
         assert placed is not None, "the candidate was priced on this machine"
-        c = candidates([(how.mesh, placed)], [how.microbatches], pricer.topology)
+        c = Meshes.placed([(how.mesh, placed)], [how.microbatches], pricer.topology)
         work, rest = (
             pricer.tally(items, one.choice, c.shapes, len(load.counts))
             for items in (load.programs[how.remat, one.routes].work, load.rest)
         )
-        return float(
-            combine(
-                sums(work, rest, [], load.model, pricer, c), how, load.model, pricer, c
-            ).step_seconds[0]
-        )
+        plan = Plans(decisions=how, model=load.model, pricer=pricer, c=c)
+        return float(combine(sums(work, rest, [], load.model, pricer, c), plan).step_seconds[0])
 
     def figures(self) -> tuple[str, ...]:
         """Figures of `shardlib.cost.roofline.Efficiency` that the price depends on."""

@@ -5,24 +5,22 @@ Reading order: `terms` defines the vocabulary of costs; `facts`, `layers`, `atte
 read a traced step as kernels, loops and live ranges; `framework` and `activations` rewrite it as a
 framework profile runs it; `roofline` and `collectives` have the rates of chips and links; `items`
 and `memory` turn the step into separable terms; `tables` evaluates those for every shape; `pricing`
-puts them together; `estimate` is the result.
+puts them together.
 
 activations.py    rewrites of a step for a framework profile: 8-bit and half-precision products,
                   values saved for the backward pass
 attention.py      fused attention: cores of attention as one kernel each
 collectives.py    seconds of a collective on the links of its mesh axes
-communication.py  the collectives of one candidate, and their exposed seconds
-estimate.py       the estimate of a step
 experts.py        experts with tokens routed between devices
 facts.py          facts of a traced step: kernels, loops over layers, live ranges
 framework.py      framework profiles, and the abilities of training frameworks
 items.py          items: the separable parts of a step, each with the terms of its cost
 layers.py         layer groups: the loops of a step that run over the same layers
 memory.py         items of memory: gathered parameters, live buffers, stored parameters
-pricing.py        seconds and bytes of candidate plans from the tables
+pricing.py        seconds and bytes of candidate plans from the tables: the estimate of a step
 roofline.py       rates that a machine reaches: rooflines, efficiencies, learned corrections
 stages.py         meshes with their placements, and pipeline stages, as arrays
 tables.py         tables of the terms of many items for every shape of a space
 terms.py          the vocabulary of costs: items, terms, shapes
-variants.py       prices of mixed remat policies, offloading, collective matmuls, replicated compute
+variants.py       prices of mixed remat policies, offloading, collective matmuls
 """

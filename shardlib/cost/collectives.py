@@ -64,11 +64,11 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.collective import KINDS
 from shardlib.cost.terms import ArrayTable, distinct_rows
 from shardlib.layout import (
     AXES,
     EXPERT,
+    KINDS,
     MESH_AXES,
     REPLICA_AXES,
     STAGE,
@@ -482,7 +482,7 @@ SLOTS: tuple[Slot, ...] = (
 #: Groups of devices that collectives of a step run over.
 GROUPS: tuple[Group, ...] = tuple(dict.fromkeys(slot.group for slot in SLOTS))
 #: Roles of the collectives along the sequence, by the way of context parallelism
-#: (`shardlib.cost.framework.Knobs`).
+#: (`shardlib.decisions.table.Decisions`).
 ALONG: dict[str, tuple[str, ...]] = {
     "none": ("context",),
     "all-gather": ("context", "keys"),

@@ -32,10 +32,10 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import resources
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 from shardlib.decisions.table import PinValue
 from shardlib.errors import PinError, raise_all
@@ -268,6 +268,37 @@ class FrameworkProfile:
         """Bytes per element of an accumulated gradient, for a parameter of `itemsize` bytes."""
         return ITEMSIZE[self.gradient_dtype] if self.gradient_dtype else itemsize
 
+    @property
+    def gathers(self) -> tuple[str, ...]:
+        """The legal times at which a pipeline stage may gather sharded weights; lowered single
+        programs support every one.
+        """
+        once = self.pipeline == "lockstep" and self.stage_gathers == "use"
+        return ("use", "once") if once else ("use",)
+
+    @property
+    def ends_on_all_stages(self) -> bool:
+        """True if all stages compute embedding and head, each for a part of the sequence, as
+        pipelines in one program do; False if the first and the last stage do.
+        """
+        return self.pipeline == "lockstep" and self.embedding_and_head == "spread"
+
+    def reduces_once(self, zero: int) -> bool:
+        """True if unreduced gradients are accumulated over the microbatches of a step and reduced
+        at its end; never with parameters stored sharded (ZeRO 3).
+        """
+        return self.reduction == "step" and zero < 3
+
+    def reduces_in_the_last(self, zero: int) -> bool:
+        """True if gradients are stored replicated and reduced in the last microbatch of a step."""
+        return self.reduction == "last" and zero < 2
+
+    def scatters(self, zero: int) -> bool:
+        """True if gradients are reduce-scattered to the shards of the optimizer: if they are stored
+        sharded, or reduced once for a distributed optimizer.
+        """
+        return zero >= 2 or (zero == 1 and self.reduction == "step")
+
     def to_json(self) -> JsonObject:
         return {
             **self.__dict__,
@@ -293,24 +324,6 @@ class FrameworkProfile:
 #: Rows that the messages of the lowered token exchange have space for, over those of an even
 #: routing; the remainder takes another round.
 EXCHANGE_ROOM = 1.25
-
-
-def gathers(profile: FrameworkProfile) -> tuple[str, ...]:
-    """The legal times at which a pipeline stage may gather sharded weights; lowered single programs
-    support every one.
-    """
-    return (
-        ("use", "once")
-        if profile.pipeline == "lockstep" and profile.stage_gathers == "use"
-        else ("use",)
-    )
-
-
-def ends_on_all_stages(profile: FrameworkProfile) -> bool:
-    """True if all stages compute embedding and head, each for a part of the sequence, as pipelines
-    in one program do; False if the first and the last stage do.
-    """
-    return profile.pipeline == "lockstep" and profile.embedding_and_head == "spread"
 
 
 #: One program of JAX, compiled by XLA: the default, exactly as traced.
@@ -574,58 +587,3 @@ def _others(vendor: str) -> str:
     if able:
         return " or ".join(able)
     return "a machine with chips that it runs on, or no framework for programs of shardlib"
-
-
-# --------------------------------------------------------------------------------------------------
-# The decisions that pricing reads, besides mesh and colours.
-
-
-class Knobs(Protocol):
-    """Decisions that all candidates of an array share; `shardlib.decisions.table.Decisions` and
-    plans satisfy this protocol.
-    """
-
-    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
-
-    @property
-    def zero(self) -> int:
-        """ZeRO stage, 0 to 3."""
-        ...
-
-    @property
-    def schedule(self) -> str:
-        """Pipeline schedule; "none" without stages."""
-        ...
-
-    @property
-    def virtual(self) -> int:
-        """Chunks of layers on each stage."""
-        ...
-
-    @property
-    def context(self) -> str:
-        """Context parallelism: keys and values are all-gathered before attention ("all-gather"),
-        travel around the context axis during attention ("ring", arXiv:2310.01889), or devices
-        exchange parts of the sequence for heads by all-to-all ("ulysses", arXiv:2309.14509). Any of
-        them without a context axis.
-        """
-        ...
-
-    @property
-    def gather(self) -> str:
-        """Gathers of sharded weights by a pipeline stage: at every "use", or "once" for all
-        microbatches of a group.
-        """
-        ...
-
-    @property
-    def accumulation(self) -> int:
-        """Groups of microbatches that go through the pipeline one after the other; 1 without
-        stages.
-        """
-        ...
-
-    @property
-    def ring(self) -> bool:
-        """True if keys and values travel around the context axis."""
-        ...

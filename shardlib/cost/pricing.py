@@ -1,5 +1,5 @@
 """Seconds and bytes of candidate plans, as arrays: compute, exposed collectives, pipeline bubbles,
-optimizer, memory.
+optimizer, memory. The result for one plan is its `Estimate`, with its collectives one by one.
 """
 
 from __future__ import annotations
@@ -7,43 +7,573 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 
-from shardlib.collective import Collective
-from shardlib.cost.collectives import collective_cost
-from shardlib.cost.communication import dealt_out, exposed
-from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
-from shardlib.cost.framework import XLA, FrameworkProfile, Knobs
-from shardlib.cost.roofline import efficiency
-from shardlib.cost.stages import (
-    Candidates,
-    Model,
-    Sums,
-    bottleneck,
-    chunks_of,
-    cut_by_work,
-    in_the_last,
-    on_stage,
-    passes_over_weights,
-    pipelines_of,
-    shares_at_rest,
-    shares_moved,
-    shares_of,
-    slowest,
+from shardlib.compact import compact
+from shardlib.cost.collectives import (
+    ALONG,
+    SLOTS,
+    CollectiveStep,
+    Slot,
+    along,
+    collective_cost,
+    shards,
+    slot_cost,
+    spans_of,
+    steps,
+    stored,
 )
-from shardlib.cost.tables import Point, Pricer
-from shardlib.cost.terms import OUTSIDE_LAYERS, ArrayTable
-from shardlib.layout import BATCH_AXES, HIDEABLE_AXES, TOKEN_AXES, MeshShape
-from shardlib.machines.topology import Span, Topology, place
+from shardlib.cost.framework import XLA
+from shardlib.cost.roofline import Applied, efficiency
+from shardlib.cost.stages import Meshes, Plans, Sums, bottleneck, cut_by_work, on_stage, slowest
+from shardlib.cost.tables import Point, Pricer, moves
+from shardlib.cost.terms import OUTSIDE_LAYERS, Item, LazyTable, Transfer
+from shardlib.errors import PlanError
+from shardlib.layout import BATCH_AXES, HIDEABLE_AXES, STAGE, TOKEN_AXES, Collective, MeshShape
+from shardlib.machines.topology import Placement, Span, Topology, place
+from shardlib.propagation.colours import Choice
 from shardlib.schedules import named
+from shardlib.untrusted.data import JsonMapping, construct
+
+# --------------------------------------------------------------------------------------------------
+# The estimate of a step: a value whose parts add up to the whole. Totals are derived, not stored,
+# so they cannot disagree with the parts.
+
+#: Upper limit of any number of a plan: FLOPs of the largest steps are about 1e24.
+LARGEST = 1e40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Seconds of one training step on the slowest device; the parts sum to `total`.
+
+    Attributes:
+        compute: matmuls, convolutions and memory-bound ops, including rematerialisation.
+        exposed: communication not hidden behind compute, over all mesh axes.
+        bubble: idle time of pipeline stages.
+        optimizer: reading and writing parameters, gradients and optimizer state.
+        overhead: fixed cost of launching the program.
+        exchange: synchronisation of islands, amortised per step.
+    """
+
+    compute: float = 0.0
+    exposed: float = 0.0
+    bubble: float = 0.0
+    optimizer: float = 0.0
+    overhead: float = 0.0
+    exchange: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceBytes:
+    """Bytes on the fullest device; the parts sum to `peak`.
+
+    Attributes:
+        parameters: trained parameters, as stored.
+        gradients: gradients while the optimizer runs, and accumulators.
+        optimizer: optimizer state, as stored.
+        activations: values saved from the forward pass for the backward pass.
+        temporaries: the largest set of other values alive at once.
+        communication: gathered parameters and buffers of collectives in flight.
+        batch: the input batch, results with a value per row, and model state that is not
+            floating-point (random streams, integers).
+        frozen: stored parameters that are not trained, and other floating-point state of the model.
+        exchange: copies and buffers for the synchronisation of islands.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    temporaries: int = 0
+    communication: int = 0
+    batch: int = 0
+    frozen: int = 0
+    exchange: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The sum of all parts."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageSeconds:
+    """Seconds of one microbatch on the slowest pipeline stage, summed over its chunks of layers.
+
+    Attributes:
+        forward: forward pass, including preparations for the backward pass.
+        backward: backward pass with rematerialisation, without `weights`.
+        weights: kernels that compute weight gradients.
+        lockstep: True if all stages advance together; otherwise a stage waits only for its
+            neighbours.
+    """
+
+    forward: float
+    backward: float
+    weights: float
+    lockstep: bool = True
+
+    @property
+    def total(self) -> float:
+        """Seconds of the microbatch, forward and backward."""
+        return self.forward + self.backward + self.weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offloaded:
+    """The parts of a step that are offloaded to host memory or disk, each kind entirely or not at
+    all.
+
+    Attributes:
+        device_bytes: additional bytes per device without offloading.
+        seconds: additional seconds per step with offloading.
+    """
+
+    device_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The predicted cost of one training step.
+
+    Attributes:
+        seconds: the parts of the step time.
+        device_bytes: the parts of the memory.
+        collectives: every collective of a step, largest time first.
+        tokens: tokens in the global batch (batch x seq; examples if the batch has no sequence).
+        model_flops: FLOPs that the step needs without rematerialisation, whole mesh.
+        hardware_flops: FLOPs that the step executes, including rematerialisation, whole mesh.
+        peak_flops_per_s: peak of all devices of the mesh in the compute dtype, while devices
+            outside of the mesh idle.
+        corrections: factors applied to seconds and bytes (`shardlib.cost.roofline`).
+        stage: seconds of a pipeline stage per microbatch; None without stages.
+        offloaded: the offloaded parts; None if there are none.
+    """
+
+    seconds: Seconds
+    device_bytes: DeviceBytes
+    collectives: tuple[Collective, ...] = ()
+    tokens: int = 0
+    model_flops: float = 0.0
+    hardware_flops: float = 0.0
+    peak_flops_per_s: float = 1.0
+    corrections: tuple[Applied, ...] = ()
+    stage: StageSeconds | None = None
+    offloaded: Offloaded | None = None
+
+    __repr__ = compact
+
+    @property
+    def margin(self) -> float:
+        """The margin: memory that the program may need over the predicted peak, at least 1."""
+        return next(
+            (
+                correction.factor
+                for correction in self.corrections
+                if correction.quantity == "margin"
+            ),
+            1.0,
+        )
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of one step."""
+        return self.seconds.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the global batch per second, whole mesh."""
+        return self.tokens / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation: useful FLOP/s over peak (PaLM, arXiv:2204.02311, appendix B)."""
+        return (
+            self.model_flops / (self.step_seconds * self.peak_flops_per_s)
+            if self.step_seconds
+            else 0.0
+        )
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilisation: executed FLOP/s over peak."""
+        return (
+            self.hardware_flops / (self.step_seconds * self.peak_flops_per_s)
+            if self.step_seconds
+            else 0.0
+        )
+
+    def to_json(self) -> dict[str, object]:
+        """The estimate as plain data, with totals."""
+        return {
+            "step_seconds": self.step_seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "seconds": {**asdict(self.seconds), "total": self.seconds.total},
+            "device_bytes": {**asdict(self.device_bytes), "peak": self.device_bytes.peak},
+            "collectives": [collective.to_json() for collective in self.collectives],
+            "tokens": self.tokens,
+            "model_flops": self.model_flops,
+            "hardware_flops": self.hardware_flops,
+            "peak_flops_per_s": self.peak_flops_per_s,
+            "corrections": [correction.to_json() for correction in self.corrections],
+            "stage": asdict(self.stage) if self.stage else None,
+            "offloaded": asdict(self.offloaded) if self.offloaded else None,
+        }
+
+    @classmethod
+    def from_json(cls, data: JsonMapping) -> Estimate:
+        """Reads what `to_json` wrote; totals are recomputed.
+
+        Args:
+            data: keys as in `to_json`; totals may be missing.
+
+        Returns:
+            An equal estimate.
+
+        Raises:
+            PlanError: fields are missing or have values of another type; all of them are listed.
+        """
+        return construct(cls, data, "the estimate", PlanError, least=0.0, most=LARGEST)
+
+
+# --------------------------------------------------------------------------------------------------
+# The collectives of one plan.
+
+Array = np.ndarray
+
+#: Roles of the collectives of parameters and their gradients.
+_OF_PARAMETERS = ("gather", "reduce", "scatter")
+
+
+def collectives(
+    work: Sequence[tuple[Iterable[Item], Array]],
+    choice: Choice,
+    plan: Plans,
+    once: Mapping[tuple[Slot, str], float],
+    mesh: MeshShape,
+    placement: Placement,
+    loops: Mapping[Transfer, tuple[float, int, float]] | None = None,
+) -> tuple[Collective, ...]:
+    """The collectives of one plan on the fullest stage, equal ones added up, the slowest first.
+
+    Args:
+        once: bytes per device that are moved once per step, by slot and cause.
+        loops: for collectives replaced by collective matmuls: bytes of a message, messages per
+            execution, and seconds per message (`shardlib.cost.variants`).
+    """
+    c, pricer = plan.c, plan.pricer
+    assert len(c) == 1
+    roles, listing = _roles(plan), _Listing(mesh, placement, pricer.topology)
+    for item, part in (
+        (item, part)
+        for items, parts in work
+        for item in items
+        if (part := float(parts[item.segment]))
+    ):
+        for term in item.terms(choice):
+            if not isinstance(term, Transfer):
+                continue
+            for slot, size, count in moves(term, item.segment, c.shapes, pricer):
+                if slot.role not in roles:
+                    continue
+                runs = float(count[0]) * part * _runs(term, slot, item.segment, plan)
+                if loops and term in loops:
+                    message, each, hop = loops[term]
+                    key = ("collective-permute", ("tensor",), round(message), term.cause)
+                    listing.add(key, each * runs, each * hop * runs)
+                else:
+                    of_each = float(size[0]) / _parts(slot, item.segment, plan)
+                    listing.note(slot, of_each, runs, term.cause)
+    for (slot, cause), size in once.items():
+        listing.note(slot, size, 1.0 if size else 0.0, cause)
+    return listing.listed()
+
+
+def _roles(plan: Plans) -> set[str]:
+    """The roles of the collectives of one plan."""
+    zero = plan.decisions.zero
+    return {
+        "block",
+        "ends",
+        *ALONG[plan.decisions.context],
+        "scatter" if plan.profile.scatters(zero) else "reduce",
+        *(("gather",) if zero >= 3 else ()),
+        *(("stage",) if plan.c.stage[0] > 1 else ()),
+    }
+
+
+#: Key of the collectives of a step: kind, mesh axes, bytes of each, cause.
+_Key = tuple[str, tuple[str, ...], int, str]
+
+
+class _Listing:
+    """Collectives of a step, equal ones added up."""
+
+    def __init__(self, mesh: MeshShape, placement: Placement, topology: Topology) -> None:
+        self._mesh, self._placement, self._topology = mesh, placement, topology
+        self._sums: dict[_Key, tuple[float, float]] = {}
+
+    def add(self, key: _Key, count: float, seconds: float) -> None:
+        """Adds `count` collectives that take `seconds` in total."""
+        number, before = self._sums.get(key, (0.0, 0.0))
+        self._sums[key] = number + count, before + seconds
+
+    def note(self, slot: Slot, size: float, count: float, cause: str) -> None:
+        """Adds the collectives of a slot, by each step that they consist of.
+
+        Args:
+            size: bytes of each.
+        """
+        mesh, placement = self._mesh, self._placement
+        axes = tuple(axis for axis in mesh if axis in slot.group.axes)
+        if not axes or not count:
+            return
+        staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
+        spans = spans_of(slot.group, placement)
+        parts = (
+            steps(slot.kind, spans, self._topology)
+            if staged
+            else (
+                CollectiveStep(
+                    spans=spans, share=1.0, cost=slot_cost(slot, placement, self._topology)
+                ),
+            )
+        )
+        parted = shards(slot, math.prod(mesh[axis] for axis in axes))
+        hops = parted if slot.role == "ring" else 1
+        for part in parts:
+            of_part = tuple(axis for axis in axes if set(part.spans) & set(placement.get(axis, ())))
+            key = (slot.kind, of_part or axes, round(size * part.share / parted), cause)
+            seconds = part.cost.seconds(size * part.share) * count
+            self.add(key, count * max(1, hops - 1), seconds)
+
+    def listed(self) -> tuple[Collective, ...]:
+        """All collectives, the slowest first."""
+        listing = [
+            Collective(
+                kind=kind,
+                axes=axes,
+                bytes=size,
+                count=math.ceil(count - 1e-9),
+                seconds=seconds,
+                cause=cause,
+            )
+            for (kind, axes, size, cause), (count, seconds) in self._sums.items()
+        ]
+        return tuple(sorted(listing, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
+
+
+def _runs(term: Transfer, slot: Slot, segment: int, plan: Plans) -> float:
+    """Executions per step of a collective that runs once per microbatch."""
+    role, micro, turns = slot.role, int(plan.c.micro[0]), float(plan.turns[0])
+    if role == "stage":
+        return turns * plan.decisions.virtual_stages
+    spread = _spreads_ends(plan)
+    ends = spread and segment == OUTSIDE_LAYERS
+    runs = micro if ends or segment < 0 else turns
+    share = float(plan.shares_moved[segment, 0])
+    if role not in _OF_PARAMETERS:
+        return runs * (share if segment >= 0 else 1.0)
+    # In a pipeline in one program, nothing depends on gradients of vectors.
+    waits = not spread or len(term.shape) > 1
+    times = _times(slot, ends, plan) if waits else None
+    return (runs if times is None else times) * share
+
+
+def _times(slot: Slot, ends: bool, plan: Plans) -> float | None:
+    """The number of times that a stage gathers parameters or reduces gradients per step; None: once
+    per microbatch.
+    """
+    zero = plan.decisions.zero
+    if ends:
+        return None if plan.passes_over_ends[0] > 1 else 1.0
+    if slot.role != "gather" and plan.profile.reduces_once(zero):
+        return 1.0
+    if slot.role == "reduce":
+        last = plan.profile.reduces_in_the_last(zero) and not slot.group.of_experts
+        return 1.0 if int(plan.c.stage[0]) > 1 or last else None
+    if plan.decisions.gather == "use":
+        return None
+    pairs, reductions, _ = plan.passes_over_weights
+    return float((pairs if slot.role == "gather" else reductions)[0])
+
+
+def _parts(slot: Slot, segment: int, plan: Plans) -> int:
+    """Number of parts of an activation if all stages compute embedding and head, each for a
+    part.
+    """
+    separate = segment == OUTSIDE_LAYERS and slot.role not in ("stage", "ends", *_OF_PARAMETERS)
+    return int(plan.c.stage[0]) if separate and _spreads_ends(plan) else 1
+
+
+def _spreads_ends(plan: Plans) -> bool:
+    """True if several stages all compute embedding and head."""
+    return bool(plan.c.stage[0] > 1) and plan.profile.ends_on_all_stages
+
+
+# --------------------------------------------------------------------------------------------------
+# Exposed seconds of gathers, reductions and rings.
+#
+# XLA for GPUs hides all of them behind all of compute. For TPUs it hides gathers of parameters that
+# are stored sharded, and rings; reductions and gathers of updated parameters block (read from
+# compiled schedules, `benchmarks/order_by_compiler.py`). A framework profile with overlaps of its
+# own hides gathers in the forward pass (a third of compute) or, under ZeRO 3, in both passes, and
+# reductions in the backward pass (two thirds), of the last microbatch if it reduces once per step.
+
+
+def exposed(s: Sums, plans: Plans, compute: Array) -> Array:
+    """Exposed seconds per step of gathers of parameters, reductions of gradients and rings of keys
+    and values.
+
+    Args:
+        compute: seconds of compute of a microbatch, [candidates].
+    """
+    profile, c, zero, overlap = (
+        plans.profile,
+        plans.c,
+        plans.decisions.zero,
+        plans.pricer.constants.overlap,
+    )
+    micro, scale = c.micro, plans.shares_moved
+    reduced, gathered = _reduced(s, scale, plans), np.zeros(len(c))
+    if zero:
+        gathered = (
+            _in_step(s.collectives.gather, scale, plans.passes_over_weights[0], plans)
+            if zero >= 3
+            else _updated_gather(s, scale, c)
+        )
+    ring = s.collectives.ring.sum(0) / c.stage * micro if plans.decisions.ring else np.zeros(len(c))
+    if profile.gather_overlap is None and profile.reduce_overlap is None:
+        behind = overlap * compute * micro
+        if profile.name == XLA.name and plans.pricer.topology.chip.vendor == "google":
+            return _on_tpus(reduced, gathered, ring, behind, zero)
+        together = np.maximum(0.0, reduced + gathered + ring - behind)
+        if not profile.reduces_in_the_last(zero):
+            return together
+        # without stages, during the backward pass of the last microbatch
+        late = np.maximum(0.0, reduced - overlap * compute) + np.maximum(
+            0.0, gathered + ring - overlap * compute * (micro - 1)
+        )
+        return np.where((c.stage > 1) | (micro == 1), together, late)
+    gathers, reduces = (
+        overlap if share is None else share
+        for share in (
+            profile.gather_overlap,
+            profile.reduce_overlap
+            if zero or profile.replicated_overlap is None
+            else profile.replicated_overlap,
+        )
+    )
+    beside = compute * micro if zero >= 3 else compute / 3
+    backward = compute * (1 if profile.reduces_once(zero) else micro) * 2 / 3
+    separate = np.maximum(0.0, gathered - gathers * beside) + np.maximum(
+        0.0, reduced - reduces * backward
+    )
+    together = (
+        gathered + reduced - max(gathers, reduces) * compute * micro
+    )  # two of them cannot hide at once
+    return np.maximum(separate, together) + np.maximum(0.0, ring - overlap * compute * micro)
+
+
+def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, zero: int) -> Array:
+    """Exposed seconds of a program of the TPU compiler: it prefetches parameters that are stored
+    sharded, and waits for all reductions and for gathers of updated parameters
+    (`benchmarks/order_by_compiler.py`).
+    """
+    if zero >= 3:
+        return reduced + np.maximum(0.0, gathered + ring - behind)
+    return reduced + gathered + np.maximum(0.0, ring - behind)
+
+
+def saved_by_gathering_once(s: Sums, plans: Plans) -> Array:
+    """Seconds per step that a pipeline with ZeRO 3 saves if it gathers weights and reduces
+    gradients once for all microbatches, and not at every use.
+    """
+    compute = s.kernels.compute.sum(0) / plans.c.stage
+    use, once = (exposed(s, plans.but(gather=gather), compute) for gather in ("use", "once"))
+    return use - once
+
+
+def _reduced(s: Sums, scale: Array, plans: Plans) -> Array:
+    """Seconds of reductions of gradients: per microbatch; or once per step in a pipeline without
+    ZeRO 2 and 3, or if the framework does so, except for those of experts.
+    """
+    c, profile, zero = plans.c, plans.profile, plans.decisions.zero
+    seconds = s.collectives.scatter if profile.scatters(zero) else s.collectives.reduce
+    once = np.ones(len(c))
+    if profile.reduces_once(zero):
+        return _in_step(seconds, scale, once, plans)
+    if zero >= 2:
+        return _in_step(seconds, scale, plans.passes_over_weights[1], plans)
+    if profile.reduces_in_the_last(zero):
+        return _in_step(seconds, scale, once, plans) + np.where(
+            c.stage > 1, 0.0, on_stage(s.collectives.routed, scale) * (c.micro - 1)
+        )
+    return _in_step(seconds, scale, np.where(c.stage > 1, 1, c.micro), plans)
+
+
+def _in_step(seconds: Array, scale: Array, times: Array, plans: Plans) -> Array:
+    """Seconds per step of transfers repeated `times`; outside of the layers of a pipeline in one
+    program as often as `passes_over_ends` says.
+    """
+    moved = seconds * scale
+    total = moved.sum(0) * times
+    if not plans.profile.ends_on_all_stages:
+        return total
+    ends = moved[OUTSIDE_LAYERS] * (plans.passes_over_ends - times)
+    return total + np.where(plans.c.stage > 1, ends, 0.0)
+
+
+def dealt_out(s: Sums, plans: Plans) -> Array:
+    """Seconds per step in which layers are dealt to stages of several chunks, and their gradients
+    dealt back.
+    """
+    c, zero = plans.c, plans.decisions.zero
+    slots = _DEALING[np.minimum(plans.decisions.virtual_stages % c.stage, 1)]
+    candidates, total = np.arange(len(c)), np.zeros(len(c))
+    for stored_bytes in (
+        s.stored.parameters_cut + s.stored.frozen_cut
+        if zero >= 3
+        else s.stored.parameters + s.stored.frozen,
+        s.stored.kept_cut if zero >= 2 else s.stored.kept,
+    ):
+        size = plans.dealt(stored_bytes)
+        cost = c.links.latency[slots, candidates] + size * c.links.per_byte[slots, candidates]
+        total += np.where(size > 0, cost, 0.0)
+    return total
+
+
+#: Indices of the slots that deal layers if their chunks divide, and if not.
+_DEALING = np.array(
+    [SLOTS.index(Slot("deal", along(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
+)
+
+
+def _updated_gather(s: Sums, scale: Array, c: Meshes) -> Array:
+    """Seconds of the gather of updated parameters after the optimizer (ZeRO 1, 2)."""
+    experts = on_stage(s.stored.experts, scale)
+    dense = on_stage(s.stored.parameters, scale) - experts
+    total = np.zeros(len(c))
+    for group, size in ((stored(), dense), (stored(experts=True), experts)):
+        slot = SLOTS.index(Slot("gather", group, "all-gather"))
+        total += np.where(size > 0, c.links.latency[slot] + size * c.links.per_byte[slot], 0.0)
+    return total
+
 
 # --------------------------------------------------------------------------------------------------
 # Bytes per device: stored between steps, and allocated by a step at its peak.
-
-Array = np.ndarray
 
 #: Heap of a pipeline in one program over its live bytes, on GPUs: XLA copies stacks of saved
 #: activations and sums of gradients between the loops of a step, and buffers of different sizes
@@ -53,64 +583,57 @@ Array = np.ndarray
 PIPELINE_ON_GPUS = 1.25
 
 
-def stored_bytes(
-    s: Sums, scale: Array, knobs: Knobs, model: Model, profile: FrameworkProfile, c: Candidates
-) -> tuple[Array, Array, Array, Array]:
+def stored_bytes(s: Sums, plans: Plans) -> tuple[Array, Array, Array, Array]:
     """Bytes of trained and of frozen parameters, of gradients and of optimizer state, as stored;
     plus unsharded parameters and gradients if a stage gathers and reduces once per step.
-
-    Args:
-        scale: share of each segment on the fullest stage, [segments, candidates].
     """
-    frozen = on_stage(s.stored.frozen_cut if knobs.zero >= 3 else s.stored.frozen, scale)
+    scale, zero, staged = plans.shares_stored, plans.decisions.zero, plans.c.stage > 1
+    frozen = on_stage(s.stored.frozen_cut if zero >= 3 else s.stored.frozen, scale)
     parameters, gradients = (
-        on_stage(s.stored.parameters_cut if knobs.zero >= 3 else s.stored.parameters, scale),
-        on_stage(s.stored.kept_cut if knobs.zero >= 2 else s.stored.kept, scale),
+        on_stage(s.stored.parameters_cut if zero >= 3 else s.stored.parameters, scale),
+        on_stage(s.stored.kept_cut if zero >= 2 else s.stored.kept, scale),
     )
     gathered_share = (
-        (1.0 if profile.stage_gathers == "step" else passes_over_weights(knobs, c)[2])
-        if knobs.zero >= 3
+        (1.0 if plans.profile.stage_gathers == "step" else plans.passes_over_weights[2])
+        if zero >= 3
         else 0.0
     )
     if gathered_share:
-        parameters = parameters + np.where(
-            c.stage > 1, on_stage(s.stored.parameters, scale) * model.working * gathered_share, 0.0
-        )
+        gathered = on_stage(s.stored.parameters, scale) * plans.model.working * gathered_share
+        parameters = parameters + np.where(staged, gathered, 0.0)
         gradients = gradients + np.where(
-            c.stage > 1, on_stage(s.stored.kept, scale) * gathered_share, 0.0
+            staged, on_stage(s.stored.kept, scale) * gathered_share, 0.0
         )
     return (
         parameters,
         frozen,
         gradients,
-        on_stage(s.stored.state_cut if knobs.zero >= 1 else s.stored.state, scale),
+        on_stage(s.stored.state_cut if zero >= 1 else s.stored.state, scale),
     )
 
 
-def least_bytes(
-    s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates
-) -> tuple[Array, Array, Array]:
+def least_bytes(s: Sums, plans: Plans) -> tuple[Array, Array, Array]:
     """Lower bounds of the bytes per device at the end of the forward pass: of stored arrays without
     optimizer state, of that state, and of each class's saved layers.
 
     Returns:
         Arrays [candidates], [candidates] and [classes, candidates].
     """
-    profile = pricer.profile
-    scale, layers = shares_of(knobs, model, c, profile), len(model.counts)
-    in_flight = named(knobs.schedule).in_flight(pipelines_of(knobs, c, profile))
-    parameters, frozen, gradients, state = stored_bytes(
-        s, shares_at_rest(knobs, model, c, profile), knobs, model, profile, c
-    )
+    model, c, layers = plans.model, plans.c, len(plans.model.counts)
+    parameters, frozen, gradients, state = stored_bytes(s, plans)
     batch = model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes
     return (
-        parameters
-        + frozen
-        + batch
-        + (gradients if profile.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)),
+        parameters + frozen + batch + _buffered(gradients, plans),
         state,
-        s.stacks[:layers] * scale[:layers] * in_flight,
+        s.stacks[:layers] * plans.shares[:layers] * plans.in_flight,
     )
+
+
+def _buffered(gradients: Array, plans: Plans) -> Array:
+    """Bytes of gradients that have a buffer of their own: all, or those of several microbatches."""
+    if plans.profile.gradient_buffer:
+        return gradients
+    return np.where(plans.c.micro > 1, gradients, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,61 +673,47 @@ class _Stage:
     stored: Array
 
 
-def bytes_by_part(
-    s: Sums,
-    gradients: Array,
-    scale: Array,
-    in_flight: Array,
-    knobs: Knobs,
-    model: Model,
-    c: Candidates,
-    profile: FrameworkProfile,
-) -> tuple[dict[str, Array], Array]:
+def bytes_by_part(s: Sums, gradients: Array, plans: Plans) -> tuple[dict[str, Array], Array]:
     """Bytes allocated by a step, by part; and those of the stacks that the forward pass saves, less
     two layers, which offloading could move.
 
     Args:
         gradients: bytes of gradients accumulated over microbatches, array [candidates].
-        scale: share of each segment on the fullest stage, array [segments, candidates].
     """
-    stages = _stages(scale, in_flight, knobs, c, profile)
-    peak = _fullest(
-        [_at(s, point, on, knobs, c, profile) for on in stages for point in s.points], c
-    )
+    stages, c, scale = _stages(plans), plans.c, plans.shares
+    peak = _fullest([_at(s, point, on, plans) for on in stages for point in s.points], c)
     flying, stacks = stages[0].in_flight, np.zeros(len(c))
     for point in s.points:
         movable = (
             point.saved[k] * flying[k] * np.maximum(0.0, 1 - 2 / (n * scale[k]))
-            for k, n in enumerate(model.counts)
+            for k, n in enumerate(plans.model.counts)
         )
         stacks = np.maximum(stacks, sum(movable, np.zeros(len(c))))
-    buffered = gradients if profile.gradient_buffer else np.where(c.micro > 1, gradients, 0.0)
+    buffer = s.buffer if plans.decisions.context == "all-gather" else 0.0
     memory = {
-        "gradients": peak.gradients + buffered,
+        "gradients": peak.gradients + _buffered(gradients, plans),
         "activations": peak.saved,
         "temporaries": peak.temporaries,
-        "communication": peak.gathered + (s.buffer if knobs.context == "all-gather" else 0.0),
+        "communication": peak.gathered + buffer,
     }
     return memory, np.minimum(stacks, peak.saved)
 
 
-def _at(
-    s: Sums, point: Point, stage: _Stage, knobs: Knobs, c: Candidates, profile: FrameworkProfile
-) -> _Occupied:
+def _at(s: Sums, point: Point, stage: _Stage, plans: Plans) -> _Occupied:
     """The memory of a stage at a point where it may peak."""
-    together, stored = profile.collected == "together", stage.stored
+    zero, c, stored = plans.decisions.zero, plans.c, stage.stored
+    together = plans.profile.collected == "together"
     saved = on_stage(point.saved, stage.in_flight) + on_stage(
-        point.copy_cut if knobs.zero >= 3 else point.copy, stored
+        point.copy_cut if zero >= 3 else point.copy, stored
     )
-    if knobs.zero < 3:
+    if zero < 3:
         saved = saved + np.where(c.stage > 1, 0.0, on_stage(point.cast, stored))
-    replicated = together or knobs.zero < 2
     alive = (
         np.zeros(len(c))
-        if profile.gradient_buffer
-        else on_stage(point.gradient if replicated else point.gradient_cut, stored)
+        if plans.profile.gradient_buffer
+        else on_stage(point.gradient if together or zero < 2 else point.gradient_cut, stored)
     )
-    if knobs.zero < 3:
+    if zero < 3:
         gathered = np.zeros(len(c))
     elif together:
         gathered = np.maximum(0.0, on_stage(s.stored.parameters + s.stored.frozen, stored) - alive)
@@ -218,7 +727,7 @@ def _at(
     )
 
 
-def _fullest(points: list[_Occupied], c: Candidates) -> _Occupied:
+def _fullest(points: list[_Occupied], c: Meshes) -> _Occupied:
     """The point with the most bytes, by candidate."""
     if not points:
         zeros = np.zeros(len(c))
@@ -232,33 +741,30 @@ def _fullest(points: list[_Occupied], c: Candidates) -> _Occupied:
     )
 
 
-def _stages(
-    scale: Array, in_flight: Array, knobs: Knobs, c: Candidates, profile: FrameworkProfile
-) -> list[_Stage]:
+def _stages(plans: Plans) -> list[_Stage]:
     """Stages whose memory may be the fullest.
 
     If embedding and head are spread, all stages are equal. Otherwise the first has the most
     microbatches in flight, and the last has the logits.
     """
-    layers = len(scale) - 2
-    first = scale.copy()
-    first[:layers] *= in_flight
-    if profile.embedding_and_head == "spread":
-        resting = scale.copy()
-        resting[OUTSIDE_LAYERS] = 1.0
-        return [_Stage(once=scale, in_flight=first, stored=resting)]
+    scale = plans.shares
+    layers, first = len(scale) - 2, scale.copy()
+    first[:layers] *= plans.in_flight
+    if plans.profile.embedding_and_head == "spread":
+        return [_Stage(once=scale, in_flight=first, stored=plans.shares_stored)]
     with_head, without = scale.copy(), scale.copy()
-    with_head[OUTSIDE_LAYERS], without[OUTSIDE_LAYERS] = 1.0, np.where(c.stage > 1, 0.0, 1.0)
+    with_head[OUTSIDE_LAYERS] = 1.0
+    without[OUTSIDE_LAYERS] = np.where(plans.c.stage > 1, 0.0, 1.0)
     first[OUTSIDE_LAYERS] = without[OUTSIDE_LAYERS]
     last = with_head.copy()
-    last[:layers] *= named(knobs.schedule).held_by_last(pipelines_of(knobs, c, profile))
+    last[:layers] *= named(plans.decisions.schedule).held_by_last(plans.pipelines)
     return [
         _Stage(once=without, in_flight=first, stored=without),
         _Stage(once=with_head, in_flight=last, stored=with_head),
     ]
 
 
-def working_sets(pricer: Pricer, knobs: Knobs, c: Candidates) -> Array:
+def working_sets(plans: Plans) -> Array:
     """Sets of buffers for the values of a microbatch, in a program without stages.
 
     XLA's compiler for CPUs shares a buffer between two loops only if one depends on the other, and
@@ -266,7 +772,8 @@ def working_sets(pricer: Pricer, knobs: Knobs, c: Candidates) -> Array:
     buffers separate from those of the loop over the others: for a transformer of four layers on two
     devices, 1.8 to 2.1 times as many bytes as one microbatch (JAX 0.10.2).
     """
-    separate = pricer.topology.chip.vendor == "cpu" and in_the_last(pricer.profile, knobs)
+    c, vendor = plans.c, plans.pricer.topology.chip.vendor
+    separate = vendor == "cpu" and plans.profile.reduces_in_the_last(plans.decisions.zero)
     return np.where(separate & (c.micro > 1) & (c.stage == 1) & (c.ways(BATCH_AXES) > 1), 2.0, 1.0)
 
 
@@ -296,7 +803,7 @@ def heap_share(pricer: Pricer, stages: Array) -> Array:
 # On TPUs only gathers of parameters that are stored sharded hide (ZeRO 3); reductions and gathers
 # of updated parameters block, too.
 #
-# This is the rule of `cost/communication.py` with three differences, because a compiled program
+# This is the rule of `exposed` with three differences, because a compiled program
 # does not distinguish them: small sums of activations along data and fsdp count as hidden here,
 # reductions of gradients along tensor alone as blocking, and the compiler's kernel seconds include
 # the optimizer update, so that `optimizer` is 0 then. If the compiler estimates no time (GPU and
@@ -386,93 +893,77 @@ def reprice(
 # stages with less work than the slowest.
 
 
-def least_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
+def least_seconds(s: Sums, plans: Plans) -> Array:
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden, which
     does not depend on the ZeRO stage.
     """
-    stages = c.stage
-    tick = tick_seconds(s, knobs, model, pricer, c)
-    each = named(knobs.schedule).waiting(
-        pipelines_of(knobs, c, pricer.profile), tick, s.kernels.weights / stages
-    )
-    busy = c.micro * (tick + s.collectives.ends)
-    return busy + np.where(stages > 1, knobs.accumulation * each, 0.0)
+    stages, decisions, tick = plans.c.stage, plans.decisions, tick_seconds(s, plans)
+    each = named(decisions.schedule).waiting(plans.pipelines, tick, s.kernels.weights / stages)
+    busy = plans.c.micro * (tick + s.collectives.ends)
+    return busy + np.where(stages > 1, decisions.accumulation * each, 0.0)
 
 
-def _passes(s: Sums, knobs: Knobs, pricer: Pricer, c: Candidates) -> Array:
+def _passes(s: Sums, plans: Plans) -> Array:
     """Exposed seconds of sending a microbatch from stage to stage and its cotangents back."""
-    return np.where(c.stage > 1, s.collectives.passes * chunks_of(knobs, c), 0.0) * (
-        1 - pricer.profile.send_overlap
+    return np.where(plans.c.stage > 1, s.collectives.passes * plans.chunks, 0.0) * (
+        1 - plans.profile.send_overlap
     )
 
 
-def tick_seconds(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Array:
+def tick_seconds(s: Sums, plans: Plans) -> Array:
     """Seconds of one microbatch on the slowest stage, forward and backward, without the collectives
     when it enters and leaves: all stages run those together, so that they do not add to the bubble.
     """
-    key = knobs.context, knobs.virtual
+    key = plans.decisions.context, plans.decisions.virtual_stages
     if key not in s.ticks:
-        stages, virtual = c.stage, chunks_of(knobs, c)
-        busy = s.kernels.compute + s.collectives.block + s.along(knobs)
+        busy = s.kernels.compute + s.collectives.block + s.along(plans.decisions.context)
         s.ticks[key] = np.maximum(
-            _slowest_stage(busy, stages, virtual, model, pricer.profile),
-            _slowest_stage(s.kernels.host, stages, virtual, model, pricer.profile),
-        ) + _passes(s, knobs, pricer, c)
+            _slowest_stage(busy, plans), _slowest_stage(s.kernels.host, plans)
+        ) + _passes(s, plans)
     return s.ticks[key]
 
 
-def _slowest_stage(
-    seconds: Array, stages: Array, virtual: Array, model: Model, profile: FrameworkProfile
-) -> Array:
+def _slowest_stage(seconds: Array, plans: Plans) -> Array:
     """Seconds of the slowest stage in a microbatch.
 
     Args:
         seconds: of all layers of each class, and of embedding and head, [segments, candidates].
     """
+    model, stages, virtual = plans.model, plans.c.stage, plans.chunks
     layers, ends = (
         [seconds[k] / count for k, count in enumerate(model.counts)],
         seconds[OUTSIDE_LAYERS],
     )
-    if profile.embedding_and_head == "spread":
+    if plans.profile.embedding_and_head == "spread":
         return virtual * bottleneck(layers, model.counts, stages * virtual) + ends / stages
     tick = slowest(layers, model.counts, ends, stages, virtual)
-    if profile.balance == "layers" or len(layers) != 1:
+    if plans.profile.balance == "layers" or len(layers) != 1:
         return tick
     most, last = cut_by_work(model.counts[0], model.head_layers, stages)
     by_work = np.maximum(most * layers[0], last * layers[0] + ends)
     return np.where((stages > 1) & (virtual == 1), by_work, tick)
 
 
-def _starved(s: Sums, busy: Array, c: Candidates) -> Array:
+def _starved(s: Sums, busy: Array, c: Meshes) -> Array:
     """Seconds per microbatch that a stage waits for the host to launch kernels, if launching takes
     longer than running them.
     """
     return np.maximum(0.0, s.kernels.host.sum(0) - busy.sum(0)) / c.stage
 
 
-def seconds_by_part(
-    s: Sums, scale: Array, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates
-) -> tuple[dict[str, Array], Array]:
-    """Seconds of compute, exposed communication and bubble; and FLOPs.
-
-    Args:
-        scale: share of each segment whose parameters the fullest stage moves, [segments,
-            candidates].
-    """
-    stages, micro = c.stage, c.micro
-    block = s.collectives.block + s.along(knobs)
+def seconds_by_part(s: Sums, plans: Plans) -> tuple[dict[str, Array], Array]:
+    """Seconds of compute, exposed communication and bubble; and FLOPs."""
+    stages, micro = plans.c.stage, plans.c.micro
+    block = s.collectives.block + s.along(plans.decisions.context)
     compute, blocked = (
         s.kernels.compute.sum(0) / stages,
-        block.sum(0) / stages + _passes(s, knobs, pricer, c) + s.collectives.ends,
+        block.sum(0) / stages + _passes(s, plans) + s.collectives.ends,
     )
-    starved = _starved(s, s.kernels.compute + block, c)
+    starved = _starved(s, s.kernels.compute + block, plans.c)
     bubble = np.where(
-        stages > 1,
-        least_seconds(s, knobs, model, pricer, c) - micro * (compute + blocked + starved),
-        0.0,
+        stages > 1, least_seconds(s, plans) - micro * (compute + blocked + starved), 0.0
     )
-    waited = blocked * micro + exposed(s, scale, knobs, c, pricer, compute)
-    waited = waited + dealt_out(s, knobs, model, c, pricer.profile)
+    waited = blocked * micro + exposed(s, plans, compute) + dealt_out(s, plans)
     return {
         "compute": compute * micro,
         "exposed": waited,
@@ -495,7 +986,7 @@ GIVEN_BACK = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals(ArrayTable):
+class Totals(LazyTable):
     """Priced candidates, as arrays; the names are those of `Seconds` and `DeviceBytes`.
 
     Attributes:
@@ -524,18 +1015,21 @@ class Totals(ArrayTable):
         return sum(self.device_bytes.values(), np.zeros_like(self.flops))
 
 
-def combine(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) -> Totals:
+def combine(s: Sums, plans: Plans) -> Totals:
     """Combines quantities into the parts of time and memory."""
-    profile = pricer.profile
-    scale, resting = shares_of(knobs, model, c, profile), shares_at_rest(knobs, model, c, profile)
-    in_flight = named(knobs.schedule).in_flight(pipelines_of(knobs, c, profile))
-    parameters, frozen, gradients, state = stored_bytes(s, resting, knobs, model, profile, c)
-    moved = shares_moved(knobs, model, c, profile)
-    seconds, flops = seconds_by_part(s, moved, knobs, model, pricer, c)
-    parts, stacks = bytes_by_part(s, gradients, scale, in_flight, knobs, model, c, profile)
+    c, model, pricer, profile, zero = (
+        plans.c,
+        plans.model,
+        plans.pricer,
+        plans.profile,
+        plans.decisions.zero,
+    )
+    parameters, frozen, gradients, state = stored_bytes(s, plans)
+    seconds, flops = seconds_by_part(s, plans)
+    parts, stacks = bytes_by_part(s, gradients, plans)
     heap = heap_share(pricer, c.stage)
     memory, stacks = {name: size * heap for name, size in parts.items()}, stacks * heap
-    sets = working_sets(pricer, knobs, c)
+    sets = working_sets(plans)
     memory |= {name: memory[name] * sets for name in ("activations", "temporaries")}
     memory |= {
         "parameters": parameters,
@@ -543,14 +1037,16 @@ def combine(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) 
         "optimizer": state,
         "batch": model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes,
     }
-    updated = on_stage(s.stored.parameters_cut if knobs.zero >= 1 else s.stored.parameters, resting)
+    updated = on_stage(
+        s.stored.parameters_cut if zero >= 1 else s.stored.parameters, plans.shares_stored
+    )
     update = (3 * updated + 2 * state) / (
         pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share
     )
     seconds["overhead"] = (
         seconds["overhead"]
         + pricer.constants.step_s
-        + pricer.constants.microbatch_s * (c.micro + knobs.accumulation * (c.stage - 1))
+        + pricer.constants.microbatch_s * (c.micro + plans.decisions.accumulation * (c.stage - 1))
         + pricer.constants.fresh * mapped_anew(memory) / pricer.topology.chip.hbm_bytes_per_s
     )
     memory["temporaries"] = (
@@ -563,7 +1059,7 @@ def combine(s: Sums, knobs: Knobs, model: Model, pricer: Pricer, c: Candidates) 
         device_bytes=memory,
         flops=flops,
         stacks=stacks,
-        held=in_flight,
+        held=plans.in_flight,
     )
 
 

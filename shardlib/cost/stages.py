@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TypeVar
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Self, TypeVar
 
 import numpy as np
 
 from shardlib.cost.collectives import SLOTS, Links, along, links, role_slots
-from shardlib.cost.framework import XLA, FrameworkProfile, Knobs, ends_on_all_stages
+from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.tables import BYTES, COUNTS, Collectives, Kernels, Point, Pricer, Q, StoredBytes
-from shardlib.cost.terms import OF_ALL, OUTSIDE_LAYERS, ArrayTable, Shapes, distinct_rows
+from shardlib.cost.terms import OF_ALL, OUTSIDE_LAYERS, LazyTable, Shapes, distinct_rows
+from shardlib.decisions.table import Decisions
 from shardlib.layout import BATCH_AXES, MESH_AXES, TENSOR, MeshShape
 from shardlib.machines.topology import Placement, Topology
 from shardlib.schedules import Pipelines, Timetable, named
@@ -33,7 +35,7 @@ Bytes = TypeVar("Bytes", Point, StoredBytes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidates(ArrayTable):
+class Meshes(LazyTable):
     """Meshes with microbatch counts, as arrays of equal length.
 
     Attributes:
@@ -49,6 +51,33 @@ class Candidates(ArrayTable):
     links: Links
     shapes: Shapes = field(metadata=OF_ALL)
     shape: Array
+
+    @classmethod
+    def placed(
+        cls,
+        places: Sequence[tuple[MeshShape, Placement]],
+        micro: Sequence[int],
+        topology: Topology,
+    ) -> Self:
+        """Placed meshes with microbatch counts on a topology."""
+        distinct_places: dict[int, int] = {}
+        order = [
+            distinct_places.setdefault(id(placement), len(distinct_places))
+            for _, placement in places
+        ]
+        unique = list({id(placement): placement for _, placement in places}.values())
+        sizes = {
+            axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in MESH_AXES
+        }
+        numbers = np.array(micro, dtype=np.int64)
+        shapes, shape = distinct({**sizes, "micro": numbers})
+        return cls(
+            sizes=sizes,
+            micro=numbers,
+            links=links(unique, topology).take(np.array(order, dtype=np.int64)),
+            shapes=shapes,
+            shape=shape,
+        )
 
     def __len__(self) -> int:
         return len(self.micro)
@@ -91,29 +120,6 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
     )
 
 
-def candidates(
-    places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology
-) -> Candidates:
-    """The candidates of placed meshes and microbatch counts on a topology."""
-    distinct_places: dict[int, int] = {}
-    order = [
-        distinct_places.setdefault(id(placement), len(distinct_places)) for _, placement in places
-    ]
-    unique = list({id(placement): placement for _, placement in places}.values())
-    sizes = {
-        axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in MESH_AXES
-    }
-    numbers = np.array(micro, dtype=np.int64)
-    shapes, shape = distinct({**sizes, "micro": numbers})
-    return Candidates(
-        sizes=sizes,
-        micro=numbers,
-        links=links(unique, topology).take(np.array(order, dtype=np.int64)),
-        shapes=shapes,
-        shape=shape,
-    )
-
-
 # --------------------------------------------------------------------------------------------------
 # The quantities of a step by segment and candidate, with collectives in seconds, which all ZeRO
 # stages and schedules share.
@@ -143,7 +149,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sums(ArrayTable):
+class Sums(LazyTable):
     """The quantities of one remat policy under one choice, by segment and candidate, with
     collectives in seconds; all ZeRO stages and schedules share them.
 
@@ -169,22 +175,16 @@ class Sums(ArrayTable):
         default_factory=dict[tuple[str, int], Array], init=False, compare=False, repr=False
     )
 
-    def along(self, knobs: Knobs) -> Array:
-        """Exposed seconds of collectives along the sequence."""
+    def along(self, context: str) -> Array:
+        """Exposed seconds of collectives along the sequence, by the way of context parallelism."""
         roles = self.collectives
         return roles.context + (
             roles.keys
-            if knobs.context == "all-gather"
+            if context == "all-gather"
             else roles.exchange
-            if knobs.context == "ulysses"
+            if context == "ulysses"
             else 0.0
         )
-
-    def take(self, which: Array) -> Sums:
-        """Some of the candidates."""
-        selected = super().take(which)
-        selected.ticks.update({key: tick[which] for key, tick in self.ticks.items()})
-        return selected
 
 
 def sums(
@@ -193,7 +193,7 @@ def sums(
     points: Sequence[Array],
     model: Model,
     pricer: Pricer,
-    c: Candidates,
+    c: Meshes,
     *,
     stacks: Array | None = None,
 ) -> Sums:
@@ -204,6 +204,9 @@ def sums(
     """
     shape = c.shape
     work = pricer.corrected(work)
+
+    def by_candidate(by_shape: Array) -> Array:
+        return by_shape.take(shape, axis=-1)  # several times faster than an index
 
     def role(name: str, *, experts: bool = False) -> Array:
         slots = [s for s in role_slots(name) if SLOTS[s].group.of_experts or not experts]
@@ -221,15 +224,15 @@ def sums(
             counts = counts * np.minimum(1.0, buckets / np.maximum(counts.sum(0), 1e-9))
         for i in used:
             seconds += factors[i] * (
-                counts[:, i][:, shape] * c.links.latency[slots[i]]
-                + sizes[:, i][:, shape] * c.links.per_byte[slots[i]]
+                by_candidate(counts[:, i]) * c.links.latency[slots[i]]
+                + by_candidate(sizes[:, i]) * c.links.per_byte[slots[i]]
             )
         return seconds
 
     def quantities(kind: type[Bytes], tally: Array) -> Bytes:
         """A row of the tally for each field."""
         return kind(
-            **{field.name: tally[:, Q[field.name.upper()]][:, shape] for field in fields(kind)}
+            **{field.name: by_candidate(tally[:, Q[field.name.upper()]]) for field in fields(kind)}
         )
 
     ends = {
@@ -242,24 +245,24 @@ def sums(
     }
     return Sums(
         kernels=Kernels(
-            compute=work[:, Q.COMPUTE][:, shape],
-            weights=work[:, Q.WEIGHTS].sum(0)[shape],
-            host=work[:, Q.HOST][:, shape] + _stalls(work, pricer, c),
-            flops=work[:, Q.FLOPS].sum(0)[shape],
+            compute=by_candidate(work[:, Q.COMPUTE]),
+            weights=by_candidate(work[:, Q.WEIGHTS].sum(0)),
+            host=by_candidate(work[:, Q.HOST]) + _stalls(work, pricer, c),
+            flops=by_candidate(work[:, Q.FLOPS].sum(0)),
         ),
         collectives=Collectives(**by_role, routed=role("reduce", experts=True), **ends),
         stored=quantities(StoredBytes, resting),
         points=tuple(quantities(Point, pricer.corrected(tally)) for tally in points),
-        buffer=np.where(c.context > 1, _context_buffer(work, model)[shape], 0.0),
+        buffer=np.where(c.context > 1, by_candidate(_context_buffer(work, model)), 0.0),
         stacks=(
             np.zeros((0, len(shape)))
             if stacks is None
-            else pricer.corrected(stacks)[:, Q.SAVED][:, shape]
+            else by_candidate(pricer.corrected(stacks)[:, Q.SAVED])
         ),
     )
 
 
-def _stalls(work: Array, pricer: Pricer, c: Candidates) -> Array:
+def _stalls(work: Array, pricer: Pricer, c: Meshes) -> Array:
     """Seconds that the collectives over tensor of a microbatch stall (`tensor_stall_s`), by
     segment and candidate.
     """
@@ -287,96 +290,202 @@ def _context_buffer(work: Array, model: Model) -> Array:
 
 
 # --------------------------------------------------------------------------------------------------
-# The fullest pipeline stage: whole layers, and a part of embedding and head.
+# Candidates under the same decisions: the fullest pipeline stage (whole layers, and a part of
+# embedding and head), and how often a stage gathers its weights and reduces their gradients.
 
 
-def chunks_of(knobs: Knobs, c: Candidates) -> Array:
-    """Chunks of layers per stage; 1 without stages."""
-    return np.where(c.stage > 1, knobs.virtual, 1)
+@dataclass(frozen=True, kw_only=True)
+class Plans:
+    """Plans of one model on one machine that share all decisions but mesh and microbatches.
 
-
-def pipelines_of(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Pipelines:
-    """The pipelines of candidates, each with the microbatches of one group."""
-    return Pipelines(
-        stages=c.stage,
-        chunks=chunks_of(knobs, c),
-        microbatches=c.micro // knobs.accumulation,
-        lockstep=profile.pipeline == "lockstep",
-    )
-
-
-def shares_of(knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA) -> Array:
-    """Share of each segment on the fullest stage: whole layers of every group, and of embedding and
-    head an equal part or a whole array; array [segments, candidates].
+    Attributes:
+        decisions: the shared decisions.
+        c: mesh and microbatches of each plan.
     """
-    virtual = chunks_of(knobs, c)
-    layers = [_most(count, c, virtual, model, profile) / count for count in model.counts]
-    ends = (
-        np.where(c.stage > 1, model.largest_end, 1.0)
-        if profile.embedding_and_head == "owners"
-        else 1 / c.stage
-    )
-    return np.stack([*layers, np.ones(len(c)), ends])
+
+    decisions: Decisions
+    model: Model
+    pricer: Pricer
+    c: Meshes
+
+    def __len__(self) -> int:
+        return len(self.c)
+
+    @property
+    def profile(self) -> FrameworkProfile:
+        """The framework profile."""
+        return self.pricer.profile
+
+    def but(self, **changes: object) -> Plans:
+        """The same candidates under other decisions."""
+        return replace(self, decisions=replace(self.decisions, **changes))
+
+    @cached_property
+    def chunks(self) -> Array:
+        """Chunks of layers per stage; 1 without stages."""
+        return np.where(self.c.stage > 1, self.decisions.virtual_stages, 1)
+
+    @cached_property
+    def pipelines(self) -> Pipelines:
+        """The pipelines, each with the microbatches of one group."""
+        return Pipelines(
+            stages=self.c.stage,
+            chunks=self.chunks,
+            microbatches=self.c.micro // self.decisions.accumulation,
+            lockstep=self.profile.pipeline == "lockstep",
+        )
+
+    @cached_property
+    def in_flight(self) -> Array:
+        """Microbatches in flight on the first stage."""
+        return named(self.decisions.schedule).in_flight(self.pipelines)
+
+    @cached_property
+    def layers(self) -> list[Array]:
+        """Layers of the fullest stage, by class, if stages have equally many layers."""
+        return [
+            self.chunks * np.ceil(count / (self.c.stage * self.chunks))
+            for count in self.model.counts
+        ]
+
+    @cached_property
+    def shares(self) -> Array:
+        """Share of each segment on the fullest stage: whole layers of every group, and of embedding
+        and head an equal part or a whole array; array [segments, candidates].
+
+        If stages are balanced by work, the fullest has the layers that begin before its share of
+        the work is reached.
+        """
+        model, stages, layers = self.model, self.c.stage, self.layers
+        if self.profile.balance != "layers":
+            by_work = [cut_by_work(count, model.head_layers, stages)[0] for count in model.counts]
+            whole = (stages > 1) & (self.chunks == 1)
+            layers = [np.where(whole, *pair) for pair in zip(by_work, layers, strict=True)]
+        ends = (
+            np.where(stages > 1, model.largest_end, 1.0)
+            if self.profile.embedding_and_head == "owners"
+            else 1 / stages
+        )
+        parts = [number / count for number, count in zip(layers, model.counts, strict=True)]
+        return np.stack([*parts, np.ones(len(self)), ends])
+
+    @cached_property
+    def shares_stored(self) -> Array:
+        """Share of each segment's parameters, gradients and optimizer state stored on the fullest
+        stage: as `shares`, but every stage stores all of embedding and head if their work is spread
+        over the sequence.
+        """
+        return self._with_ends(self.profile.embedding_and_head == "spread")
+
+    @cached_property
+    def shares_moved(self) -> Array:
+        """Share of each segment's parameters that the fullest stage gathers, and whose gradients it
+        reduces: as `shares`, but all of embedding and head if each stage computes them for a part
+        of the sequence.
+        """
+        return self._with_ends(self.profile.ends_on_all_stages)
+
+    def _with_ends(self, all_stages: bool) -> Array:
+        """`shares`, with all of embedding and head on every stage or not."""
+        shares = self.shares.copy()
+        if all_stages:
+            shares[OUTSIDE_LAYERS] = 1.0
+        return shares
+
+    def dealt(self, stored: Array) -> Array:
+        """Bytes per device after layers are dealt to stages of several chunks, as pipelines in one
+        program do with parameters in every step, and with gradients in reverse: layers are stored
+        in order, and stage s of S computes chunks s, S + s, and so on. If S does not divide the
+        chunks per stage, the partitioner gathers all of them. Layers that do not divide are not
+        counted.
+
+        Args:
+            stored: bytes by segment, of all stages, [segments, candidates].
+        """
+        virtual, stages = self.decisions.virtual_stages, self.c.stage
+        if virtual == 1 or not self.profile.ends_on_all_stages:
+            return np.zeros(len(self))
+        moved = stored * self.shares
+        layers = np.zeros(len(self))
+        for k, count in enumerate(self.model.counts):
+            layers = layers + np.where(count % (stages * virtual), 0.0, moved[k])
+        return np.where(stages > 1, layers * np.where(virtual % stages, stages, 1), 0.0)
+
+    @property
+    def passes_over_weights(self) -> tuple[Array, Array, float]:
+        """The gathers of its weights and the reductions of their gradients by a stage per step, and
+        the share of them that is unsharded at a time.
+
+        With gathers at every "use": two gathers (forward, backward) and one reduction per
+        microbatch. With "once": one of each, or two and one if all microbatches go through one
+        chunk of layers before the next (breadth first, arXiv:2211.05953). Then two chunks are
+        unsharded at a time, during the transition between chunks; the sums of one chunk are reduced
+        before those of the next exist; and each group of microbatches in sequence repeats this.
+        """
+        decisions, micro = self.decisions, self.c.micro.astype(float)
+        if decisions.gather == "use":
+            return micro, micro, 0.0
+        if self._in_rounds:
+            gathered = np.full_like(micro, decisions.accumulation)
+            return (
+                gathered,
+                gathered * (decisions.virtual_stages + 1) / decisions.virtual_stages,
+                2 / decisions.virtual_stages,
+            )
+        return np.full_like(micro, 0.5), np.ones_like(micro), 1.0
+
+    @property
+    def passes_over_ends(self) -> Array:
+        """The number of gathers of embedding and head, and of reductions of their gradients, per
+        step of a pipeline whose stages all compute both: once if those of layers are (except with
+        rounds of chunks), otherwise per microbatch.
+        """
+        assert self.profile.ends_on_all_stages
+        late = self.profile.reduces_once(self.decisions.zero) or (
+            self.decisions.gather == "once" and not self._in_rounds
+        )
+        return np.where(self.decisions.zero < 2 or late, 1.0, self.c.micro)
+
+    @property
+    def _in_rounds(self) -> bool:
+        """True if all microbatches go through one of several chunks of layers before the next."""
+        return named(self.decisions.schedule).forward_first and self.decisions.virtual_stages > 1
+
+    @cached_property
+    def turns(self) -> Array:
+        """The number of times per step that a stage runs its computation for a microbatch; a
+        pipeline in one program also computes while it waits, and discards the result.
+        """
+        decisions, c = self.decisions, self.c
+        if self.profile.pipeline != "lockstep":
+            return np.asarray(c.micro, dtype=float)
+        return np.array(
+            [
+                (
+                    decisions.accumulation
+                    * Timetable(
+                        schedule=decisions.schedule,
+                        stages=int(stages),
+                        microbatches=int(micro) // decisions.accumulation,
+                        virtual=decisions.virtual_stages,
+                    ).forward_ticks
+                    / decisions.virtual_stages
+                    if stages > 1
+                    else float(micro)
+                )
+                for stages, micro in zip(c.stage, c.micro, strict=True)
+            ]
+        )
 
 
-def shares_at_rest(
-    knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
-) -> Array:
-    """Share of each segment's parameters, gradients and optimizer state stored on the fullest
-    stage: as `shares_of`, but every stage stores all of embedding and head if their work is spread
-    over the sequence.
-    """
-    shares = shares_of(knobs, model, c, profile)
-    if profile.embedding_and_head == "spread":
-        shares[OUTSIDE_LAYERS] = 1.0
-    return shares
+# --------------------------------------------------------------------------------------------------
+# The slowest stage and the longest chunk of a chain of layers.
 
-
-def shares_moved(
-    knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile = XLA
-) -> Array:
-    """Share of each segment's parameters that the fullest stage gathers, and whose gradients it
-    reduces: as `shares_of`, but all of embedding and head if each stage computes them for a part of
-    the sequence.
-    """
-    shares = shares_of(knobs, model, c, profile)
-    if ends_on_all_stages(profile):
-        shares[OUTSIDE_LAYERS] = 1.0
-    return shares
-
-
-def dealt(
-    stored: Array, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
-) -> Array:
-    """Bytes per device after layers are dealt to stages of several chunks, as pipelines in one
-    program do with parameters in every step, and with gradients in reverse: layers are stored in
-    order, and stage s of S computes chunks s, S + s, and so on. If S does not divide the chunks per
-    stage, the partitioner gathers all of them. Layers that do not divide are not counted.
-
-    Args:
-        stored: bytes by segment, of all stages, [segments, candidates].
-    """
-    if knobs.virtual == 1 or not ends_on_all_stages(profile):
-        return np.zeros(len(c))
-    moved = stored * shares_of(knobs, model, c, profile)
-    layers = np.zeros(len(c))
-    for k, count in enumerate(model.counts):
-        layers = layers + np.where(count % (c.stage * knobs.virtual), 0.0, moved[k])
-    return np.where(c.stage > 1, layers * np.where(knobs.virtual % c.stage, c.stage, 1), 0.0)
-
-
-def _most(
-    count: int, c: Candidates, virtual: Array, model: Model, profile: FrameworkProfile
-) -> Array:
-    """Layers of a class on the fullest stage: equally many, or, if stages are balanced by work,
-    those that begin before the stage's share of the work is reached.
-    """
-    equal = virtual * np.ceil(count / (c.stage * virtual))
-    if profile.balance == "layers":
-        return equal
-    return np.where(
-        (c.stage > 1) & (virtual == 1), cut_by_work(count, model.head_layers, c.stage)[0], equal
-    )
+#: Bisection steps for the longest chunk over layers of different kinds; the interval is as wide as
+#: the slowest layer, so the result is within 1e-6 of that layer.
+_HALVINGS = 20
+#: Relative rounding error of a sum of layers.
+_SLACK = 1 + 1e-12
 
 
 def cut_by_work(count: int, head: float, stages: Array) -> tuple[Array, Array]:
@@ -402,91 +511,6 @@ def on_stage(quantity: Array, scale: Array) -> Array:
         scale: share of each segment on the stage, [segments, candidates].
     """
     return (quantity * scale).sum(0)
-
-
-# --------------------------------------------------------------------------------------------------
-# When gradients are reduced, and how they are sharded then.
-
-
-def once_a_step(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """True if unreduced gradients are accumulated over the microbatches of a step and reduced at
-    its end; never with parameters stored sharded (ZeRO 3).
-    """
-    return profile.reduction == "step" and knobs.zero < 3
-
-
-def in_the_last(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """True if gradients are stored replicated and reduced in the last microbatch of a step."""
-    return profile.reduction == "last" and knobs.zero < 2
-
-
-def scatters(profile: FrameworkProfile, knobs: Knobs) -> bool:
-    """True if gradients are reduce-scattered to the shards of the optimizer: if they are stored
-    sharded, or reduced once for a distributed optimizer.
-    """
-    return knobs.zero >= 2 or (knobs.zero == 1 and profile.reduction == "step")
-
-
-#: Bisection steps for the longest chunk over layers of different kinds; the interval is as wide as
-#: the slowest layer, so the result is within 1e-6 of that layer.
-_HALVINGS = 20
-#: Relative rounding error of a sum of layers.
-_SLACK = 1 + 1e-12
-
-
-def passes_over_weights(knobs: Knobs, c: Candidates) -> tuple[Array, Array, float]:
-    """The gathers of its weights and the reductions of their gradients by a stage per step, and the
-    share of them that is unsharded at a time.
-
-    With gathers at every "use": two gathers (forward, backward) and one reduction per microbatch.
-    With "once": one of each, or two and one if all microbatches go through one chunk of layers
-    before the next (breadth first, arXiv:2211.05953). Then two chunks are unsharded at a time,
-    during the transition between chunks; the sums of one chunk are reduced before those of the next
-    exist; and each group of microbatches in sequence repeats this.
-    """
-    micro, virtual, groups = c.micro.astype(float), knobs.virtual, knobs.accumulation
-    if knobs.gather == "use":
-        return micro, micro, 0.0
-    if named(knobs.schedule).forward_first and virtual > 1:
-        reduced = groups * (virtual + 1) / virtual
-        return np.full_like(micro, groups), np.full_like(micro, reduced), min(1.0, 2 / virtual)
-    return np.full_like(micro, 0.5), np.ones_like(micro), 1.0
-
-
-def passes_over_ends(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
-    """The number of gathers of embedding and head, and of reductions of their gradients, per step
-    of a pipeline whose stages all compute both: once if those of layers are (except with rounds of
-    chunks), otherwise per microbatch.
-    """
-    assert ends_on_all_stages(profile)
-    rounds = named(knobs.schedule).forward_first and knobs.virtual > 1
-    late = once_a_step(profile, knobs) or (knobs.gather == "once" and not rounds)
-    return np.where(knobs.zero < 2 or late, 1.0, c.micro)
-
-
-def turns(knobs: Knobs, c: Candidates, profile: FrameworkProfile) -> Array:
-    """The number of times per step that a stage runs its computation for a microbatch; a pipeline
-    in one program also computes while it waits, and discards the result.
-    """
-    if profile.pipeline != "lockstep":
-        return np.asarray(c.micro, dtype=float)
-    return np.array(
-        [
-            (
-                knobs.accumulation
-                * Timetable(
-                    schedule=knobs.schedule,
-                    stages=int(stages),
-                    microbatches=int(micro) // knobs.accumulation,
-                    virtual=knobs.virtual,
-                ).forward_ticks
-                / knobs.virtual
-                if stages > 1
-                else float(micro)
-            )
-            for stages, micro in zip(c.stage, c.micro, strict=True)
-        ]
-    )
 
 
 def slowest(

@@ -43,7 +43,7 @@ from shardlib.cost.collectives import (
     stored,
     tokens,
 )
-from shardlib.cost.framework import XLA, FrameworkProfile, ends_on_all_stages
+from shardlib.cost.framework import XLA, FrameworkProfile
 from shardlib.cost.roofline import (
     Efficiency,
     applied,
@@ -55,10 +55,10 @@ from shardlib.cost.roofline import (
 from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
-    ArrayTable,
     Compute,
     Heads,
     Item,
+    LazyTable,
     Resident,
     Routed,
     Shapes,
@@ -79,7 +79,7 @@ from shardlib.propagation.colours import Choice, Cut, has
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point(ArrayTable):
+class Point(LazyTable):
     """Bytes by segment at a point where memory may peak, arrays [segments, candidates]; names as in
     `shardlib.cost.tables.Q`.
     """
@@ -95,7 +95,7 @@ class Point(ArrayTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels(ArrayTable):
+class Kernels(LazyTable):
     """The kernels of a microbatch as arrays.
 
     Attributes:
@@ -113,7 +113,7 @@ class Kernels(ArrayTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collectives(ArrayTable):
+class Collectives(LazyTable):
     """Seconds of the collectives of a microbatch by role, arrays [segments, candidates].
 
     Attributes:
@@ -137,7 +137,7 @@ class Collectives(ArrayTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredBytes(ArrayTable):
+class StoredBytes(LazyTable):
     """Bytes as stored, arrays [segments, candidates]; those that end in `_cut` are sharded by ZeRO.
     Names as in `shardlib.cost.tables.Q`.
     """
@@ -650,7 +650,7 @@ def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple
     """(slot, size, count) of the collectives of a transfer per microbatch, over `term.bytes.total`
     and over `term.trips`.
     """
-    all_stages = segment == OUTSIDE_LAYERS and ends_on_all_stages(profile)
+    all_stages = segment == OUTSIDE_LAYERS and profile.ends_on_all_stages
     size, once = part(term.bytes), Part().by(*_counts(term))
     if term.group in _ROLES:
         role, axis = _ROLES[term.group]

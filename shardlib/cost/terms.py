@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Self, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 
@@ -304,19 +305,19 @@ class ArrayTable:
     entry per row, another table, or a mapping or tuple of these; all rows share any other field.
     """
 
+    def copied(self, which: Array) -> Self:
+        """The rows at some positions or of a mask."""
+        positions = _positions(which)
+        names = [f.name for f in fields(self) if f.init]
+        return type(self)(**{name: self._column(name, positions) for name in names})
+
     def take(self, which: Array) -> Self:
         """The rows at some positions or of a mask."""
-        return type(self)(
-            **{
-                f.name: (
-                    getattr(self, f.name)
-                    if "of_all" in f.metadata
-                    else _rows(getattr(self, f.name), which)
-                )
-                for f in fields(self)
-                if f.init
-            }
-        )
+        return self.copied(which)
+
+    def _column(self, name: str, positions: Array) -> Any:
+        value = getattr(self, name)
+        return value if name in _shared(type(self)) else _rows(value, positions)
 
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:
@@ -331,19 +332,54 @@ class ArrayTable:
         )
 
 
-def _rows(value: Any, which: Array) -> Any:
+@dataclass(frozen=True, kw_only=True)
+class LazyTable(ArrayTable):
+    """A table that takes the rows of each field when the field is first read, because most fields
+    are read for few rows only. Until then it refers to the table that it was taken from, so that
+    tables that live long are `copied`. Its fields have no defaults.
+    """
+
+    def take(self, which: Array) -> Self:
+        table = object.__new__(type(self))
+        table.__dict__["_sources"] = [(self, _positions(which))]
+        return table
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            sources = self.__dict__.get("_sources", [])
+            for number, (table, positions) in enumerate(sources):
+                if name in table.__dict__:
+                    return self.__dict__.setdefault(name, table._column(name, positions))
+                if number + 1 == len(sources) and "_sources" in table.__dict__:
+                    further, inner = table.__dict__["_sources"][0]
+                    sources.append((further, inner[positions]))
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+
+
+def _positions(which: Array) -> Array:
+    return np.flatnonzero(which) if which.dtype == np.bool_ else which
+
+
+@cache
+def _shared(kind: type[ArrayTable]) -> frozenset[str]:
+    """The fields that all rows share though they hold arrays."""
+    return frozenset(f.name for f in fields(kind) if "of_all" in f.metadata)
+
+
+def _rows(value: Any, positions: Array) -> Any:
     if isinstance(value, np.ndarray):
         array = cast("Array", value)
-        return array[which] if array.ndim == 1 else array[..., which]
+        return array[positions] if array.ndim == 1 else array.take(positions, axis=-1)
     if isinstance(value, ArrayTable):
-        return value.take(which)
+        return value.take(positions)
     if isinstance(value, dict):
-        return {key: _rows(part, which) for key, part in cast("dict[Any, Any]", value).items()}
+        return {key: _rows(part, positions) for key, part in cast("dict[Any, Any]", value).items()}
     if isinstance(value, tuple):
-        return tuple(_rows(part, which) for part in cast("tuple[Any, ...]", value))
+        return tuple(_rows(part, positions) for part in cast("tuple[Any, ...]", value))
     if isinstance(value, list):
         entries = cast("list[Any]", value)
-        return [entries[i] for i in np.arange(len(entries))[which]]
+        return [entries[i] for i in positions]
     return value
 
 

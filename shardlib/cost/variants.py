@@ -14,24 +14,19 @@ import numpy as np
 
 from shardlib.cost.collectives import Slot, along, collective_cost, slot_cost, spans_of
 from shardlib.cost.facts import Facts
-from shardlib.cost.framework import FrameworkProfile, Knobs
 from shardlib.cost.items import gathers_of, kernel_items, reductions_of
 from shardlib.cost.pricing import Totals, heap_share
-from shardlib.cost.roofline import kernel_seconds
-from shardlib.cost.stages import Candidates, Model, chunks_of, shares_of
+from shardlib.cost.stages import Meshes, Plans
 from shardlib.cost.tables import Pricer, Q, evaluate, moves, part
 from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
     Compute,
     Elements,
-    Term,
     Transfer,
     amount,
-    local,
 )
-from shardlib.graph import Op
-from shardlib.layout import BATCH_AXES, CONTEXT, EXPERT, TENSOR, MeshShape
+from shardlib.layout import TENSOR
 from shardlib.machines.topology import Placement
 from shardlib.propagation.colours import Choice, has
 
@@ -191,7 +186,7 @@ def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
 
 
 def saving(
-    facts: Facts, choice: Choice, placement: Placement, c: Candidates, pricer: Pricer, classes: int
+    facts: Facts, choice: Choice, placement: Placement, c: Meshes, pricer: Pricer, classes: int
 ) -> Saving:
     """The saving of collective matmuls in one candidate without stages; zero if there are none."""
     assert len(c) == 1
@@ -249,7 +244,7 @@ class _Prices:
         facts: Facts,
         choice: Choice,
         placement: Placement,
-        c: Candidates,
+        c: Meshes,
         pricer: Pricer,
         classes: int,
     ) -> None:
@@ -627,7 +622,7 @@ def _number(
 # Prices with offloading, and with a part of the layers rematerialised.
 
 
-def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Candidates) -> Totals:
+def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Meshes) -> Totals:
     """The price with offloading to host memory or disk: state is read and written during the
     update; transfers of activations hide behind compute.
 
@@ -689,99 +684,9 @@ def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
     )
 
 
-def fullest(knobs: Knobs, model: Model, c: Candidates) -> Array:
-    """Layers of the fullest stage, over all classes."""
-    return sum(fullest_by_class(knobs, model, c), np.zeros(len(c)))
-
-
-def rematerialised_share(
-    number: Array | int, knobs: Knobs, model: Model, c: Candidates, profile: FrameworkProfile
-) -> Array:
+def rematerialised_share(number: Array | int, plans: Plans) -> Array:
     """Share of the layers of the fullest stage that rematerialise, given their number: in lockstep,
     all chunks of a stage are one program, so each rematerialises equally many.
     """
-    alike = chunks_of(knobs, c) if profile.pipeline == "lockstep" else np.ones(len(c))
-    return np.ceil(number / alike) * alike / fullest(knobs, model, c)
-
-
-def fullest_by_class(knobs: Knobs, model: Model, c: Candidates) -> list[Array]:
-    """Layers of the fullest stage, by class."""
-    virtual = chunks_of(knobs, c)
-    return [virtual * np.ceil(count / (c.stage * virtual)) for count in model.counts]
-
-
-# --------------------------------------------------------------------------------------------------
-# Replicated compute: matmuls and convolutions that every device along a mesh axis computes in full.
-#
-# An axis that divides none of the FLOPs of an op does not make it faster: all devices along it
-# compute the same. Derived from the items that a step is priced by, so it holds for any op and any
-# reason: a dim that the axis does not divide, a dim without a colour, a rule that leaves it out.
-
-
-def replicated(
-    work: Iterable[tuple[Facts, Array]],
-    choice: Choice,
-    knobs: Knobs,
-    mesh: MeshShape,
-    c: Candidates,
-    model: Model,
-    pricer: Pricer,
-) -> Mapping[tuple[str, ...], Mapping[str, float]]:
-    """Seconds per step and device of matmuls and convolutions, by the mesh axes that do not divide
-    them and by name.
-    """
-    assert len(c) == 1
-    shares = shares_of(knobs, model, c, pricer.profile)[:, 0]
-    by_axes: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for facts, parts in work:
-        names = _parameters(facts)
-        for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
-            op = facts.graph.ops[kernel.op]
-            part = float(parts[item.segment]) * float(shares[item.segment])
-            if op.category not in ("matmul", "convolution") or not part:
-                continue
-            for term in item.terms(choice):
-                axes = _undivided(term, mesh)
-                if axes and isinstance(term, Compute):
-                    seconds = kernel_seconds(
-                        term,
-                        lambda amount: local(amount, c.shapes),
-                        pricer.topology.chip,
-                        pricer.constants,
-                    )
-                    by_axes[axes][_name(op, facts, names)] += (
-                        float(seconds[0]) * term.trips * part * int(c.micro[0])
-                    )
-    return by_axes
-
-
-def _undivided(term: Term, mesh: MeshShape) -> tuple[str, ...]:
-    """Mesh axes larger than 1 that divide none of a kernel's FLOPs; stages divide layers, not
-    ops.
-    """
-    if not isinstance(term, Compute):
-        return ()
-    flops: Amount = term.flops
-    divides = {
-        **dict.fromkeys(BATCH_AXES, flops.batch),
-        EXPERT.name: flops.batch or flops.expert,
-        CONTEXT.name: flops.context,
-        TENSOR.name: flops.tensor,
-    }
-    return tuple(axis for axis, divided in divides.items() if mesh[axis] > 1 and not divided)
-
-
-def _parameters(facts: Facts) -> dict[int, str]:
-    """Value -> path of the parameter that it is a view of."""
-    return {value: facts.graph.values[source].path for value, source in facts.weights.items()}
-
-
-def _name(op: Op, facts: Facts, parameters: Mapping[int, str]) -> str:
-    """The name of an op in output: the parameter that it uses, or else its place in the model."""
-    if facts.gradients & set(op.results):
-        return "gradients of weights"
-    return (
-        next((parameters[value] for value in op.operands if value in parameters), "")
-        or op.scope
-        or f"{op.kind} at equation {op.path}"
-    )
+    alike = plans.chunks if plans.profile.pipeline == "lockstep" else np.ones(len(plans))
+    return np.ceil(number / alike) * alike / sum(plans.layers, np.zeros(len(plans)))

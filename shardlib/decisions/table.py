@@ -666,11 +666,6 @@ class Decisions:
     )
 
     @property
-    def virtual(self) -> int:
-        """Chunks of layers per stage, by the name that pricing uses."""
-        return self.virtual_stages
-
-    @property
     def ring(self) -> bool:
         """True if keys and values are passed around the context axis (ring attention)."""
         return self.context == "ring"

@@ -10,9 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from shardlib.collective import Collective
-from shardlib.cost.estimate import Estimate
-from shardlib.cost.pricing import group_seconds
+from shardlib.cost.pricing import Estimate, group_seconds
 from shardlib.cost.roofline import fitting_bytes, margin
 from shardlib.errors import (
     HINT,
@@ -40,7 +38,7 @@ from shardlib.islands.exchanges import (
     padded,
     wire_bytes,
 )
-from shardlib.layout import ISLAND, MESH_AXES, Layout, MeshShape
+from shardlib.layout import ISLAND, MESH_AXES, Collective, Layout, MeshShape
 from shardlib.machines.topology import Topology, island_of, place, topology, used_by
 from shardlib.planner.plan import Link, ParameterLayout, Plan, Ranked
 from shardlib.report.elements import bytes_text, percent_text, seconds_text

@@ -26,8 +26,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardlib.collective import KINDS as COLLECTIVES
 from shardlib.errors import TopologyError, raise_all
+from shardlib.layout import KINDS as COLLECTIVES
 from shardlib.untrusted.data import JsonObject
 
 #: Upper limit of any figure of a machine: the fastest chips have about 1e16 FLOP/s.
@@ -172,7 +172,7 @@ class Exchange:
     """A measured collective, with all devices in use.
 
     Attributes:
-        kind: one of `shardlib.collective.KINDS`.
+        kind: one of `shardlib.layout.KINDS`.
         ways: number of participants.
         latency_s: seconds of the smallest message.
         seconds_per_byte: additional seconds per byte of the full array: the gathered array, the

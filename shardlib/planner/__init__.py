@@ -8,7 +8,7 @@ choice       the sharded colours, with or without sequence parallelism
 tally        quantities of a program under a choice, as a matrix times measures of shapes
 entry        a mesh with a number of microbatches
 pair         an entry under a choice
-candidate    in arrays (`Candidates`) a placed entry; alone (`Candidate`) all decisions of one plan
+candidate    in arrays (`Meshes`) a placed entry; alone (`Candidate`) all decisions of one plan
 row          a placed entry under a choice
 corner       a remat policy for each layer group
 

@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from shardlib.cost.collectives import Slot, along, stored
-from shardlib.cost.communication import Placed, collectives
-from shardlib.cost.estimate import Offloaded, StageSeconds
+from shardlib.cost.facts import Facts
 from shardlib.cost.framework import XLA
-from shardlib.cost.pricing import Totals, combine, estimate, tick_seconds
-from shardlib.cost.roofline import applied
-from shardlib.cost.stages import Candidates, candidates, dealt, shares_moved, sums
+from shardlib.cost.items import kernel_items
+from shardlib.cost.pricing import (
+    Offloaded,
+    StageSeconds,
+    Totals,
+    collectives,
+    combine,
+    estimate,
+    tick_seconds,
+)
+from shardlib.cost.roofline import applied, kernel_seconds
+from shardlib.cost.stages import Meshes, Plans, sums
 from shardlib.cost.tables import Pricer, Q
-from shardlib.cost.terms import Item
+from shardlib.cost.terms import Amount, Compute, Item, Term, local
 from shardlib.cost.variants import (
     Corner,
     Saving,
     Tallies,
     between,
     composed,
-    fullest_by_class,
     mix,
     offloaded,
     rematerialised_share,
-    replicated,
     saving,
 )
 from shardlib.decisions.table import values_of
 from shardlib.findings import Finding, diagnostic
-from shardlib.graph import Graph, Problem
-from shardlib.layout import STAGE, MeshShape
+from shardlib.graph import Graph, Op, Problem
+from shardlib.layout import BATCH_AXES, CONTEXT, EXPERT, STAGE, TENSOR, MeshShape
 from shardlib.machines.topology import Placement, Topology, place
 from shardlib.planner import findings, layouts
 from shardlib.planner.layouts import activation_layouts
@@ -70,7 +78,7 @@ class OnMachine:
     candidate: Candidate
     pricer: Pricer
     placed: Placement
-    c: Candidates
+    c: Meshes
 
     @classmethod
     def of(cls, load: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
@@ -80,8 +88,14 @@ class OnMachine:
         pricer = Pricer(topology.in_use(decisions.mesh.devices), load.profile)
         placed = place(decisions.mesh, topology, decisions.axis_order)
         assert placed is not None, f"{decisions.mesh} does not fit {topology.name}"
-        c = candidates([(decisions.mesh, placed)], [decisions.microbatches], pricer.topology)
+        c = Meshes.placed([(decisions.mesh, placed)], [decisions.microbatches], pricer.topology)
         return cls(load=load, candidate=candidate, pricer=pricer, placed=placed, c=c)
+
+    @cached_property
+    def plan(self) -> Plans:
+        """The candidate under its decisions."""
+        decisions = self.candidate.decisions
+        return Plans(decisions=decisions, model=self.load.model, pricer=self.pricer, c=self.c)
 
     def totals(self) -> Totals:
         """The price."""
@@ -118,14 +132,14 @@ class OnMachine:
         layer groups, then ops outside the layers, then embedding and head.
         """
         decisions, groups = self.candidate.decisions, self.candidate.groups
-        layers = [float(each[0]) for each in fullest_by_class(decisions, self.load.model, self.c)]
+        layers = [float(each[0]) for each in self.plan.layers]
         if groups:
             shares = [
                 (policy, number / count)
                 for (policy, number), count in zip(groups, layers, strict=True)
             ]
         else:
-            share = float(self._share()[0]) if decisions.remat_layers else 1.0
+            share = float(self.share()[0]) if decisions.remat_layers else 1.0
             shares = [(decisions.remat, share)] * len(layers)
         parts = {
             policy: np.zeros(len(layers) + 2)
@@ -148,10 +162,9 @@ class OnMachine:
         layers that are redistributed to stages.
         """
         stored_tally = self.tally(self.load.rest)[..., self.c.shape]
-        decisions, model, profile = self.candidate.decisions, self.load.model, self.pricer.profile
+        decisions, shares = self.candidate.decisions, self.plan.shares_moved
         sizes_by_slot: dict[tuple[Slot, str], float] = {}
         if decisions.zero in (1, 2):
-            shares = shares_moved(decisions, model, self.c, profile)
             experts = float((stored_tally[:, Q.EXPERTS] * shares).sum())
             sizes = float((stored_tally[:, Q.PARAMETERS] * shares).sum()) - experts, experts
             for flag, size in zip((False, True), sizes, strict=True):
@@ -163,7 +176,7 @@ class OnMachine:
         )
         kind = "all-gather" if decisions.virtual_stages % decisions.mesh["stage"] else "all-to-all"
         for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
-            size = dealt(stored_tally[:, rows].sum(1), decisions, model, self.c, profile)
+            size = self.plan.dealt(stored_tally[:, rows].sum(1))
             sizes_by_slot[Slot("deal", along(STAGE), kind), cause] = float(size[0])
         return sizes_by_slot
 
@@ -173,7 +186,7 @@ class OnMachine:
 
         def priced(work: Array, points: Sequence[Array]) -> Totals:
             quantities = sums(work, self.tally(load.rest), points, load.model, self.pricer, c)
-            totals = combine(quantities, decisions, load.model, self.pricer, c)
+            totals = combine(quantities, self.plan)
             return (
                 offloaded(totals, decisions.offload, self.pricer, c)
                 if decisions.offload
@@ -199,18 +212,15 @@ class OnMachine:
             return priced(*composed(policies, parts, segments, load.counts))
 
         if candidate.groups:
-            return between(candidate.groups, fullest_by_class(decisions, load.model, c), corner)
+            return between(candidate.groups, self.plan.layers, corner)
         rematerialised = corner((decisions.remat,))
         if not decisions.remat_layers:
             return rematerialised
-        return mix(corner(("none",)), rematerialised, self._share())
+        return mix(corner(("none",)), rematerialised, self.share())
 
-    def _share(self) -> Array:
+    def share(self) -> Array:
         """Share of the layers that rematerialise, where only a number of them does."""
-        decisions = self.candidate.decisions
-        return rematerialised_share(
-            decisions.remat_layers, decisions, self.load.model, self.c, self.pricer.profile
-        )
+        return rematerialised_share(self.candidate.decisions.remat_layers, self.plan)
 
 
 def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
@@ -223,12 +233,80 @@ def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
 
 
 # --------------------------------------------------------------------------------------------------
-# Findings about replicated matmuls (`shardlib.cost.variants`).
+# Replicated compute: matmuls and convolutions that every device along a mesh axis computes in full.
+#
+# An axis that divides none of the FLOPs of an op does not make it faster: all devices along it
+# compute the same. Derived from the items that a step is priced by, so it holds for any op and any
+# reason: a dim that the axis does not divide, a dim without a colour, a rule that leaves it out.
 
 #: Share of a step from which they are reported.
 WORTH = 0.01
 #: Most ops that are named.
 NAMED = 4
+
+
+def replicated(
+    priced: OnMachine, programs: Sequence[tuple[Program, Array]]
+) -> Mapping[tuple[str, ...], Mapping[str, float]]:
+    """Seconds per step and device of matmuls and convolutions, by the mesh axes that do not divide
+    them and by name.
+    """
+    c, pricer, shares = priced.c, priced.pricer, priced.plan.shares[:, 0]
+    mesh, choice = priced.candidate.mesh, priced.candidate.choice
+    by_axes: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for program, parts in programs:
+        facts = program.facts
+        names = _parameters(facts)
+        for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
+            op = facts.graph.ops[kernel.op]
+            part = float(parts[item.segment]) * float(shares[item.segment])
+            if op.category not in ("matmul", "convolution") or not part:
+                continue
+            for term in item.terms(choice):
+                axes = _undivided(term, mesh)
+                if axes and isinstance(term, Compute):
+                    seconds = kernel_seconds(
+                        term,
+                        lambda amount: local(amount, c.shapes),
+                        pricer.topology.chip,
+                        pricer.constants,
+                    )
+                    by_axes[axes][_name(op, facts, names)] += (
+                        float(seconds[0]) * term.trips * part * int(c.micro[0])
+                    )
+    return by_axes
+
+
+def _undivided(term: Term, mesh: MeshShape) -> tuple[str, ...]:
+    """Mesh axes larger than 1 that divide none of a kernel's FLOPs; stages divide layers, not
+    ops.
+    """
+    if not isinstance(term, Compute):
+        return ()
+    flops: Amount = term.flops
+    divides = {
+        **dict.fromkeys(BATCH_AXES, flops.batch),
+        EXPERT.name: flops.batch or flops.expert,
+        CONTEXT.name: flops.context,
+        TENSOR.name: flops.tensor,
+    }
+    return tuple(axis for axis, divided in divides.items() if mesh[axis] > 1 and not divided)
+
+
+def _parameters(facts: Facts) -> dict[int, str]:
+    """Value -> path of the parameter that it is a view of."""
+    return {value: facts.graph.values[source].path for value, source in facts.weights.items()}
+
+
+def _name(op: Op, facts: Facts, parameters: Mapping[int, str]) -> str:
+    """The name of an op in output: the parameter that it uses, or else its place in the model."""
+    if facts.gradients & set(op.results):
+        return "gradients of weights"
+    return (
+        next((parameters[value] for value in op.operands if value in parameters), "")
+        or op.scope
+        or f"{op.kind} at equation {op.path}"
+    )
 
 
 @diagnostic
@@ -241,7 +319,7 @@ def of_replicated(
     ops that take most of them.
 
     Args:
-        seconds_by_axes: seconds by axes and op, see `shardlib.cost.variants.replicated`.
+        seconds_by_axes: seconds by axes and op, see `replicated`.
     """
     worth = {
         axes: ops
@@ -352,11 +430,7 @@ def stage_seconds(priced: OnMachine) -> StageSeconds | None:
     if not decisions.remat_layers:
         return rematerialised
     fast = _seconds(priced, load.programs["none", candidate.routes])
-    share = float(
-        rematerialised_share(
-            decisions.remat_layers, decisions, load.model, priced.c, priced.pricer.profile
-        )[0]
-    )
+    share = float(priced.share()[0])
     return replace(
         rematerialised,
         **{
@@ -367,29 +441,21 @@ def stage_seconds(priced: OnMachine) -> StageSeconds | None:
 
 
 def _seconds(priced: OnMachine, program: Program) -> StageSeconds:
-    model, decisions, pricer, c = (
-        priced.load.model,
-        priced.candidate.decisions,
-        priced.pricer,
-        priced.c,
-    )
     stored = priced.tally(priced.load.rest)
     both, ahead = (
-        sums(priced.tally(items), stored, [], model, pricer, c)
+        sums(priced.tally(items), stored, [], priced.load.model, priced.pricer, priced.c)
         for items in (program.work, program.forward)
     )
     # of the two messages of a microbatch, one goes forward
     roles = replace(ahead.collectives, passes=ahead.collectives.passes / 2)
     ahead = replace(ahead, collectives=roles)
-    total, forward = (
-        float(tick_seconds(part, decisions, model, pricer, c)[0]) for part in (both, ahead)
-    )
+    total, forward = (float(tick_seconds(part, priced.plan)[0]) for part in (both, ahead))
     weights = float(both.kernels.weights[0]) / priced.candidate.mesh["stage"]
     return StageSeconds(
         forward=forward,
         backward=total - forward - weights,
         weights=weights,
-        lockstep=pricer.profile.pipeline == "lockstep",
+        lockstep=priced.pricer.profile.pipeline == "lockstep",
     )
 
 
@@ -421,11 +487,10 @@ def assemble(
     listed = collectives(
         [(program.work, part) for program, part in programs],
         candidate.choice,
-        chosen,
+        priced.plan,
         priced.once_a_step(),
-        Placed(mesh=chosen.mesh, placement=priced.placed, candidate=priced.c),
-        load.model,
-        priced.pricer,
+        chosen.mesh,
+        priced.placed,
         saved.messages if saved else {},
     )
     cost = estimate(
@@ -463,21 +528,12 @@ def assemble(
         search=certificate,
         framework=_framework(load),
     )
-    alike = replicated(
-        [(program.facts, part) for program, part in programs],
-        candidate.choice,
-        chosen,
-        chosen.mesh,
-        priced.c,
-        load.model,
-        priced.pricer,
-    )
     return plan.with_findings(
         *findings.notes(load, topology, plan, left_out, devices, pinned),
         *findings.unused_loops(plan, len(saved.messages) if saved else 0),
         *findings.unpriced(plan, topology),
         *faster_as_programs(original, topology, candidate, plan),
-        *of_replicated(alike, chosen.mesh, plan.estimate.step_seconds),
+        *of_replicated(replicated(priced, programs), chosen.mesh, plan.estimate.step_seconds),
     )
 
 

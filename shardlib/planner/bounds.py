@@ -6,7 +6,6 @@ before device placement and pricing, so branch and bound can discard most of the
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,21 +24,19 @@ from shardlib.cost.collectives import (
     role_slots,
     stored,
 )
-from shardlib.cost.framework import ends_on_all_stages
 from shardlib.cost.pricing import heap_share
-from shardlib.cost.stages import Candidates, in_the_last, once_a_step, scatters
+from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import BYTES, COUNTS, ROWS, Pricer, Q, Tally, Values
 from shardlib.cost.terms import ArrayTable, BoundedTable, distinct_rows
-from shardlib.decisions.table import Decisions
 from shardlib.layout import MESH_AXES, STORED_AXES, TOKEN_AXES
 from shardlib.planner.space import (
     FEWEST,
     MAX_VIRTUAL,
-    Filled,
-    Parts,
+    ComponentCosts,
+    LazyColumns,
+    RowChoices,
     Scope,
     Space,
-    Under,
     alone,
     forward_first,
 )
@@ -132,7 +129,7 @@ def with_lacking(points: Array) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint(ArrayTable):
+class Footprint:
     """Lower bounds on the bytes per device of candidates; arrays of equal length.
 
     Attributes:
@@ -194,7 +191,9 @@ class Footprints:
         self._model, self._pricer, self._profile = scope.load.model, pricer, pricer.profile
         self._space, accounts = scope.space, scope.accounts
 
-        def parts(account: Account, weights: Array, after: Callable[[Array], Array]) -> Parts:
+        def parts(
+            account: Account, weights: Array, after: Callable[[Array], Array]
+        ) -> ComponentCosts:
             weighed: dict[int, Tally] = {}
 
             def measured(tally: Tally, shapes: Array) -> Array:
@@ -202,7 +201,7 @@ class Footprints:
                     weighed[id(tally)] = tally.weighed(weights)
                 return after(weighed[id(tally)].on(values, shapes))
 
-            return Parts(scope, account, values.shapes, measured, len(weights))
+            return ComponentCosts(scope, account, values.shapes, measured, len(weights))
 
         self._rest = parts(
             accounts.rest, resting(accounts.rest.segments), lambda quantities: quantities
@@ -221,7 +220,7 @@ class Footprints:
             policy: parts.least(shapes) for policy, parts in self._points.items()
         }
 
-    def total(self, row_choices: Under, shapes: Array) -> tuple[Array, dict[str, Array]]:
+    def total(self, row_choices: RowChoices, shapes: Array) -> tuple[Array, dict[str, Array]]:
         """Bytes of the given choices on the given shapes (numbers); see `of`."""
         return self._rest.total(row_choices, shapes), {
             policy: parts.total(row_choices, shapes) for policy, parts in self._points.items()
@@ -350,12 +349,14 @@ def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
         capacity: bytes.
     """
     fastest = np.minimum.reduce([np.where(size <= capacity, time, np.inf) for time, size in points])
-    for (quick, large), (slow, small) in itertools.permutations(points, 2):
-        improved = np.flatnonzero((large > capacity) & (small <= capacity) & (quick < fastest))
-        share = (large[improved] - capacity) / (large[improved] - small[improved])
-        fastest[improved] = np.minimum(
-            fastest[improved], quick[improved] + (slow[improved] - quick[improved]) * share
-        )
+    for quick, large in points:
+        beyond = large > capacity
+        for slow, small in points if beyond.any() else ():
+            improved = np.flatnonzero(beyond & (small <= capacity) & (quick < fastest))
+            share = (large[improved] - capacity) / (large[improved] - small[improved])
+            fastest[improved] = np.minimum(
+                fastest[improved], quick[improved] + (slow[improved] - quick[improved]) * share
+            )
     return fastest
 
 
@@ -481,7 +482,7 @@ class Bounds:
         self._first = np.zeros(len(work), dtype=np.int64)
         self._first[values.which[::-1]] = np.arange(len(values.which))[::-1]
         self._parts = {
-            policy: Parts(
+            policy: ComponentCosts(
                 scope, scope.accounts.work[policy, scope.routes], work, self._seconds, QUANTITIES
             )
             for policy in scope.space.policies
@@ -489,7 +490,7 @@ class Bounds:
         self._by_class = (
             [
                 [
-                    Parts(
+                    ComponentCosts(
                         scope,
                         scope.accounts.work[policy, scope.routes],
                         work,
@@ -512,7 +513,7 @@ class Bounds:
         """Lower bounds for one microbatch under one choice, on the given shapes."""
         return self.ticks(policy, alone(choice, len(shapes)), shapes)
 
-    def ticks(self, policy: str, row_choices: Under, shapes: Array) -> Tick:
+    def ticks(self, policy: str, row_choices: RowChoices, shapes: Array) -> Tick:
         """Lower bounds for one microbatch under the given choices, on the given shapes."""
         if policy != EACH:
             return Tick(self._parts[policy].total(row_choices, self._values.which[shapes]))
@@ -531,7 +532,8 @@ class Bounds:
     def least(self, policy: str, shapes: Array, first: int | None = None) -> Tick:
         """The minimum over all choices on the given shapes; infinite where no choice fits.
 
-        With `first`, a bound on that minimum from only some of the components; see `Parts.least`.
+        With `first`, a bound on that minimum from only some of the components; see
+        `ComponentCosts.least`.
         """
         if policy != EACH:
             return Tick(self._parts[policy].least(self._values.which[shapes], first))
@@ -711,7 +713,7 @@ def breadth_first_seconds(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moved(ArrayTable):
+class TrafficBounds(ArrayTable):
     """Lower bounds on collective seconds, on the stage that has the most; arrays [candidates].
 
     Attributes:
@@ -732,17 +734,17 @@ class Moved(ArrayTable):
 
     def seconds(self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather: str) -> Array:
         """Seconds per step under a ZeRO stage."""
-        micro, staged, decisions = sizes["micro"], sizes["stage"] > 1, Decisions(zero=zero)
+        micro, staged, profile = sizes["micro"], sizes["stage"] > 1, pricer.profile
         if zero == 3:
             times = np.where(staged, 0.5, micro) if gather == "once" else micro
             return self.gather * times + self.scatter * np.maximum(times, 1)
         updated = self.updated if zero else 0.0
-        reduced = self.scatter if scatters(pricer.profile, decisions) else self.reduce
-        if once_a_step(pricer.profile, decisions):
+        reduced = self.scatter if profile.scatters(zero) else self.reduce
+        if profile.reduces_once(zero):
             return reduced + updated
         if zero == 2:
             return reduced * micro + updated
-        if in_the_last(pricer.profile, decisions):
+        if profile.reduces_in_the_last(zero):
             return reduced + np.where(staged, 0.0, self.routed * (micro - 1)) + updated
         return reduced * np.where(staged, 1, micro) + updated
 
@@ -774,7 +776,7 @@ class Traffic:
         if profile.embedding_and_head == "owners":
             ends = np.where(stages > 1, model.largest_end, 1.0)
         else:
-            ends = np.ones(len(stages)) if ends_on_all_stages(profile) else 1 / stages
+            ends = np.ones(len(stages)) if profile.ends_on_all_stages else 1 / stages
         layers = [np.ceil(count / stages) / count for count in model.counts]
         self._shares = np.stack([*layers, np.ones(len(stages)), ends])
         if links is None:
@@ -818,7 +820,7 @@ class Traffic:
         )
         accounts, shapes = scope.accounts, values.shapes.take(shape)
         self._work = {
-            policy: Parts(
+            policy: ComponentCosts(
                 scope,
                 accounts.work[policy, scope.routes],
                 shapes,
@@ -827,7 +829,7 @@ class Traffic:
             )
             for policy in scope.space.policies
         }
-        self._rest = Parts(
+        self._rest = ComponentCosts(
             scope,
             accounts.rest,
             shapes,
@@ -835,14 +837,14 @@ class Traffic:
             1,
         )
 
-    def least(self, positions: Array) -> dict[str, Moved]:
+    def least(self, positions: Array) -> dict[str, TrafficBounds]:
         """The minimum over all choices, by remat policy; infinite where none fits."""
         updates = self._rest.least(positions)
         return {
             policy: _moved(parts.least(positions), updates) for policy, parts in self._work.items()
         }
 
-    def total(self, row_choices: Under, positions: Array) -> dict[str, Moved]:
+    def total(self, row_choices: RowChoices, positions: Array) -> dict[str, TrafficBounds]:
         """The traffic of the given choices, by remat policy."""
         updates = self._rest.total(row_choices, positions)
         return {
@@ -869,14 +871,14 @@ class Traffic:
         shares = np.where(
             weights.whole[which][:, None],
             1.0,
-            self._shares[tally.rows[weighted] // ROWS][:, positions],
+            self._shares[tally.rows[weighted] // ROWS].take(positions, axis=1),
         )
         return weights.into[:, which] @ (
-            values[:, place] * shares * weights.rates[which][:, positions]
+            values.take(place, axis=1) * shares * weights.rates[which].take(positions, axis=1)
         )
 
 
-#: Roles of collectives, in the order of the first fields of `Moved`.
+#: Roles of collectives, in the order of the first fields of `TrafficBounds`.
 _ROLES = ("gather", "scatter", "reduce")
 
 
@@ -897,9 +899,9 @@ class _Weights:
     whole: Array
 
 
-def _moved(work: Array, updates: Array) -> Moved:
+def _moved(work: Array, updates: Array) -> TrafficBounds:
     gather, scatter, reduce, routed, blocked = work
-    return Moved(
+    return TrafficBounds(
         gather=gather,
         scatter=scatter,
         reduce=reduce,
@@ -925,7 +927,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitting:
+class StepBounds:
     """Lower bounds under a memory capacity (usable bytes per device).
 
     Attributes:
@@ -941,7 +943,7 @@ class Fitting:
         self,
         ticks: Mapping[str, Tick],
         footprints: Mapping[str, Footprint],
-        moved: Mapping[str, Moved],
+        moved: Mapping[str, TrafficBounds],
         sizes: Mapping[str, Array],
     ) -> Array:
         """Lower bound on the step time of plans that fit; infinite where none fits."""
@@ -952,7 +954,7 @@ class Fitting:
         self,
         ticks: Mapping[str, Tick],
         footprints: Mapping[str, Footprint],
-        moved: Mapping[str, Moved],
+        moved: Mapping[str, TrafficBounds],
         sizes: Mapping[str, Array],
     ) -> dict[Kind, Array]:
         """The same for every kind of plan."""
@@ -1160,7 +1162,7 @@ COMPONENTS: tuple[int | None, ...] = (0, -1, None)
 FEW = 512
 
 
-class Fastest:
+class MemoryAgnosticBounds:
     """Cached lower bounds on the step time of entries; `bounds` are for one microbatch, `fitting`
     for a step.
 
@@ -1172,7 +1174,7 @@ class Fastest:
     def __init__(
         self,
         bounds: Bounds,
-        fitting: Fitting,
+        fitting: StepBounds,
         policies: Sequence[str],
         sizes: Mapping[str, Array],
         shape: Array,
@@ -1187,7 +1189,8 @@ class Fastest:
         self._last = np.inf, -np.inf, nothing  # limits between which the answer is the same
         count = len(self._first)
         self._known = {
-            first: Filled(1, count, partial(self._bound, first)) for first in (*COMPONENTS, None)
+            first: LazyColumns(1, count, partial(self._bound, first))
+            for first in (*COMPONENTS, None)
         }
 
     def __len__(self) -> int:
@@ -1248,17 +1251,20 @@ class Entries:
         self,
         scope: Scope,
         pricer: Pricer,
-        fitting: Fitting,
+        fitting: StepBounds,
         sizes: Mapping[str, Array],
         values: Values,
         shape: Array,
     ) -> None:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
-        self.choices, self._seconds = scope.choices, Filled(1, len(shape), self._fitting_seconds)
+        self.choices, self._seconds = (
+            scope.choices,
+            LazyColumns(1, len(shape), self._fitting_seconds),
+        )
         self._apart = scope.space.apart  # then the bounds ignore memory
         self._policies = (*scope.space.policies, EACH) if self._apart else scope.space.policies
-        self._fastest = Fastest(self.bounds, fitting, self._policies, sizes, shape)
+        self._fastest = MemoryAgnosticBounds(self.bounds, fitting, self._policies, sizes, shape)
 
     def __len__(self) -> int:
         return len(self.shape)
@@ -1298,7 +1304,7 @@ class Entries:
         last[self._mesh] = np.arange(len(self))
         return Traffic(self.scope, self._pricer, self.values, self.shape[last], self.at(last))
 
-    def _traffic_on(self, c: Candidates) -> Traffic:
+    def _traffic_on(self, c: Meshes) -> Traffic:
         sizes = {**c.sizes, "micro": c.micro}
         return Traffic(self.scope, self._pricer, self.values, c.shape, sizes, c.links)
 
@@ -1338,7 +1344,7 @@ class Entries:
         moved = self._traffic.least(self._mesh[entries])
         return self._least_seconds(self.shape[entries], self.at(entries), moved)[None]
 
-    def seconds_on(self, c: Candidates) -> Array:
+    def seconds_on(self, c: Meshes) -> Array:
         """The same for placed candidates, whose links are known."""
         moved = self._traffic_on(c).least(np.arange(len(c)))
         return self._least_seconds(c.shape, {**c.sizes, "micro": c.micro}, moved, waits=True)
@@ -1347,7 +1353,7 @@ class Entries:
         self,
         shape: Array,
         sizes: Mapping[str, Array],
-        moved: Mapping[str, Moved],
+        moved: Mapping[str, TrafficBounds],
         *,
         waits: bool = False,
     ) -> Array:
@@ -1400,19 +1406,19 @@ class Entries:
             np.lexsort((fitting_pairs.choices, self.sizes["tensor"][fitting_pairs.entries]))
         ).below(limit)
 
-    def _rows(self, pairs: Pairs) -> tuple[Under, Array, dict[str, Array]]:
+    def _rows(self, pairs: Pairs) -> tuple[RowChoices, Array, dict[str, Array]]:
         """Choices, shape numbers and sizes of pairs."""
         return (
-            Under(self.scope.chosen, pairs.choices),
+            RowChoices(self.scope.chosen, pairs.choices),
             self.shape[pairs.entries],
             self.at(pairs.entries),
         )
 
-    def on_places(self, c: Candidates, positions: Array, choices: Array) -> dict[Kind, Array]:
+    def on_places(self, c: Meshes, positions: Array, choices: Array) -> dict[Kind, Array]:
         """Lower bound on the step time by kind of plan, for placed candidates, whose links are
         known.
         """
-        sizes, row_choices = {**c.sizes, "micro": c.micro}, Under(self.scope.chosen, choices)
+        sizes, row_choices = {**c.sizes, "micro": c.micro}, RowChoices(self.scope.chosen, choices)
         shape, sizes = c.shape[positions], {axis: size[positions] for axis, size in sizes.items()}
         moved = self._traffic_on(c).total(row_choices, positions)
         return self._fitting.by_kind(
@@ -1450,7 +1456,7 @@ class Entries:
         return Pairs.joined(fitted)
 
     def _footprint(
-        self, row_choices: Under, shape: Array, sizes: Mapping[str, Array]
+        self, row_choices: RowChoices, shape: Array, sizes: Mapping[str, Array]
     ) -> dict[str, Footprint]:
         """Footprints of candidates under the given choices, by policy."""
         resting, points = self._footprints.total(row_choices, shape)

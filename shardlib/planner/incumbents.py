@@ -37,11 +37,16 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from shardlib.cost.communication import saved_by_gathering_once
-from shardlib.cost.pricing import Totals, combine, least_bytes, least_seconds
-from shardlib.cost.stages import Candidates, Sums, sums
+from shardlib.cost.pricing import (
+    Totals,
+    combine,
+    least_bytes,
+    least_seconds,
+    saved_by_gathering_once,
+)
+from shardlib.cost.stages import Meshes, Plans, Sums, sums
 from shardlib.cost.tables import Pricer, Values
-from shardlib.cost.terms import ArrayTable
+from shardlib.cost.terms import ArrayTable, LazyTable
 from shardlib.cost.variants import (
     NONE,
     Corner,
@@ -52,8 +57,6 @@ from shardlib.cost.variants import (
     between,
     composed,
     corners,
-    fullest,
-    fullest_by_class,
     mix,
     offloaded,
     patterns,
@@ -164,7 +167,7 @@ class Block:
     """
 
     places: list[tuple[MeshShape, tuple[str, ...], Placement]]
-    c: Candidates
+    c: Meshes
     choices: list[tuple[Choice, bool]]
     gaps: tuple[Gap, ...] = ()
 
@@ -412,7 +415,7 @@ class Best:
         return self.seconds * (1 + 1e-9)
 
 
-class Seen:
+class Incumbents:
     """The fastest plan that fits and the minimum-memory plan, for each candidate of a block.
 
     Args:
@@ -609,7 +612,7 @@ def _before(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(ArrayTable):
+class Rows(LazyTable):
     """Candidates under choices.
 
     Attributes:
@@ -624,7 +627,7 @@ class Rows(ArrayTable):
 
     candidates: Array
     choices: Array
-    c: Candidates
+    c: Meshes
     sums: dict[str, Sums]
     ticks: dict[str, Tick]
     kinds: Mapping[Kind, Array]
@@ -670,6 +673,10 @@ class Setting:
     space: Space
     pricer: Pricer
     capacity: float
+
+    def plans(self, decisions: Decisions, c: Meshes) -> Plans:
+        """Candidates under the same decisions."""
+        return Plans(decisions=decisions, model=self.load.model, pricer=self.pricer, c=c)
 
     @cached_property
     def offloads(self) -> list[tuple[str, ...]]:
@@ -732,7 +739,7 @@ class _Priced(ArrayTable):
     corners: Mapping[Corner, Totals]
     offer: Offer
     candidates: Array
-    c: Candidates
+    c: Meshes
 
     def offloaded(self, parts: tuple[str, ...], pricer: Pricer) -> _Priced:
         """The rows with some parts offloaded to host memory."""
@@ -762,9 +769,9 @@ class GroupPricer(Setting):
     def _wanted(
         self,
         sums: Mapping[str, Sums],
-        c: Candidates,
-        knobs: Sequence[Decisions],
-        seen: Seen,
+        c: Meshes,
+        alternatives: Sequence[Decisions],
+        results: Incumbents,
     ) -> dict[Decisions, Array]:
         """Rows of which a mixture may be the best plan, by ZeRO stage.
 
@@ -780,17 +787,15 @@ class GroupPricer(Setting):
             ]
         )
         hopeful = ~plain | (
-            least_seconds(sums[NONE], knobs[0], self.load.model, self.pricer, c) < seen.limit
+            least_seconds(sums[NONE], self.plans(alternatives[0], c)) < results.limit
         )
         alive: dict[Decisions, tuple[Array, Totals]] = {}
-        for decisions in knobs:
+        for decisions in alternatives:
             legal = np.flatnonzero(hopeful & self.space.legal_zero(decisions.zero, c))
-            none = combine(
-                sums[NONE].take(legal), decisions, self.load.model, self.pricer, c.take(legal)
-            )
+            none = combine(sums[NONE].take(legal), self.plans(decisions, c.take(legal)))
             left = np.flatnonzero(
                 ~plain[legal]
-                | ((none.step_seconds < seen.limit) & (none.peak_bytes > self.capacity))
+                | ((none.step_seconds < results.limit) & (none.peak_bytes > self.capacity))
             )
             alive[decisions] = legal[left], none.take(left)
         rows = np.unique(np.concatenate([positions for positions, _ in alive.values()]))
@@ -805,11 +810,9 @@ class GroupPricer(Setting):
             corner: self._busy(corner, sums)
             for corner in corners(self.space.policies, len(self.load.counts))
         }
+        plans = self.plans(alternatives[0], c)
         minima = {
-            corner: (
-                least_seconds(s, knobs[0], self.load.model, self.pricer, c),
-                s.kernels.compute.sum(0),
-            )
+            corner: (least_seconds(s, plans), s.kernels.compute.sum(0))
             for corner, s in busy.items()
         }
         hopeful_rows: dict[Decisions, Array] = {}
@@ -823,11 +826,10 @@ class GroupPricer(Setting):
                 {policy: s.take(legal) for policy, s in sums.items()},
                 selected,
                 none,
-                decisions,
                 plain[legal],
-                c.take(legal),
+                self.plans(decisions, c.take(legal)),
             )
-            hopeful_rows[decisions] = own_rows[bound < seen.limit]
+            hopeful_rows[decisions] = own_rows[bound < results.limit]
         return hopeful_rows
 
     def _busy(self, corner: Corner, sums: Mapping[str, Sums]) -> Sums:
@@ -863,9 +865,8 @@ class GroupPricer(Setting):
         sums: Mapping[str, Sums],
         minima: Mapping[Corner, tuple[Array, Array]],
         none: Totals,
-        decisions: Decisions,
         plain: Array,
-        c: Candidates,
+        plans: Plans,
     ) -> Array:
         """Lower bound on the seconds of mixtures that fit, by row.
 
@@ -875,15 +876,12 @@ class GroupPricer(Setting):
         Args:
             minima: by corner, the seconds of `least_seconds` and the seconds of kernels.
         """
-        first, compute = minima[(NONE,) * len(self.load.counts)]
+        c, (first, compute) = plans.c, minima[(NONE,) * len(self.load.counts)]
         # not counted by `least_seconds`: exposed communication, the optimizer, and fixed costs
         beside = np.where(plain, none.step_seconds - first, 0.0)
         constant = none.seconds["optimizer"] + self.pricer.constants.step_s
-        resting, state, _ = least_bytes(sums[NONE], decisions, self.load.model, self.pricer, c)
-        saves = {
-            policy: least_bytes(s, decisions, self.load.model, self.pricer, c)[2]
-            for policy, s in sums.items()
-        }
+        resting, state, _ = least_bytes(sums[NONE], plans)
+        saves = {policy: least_bytes(s, plans)[2] for policy, s in sums.items()}
         seconds: list[Array] = []
         sizes: list[Array] = []
         hides: list[Array] = []
@@ -895,7 +893,7 @@ class GroupPricer(Setting):
             )
             hides.append(self.pricer.constants.overlap * compute_of_corner * c.micro / c.stage)
         return self._lagrange(
-            np.stack(seconds), np.stack(sizes), np.stack(hides), resting, state, c, decisions
+            np.stack(seconds), np.stack(sizes), np.stack(hides), resting, state, plans
         )
 
     def _lagrange(
@@ -905,8 +903,7 @@ class GroupPricer(Setting):
         hides: Array,
         resting: Array,
         state: Array,
-        c: Candidates,
-        decisions: Decisions,
+        plans: Plans,
     ) -> Array:
         """Lower bound on the seconds of mixtures that fit, by row.
 
@@ -915,17 +912,12 @@ class GroupPricer(Setting):
                 the seconds of transfers that compute hides.
             resting, state: stored bytes, and those of the optimizer state.
         """
-        rate = self.pricer.topology.chip.host_bytes_per_s
+        rate, c = self.pricer.topology.chip.host_bytes_per_s, plans.c
         moves = {part for parts in self.offloads for part in parts} | set(
             self.space.pins.offload or ()
         )
-        in_flight = named(decisions.schedule).in_flight(
-            Pipelines(
-                stages=c.stage,
-                chunks=np.where(c.stage > 1, decisions.virtual_stages, 1),
-                microbatches=c.micro,
-                lockstep=self.pricer.profile.pipeline == "lockstep",
-            )
+        in_flight = named(plans.decisions.schedule).in_flight(
+            replace(plans.pipelines, microbatches=c.micro)
         )
         slow = (
             2 * c.micro / in_flight / rate if "activations" in moves else np.full(len(c), np.inf)
@@ -960,7 +952,7 @@ class GroupPricer(Setting):
         self,
         uniform: Mapping[str, Sums],
         choices: Array,
-        c: Candidates,
+        c: Meshes,
         listed: Sequence[tuple[Choice, bool]],
     ) -> dict[Corner, Sums]:
         """Quantities of every corner, by row."""
@@ -979,7 +971,7 @@ class GroupPricer(Setting):
         }
 
     def _of_choice(
-        self, mixed: Sequence[Corner], choice: Choice, routes: bool, c: Candidates
+        self, mixed: Sequence[Corner], choice: Choice, routes: bool, c: Meshes
     ) -> dict[Corner, Sums]:
         """Quantities of the corners whose layer groups differ, under one choice."""
         shapes = np.unique(c.shape)
@@ -1020,44 +1012,43 @@ class GroupPricer(Setting):
         uniform: Mapping[str, Sums],
         choices: Array,
         candidates: Array,
-        c: Candidates,
-        knobs: Sequence[Decisions],
-        seen: Seen,
+        c: Meshes,
+        alternatives: Sequence[Decisions],
+        results: Incumbents,
     ) -> None:
         """Offers the best mixtures of some rows under one schedule."""
         if self.space.pins.remat_layers is None and not self.space.each:
-            rows_by_knob = self._wanted(uniform, c, knobs, seen)
+            rows_by_decisions = self._wanted(uniform, c, alternatives, results)
         else:
-            rows_by_knob = {
+            rows_by_decisions = {
                 decisions: np.flatnonzero(self.space.legal_zero(decisions.zero, c))
-                for decisions in knobs
+                for decisions in alternatives
             }
-        rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows_by_knob.values()]))
+        rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows_by_decisions.values()]))
         if not len(rows):
             return
         quantities = self._quantities(
             {policy: s.take(rows) for policy, s in uniform.items()},
             choices[rows],
             c.take(rows),
-            seen.choices,
+            results.choices,
         )
-        for decisions, own_rows in rows_by_knob.items():
+        for decisions, own_rows in rows_by_decisions.items():
             if len(own_rows):
-                positions, selected = np.searchsorted(rows, own_rows), c.take(own_rows)
+                positions = np.searchsorted(rows, own_rows)
+                plans = self.plans(decisions, c.take(own_rows))
                 priced = _Priced(
                     corners={
-                        corner: combine(
-                            s.take(positions), decisions, self.load.model, self.pricer, selected
-                        )
+                        corner: combine(s.take(positions), plans)
                         for corner, s in quantities.items()
                     },
                     offer=Offer(decisions=decisions, choices=choices[own_rows]),
                     candidates=candidates[own_rows],
-                    c=selected,
+                    c=plans.c,
                 )
-                self._offer(priced, seen)
+                self._offer(priced, results)
 
-    def _offer(self, priced: _Priced, seen: Seen) -> None:
+    def _offer(self, priced: _Priced, results: Incumbents) -> None:
         """Offers the best mixture of each row, without offloading and with each set of
         `offloads`.
         """
@@ -1065,15 +1056,15 @@ class GroupPricer(Setting):
         for parts in [pinned] if pinned is not None else [(), *self.offloads]:
             moved = priced.offloaded(parts, self.pricer)
             if self.space.each:
-                self._pinned(moved, seen)
+                self._pinned(moved, results)
                 continue
             hopeful = (
-                np.flatnonzero(self._bound(moved.corners) < seen.limit)
+                np.flatnonzero(self._bound(moved.corners) < results.limit)
                 if self.space.pins.remat_layers is None
                 else np.arange(len(priced.c))
             )
             if len(hopeful):
-                self._best(moved.take(hopeful), seen)
+                self._best(moved.take(hopeful), results)
 
     def _bound(self, prices: Mapping[Corner, Totals]) -> Array:
         """Lower bound on the seconds of mixtures that fit: the largest Lagrangian bound over the
@@ -1095,11 +1086,11 @@ class GroupPricer(Setting):
             ),
         )
 
-    def _pinned(self, priced: _Priced, seen: Seen) -> None:
+    def _pinned(self, priced: _Priced, results: Incumbents) -> None:
         """Offers the plans whose layer groups follow the pinned policies in the pinned numbers of
         layers.
         """
-        layers = fullest_by_class(priced.offer.decisions, self.load.model, priced.c)
+        layers = self.plans(priced.offer.decisions, priced.c).layers
         numbers = [
             (
                 np.zeros(len(priced.c))
@@ -1116,17 +1107,17 @@ class GroupPricer(Setting):
             )
         )
         corner = tuple(policy for policy, _ in self.space.each)
-        self._mixtures(priced, corner, np.stack(numbers), legal, seen)
+        self._mixtures(priced, corner, np.stack(numbers), legal, results)
 
     def _mixtures(
-        self, priced: _Priced, corner: Corner, numbers: Array, rows: Array, seen: Seen
+        self, priced: _Priced, corner: Corner, numbers: Array, rows: Array, results: Incumbents
     ) -> None:
         """Offers mixtures of some rows; `numbers` are the layers that follow the corner's policies,
         array [layer groups, rows].
         """
         if not len(rows):
             return
-        layers = fullest_by_class(priced.offer.decisions, self.load.model, priced.c)
+        layers = self.plans(priced.offer.decisions, priced.c).layers
         totals = between(
             [(policy, numbers[k, rows]) for k, policy in enumerate(corner)],
             [count[rows] for count in layers],
@@ -1135,13 +1126,15 @@ class GroupPricer(Setting):
         each = [
             tuple((policy, int(numbers[k, i])) for k, policy in enumerate(corner)) for i in rows
         ]
-        seen.offer(replace(priced.offer.take(rows), groups=each), totals, priced.candidates[rows])
+        results.offer(
+            replace(priced.offer.take(rows), groups=each), totals, priced.candidates[rows]
+        )
 
-    def _best(self, priced: _Priced, seen: Seen) -> None:
+    def _best(self, priced: _Priced, results: Incumbents) -> None:
         """Offers the fastest mixture of each row that fits; with a pinned number of layers, the
         fastest one where none fits.
         """
-        layers = fullest_by_class(priced.offer.decisions, self.load.model, priced.c)
+        layers = self.plans(priced.offer.decisions, priced.c).layers
         total, capacity = self.space.pins.remat_layers, self.capacity
         best = best_mixture(priced.corners, self._patterns, layers, capacity, total=total)
         if total is not None and (best.pattern < 0).all():
@@ -1152,7 +1145,7 @@ class GroupPricer(Setting):
                 self._patterns[int(number)].corner,
                 best.numbers,
                 np.flatnonzero(best.pattern == number),
-                seen,
+                results,
             )
 
 
@@ -1171,7 +1164,7 @@ class RowPricer(Setting):
 
     groups: GroupPricer | None = None
 
-    def price(self, rows: Rows, seen: Seen) -> None:
+    def price(self, rows: Rows, results: Incumbents) -> None:
         """Offers every plan of some rows that no bound excludes."""
         for piped in (False, True):
             selected = np.flatnonzero((rows.c.stage > 1) == piped)
@@ -1186,11 +1179,16 @@ class RowPricer(Setting):
                     by_schedule[decisions.schedule, decisions.virtual_stages][policy].append(
                         decisions
                     )
-            for (schedule, virtual), knobs in by_schedule.items():
-                self._scheduled(less, schedule, virtual, knobs, seen)
+            for (schedule, virtual), alternatives in by_schedule.items():
+                self._scheduled(less, schedule, virtual, alternatives, results)
 
     def _scheduled(
-        self, rows: Rows, schedule: str, virtual: int, knobs: dict[str, list[Decisions]], seen: Seen
+        self,
+        rows: Rows,
+        schedule: str,
+        virtual: int,
+        alternatives: dict[str, list[Decisions]],
+        results: Incumbents,
     ) -> None:
         """Offers the plans of one schedule."""
         piped = named(schedule).staged
@@ -1204,19 +1202,19 @@ class RowPricer(Setting):
                 ),
                 rows.c,
             )
-        seen.skip(int((~legal).sum()))
+        results.skip(int((~legal).sum()))
         if not legal.any():
             return
-        zeros = {decisions.zero for listed in knobs.values() for decisions in listed}
+        zeros = {decisions.zero for listed in alternatives.values() for decisions in listed}
         orders = self.space.orders(schedule, virtual)
-        gathers = {decisions.gather for listed in knobs.values() for decisions in listed}
-        fitting = legal & rows.below(zeros, orders, gathers, seen.limit)
+        gathers = {decisions.gather for listed in alternatives.values() for decisions in listed}
+        fitting = legal & rows.below(zeros, orders, gathers, results.limit)
         if not fitting.any() and self.groups is None:
             return
         worth = {
-            policy: fitting & (self._least(rows, policy, schedule, virtual) < seen.limit)
+            policy: fitting & (self._least(rows, policy, schedule, virtual) < results.limit)
             for policy in self.space.policies
-            if knobs[policy]
+            if alternatives[policy]
         }
         selected = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
         if len(selected) and not self.space.each:
@@ -1224,57 +1222,64 @@ class RowPricer(Setting):
                 rows.take(selected),
                 {p: rows_worth[selected] for p, rows_worth in worth.items()},
                 orders,
-                knobs,
-                seen,
+                alternatives,
+                results,
             )
-        self._apart(rows, legal, knobs[self.space.policies[-1]], seen)
+        self._apart(rows, legal, alternatives[self.space.policies[-1]], results)
 
-    def _apart(self, rows: Rows, legal: Array, knobs: list[Decisions], seen: Seen) -> None:
+    def _apart(
+        self, rows: Rows, legal: Array, alternatives: list[Decisions], results: Incumbents
+    ) -> None:
         """Offers the plans of one schedule whose layer groups differ."""
-        if self.groups is None or not knobs:
+        if self.groups is None or not alternatives:
             return
         hopeful = np.flatnonzero(
             legal
-            & (self._least(rows, EACH, knobs[0].schedule, knobs[0].virtual_stages) < seen.limit)
+            & (
+                self._least(rows, EACH, alternatives[0].schedule, alternatives[0].virtual_stages)
+                < results.limit
+            )
         )
         if len(hopeful):
             less = rows.take(hopeful)
-            self.groups.price(less.sums, less.choices, less.candidates, less.c, knobs, seen)
+            self.groups.price(
+                less.sums, less.choices, less.candidates, less.c, alternatives, results
+            )
 
     def _alike(
         self,
         less: Rows,
         worth: dict[str, Array],
         orders: list[bool],
-        knobs: dict[str, list[Decisions]],
-        seen: Seen,
+        alternatives: dict[str, list[Decisions]],
+        results: Incumbents,
     ) -> None:
         """Offers the plans of one schedule whose layer groups are alike."""
         for policy in worth:  # the same for all ZeRO stages
-            bound = least_seconds(
-                less.sums[policy], knobs[policy][0], self.load.model, self.pricer, less.c
+            plans = self.plans(alternatives[policy][0], less.c)
+            worth[policy] = worth[policy] & (
+                least_seconds(less.sums[policy], plans) < results.limit
             )
-            worth[policy] = worth[policy] & (bound < seen.limit)
         for zero, gather in sorted(
             {
                 (decisions.zero, decisions.gather)
-                for listed in knobs.values()
+                for listed in alternatives.values()
                 for decisions in listed
             },
             key=lambda pair: (pair[0], pair[1] != "use"),
         ):
-            fitting = less.below((zero,), orders, (gather,), seen.limit)
+            fitting = less.below((zero,), orders, (gather,), results.limit)
             legal = self.space.legal_zero(zero, less.c)
             selected = {policy: rows_worth & fitting for policy, rows_worth in worth.items()}
             if (
                 gather == "once"
                 and "use" in self.space.gathers
-                and not seen.ranks
+                and not results.ranks
                 and (
                     chosen := next(
                         (
                             candidate
-                            for listed in knobs.values()
+                            for listed in alternatives.values()
                             for candidate in listed
                             if candidate.gather == "use"
                         ),
@@ -1288,14 +1293,14 @@ class RowPricer(Setting):
                 chosen = next(
                     (
                         decisions
-                        for decisions in knobs[policy]
+                        for decisions in alternatives[policy]
                         if (decisions.zero, decisions.gather) == (zero, gather)
                     ),
                     None,
                 )
                 if chosen is None:
                     continue
-                totals = self._policy(less, policy, chosen, legal, selected[policy], fast, seen)
+                totals = self._policy(less, policy, chosen, legal, selected[policy], fast, results)
                 fast = totals if policy == "none" else fast
 
     def _saving(
@@ -1309,17 +1314,9 @@ class RowPricer(Setting):
             np.logical_or.reduce(list(worth.values())) & self.space.legal_zero(3, rows.c)
         )
         less, saving = rows.take(hopeful), np.zeros(len(rows), dtype=bool)
+        plans = self.plans(replace(decisions, zero=3), less.c)
         for policy in worth:
-            saving[hopeful] |= (
-                saved_by_gathering_once(
-                    less.sums[policy],
-                    replace(decisions, zero=3),
-                    self.load.model,
-                    self.pricer,
-                    less.c,
-                )
-                > 0
-            )
+            saving[hopeful] |= saved_by_gathering_once(less.sums[policy], plans) > 0
         return {policy: rows_worth & saving for policy, rows_worth in worth.items()}
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
@@ -1354,17 +1351,17 @@ class RowPricer(Setting):
         legal: Array,
         worth: Array,
         fast: tuple[Array, Totals] | None,
-        seen: Seen,
+        results: Incumbents,
     ) -> tuple[Array, Totals] | None:
         """Offers the plans of one policy with the given decisions; returns the priced rows and
         their prices.
         """
         partly = np.zeros(len(rows), dtype=bool)
         if fast is not None and policy != "none":
-            partly[fast[0]] = (fast[1].step_seconds < seen.limit) & (
+            partly[fast[0]] = (fast[1].step_seconds < results.limit) & (
                 (fast[1].peak_bytes > self.capacity) | bool(self.space.pins.remat_layers)
             )
-        seen.skip(int(((worth | partly) & ~legal).sum()))
+        results.skip(int(((worth | partly) & ~legal).sum()))
         hopeful = np.flatnonzero(legal & (worth | partly))
         if not len(hopeful):
             return None
@@ -1373,7 +1370,7 @@ class RowPricer(Setting):
             if len(hopeful) == len(rows)
             else (rows.sums[policy].take(hopeful), rows.c.take(hopeful))
         )
-        totals = combine(s, decisions, self.load.model, self.pricer, c)
+        totals = combine(s, self.plans(decisions, c))
         quick: Totals | None = None
         if fast is not None and policy != "none":
             position = np.full(len(rows), -1)
@@ -1388,7 +1385,7 @@ class RowPricer(Setting):
             totals,
             quick,
             c,
-            seen,
+            results,
         )
         return hopeful, totals
 
@@ -1398,8 +1395,8 @@ class RowPricer(Setting):
         rows: Array,
         totals: Totals,
         fast: Totals | None,
-        c: Candidates,
-        seen: Seen,
+        c: Meshes,
+        results: Incumbents,
     ) -> None:
         """Offers a price; where it does not fit, also with parts offloaded, and where
         rematerialising all layers saves more than needed, with fewer layers.
@@ -1411,13 +1408,13 @@ class RowPricer(Setting):
             fast = fast and offloaded(fast, pinned, self.pricer, c)
             offer = offer.but(offload=pinned)
         if not pinned_layers:
-            seen.offer(offer, totals, rows)
-        self._mixed(offer, rows, totals, fast, c, seen)
-        lacking = (totals.step_seconds < seen.limit) & (
+            results.offer(offer, totals, rows)
+        self._mixed(offer, rows, totals, fast, c, results)
+        lacking = (totals.step_seconds < results.limit) & (
             totals.peak_bytes > self.capacity
         )  # offloading only adds seconds
         if fast is not None:  # with offloading, fewer layers need to rematerialise
-            lacking |= (fast.step_seconds < np.minimum(seen.limit, totals.step_seconds)) & (
+            lacking |= (fast.step_seconds < np.minimum(results.limit, totals.step_seconds)) & (
                 fast.peak_bytes > self.capacity
             )
         short = np.flatnonzero(lacking)
@@ -1427,7 +1424,7 @@ class RowPricer(Setting):
         for parts in self.offloads:
             less = offloaded(totals.take(short), parts, self.pricer, c)
             moved = part.but(offload=parts)
-            seen.offer(moved, less, rows[short])
+            results.offer(moved, less, rows[short])
             if fast is not None:
                 self._mixed(
                     moved,
@@ -1435,7 +1432,7 @@ class RowPricer(Setting):
                     less,
                     offloaded(fast.take(short), parts, self.pricer, c),
                     c,
-                    seen,
+                    results,
                 )
 
     def _mixed(
@@ -1444,8 +1441,8 @@ class RowPricer(Setting):
         rows: Array,
         rematerialised: Totals,
         fast: Totals | None,
-        c: Candidates,
-        seen: Seen,
+        c: Meshes,
+        results: Incumbents,
     ) -> None:
         """Offers the plans that rematerialise no more layers than memory requires."""
         pinned_layers = self.space.pins.remat_layers
@@ -1456,7 +1453,7 @@ class RowPricer(Setting):
             or "partly" not in self.space.limits.able.remat
         ):
             return
-        legal = fast.step_seconds < seen.limit
+        legal = fast.step_seconds < results.limit
         legal &= lowered(facts(offer.decisions), along(c.sizes), self.space.gaps)
         if pinned_layers is None:
             legal &= (fast.peak_bytes > self.capacity) & (
@@ -1464,7 +1461,8 @@ class RowPricer(Setting):
             )
         if not legal.any():
             return
-        layers = fullest(offer.decisions, self.load.model, c)
+        plans = self.plans(offer.decisions, c)
+        layers = sum(plans.layers, np.zeros(len(c)))
         if pinned_layers:
             needed = np.where(layers > pinned_layers, float(pinned_layers), 0.0)
         else:
@@ -1483,18 +1481,12 @@ class RowPricer(Setting):
             needed = np.ceil(
                 (others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9
             )
-            needed = np.round(self._share(needed, offer, c) * layers)
+            needed = np.round(rematerialised_share(needed, plans) * layers)
         mixed = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
         if len(mixed):
-            share = self._share(needed, offer, c)[mixed]
-            seen.offer(
+            share = rematerialised_share(needed, plans)[mixed]
+            results.offer(
                 replace(offer.take(mixed), layers=needed[mixed].astype(np.int64)),
                 mix(fast.take(mixed), rematerialised.take(mixed), share),
                 rows[mixed],
             )
-
-    def _share(self, number: Array, offer: Offer, c: Candidates) -> Array:
-        """Share of the layers that rematerialise where `number` layers of the fullest stage do."""
-        return rematerialised_share(
-            number, offer.decisions, self.load.model, c, self.pricer.profile
-        )

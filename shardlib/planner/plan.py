@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from shardlib.compact import compact
-from shardlib.cost.estimate import LARGEST, Estimate
+from shardlib.cost.pricing import LARGEST, Estimate
 from shardlib.decisions.pins import PinMapping, Pins, aliased
 from shardlib.decisions.table import Decisions, PinValue, identity, illegal, plain
 from shardlib.errors import (

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardlib.cost.framework import ANYTHING, Framework
 from shardlib.cost.roofline import fitting_bytes
-from shardlib.cost.stages import candidates, distinct, sums
+from shardlib.cost.stages import Meshes, distinct, sums
 from shardlib.cost.tables import Pricer, Q, Values
 from shardlib.cost.terms import ONE, BoundedTable, Shapes
 from shardlib.decisions.lowerings import facts_of_pins, require
@@ -27,23 +27,23 @@ from shardlib.machines.topology import (
     place,
     placements,
 )
-from shardlib.planner.bounds import EACH, ROUNDING, Entries, Fitting, Kind, Pairs
+from shardlib.planner.bounds import EACH, ROUNDING, Entries, Kind, Pairs, StepBounds
 from shardlib.planner.incumbents import (
     Best,
     Block,
     Entry,
     GroupPricer,
+    Incumbents,
     Place,
     Ranking,
     RowPricer,
     Rows,
-    Seen,
     Setting,
 )
 from shardlib.planner.space import (
+    RowChoices,
     Scope,
     Space,
-    Under,
     build,
     gaps_of,
     strategies,
@@ -86,7 +86,7 @@ class Placed(BoundedTable):
         block = replace(
             self.block,
             places=[self.block.places[i] for i in used],
-            c=self.block.c.take(used),
+            c=self.block.c.copied(used),
         )
         return replace(self, block=block, at=positions.reshape(-1))
 
@@ -159,18 +159,18 @@ class PairPricer(Setting):
         self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None
     ) -> None:
         """Prices placed pairs."""
-        seen = Seen(self.best, self.rows, placed.block, self.capacity, reach, ranking)
-        self._priced(entries, placed, seen)
-        seen.close()
+        results = Incumbents(self.best, self.rows, placed.block, self.capacity, reach, ranking)
+        self._priced(entries, placed, results)
+        results.close()
 
-    def _priced(self, entries: Entries, placed: Placed, seen: Seen) -> None:
+    def _priced(self, entries: Entries, placed: Placed, results: Incumbents) -> None:
         """Prices the candidates of a block, each under a choice. Those with the same choice and
         shape share their quantities, so they are sorted by both.
         """
         order = np.lexsort((placed.block.c.shape[placed.at], placed.choices))
         pricer = self._row_pricer(entries)
         for part in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
-            pricer.price(self._rows(entries, placed.take(part)), seen)
+            pricer.price(self._rows(entries, placed.take(part)), results)
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
         """A pricer for rows of the given entries, with a `GroupPricer` where layer groups may
@@ -212,7 +212,7 @@ class PairPricer(Setting):
             return account.on(entries.values, shapes).columns(columns_needed)
 
         local, resting = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
-        row_choices = Under(entries.scope.chosen, keys[0])
+        row_choices = RowChoices(entries.scope.chosen, keys[0])
         ticks = {
             policy: entries.bounds.ticks(policy, row_choices, shapes[keys[1]]).take(local.shape)
             for policy in bounds
@@ -264,7 +264,7 @@ class PairPricer(Setting):
                 rows += [int(entry)] * len(options)
         if not rows:
             return None, []
-        c = candidates(
+        c = Meshes.placed(
             [(mesh, placement) for mesh, _, placement in places],
             [int(m) for m in entries.sizes["micro"][rows]],
             self.pricer.topology,
@@ -318,7 +318,7 @@ def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple
 
 
 @dataclass(frozen=True, kw_only=True)
-class Uncut:
+class Unsharded:
     """Bounds from the step on one device.
 
     Attributes:
@@ -431,7 +431,7 @@ class Explorer:
         any_plan: bool = False,
     ) -> None:
         self.load, self.space, self.pricer = load, space, Pricer(topology, load.profile)
-        self._uncut = Uncut(load=load, space=space, pricer=self.pricer)
+        self._uncut = Unsharded(load=load, space=space, pricer=self.pricer)
         self.topology = self.pricer.topology
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
@@ -454,7 +454,7 @@ class Explorer:
             rows=self.rows,
         )
         pinned = space.pins.offload
-        self._fitting = Fitting(
+        self._fitting = StepBounds(
             space=space,
             pricer=self.pricer,
             capacity=capacity,
@@ -706,7 +706,7 @@ NEAREST, MORE = 64, 8
 
 
 @dataclass(kw_only=True)
-class Front:
+class Frontier:
     """The part of a space that waits to be bounded or priced.
 
     Attributes:
@@ -786,7 +786,7 @@ def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
     limit = min((explorer.least_seconds(counts) for explorer in explorers), default=np.inf)
     if not np.isfinite(limit) or all(explorer.too_large(counts) for explorer in explorers):
         return
-    fronts, fresh_entries = dict[int, Front](), list[tuple[float, int, Array]]()
+    fronts, fresh_entries = dict[int, Frontier](), list[tuple[float, int, Array]]()
     farthest = limit * FARTHEST
     while sum(len(new) for *_, new in fresh_entries) < ENOUGH:
         seen = _below(fronts, limit)
@@ -809,13 +809,13 @@ def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
         front.close()
 
 
-def _below(fronts: Mapping[int, Front], limit: float) -> int:
+def _below(fronts: Mapping[int, Frontier], limit: float) -> int:
     """Number of entries below a limit."""
     return sum(len(front.entries.below(limit)[0]) for front in fronts.values())
 
 
 def _new(
-    explorers: Sequence[Explorer], counts: Counts, fronts: dict[int, Front], limit: float
+    explorers: Sequence[Explorer], counts: Counts, fronts: dict[int, Frontier], limit: float
 ) -> list[tuple[float, int, Array]]:
     """(least bound, identity of the space, entries) of what is below a limit; adds fronts for
     spaces that may have something below it.
@@ -823,7 +823,7 @@ def _new(
     for explorer in explorers:
         for entries in explorer.large(counts, limit):
             if id(entries) not in fronts:
-                fronts[id(entries)] = Front(
+                fronts[id(entries)] = Frontier(
                     entries=entries, pricer=explorer.pairs, best=explorer.best
                 )
     return [

@@ -39,7 +39,7 @@ from shardlib.planner.answers import (
 )
 from shardlib.planner.assembly import OnMachine
 from shardlib.planner.plan import Plan, Ranked, source_of
-from shardlib.planner.priced import Uncut
+from shardlib.planner.priced import Unsharded
 from shardlib.planner.space import build, strategies
 from shardlib.planner.stored import combinations, effective
 from shardlib.planner.workload import Program, Workload
@@ -508,7 +508,7 @@ def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> floa
         workload = load.under(dtypes, decisions.fused)
         space = build(workload, pins, None, replace(strategy, decisions=decisions))
         seconds.append(
-            Uncut(load=workload, space=space, pricer=Pricer(topology, workload.profile)).seconds
+            Unsharded(load=workload, space=space, pricer=Pricer(topology, workload.profile)).seconds
         )
     return min(seconds)
 

@@ -12,8 +12,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from shardlib.cost.framework import ANYTHING, XLA, Abilities, FrameworkProfile, gathers
-from shardlib.cost.stages import Candidates
+from shardlib.cost.framework import ANYTHING, XLA, Abilities, FrameworkProfile
+from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Tally
 from shardlib.cost.terms import Shapes
 from shardlib.decisions.lowerings import Gap, along, facts_of_pins, lowered, on_chips
@@ -373,7 +373,7 @@ class Space:
         """
         return self.pins.accumulation or 1
 
-    def legal_zero(self, zero: int, c: Candidates) -> Array:
+    def legal_zero(self, zero: int, c: Meshes) -> Array:
         """Mask of the candidates that a ZeRO stage fits: with ZeRO there are devices to shard over,
         without it there is no fsdp axis, and the framework supports it.
         """
@@ -416,8 +416,14 @@ class Space:
             for zero, schedule, virtual, gather in listed
         ]
 
+    @cached_property
+    def _schedules_of(self) -> dict[str, list[tuple[str, int]]]:
+        return {}
+
     def _schedules(self, policy: str) -> list[tuple[str, int]]:
-        """(schedule, chunks per stage) to try, those with one chunk first."""
+        """(schedule, chunks per stage) to try, those with one chunk first; cached."""
+        if policy in self._schedules_of:
+            return self._schedules_of[policy]
         pins, able = self.pins, self.limits.able
         tried = [
             (schedule.name, chunks)
@@ -431,7 +437,8 @@ class Space:
                 limit=MAX_VIRTUAL,
             )
         ]
-        return sorted(tried, key=lambda pair: pair[1] > 1)
+        self._schedules_of[policy] = sorted(tried, key=lambda pair: pair[1] > 1)
+        return self._schedules_of[policy]
 
     def schedules(self, policy: str) -> list[Schedule]:
         """Schedules of the space under a remat policy, without breadth-first ones."""
@@ -496,7 +503,7 @@ class Space:
             1,
         )
 
-    def legal_schedule(self, decisions: Decisions, c: Candidates) -> Array:
+    def legal_schedule(self, decisions: Decisions, c: Meshes) -> Array:
         """Mask of the candidates that a schedule fits: a layer for every chunk, and, with several
         chunks, microbatches for every stage; breadth first, equally many layers in every chunk.
         """
@@ -562,7 +569,7 @@ def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) 
         gathers=(
             (pins.gather,)
             if pins.gather
-            else tuple(gather for gather in gathers(load.profile) if gather in limits.able.gathers)
+            else tuple(gather for gather in load.profile.gathers if gather in limits.able.gathers)
         ),
         each=each,
         strategy=strategy,
@@ -825,9 +832,9 @@ class Scope:
         return [self.choice(choice) for choice in self.space.choices]
 
     @cached_property
-    def chosen(self) -> Chosen:
+    def chosen(self) -> ChoiceGroups:
         """The choices, grouped by how they shard a component."""
-        return Chosen(self.choices)
+        return ChoiceGroups(self.choices)
 
     @cached_property
     def first(self) -> dict[str | None, Choice]:
@@ -860,7 +867,7 @@ class Scope:
         return replace(choice, context=self.along, expert=self.load.expert if self.routes else None)
 
 
-class Chosen:
+class ChoiceGroups:
     """Choices, grouped by how they shard a component."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
@@ -884,14 +891,14 @@ def _within(choice: Choice, part: tuple[str, ...]) -> Choice:
     return replace(choice, tensor=tuple(name for name in choice.tensor if name in part))
 
 
-class Under:
+class RowChoices:
     """The choice of each row.
 
     Args:
         numbers: number of the choice, by row.
     """
 
-    def __init__(self, chosen: Chosen, numbers: Array) -> None:
+    def __init__(self, chosen: ChoiceGroups, numbers: Array) -> None:
         self._chosen, self._numbers = chosen, numbers
         self._rows: dict[tuple[str, ...], list[tuple[Choice, Array | None]]] = {}
 
@@ -908,12 +915,12 @@ class Under:
         return self._rows[part]
 
 
-def alone(choice: Choice, count: int) -> Under:
+def alone(choice: Choice, count: int) -> RowChoices:
     """The same choice for `count` rows."""
-    return Under(Chosen([choice]), np.zeros(count, dtype=np.int64))
+    return RowChoices(ChoiceGroups([choice]), np.zeros(count, dtype=np.int64))
 
 
-class Filled:
+class LazyColumns:
     """Quantities by shape or entry, evaluated lazily and once.
 
     Args:
@@ -937,7 +944,7 @@ class Filled:
             places = self._place[shapes]
         if len(places) == self._used and np.array_equal(places, np.arange(self._used)):
             return self._values[:, : self._used]
-        return self._values[:, places]
+        return self._values.take(places, axis=1)
 
     def _add(self, new: Array) -> None:
         """Evaluates the quantities on new shapes."""
@@ -951,7 +958,7 @@ class Filled:
         self._used = end
 
 
-class Parts:
+class ComponentCosts:
     """Cached quantities of one account by component, on some shapes.
 
     Args:
@@ -970,11 +977,11 @@ class Parts:
         )
         colours = scope.load.colouring.colours
         self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
-        self._known: dict[tuple[tuple[str, ...], Choice], Filled] = {}
-        self._leasts: dict[tuple[tuple[str, ...], str | None], Filled] = {}
-        self._sums: dict[int | None, Filled] = {}
+        self._known: dict[tuple[tuple[str, ...], Choice], LazyColumns] = {}
+        self._leasts: dict[tuple[tuple[str, ...], str | None], LazyColumns] = {}
+        self._sums: dict[int | None, LazyColumns] = {}
 
-    def total(self, row_choices: Under, shapes: Array) -> Array:
+    def total(self, row_choices: RowChoices, shapes: Array) -> Array:
         """The quantities of the given choices on some shapes, array [quantities, shapes].
 
         Choices that shard a component alike are summed together.
@@ -995,7 +1002,7 @@ class Parts:
         bound.
         """
         if first not in self._sums:
-            self._sums[first] = Filled(
+            self._sums[first] = LazyColumns(
                 self._count, len(self._tensor), lambda new: self._found_least(new, first)
             )
         return self._sums[first].on(shapes)
@@ -1011,7 +1018,7 @@ class Parts:
             minimum = np.minimum(minimum, total)
         return np.where(self._legal[shapes], minimum, np.inf)
 
-    def _least_of(self, part: tuple[str, ...], sequence: str | None) -> Filled:
+    def _least_of(self, part: tuple[str, ...], sequence: str | None) -> LazyColumns:
         """The minimum of a component over the ways to shard it that fit."""
         key = part, sequence
         if key not in self._leasts:
@@ -1030,10 +1037,10 @@ class Parts:
                         )
                 return minimum
 
-            self._leasts[key] = Filled(self._count, len(self._tensor), make)
+            self._leasts[key] = LazyColumns(self._count, len(self._tensor), make)
         return self._leasts[key]
 
-    def _part(self, part: tuple[str, ...], choice: Choice) -> Filled:
+    def _part(self, part: tuple[str, ...], choice: Choice) -> LazyColumns:
         """The quantities of a component under a choice; zeros where the choice does not apply."""
         (_, restricted), tally = self._account.of(part, choice)
         key = part, restricted
@@ -1049,5 +1056,5 @@ class Parts:
                     quantities[:, sense] = self._measured(tally, shapes[sense])
                 return quantities
 
-            self._known[key] = Filled(self._count, len(self._tensor), make)
+            self._known[key] = LazyColumns(self._count, len(self._tensor), make)
         return self._known[key]

@@ -20,16 +20,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import cast
 
-from shardlib.collective import Collective
-from shardlib.cost.estimate import LARGEST, Seconds
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.layers import gradient_like, weights_of
+from shardlib.cost.pricing import LARGEST, Seconds
 from shardlib.cost.variants import Each
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import DTYPES, TABLE, Allowed, Decisions, Dtypes
 from shardlib.errors import PinError, PlanError, raise_all
 from shardlib.graph import ITEMSIZE, Parameter, Problem, StepGraph, check
-from shardlib.layout import Layout, LogicalAxes, MeshShape
+from shardlib.layout import Collective, Layout, LogicalAxes, MeshShape
 from shardlib.propagation.colours import Choice, Colouring
 from shardlib.rules import Rules
 from shardlib.schedules import NONE, named
@@ -44,7 +43,7 @@ class Move:
     """A collective on an activation.
 
     Attributes:
-        kind: as in `shardlib.collective.KINDS`.
+        kind: as in `shardlib.layout.KINDS`.
         axes: mesh axes of the collective.
         of: the weights, or the attention, that read the activation after the collective, or whose
             result it is before it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from shardlib.cost.estimate import DeviceBytes, Seconds
+from shardlib.cost.pricing import DeviceBytes, Seconds
 from shardlib.errors import ArgumentError
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import (

@@ -17,13 +17,12 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardlib.collective import Collective
-from shardlib.cost.estimate import DeviceBytes
+from shardlib.cost.pricing import DeviceBytes
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.decisions.table import TABLE
 from shardlib.errors import ArgumentError, MissingFileError, PlanError, TopologyError
 from shardlib.graph import ITEMSIZE
-from shardlib.layout import Layout, MeshShape
+from shardlib.layout import Collective, Layout, MeshShape
 from shardlib.machines.chips import Tier
 from shardlib.machines.topology import Topology, device_order, place
 from shardlib.machines.topology import topology as find_topology

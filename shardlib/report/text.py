@@ -17,12 +17,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from shardlib.collective import Collective
-from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.decisions.table import TABLE
 from shardlib.errors import MissingFileError, TopologyError
 from shardlib.graph import ITEMSIZE
-from shardlib.layout import AXES, MESH_AXES, Layout, LogicalAxes
+from shardlib.layout import AXES, MESH_AXES, Collective, Layout, LogicalAxes
 from shardlib.machines.topology import Topology
 from shardlib.machines.topology import topology as find_topology
 from shardlib.planner.plan import ParameterLayout, Plan, Rejected

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from shardlib import wings
-from shardlib.collective import KINDS as COLLECTIVE_KINDS
 from shardlib.compact import compact
 from shardlib.errors import PlanError
 from shardlib.graph import Graph
+from shardlib.layout import KINDS as COLLECTIVE_KINDS
 from shardlib.planner.plan import Plan
 from shardlib.planner.stored import microbatches_text
 from shardlib.report.elements import percent_text, seconds_text

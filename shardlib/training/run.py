@@ -19,7 +19,7 @@ from typing import Any
 from etils import epath
 
 from shardlib.checkpointing.folder import Claim, Folder, described
-from shardlib.cost.estimate import Estimate
+from shardlib.cost.pricing import Estimate
 from shardlib.errors import MissingFileError, RunError, raise_all
 from shardlib.planner.plan import Plan
 from shardlib.processes.place import ENDED, Heartbeat, Observer, read_heartbeat, write_whole

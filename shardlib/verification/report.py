@@ -13,10 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from shardlib.collective import Collective
 from shardlib.errors import VerificationError
 from shardlib.findings import SEVERITIES, Finding, diagnostic
-from shardlib.layout import ISLAND, MESH_AXES, Layout
+from shardlib.layout import ISLAND, MESH_AXES, Collective, Layout
 from shardlib.machines.topology import Topology, place
 from shardlib.planner.plan import Plan, plan_to_data
 from shardlib.report.elements import bytes_text, percent_text, seconds_text, short

@@ -31,9 +31,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.collective import KINDS, Collective
 from shardlib.cost.pricing import group_seconds
-from shardlib.layout import MeshShape
+from shardlib.layout import KINDS, Collective, MeshShape
 from shardlib.machines.topology import Topology
 from shardlib.verification.hlo import (
     Computation,

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.collective import KINDS
 from shardlib.cost.collectives import (
     FREE,
     SLOTS,
@@ -23,7 +22,7 @@ from shardlib.cost.collectives import (
     stored,
 )
 from shardlib.cost.roofline import efficiency, linked
-from shardlib.layout import MESH_AXES, MeshShape
+from shardlib.layout import KINDS, MESH_AXES, MeshShape
 from shardlib.machines.chips import Chip, Tier
 from shardlib.machines.topology import Span, Topology, place, placements, topology
 

@@ -35,7 +35,7 @@ from shardlib.cost.roofline import (
     margin,
     without_margin,
 )
-from shardlib.cost.stages import Model, candidates, sums
+from shardlib.cost.stages import Meshes, Model, Plans, sums
 from shardlib.cost.tables import ROWS, Pricer, Q
 from shardlib.cost.terms import OUTSIDE_LAYERS
 from shardlib.decisions.table import Decisions
@@ -338,7 +338,7 @@ def priced(
     mesh = MeshShape(fsdp=4)
     placed = place(mesh, where)
     assert placed is not None
-    c, tally = candidates([(mesh, placed)], [1], where), np.zeros((2, ROWS, 1))
+    c, tally = Meshes.placed([(mesh, placed)], [1], where), np.zeros((2, ROWS, 1))
     for name, value in quantities.items():
         if name in Q.__members__:
             tally[OUTSIDE_LAYERS, Q[name]] = value
@@ -350,7 +350,8 @@ def priced(
         if name not in Q.__members__
     }
     known = replace(known, collectives=replace(known.collectives, **roles))
-    totals = combine(known, Decisions(zero=3, context="all-gather"), model, pricer, c)
+    decisions = Decisions(zero=3, context="all-gather")
+    totals = combine(known, Plans(decisions=decisions, model=model, pricer=pricer, c=c))
     return {name: float(found[0]) for name, found in totals.seconds.items()}, {
         name: float(found[0]) for name, found in totals.device_bytes.items()
     }

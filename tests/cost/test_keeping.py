@@ -21,12 +21,12 @@ from shardlib.cost.activations import (
     saved_bytes,
 )
 from shardlib.cost.attention import FORWARD, fused
-from shardlib.cost.estimate import Estimate
 from shardlib.cost.experts import localised
 from shardlib.cost.facts import roles
 from shardlib.cost.framework import RESULTS, XLA, FrameworkProfile
 from shardlib.cost.layers import weights_of
 from shardlib.cost.memory import lives
+from shardlib.cost.pricing import Estimate
 from shardlib.graph import Graph, check
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan

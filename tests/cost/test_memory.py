@@ -10,7 +10,7 @@ import pytest
 from shardlib.cost.facts import fuse, intervals, levels, points
 from shardlib.cost.framework import FrameworkProfile, framework_profile
 from shardlib.cost.pricing import PIPELINE_ON_GPUS, Totals, heap_share, mapped_anew
-from shardlib.cost.stages import Candidates, candidates
+from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Pricer
 from shardlib.cost.variants import offloaded
 from shardlib.decisions.table import Decisions
@@ -197,12 +197,12 @@ def test_gaps_between_kernels_add_up() -> None:
     assert kernels == pytest.approx(round(kernels)) and kernels > 100
 
 
-def placed(stage: int, where: str) -> Candidates:
+def placed(stage: int, where: str) -> Meshes:
     """A mesh of four devices with stages, and a microbatch for each."""
     mesh = MeshShape(stage=stage, fsdp=4 // stage)
     found = place(mesh, topology(where))
     assert found is not None
-    return candidates([(mesh, found)], [stage], topology(where))
+    return Meshes.placed([(mesh, found)], [stage], topology(where))
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardlib.collective import Collective
-from shardlib.cost.estimate import Seconds
-from shardlib.cost.pricing import group_seconds, reprice
-from shardlib.layout import MeshShape
+from shardlib.cost.pricing import Seconds, group_seconds, reprice
+from shardlib.layout import Collective, MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
 from tests.planner.worlds import workload

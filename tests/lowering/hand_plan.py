@@ -7,7 +7,7 @@ from __future__ import annotations
 import jax
 
 from shardlib.annotation.trees import path_text
-from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.layout import Layout, MeshShape
 from shardlib.lowering.mesh import batch_path
 from shardlib.planner.plan import ParameterLayout, Plan

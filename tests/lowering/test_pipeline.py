@@ -22,7 +22,9 @@ import shardlib
 from shardlib import _jax_compat
 from shardlib import models as transformers
 from shardlib.annotation.tree import read
+from shardlib.cost.stages import Model, Plans
 from shardlib.cost.variants import rematerialised_share
+from shardlib.decisions.table import Decisions
 from shardlib.errors import PlanError
 from shardlib.lowering.pipeline.layers import StageRemat
 from shardlib.models.config import Experts
@@ -537,10 +539,12 @@ def test_as_many_layers_are_priced_as_are_rematerialised(pipeline):
     for number in range(1, 4):
         share = rematerialised_share(
             number,
-            SimpleNamespace(virtual=virtual),
-            SimpleNamespace(counts=(layers,)),
-            c,
-            SimpleNamespace(pipeline=pipeline),
+            Plans(
+                decisions=Decisions(virtual_stages=virtual),
+                model=Model(counts=(layers,), batch_bytes=0.0, state_bytes=0.0),
+                pricer=SimpleNamespace(profile=SimpleNamespace(pipeline=pipeline)),
+                c=c,
+            ),
         )
         for stages, part in zip(c.stage, share, strict=True):
             chunks = virtual if stages > 1 else 1

@@ -4,10 +4,9 @@ computed them.
 
 from __future__ import annotations
 
-from shardlib.collective import Collective
-from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.findings import Finding
-from shardlib.layout import Layout, MeshShape
+from shardlib.layout import Collective, Layout, MeshShape
 from shardlib.planner.plan import ParameterLayout, Plan, Rejected, Search
 from shardlib.rules import Rules
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.estimate import DeviceBytes, Seconds
+from shardlib.cost.pricing import DeviceBytes, Seconds
 from shardlib.cost.roofline import Applied
 from shardlib.findings import Finding
 from shardlib.layout import Layout, MeshShape

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.collective import Collective
-from shardlib.cost.estimate import Seconds
-from shardlib.layout import MeshShape
+from shardlib.cost.pricing import Seconds
+from shardlib.layout import Collective, MeshShape
 from shardlib.planner.plan import Plan
 from shardlib.planner.stored import Refined, Trial
 from shardlib.report.elements import WIDTH

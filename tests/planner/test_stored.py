@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.errors import PlanError
 from shardlib.planner.plan import Plan, checksum, plan_to_data
 from shardlib.report.pages import html_report

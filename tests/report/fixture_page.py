@@ -7,8 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from html.parser import HTMLParser
 
-from shardlib.collective import Collective
-from shardlib.layout import Layout, MeshShape
+from shardlib.layout import Collective, Layout, MeshShape
 from shardlib.planner.answers import Answers, Kernels, KernelTime
 from shardlib.planner.stored import ActivationLayout, Move, Priced
 from shardlib.report.pages import Evidence, html_report

@@ -8,12 +8,11 @@ from dataclasses import replace
 
 import pytest
 
-from shardlib.collective import Collective
-from shardlib.cost.estimate import DeviceBytes, Estimate, Seconds
+from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.cost.roofline import Applied
 from shardlib.exchanges import EXACT
 from shardlib.islands.exchanges import RANK_FOUR, DiLoCo
-from shardlib.layout import Layout, MeshShape
+from shardlib.layout import Collective, Layout, MeshShape
 from shardlib.machines.chips import Chip, Tier
 from shardlib.machines.topology import Topology, topology
 from shardlib.planner.plan import Plan, Search

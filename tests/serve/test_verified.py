@@ -13,7 +13,7 @@ import pytest
 import shardlib
 from shardlib import models
 from shardlib.annotation.tree import read
-from shardlib.collective import Collective
+from shardlib.layout import Collective
 from shardlib.machines.topology import topology
 from shardlib.serve.checks import findings
 from shardlib.serve.requests import Capacity, Storage

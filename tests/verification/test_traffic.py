@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from shardlib.collective import Collective
-from shardlib.layout import MeshShape
+from shardlib.layout import Collective, MeshShape
 from shardlib.verification.hlo import parse
 from shardlib.verification.report import totals
 from shardlib.verification.traffic import read_traffic, short_name, trip_count

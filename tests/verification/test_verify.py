@@ -17,10 +17,9 @@ import pytest
 import shardlib
 from shardlib import models
 from shardlib.cli import main
-from shardlib.collective import Collective
 from shardlib.errors import VerificationError
 from shardlib.findings import Finding
-from shardlib.layout import MeshShape
+from shardlib.layout import Collective, MeshShape
 from shardlib.machines.topology import topology
 from shardlib.verification import report as compare
 from shardlib.verification.isolation import Limits

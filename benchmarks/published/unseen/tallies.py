@@ -22,7 +22,7 @@ from benchmarks.published.unseen.kernels import FITTED, UNIT, Columns, Kernels, 
 from shardlib.cost.collectives import Links
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.pricing import combine
-from shardlib.cost.stages import Candidates, Model, candidates, sums
+from shardlib.cost.stages import Meshes, Model, Plans, sums
 from shardlib.cost.tables import ROWS, Kernel, Launch, Measure, Pricer, charges, evaluate
 from shardlib.cost.terms import Item, Shapes
 from shardlib.decisions.table import Decisions
@@ -57,8 +57,8 @@ class Tallied:
     rest: Array
     used: tuple[str, ...]
     factor: float = 1.0
-    _links: dict[tuple[float, float], Candidates] = field(
-        default_factory=dict[tuple[float, float], Candidates], compare=False, repr=False
+    _links: dict[tuple[float, float], Meshes] = field(
+        default_factory=dict[tuple[float, float], Meshes], compare=False, repr=False
     )
 
     def seconds(self, values: Mapping[str, Any]) -> float:
@@ -77,10 +77,7 @@ class Tallied:
         c = self._places(of)
         totals = combine(
             sums(work, self.rest[..., np.zeros(len(c), dtype=np.int64)], [], self.model, pricer, c),
-            self.how,
-            self.model,
-            pricer,
-            c,
+            Plans(decisions=self.how, model=self.model, pricer=pricer, c=c),
         )
         parts, figures = totals.seconds, pricer.constants
         slots = c.micro + self.how.accumulation * (c.stage - 1)
@@ -90,9 +87,9 @@ class Tallied:
             + (of["microbatch_s"] - figures.microbatch_s) * slots
         )
 
-    def _places(self, of: Columns) -> Candidates:
+    def _places(self, of: Columns) -> Meshes:
         """The candidate once for each setting, with the links as fast as that says."""
-        found: list[Candidates] = []
+        found: list[Meshes] = []
         for key in zip(of["fast"].tolist(), of["slow"].tolist(), strict=True):
             if key not in self._links:
                 values = {"fast": key[0], "slow": key[1]}
@@ -106,7 +103,7 @@ class Tallied:
             latency=np.concatenate([one.links.latency for one in found], axis=1),
             per_byte=np.concatenate([one.links.per_byte for one in found], axis=1),
         )
-        return Candidates(
+        return Meshes(
             sizes={axis: size[at] for axis, size in first.sizes.items()},
             micro=first.micro[at],
             links=joined,
@@ -170,10 +167,10 @@ def tallied(quote: Quote, figures: Mapping[str, Any]) -> Tallied:
     )
 
 
-def _candidate(how: Decisions, pricer: Pricer) -> Candidates:
+def _candidate(how: Decisions, pricer: Pricer) -> Meshes:
     placed = place(how.mesh, pricer.topology, how.axis_order)
     assert placed is not None, "the candidate was priced on this machine"
-    return candidates([(how.mesh, placed)], [how.microbatches], pricer.topology)
+    return Meshes.placed([(how.mesh, placed)], [how.microbatches], pricer.topology)
 
 
 def _split(
