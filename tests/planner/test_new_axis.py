@@ -43,7 +43,7 @@ exec(compile(changed, str(path), "exec"), module.__dict__)
 
 from shardlib.layout import INNER_AXES, MeshShape
 from shardlib.machines.topology import topology
-from shardlib import planner
+from shardlib.planner import search as planner
 from tests.planner import worlds
 
 WORLD = worlds.layers(depth=4, vocab=512)
