@@ -306,3 +306,14 @@ def test_what_a_sequence_in_parts_sends(way: str, remat: str, kind: str, count: 
         assert messages(found, gathered)[1] == 0
     if way == "ulysses":
         assert found.attention == "cudnn"
+
+
+def test_the_way_along_the_context_is_the_fastest() -> None:
+    pin = {"mesh": {"context": 4, "data": 2}, "remat": "none"}
+    each = {
+        way: plan({**pin, "context": way}, load=function()).estimate.step_seconds
+        for way in ("all-gather", "ring", "ulysses")
+    }
+    found = plan(pin, load=function())
+    assert found.estimate.step_seconds == min(each.values())
+    assert found.context == min(each, key=lambda way: each[way])
