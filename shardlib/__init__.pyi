@@ -54,6 +54,7 @@ from shardlib.launch.joining import join as join
 from shardlib.layout import Collective as Collective
 from shardlib.layout import Layout as Layout
 from shardlib.layout import MeshShape as MeshShape
+from shardlib.layout import Rules as Rules
 from shardlib.lowering.program import Program as Program
 from shardlib.lowering.runtime import TrainState as TrainState
 from shardlib.lowering.step import Guards as Guards
@@ -62,7 +63,6 @@ from shardlib.machines.topology import topology as topology
 from shardlib.planner.plan import ChangedPlanError as ChangedPlanError
 from shardlib.planner.plan import ParameterLayout as ParameterLayout
 from shardlib.planner.plan import Plan as Plan
-from shardlib.rules import Rules as Rules
 from shardlib.serve.checks import verify_serving as verify_serving
 from shardlib.serve.frontend import plan_edge as plan_edge
 from shardlib.serve.frontend import plan_serving as plan_serving

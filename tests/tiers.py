@@ -107,7 +107,6 @@ TESTS = {
 }
 EXAMPLES = dict.fromkeys(
     (
-        "collective.py",
         "cost",
         "decisions",
         "errors.py",
@@ -119,7 +118,6 @@ EXAMPLES = dict.fromkeys(
         "planner",
         "propagation",
         "report",
-        "rules.py",
         "schedules.py",
         "untrusted",
         "wings.py",

@@ -64,9 +64,9 @@ from shardlib.layout import (
     MESH_AXIS_ALIASES,
     STORED_AXES,
     MeshShape,
+    Rules,
     mesh_axis,
 )
-from shardlib.rules import Rules
 from shardlib.schedules import Schedule, named, pipelines
 from shardlib.untrusted.data import Json, JsonObject, shown
 

@@ -60,8 +60,7 @@ import numpy as np
 from shardlib.errors import PinError, ShardlibError
 from shardlib.exchanges import EXACT, Exchange, read_exchange
 from shardlib.graph import ITEMSIZE
-from shardlib.layout import ISLAND, MeshShape, mesh_axis
-from shardlib.rules import Rules
+from shardlib.layout import ISLAND, MeshShape, Rules, mesh_axis
 from shardlib.schedules import SCHEDULES
 from shardlib.untrusted.data import VALUE, Json, JsonMapping, JsonObject, shown
 

@@ -8,6 +8,7 @@ import jax
 
 from shardlib.findings import Finding
 from shardlib.frontend.model import TracedModel, state_stays
+from shardlib.layout import Rules
 from shardlib.lowering.collective_matmul import matmuls
 from shardlib.lowering.collective_matmul import operands as activations_of
 from shardlib.lowering.context.dispatch import with_heads
@@ -20,7 +21,6 @@ from shardlib.lowering.uses import LossJaxpr, LossReading
 from shardlib.planner.plan import Plan
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import placements
-from shardlib.rules import Rules
 from shardlib.tracing.trace import Traced
 
 

@@ -23,7 +23,7 @@ from shardlib.errors import BatchError, PlanError, raise_all
 from shardlib.findings import Finding
 from shardlib.graph import Parameter, Problem
 from shardlib.jax_types import Function, KeyPath, Metrics, Value
-from shardlib.layout import Layout, LogicalAxes, MeshShape
+from shardlib.layout import Layout, LogicalAxes, MeshShape, Rules
 from shardlib.lowering import mesh as shardings
 from shardlib.lowering.accumulation import Microbatches
 from shardlib.lowering.checks import FOREIGN, require_own, require_state
@@ -48,7 +48,6 @@ from shardlib.planner.plan import Plan
 from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import placements
-from shardlib.rules import Rules
 from shardlib.schedules import GPIPE, Timetable
 from shardlib.tracing.jaxpr_to_graph import graph_from_program
 from shardlib.tracing.trace import describe_batch, named

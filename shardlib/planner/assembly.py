@@ -40,7 +40,7 @@ from shardlib.cost.variants import (
 from shardlib.decisions.table import values_of
 from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Graph, Op, Problem
-from shardlib.layout import BATCH_AXES, CONTEXT, EXPERT, STAGE, TENSOR, MeshShape
+from shardlib.layout import BATCH_AXES, CONTEXT, EXPERT, STAGE, TENSOR, MeshShape, Rules
 from shardlib.machines.topology import Placement, Topology, place
 from shardlib.planner import findings, layouts
 from shardlib.planner.layouts import activation_layouts
@@ -55,7 +55,6 @@ from shardlib.planner.workload import (
     sequence_size,
 )
 from shardlib.report.elements import percent_text, seconds_text
-from shardlib.rules import Rules
 from shardlib.schedules import Pipelines, named
 
 # --------------------------------------------------------------------------------------------------

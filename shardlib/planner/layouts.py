@@ -32,13 +32,13 @@ from shardlib.layout import (
     Layout,
     LogicalAxes,
     MeshShape,
+    Rules,
 )
 from shardlib.machines.topology import Topology
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.planner.stored import ActivationLayout, Move, together
 from shardlib.planner.workload import Workload
 from shardlib.propagation.colours import TOKENS, Choice, Cut, kinds
-from shardlib.rules import Rules
 
 # --------------------------------------------------------------------------------------------------
 # A step graph under a choice on a mesh: the layouts of its values between operations and in use.

@@ -36,11 +36,10 @@ from shardlib.errors import (
 )
 from shardlib.exchanges import Exchange, read_exchange
 from shardlib.findings import Finding
-from shardlib.layout import Layout, LogicalAxes, MeshShape
+from shardlib.layout import Layout, LogicalAxes, MeshShape, Rules
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as find_topology
 from shardlib.planner.stored import MESH, ActivationLayout, Priced, Refined
-from shardlib.rules import Rules
 from shardlib.untrusted.data import (
     Form,
     Json,
@@ -281,7 +280,7 @@ class Plan(Decisions):
 
     Attributes:
         mesh, rules: as in `Decisions`, but required. `rules` map colours to mesh axes in compute,
-            as a priority list (see `shardlib.rules`).
+            as a priority list (see `shardlib.layout`).
         model: display name of the model.
         topology: spelling of the topology.
         framework: the training framework that runs the plan; None for programs of shardlib.

@@ -19,14 +19,8 @@ from shardlib.cost.terms import ONE, BoundedTable, Shapes
 from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError, raise_all
-from shardlib.layout import MESH_AXES, MeshShape
-from shardlib.machines.topology import (
-    Placement,
-    Topology,
-    device_counts,
-    place,
-    placements,
-)
+from shardlib.layout import MESH_AXES, MeshShape, Rules
+from shardlib.machines.topology import Placement, Topology, device_counts, place, placements
 from shardlib.planner.bounds import EACH, ROUNDING, Entries, Kind, Pairs, StepBounds
 from shardlib.planner.incumbents import (
     Best,
@@ -40,14 +34,7 @@ from shardlib.planner.incumbents import (
     Rows,
     Setting,
 )
-from shardlib.planner.space import (
-    RowChoices,
-    Scope,
-    Space,
-    build,
-    gaps_of,
-    strategies,
-)
+from shardlib.planner.space import RowChoices, Scope, Space, build, gaps_of, strategies
 from shardlib.planner.stored import (
     Candidate,
     Priced,
@@ -58,7 +45,6 @@ from shardlib.planner.stored import (
 )
 from shardlib.planner.workload import Account, Workload
 from shardlib.propagation.colours import Choice
-from shardlib.rules import Rules
 
 Array = np.ndarray
 #: Approximate number of rows (a candidate under a choice) that are priced at once.

@@ -21,7 +21,7 @@ from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, local
 from shardlib.decisions.pins import Pins
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
 from shardlib.graph import Op
-from shardlib.layout import BATCH_AXES
+from shardlib.layout import BATCH_AXES, Rules
 from shardlib.machines.topology import Topology, island_of
 from shardlib.planner import workload
 from shardlib.planner.answers import (
@@ -44,7 +44,6 @@ from shardlib.planner.space import build, strategies
 from shardlib.planner.stored import combinations, effective
 from shardlib.planner.workload import Program, Workload
 from shardlib.report.elements import TIE, bytes_text, percent_text, seconds_text
-from shardlib.rules import Rules
 from shardlib.untrusted.data import shown
 
 # --------------------------------------------------------------------------------------------------

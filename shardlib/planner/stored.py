@@ -28,9 +28,8 @@ from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import DTYPES, TABLE, Allowed, Decisions, Dtypes
 from shardlib.errors import PinError, PlanError, raise_all
 from shardlib.graph import ITEMSIZE, Parameter, Problem, StepGraph, check
-from shardlib.layout import Collective, Layout, LogicalAxes, MeshShape
+from shardlib.layout import Collective, Layout, LogicalAxes, MeshShape, Rules
 from shardlib.propagation.colours import Choice, Colouring
-from shardlib.rules import Rules
 from shardlib.schedules import NONE, named
 from shardlib.untrusted.data import Form, JsonMapping, JsonObject, construct
 

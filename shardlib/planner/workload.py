@@ -27,8 +27,7 @@ from shardlib.decisions.table import ANY_GROUP, Dtypes
 from shardlib.errors import PinError, raise_all
 from shardlib.graph import ITEMSIZE, Problem, StepGraph, forward_pass
 from shardlib.planner.stored import under
-from shardlib.propagation.colours import Choice, Colouring, colour
-from shardlib.propagation.ties import stack_dims
+from shardlib.propagation.colours import Choice, Colouring, colour, stack_dims
 
 # --------------------------------------------------------------------------------------------------
 # Limits of a model, whatever is pinned.

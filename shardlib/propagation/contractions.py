@@ -36,9 +36,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from shardlib.graph import FactorRule, Graph, Op, input_source
-from shardlib.layout import Layout, LogicalAxes, MeshShape
+from shardlib.layout import Layout, LogicalAxes, MeshShape, Rules
 from shardlib.propagation.colours import factor_colours
-from shardlib.rules import Rules
 
 #: Categories of the operations with contracted indices.
 CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution"})

@@ -30,7 +30,7 @@ from shardlib.cost.experts import GROUPED
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.graph import ITEMSIZE, Graph, Op
 from shardlib.machines.chips import Chip
-from shardlib.propagation.ties import Classes, tie_graph
+from shardlib.propagation.colours import Classes, tie_graph
 from shardlib.untrusted.data import JsonObject
 
 # --------------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def pages_each(
 # The work of the forward pass of one token: what it reads, computes and keeps.
 #
 # Sizes are of the whole model. Dims have colours: dims of one colour are sharded together or not
-# at all (`shardlib.propagation.ties`).
+# at all (`shardlib.propagation.colours`).
 
 #: A dim of an array: its size, and its colour; "" where nothing else has it.
 Dim = tuple[int, str]

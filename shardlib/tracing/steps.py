@@ -38,7 +38,7 @@ from shardlib.graph import (
 )
 from shardlib.jax_types import Leaf, Value
 from shardlib.layout import LogicalAxes
-from shardlib.propagation.ties import Classes, tie_graph
+from shardlib.propagation.colours import Classes, tie_graph
 from shardlib.tracing.jaxpr_to_graph import PlacedCall, PlacedLayout, translated
 from shardlib.tracing.program import (
     CUSTOM,

@@ -8,10 +8,9 @@ import jax
 
 from shardlib.annotation.trees import path_text
 from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
-from shardlib.layout import Layout, MeshShape
+from shardlib.layout import Layout, MeshShape, Rules
 from shardlib.lowering.mesh import batch_path
 from shardlib.planner.plan import ParameterLayout, Plan
-from shardlib.rules import Rules
 
 RULES = [("batch", ("data", "fsdp")), ("mlp", "tensor"), ("heads", "tensor"), ("vocab", "tensor")]
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.findings import Finding
-from shardlib.layout import Collective, Layout, MeshShape
+from shardlib.layout import Collective, Layout, MeshShape, Rules
 from shardlib.planner.plan import ParameterLayout, Plan, Rejected, Search
-from shardlib.rules import Rules
 
 GIB = 2**30
 

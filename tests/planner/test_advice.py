@@ -10,7 +10,7 @@ import pytest
 from shardlib.cost.pricing import DeviceBytes, Seconds
 from shardlib.cost.roofline import Applied
 from shardlib.findings import Finding
-from shardlib.layout import Layout, MeshShape
+from shardlib.layout import Layout, MeshShape, Rules
 from shardlib.machines.topology import topology
 from shardlib.planner import findings
 from shardlib.planner import search as planner
@@ -18,7 +18,6 @@ from shardlib.planner.findings import advise, critical_batch_tokens, notes
 from shardlib.planner.layouts import Situation
 from shardlib.planner.plan import Link, Plan, Rejected, Search
 from shardlib.report.elements import seconds_text
-from shardlib.rules import Rules
 from tests.planner import worlds
 from tests.planner.fixture_plan import PLAN, parameter
 

@@ -9,9 +9,8 @@ import itertools
 import pytest
 
 from shardlib.graph import FactorRule
-from shardlib.layout import Layout, MeshShape
+from shardlib.layout import Layout, MeshShape, Rules
 from shardlib.propagation.contractions import agreed
-from shardlib.rules import Rules
 
 #: [a, b] x [b, c] -> [a, c]
 MATMUL = FactorRule(

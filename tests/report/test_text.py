@@ -12,7 +12,7 @@ from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.cost.roofline import Applied
 from shardlib.exchanges import EXACT
 from shardlib.islands.exchanges import RANK_FOUR, DiLoCo
-from shardlib.layout import Collective, Layout, MeshShape
+from shardlib.layout import Collective, Layout, MeshShape, Rules
 from shardlib.machines.chips import Chip, Tier
 from shardlib.machines.topology import Topology, topology
 from shardlib.planner.plan import Plan, Search
@@ -28,7 +28,6 @@ from shardlib.report.text import (
     reasons,
     untold,
 )
-from shardlib.rules import Rules
 from shardlib.serve.search import plan_served
 from tests.planner.fixture_plan import PLAN, parameter
 from tests.report.fixture_page import text_of
