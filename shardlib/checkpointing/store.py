@@ -339,7 +339,7 @@ def read_about(path: epath.Path, step: int) -> About:
             f"the checkpoint {path} cannot be opened ({error})\nTry: another folder, or other"
             " permissions"
         ) from error
-    if not values.all_well(description is not None) or description is None:
+    if values.anywhere(description is None, needed=True) or description is None:
         raise DamagedError(failure or "its description cannot be read in another process")
     return description
 
@@ -478,7 +478,7 @@ def _read_arrays(
         if "RESOURCE_EXHAUSTED" in str(error):  # out of memory, not a damaged checkpoint
             raise
         failure = f"its arrays cannot be read ({said(error)})"
-    if not values.all_well(not failure):
+    if values.anywhere(bool(failure), needed=True):
         raise DamagedError(failure or "its arrays cannot be read in another process")
     return arrays
 

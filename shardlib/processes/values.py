@@ -395,13 +395,7 @@ def agree(name: str, values: Mapping[str, str], *, seconds: float = AGREE_SECOND
             f"{folder}/verdict", json.dumps({"absent": absent, "different": differences(answers)})
         )
     verdict = json.loads(_waited(client, f"{folder}/verdict", seconds + 10, f"compare its {name}"))
-    if verdict["absent"]:
-        raise LaunchError(
-            f"{processes_text(verdict['absent'])} of {processes} did not come to compare"
-            f" {'its' if len(verdict['absent']) == 1 else 'their'} {name} within {seconds:g}"
-            " s\nTry: look at what they wrote last, and start all of them again",
-            again=True,
-        )
+    _require_present(verdict["absent"], processes, "come to compare", name, seconds)
     if verdict["different"]:
         raise_all(
             LaunchError,
@@ -483,6 +477,19 @@ def _collected(
         time.sleep(LOOK_EVERY)
 
 
+def _require_present(
+    absent: Sequence[int], processes: int, verb: str, name: str, seconds: float
+) -> None:
+    """Raises if processes are absent."""
+    if absent:
+        raise LaunchError(
+            f"{processes_text(absent)} of {processes} did not {verb}"
+            f" {'its' if len(absent) == 1 else 'their'} {name} within {seconds:g} s\nTry: look at"
+            " what they wrote last, and start all of them again",
+            again=True,
+        )
+
+
 def _waited(client: Any, key: str, seconds: float, what: str) -> str:
     try:
         return client.blocking_key_value_get(key, int(seconds * 1000))
@@ -507,13 +514,7 @@ def all_say(name: str, text: str, *, seconds: float = AGREE_SECONDS) -> dict[int
     client.key_value_set(f"{folder}/{process}", json.dumps({"said": text}))
     answers = _collected(client, folder, processes, seconds)
     absent = [number for number in range(processes) if number not in answers]
-    if absent:
-        raise LaunchError(
-            f"{processes_text(absent)} of {processes} did not say"
-            f" {'its' if len(absent) == 1 else 'their'} {name} within {seconds:g} s\nTry: look at"
-            " what they wrote last, and start all of them again",
-            again=True,
-        )
+    _require_present(absent, processes, "say", name, seconds)
     return {number: answer["said"] for number, answer in answers.items()}
 
 
@@ -539,11 +540,6 @@ def meet(name: str, *, seconds: float = AGREE_SECONDS) -> None:
 
 #: Steps between two times that processes ask each other whether one of them wants to stop.
 ASK_EVERY = 10
-
-
-def rank() -> int:
-    """Number of this process."""
-    return jax.process_index()
 
 
 def is_first() -> bool:
@@ -681,15 +677,6 @@ def without_shards(leaf: jax.ShapeDtypeStruct) -> jax.Array:
 def is_process_zero() -> bool:
     """Returns whether this process is the one that deletes and renames."""
     return jax.process_index() == 0
-
-
-def all_well(well: bool) -> bool:
-    """Returns whether it went well in every process; to be called by all."""
-    return (
-        well
-        if jax.process_count() == 1
-        else bool(np.all(multihost_utils.process_allgather(np.bool_(well))))
-    )
 
 
 def first_decides(name: str, decide: Callable[[], T]) -> T | None:

@@ -46,7 +46,6 @@ from shardlib.processes.values import (
     idle_processes,
     of_first,
     processes_text,
-    rank,
 )
 from shardlib.report.elements import seconds_text
 from shardlib.training.callbacks import Asks, Moment, Remembers
@@ -271,7 +270,7 @@ class Records:
         """
         if folder is not None:
             self._read(folder, step)
-        if rank():
+        if jax.process_index():
             return
         run = LoggedRun(folder=None if folder is None else folder.path, step=step, words=words)
         try:
@@ -805,9 +804,9 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
             )
         )
     stop = stack.enter_context(stop_requests())
-    beats = folder.heartbeat(rank()) if folder is not None else None
+    beats = folder.heartbeat(jax.process_index()) if folder is not None else None
     watchdog = stack.enter_context(
-        contextlib.closing(Watchdog(beats, rank=rank(), seconds=settings.hang_seconds))
+        contextlib.closing(Watchdog(beats, rank=jax.process_index(), seconds=settings.hang_seconds))
     )
     profiles = folder.profiles if folder is not None and not is_idle(task.program) else None
     profiler = stack.enter_context(
