@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ParamSpec
 
+from shardlib.compact import plain_fields
+
 P = ParamSpec("P")
 
 SEVERITIES: tuple[str, ...] = ("info", "warning", "error")
@@ -38,13 +40,7 @@ class Finding:
 
     def to_json(self) -> dict[str, str]:
         """The finding as plain data."""
-        return {
-            "code": self.code,
-            "severity": self.severity,
-            "message": self.message,
-            "where": self.where,
-            "hint": self.hint,
-        }
+        return plain_fields(self)
 
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""

@@ -55,6 +55,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from shardlib.compact import plain_fields
 from shardlib.errors import LayoutError, PinError, RuleError, raise_all
 
 
@@ -505,15 +506,10 @@ class Collective:
 
     def to_json(self) -> dict[str, object]:
         """The collective as plain data."""
-        return {
-            "kind": self.kind,
-            "axes": list(self.axes),
-            "bytes": self.bytes,
-            "count": self.count,
-            "seconds": self.seconds,
-            "cause": self.cause,
-            **({"every": self.every} if self.every else {}),
-        }
+        data = plain_fields(self)
+        if not self.every:
+            del data["every"]
+        return data
 
 
 # --------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shardlib.compact import plain_fields
 from shardlib.errors import TopologyError, raise_all
 from shardlib.layout import KINDS as COLLECTIVES
 from shardlib.untrusted.data import JsonObject
@@ -144,20 +145,7 @@ class Chip:
 
     def to_json(self) -> JsonObject:
         """The chip as plain data."""
-        return {
-            "name": self.name,
-            "vendor": self.vendor,
-            "flops_per_s": dict(self.flops_per_s),
-            "hbm_bytes": self.hbm_bytes,
-            "hbm_bytes_per_s": self.hbm_bytes_per_s,
-            "reserved_bytes": self.reserved_bytes,
-            "launch_s": self.launch_s,
-            "host_bytes_per_s": self.host_bytes_per_s,
-            "disk_bytes_per_s": self.disk_bytes_per_s,
-            "devices_per_chip": self.devices_per_chip,
-            "attention_width": self.attention_width,
-            "sources": list(self.sources),
-        }
+        return {**plain_fields(self), "flops_per_s": dict(self.flops_per_s)}
 
 
 # --------------------------------------------------------------------------------------------------

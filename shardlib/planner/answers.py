@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.compact import compact
+from shardlib.compact import compact, plain_fields
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.layout import MESH_AXES, Layout, MeshShape
 from shardlib.machines.catalog import BOARD_POWER
@@ -76,7 +76,7 @@ class Alternative:
 
     def to_json(self) -> JsonObject:
         """The alternative as plain data."""
-        return {**self.__dict__, "mesh": dict(self.mesh), "differs": list(self.differs)}
+        return plain_fields(self)
 
 
 def alternatives_text(alternatives: Iterable[Alternative]) -> str:
@@ -131,7 +131,7 @@ class OutOfReach:
 
     def to_json(self) -> JsonObject:
         """The plan as plain data."""
-        return {**self.__dict__, "mesh": dict(self.mesh)}
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +172,7 @@ class Constraints:
 
     def to_json(self) -> JsonObject:
         """The constraints as plain data."""
-        return {
-            "step_seconds": self.step_seconds,
-            "binding": [constraint.to_json() for constraint in self.binding],
-            "staircase": [constraint.to_json() for constraint in self.staircase],
-        }
+        return plain_fields(self)
 
     def __str__(self) -> str:
         lines = ["What holds the plan back"]
@@ -881,11 +877,7 @@ class Price:
 
     def to_json(self) -> JsonObject:
         """The price as plain data."""
-        return {
-            **self.__dict__,
-            "break_mesh": dict(self.break_mesh) if self.break_mesh is not None else None,
-            "break_changes": list(self.break_changes),
-        }
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -914,12 +906,7 @@ class Shock:
 
     def to_json(self) -> JsonObject:
         """The shock as plain data, with the regret."""
-        return {
-            **self.__dict__,
-            "best_mesh": dict(self.best_mesh),
-            "changes": list(self.changes),
-            "regret_seconds": self.regret_seconds,
-        }
+        return {**plain_fields(self), "regret_seconds": self.regret_seconds}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -943,12 +930,7 @@ class Sensitivity:
 
     def to_json(self) -> JsonObject:
         """The sensitivity as plain data."""
-        return {
-            "step_seconds": self.step_seconds,
-            "best_seconds": self.best_seconds,
-            "prices": [entry.to_json() for entry in self.prices],
-            "shocks": [entry.to_json() for entry in self.shocks],
-        }
+        return plain_fields(self)
 
     def __str__(self) -> str:
         return sensitivity_text(self)

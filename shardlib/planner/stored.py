@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import cast
 
+from shardlib.compact import plain_fields
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.layers import gradient_like, weights_of
 from shardlib.cost.pricing import LARGEST, Seconds
@@ -58,13 +59,7 @@ class Move:
 
     def to_json(self) -> JsonObject:
         """The move as plain data."""
-        return {
-            "kind": self.kind,
-            "axes": list(self.axes),
-            "of": list(self.of),
-            "layout": self.layout.to_json(),
-            "before": self.before,
-        }
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,15 +88,7 @@ class ActivationLayout:
 
     def to_json(self) -> JsonObject:
         """The layout as plain data."""
-        return {
-            "name": self.name,
-            "shape": list(self.shape),
-            "dtype": self.dtype,
-            "colours": list(self.colours),
-            "held": self.held.to_json(),
-            "count": self.count,
-            "moves": [move.to_json() for move in self.moves],
-        }
+        return plain_fields(self)
 
 
 def together(names: Iterable[str]) -> str:
@@ -342,7 +329,7 @@ class Trial:
 
     def to_json(self) -> JsonObject:
         """The trial as plain data."""
-        return {**self.__dict__, "mesh": dict(self.mesh)}
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -582,13 +569,7 @@ class Priced:
 
     def to_json(self) -> JsonObject:
         """The point as plain data."""
-        return {
-            "mesh": dict(self.mesh),
-            "decided": dict(self.decided),
-            "step_seconds": self.step_seconds,
-            "peak_bytes": self.peak_bytes,
-            "fits": self.fits,
-        }
+        return {**plain_fields(self), "decided": dict(self.decided)}
 
 
 def _decided(candidate: Candidate) -> tuple[tuple[str, str], ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import optax
 
 from shardlib.checkpointing.store import Keep
+from shardlib.compact import plain_fields
 from shardlib.errors import ModelError, raise_all
 from shardlib.planner.plan import Plan, plan_to_data
 from shardlib.training.callbacks import BestCheckpoint, Callback
@@ -285,11 +286,7 @@ class Figures:
 
     def to_json(self) -> dict[str, float | int]:
         """The figures as plain data."""
-        return {
-            "step_seconds": self.step_seconds,
-            "tokens_per_second": self.tokens_per_second,
-            "device_bytes": self.device_bytes,
-        }
+        return plain_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
