@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.functions import numpy_experts
+
 
 def rms(x: np.ndarray, scale: np.ndarray, epsilon: float) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * scale
@@ -59,15 +61,9 @@ def experts(x: np.ndarray, weights: Mapping[str, np.ndarray], per_token: int) ->
     """Mixture of gated experts, softmax router, weights of the chosen ones normalised; one token at
     a time.
     """
-    out = np.zeros_like(x)
-    for s, token in enumerate(x):
-        logits = token @ weights["router"]
-        shares = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
-        chosen = np.argsort(-shares)[:per_token]
-        for e in chosen:
-            hidden = silu(token @ weights["gate"][e]) * (token @ weights["up"][e])
-            out[s] += shares[e] / shares[chosen].sum() * (hidden @ weights["down"][e])
-    return out
+    shares, chosen, _ = numpy_experts.route(x @ weights["router"], per_token)
+    matrices = (weights[name] for name in ("up", "down", "gate"))
+    return numpy_experts.visit(x, shares, chosen, *matrices)[0]
 
 
 def decoder(

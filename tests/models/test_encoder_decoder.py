@@ -20,6 +20,8 @@ from shardlib.errors import ModelError
 from shardlib.functions.attention import distance_buckets
 from shardlib.models import huggingface
 from shardlib.models.config import EncoderDecoderConfig, Experts
+from tests.functions import numpy_experts
+from tests.models.numpy_decoder import rms
 
 SMALL = EncoderDecoderConfig(
     name="small",
@@ -189,7 +191,7 @@ def reference(model: nnx.Module, data: dict[str, np.ndarray]) -> np.ndarray:
     }
 
     def norm(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + SMALL.norm_epsilon) * scale
+        return rms(x, scale, SMALL.norm_epsilon)
 
     def attend(
         x: np.ndarray, source: np.ndarray, at: str, layer: int, bias: np.ndarray | float
@@ -210,14 +212,8 @@ def reference(model: nnx.Module, data: dict[str, np.ndarray]) -> np.ndarray:
 
     def experts(x: np.ndarray, at: str, layer: int) -> np.ndarray:
         router, up, down = (get[f"{at}/{name}"][layer] for name in ("router", "up", "down"))
-        shares = np.exp(x @ router)
-        shares /= shares.sum(-1, keepdims=True)
-        return np.stack(
-            [
-                shares[i, e] * (np.maximum(token @ up[e], 0) @ down[e])
-                for i, (token, e) in enumerate(zip(x, shares.argmax(-1), strict=True))
-            ]
-        )
+        shares, chosen, _ = numpy_experts.route(x @ router, 1, normalise=False)
+        return numpy_experts.visit(x, shares, chosen, up, down, activation="relu")[0]
 
     def stack(x: np.ndarray, side: str, memory: np.ndarray | None) -> np.ndarray:
         seq = len(x)
