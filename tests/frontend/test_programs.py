@@ -88,15 +88,6 @@ def test_moments_rest_where_their_weights_do_and_nothing_is_copied():
     assert memory.alias_size_in_bytes >= 0.99 * state
 
 
-def test_it_is_explained_and_asked_like_any_plan():
-    example = EXAMPLES["distillation"]()
-    program = shardlib.compile_step(example.init, example.step, example.batch, topology="cpu:8")
-    text = program.plan.explain()
-    assert "step on cpu:8" in text or "step" in text.splitlines()[0]
-    assert "x" in program.plan.why_not(tensor=2)
-    assert {one.role for one in program.plan.parameters} == {"trained", "frozen"}
-
-
 def test_a_flax_module_is_split_and_trained():
     class Model(nnx.Module):
         def __init__(self, rngs: nnx.Rngs) -> None:
