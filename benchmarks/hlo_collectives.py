@@ -72,50 +72,25 @@ def summary(found: Iterable[HloCollective]) -> dict[str, dict[str, float]]:
     return table
 
 
-@dataclass(frozen=True, kw_only=True)
-class Overlap:
-    """Collectives of a step that run beside kernels, and those that a device waits for.
+def by_overlap(
+    text: str, mesh: MeshShape, slices: Sequence[Sequence[int]] = ()
+) -> tuple[dict[str, dict[str, int]], int]:
+    """Executions and instructions of the collectives of a compiled TPU program by kind, those that
+    a device waits for and those that overlap with kernels, and the compiler's cycles of all kernels.
 
-    Attributes:
-        counts: (kind, whether it overlaps) -> (instructions in the text, executions).
-        cycles: that the compiler estimates for the kernels of a step.
-    """
-
-    counts: dict[tuple[str, bool], tuple[int, int]]
-    cycles: int
-
-    def to_json(self) -> dict[str, dict[str, int]]:
-        """Executions and instructions by kind."""
-        table: dict[str, dict[str, int]] = {}
-        for (kind, overlaps), (instructions, executions) in sorted(self.counts.items()):
-            row = table.setdefault(
-                kind,
-                {
-                    "waited": 0,
-                    "overlapped": 0,
-                    "waited_instructions": 0,
-                    "overlapped_instructions": 0,
-                },
-            )
-            word = "overlapped" if overlaps else "waited"
-            row[word] += executions
-            row[f"{word}_instructions"] += instructions
-        return table
-
-
-def by_overlap(text: str, mesh: MeshShape, slices: Sequence[Sequence[int]] = ()) -> Overlap:
-    """Which collectives of a compiled TPU program overlap with kernels: those that have a start and
-    a done, and those that fusions carry along while they compute.
+    Collectives overlap that have a start and a done, or that fusions carry along while they compute.
     """
     module = parse(text)
     traffic = read_traffic(module, mesh, (), slices)
     beside = _beside_kernels(module)
-    counts: dict[tuple[str, bool], tuple[int, int]] = {}
-    for found in traffic.found:
-        key = (found.kind, found.name in beside)
-        instructions, executions = counts.get(key, (0, 0))
-        counts[key] = instructions + 1, executions + found.count
-    return Overlap(counts=counts, cycles=traffic.cycles)
+    words = ("waited", "overlapped", "waited_instructions", "overlapped_instructions")
+    table: dict[str, dict[str, int]] = {}
+    for found in sorted(traffic.found, key=lambda one: one.kind):
+        row = table.setdefault(found.kind, dict.fromkeys(words, 0))
+        word = "overlapped" if found.name in beside else "waited"
+        row[word] += found.count
+        row[f"{word}_instructions"] += 1
+    return table, traffic.cycles
 
 
 def _beside_kernels(module: Module) -> set[str]:

@@ -40,6 +40,8 @@ WIDTH, HIDDEN = 512, 1024
 KINDS = {"busy": (256, 0.0), "resting": (4, 0.05)}
 PARTS = ("meetings", *KINDS)
 LINKS = ("10mbit-20ms", "50mbit-20ms", "200mbit-20ms")
+#: Links of meetings that steps wait for, and rounds between checkpoints of the server.
+WAITED = (*((link, 1000) for link in LINKS), (LINKS[-1], 1))
 #: Rounds of each case after the first, which is left out.
 MEETINGS = 6
 #: Of the cases with a delay: the link, steps that hide a meeting of int8 with room, and rounds.
@@ -198,24 +200,6 @@ def hidden(link: str, kind: str) -> dict[str, Any]:
     }
 
 
-def meeting_part() -> list[dict[str, Any]]:
-    """Meetings that steps wait for, over all links."""
-    found = list[dict[str, Any]]()
-    for link, save_every in [*((link, 1000) for link in LINKS), (LINKS[-1], 1)]:
-        found.append(case := meetings(link, save_every))
-        show(link, case)
-    return found
-
-
-def hidden_part(kind: str) -> list[dict[str, Any]]:
-    """Meetings beside steps, over all links."""
-    found = list[dict[str, Any]]()
-    for link in LINKS:
-        found.append(case := hidden(link, kind))
-        show(f"{link}, {kind}", case)
-    return found
-
-
 def main() -> None:
     parser = command_line(__doc__, "island_links.json")
     parser.add_argument("--island", nargs=6, help=argparse.SUPPRESS)
@@ -228,7 +212,10 @@ def main() -> None:
         return
     for part in options.parts:
         before = os.getloadavg()[0]
-        cases = meeting_part() if part == "meetings" else hidden_part(part)
+        cases = []
+        for link, save_every in WAITED if part == "meetings" else [(link, 0) for link in LINKS]:
+            cases.append(meetings(link, save_every) if save_every else hidden(link, part))
+            show(f"{link}, {part}", cases[-1])
         known = stored(options.out)
         load = [before, os.getloadavg()[0]]
         write(

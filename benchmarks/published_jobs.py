@@ -70,7 +70,7 @@ def measured(name: str, limits: Limits, options: dict[str, str]) -> dict[str, An
     }
     if isinstance(made, Failure):
         return {**known, "failed": f"{made.kind}: {made.message[:1000]}"}
-    overlap = by_overlap(made.text, plan.mesh, where.positions)
+    collectives, cycles = by_overlap(made.text, plan.mesh, where.positions)
     planned = (
         {}
         if name.endswith(BY_HAND)
@@ -86,9 +86,9 @@ def measured(name: str, limits: Limits, options: dict[str, str]) -> dict[str, An
         **planned,
         "device_bytes": made.memory,
         "gibibytes": round(made.memory["peak"] / 2**30, 2),
-        "cycles": overlap.cycles,
-        "kernel_seconds": overlap.cycles / where.cycles_per_s,
-        "collectives": overlap.to_json(),
+        "cycles": cycles,
+        "kernel_seconds": cycles / where.cycles_per_s,
+        "collectives": collectives,
         "compile_seconds": made.seconds,
         "versions": made.versions,
     }

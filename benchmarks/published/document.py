@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 Entry = Mapping[str, Any]
 
 
@@ -33,12 +35,9 @@ class Document:
 
 
 def read(path: Path) -> Document:
-    """Reads a file.
-
-    Raises:
-        SystemExit: the file is not a document of this schema, or is YAML and PyYAML is not installed.
-    """
-    data = json.loads(path.read_text()) if path.suffix == ".json" else _yaml(path)
+    """Reads a file, YAML or `.json`; a `SystemExit` says what the schema has and it has not."""
+    text, loader = path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    data = json.loads(text) if path.suffix == ".json" else yaml.load(text, Loader=loader)
     lacking = [name for name in ("hardware", "models", "rows") if name not in data]
     if lacking:
         raise SystemExit(
@@ -51,14 +50,3 @@ def read(path: Path) -> Document:
         models=data["models"],
         rows=tuple(data["rows"]),
     )
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        import yaml
-    except ImportError:
-        raise SystemExit(
-            f"{path} is YAML, which needs PyYAML: pip install pyyaml, or give the same data as"
-            " .json"
-        ) from None
-    return yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))

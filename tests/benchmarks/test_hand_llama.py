@@ -81,7 +81,7 @@ ENTRY %main (a: f32[8,4]) -> f32[64,4] {
   ROOT %f = f32[64,4]{1,0} fusion(%a), kind=kOutput, calls=%carried
 }
 """
-    rows = by_overlap(text, MeshShape(fsdp=8)).to_json()
+    rows, _ = by_overlap(text, MeshShape(fsdp=8))
     assert {k: (row["waited"], row["overlapped"]) for k, row in rows.items()} == {
         "all-gather": (0, 2),
         "all-reduce": (1, 0),

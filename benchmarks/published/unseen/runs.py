@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import gc
 import pickle
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import Document, Entry, read
@@ -55,18 +55,6 @@ class Sample:
 Figures = dict[str, Any]
 
 
-class Price(Protocol):
-    """What a run costs under figures, as `Tallied`."""
-
-    def many(self, settings: Sequence[Figures]) -> Iterable[float]:
-        """Predicted seconds of a step under each of some settings."""
-        ...
-
-    def figures(self) -> tuple[str, ...]:
-        """Figures that the price depends on."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One row, to be priced under any figures.
@@ -76,7 +64,7 @@ class Run:
         chip, stack: what it ran on and under.
         start: the sourced figures of the chip, where a fit starts.
         fixed: figures of the chip that are never fitted.
-        priced: its price.
+        priced: its price under figures, a `Tallied`.
         result: the row beside its prediction under the figures that come with shardlib.
     """
 
@@ -85,7 +73,7 @@ class Run:
     stack: str
     start: Figures
     fixed: Figures
-    priced: Price
+    priced: Any
     result: Result
 
     @property
