@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import RESULTS, command_line, simulate_devices, stored, write
+from benchmarks.environment import RESULTS, command_line, show, simulate_devices, stored, write
 
 #: Results by the version of JAX; rows of the page are those of the first.
 PATHS = {
@@ -58,22 +58,6 @@ def tried(name: str) -> dict[str, Any]:
         return {"name": name, "error": f"{type(error).__name__}: {error}"[:2000]}
     finally:
         jax.clear_caches()
-
-
-def worst(row: dict[str, Any]) -> float:
-    """The largest difference over the meshes that a program was made for."""
-    return max((m["difference"] for m in row["meshes"].values() if "difference" in m), default=1e9)
-
-
-def said(row: dict[str, Any]) -> str:
-    """One line for the terminal."""
-    if "error" in row:
-        return f"{row['name']}: {row['error'].strip().splitlines()[-1][:150]}"
-    meshes = "; ".join(
-        f"{name} {m['difference']:.1e}" if "difference" in m else f"{name} {m['error'][:150]}"
-        for name, m in row["meshes"].items()
-    )
-    return f"{row['name']}: {meshes} (rounding alone {row['moved_by_rounding']:.1e})"
 
 
 def differences(row: dict[str, Any] | None) -> str:
@@ -136,5 +120,5 @@ def main() -> None:
         return
     for name in [n for n in names() if not arguments.names or n in arguments.names]:
         known[name] = tried(name)
-        print(said(known[name]), flush=True)
+        show(name, known[name], "error", "meshes", "moved_by_rounding")
         write(path, {"models": known}, quiet=True)

@@ -141,13 +141,10 @@ def figures(found: Mapping[str, float]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "default_profile.json", optional=True)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument(
         "--keep", type=Path, default=Path(tempfile.gettempdir()) / "default_profile_runs"
-    )
-    parser.add_argument(
-        "--out", type=Path, nargs="?", const=RESULTS / "default_profile.json", help="write JSON"
     )
     parser.add_argument("--write", action="store_true", help="write the curves")
     args = parser.parse_args()

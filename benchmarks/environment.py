@@ -28,16 +28,20 @@ RESULTS = ROOT / "benchmarks" / "results"
 TABLES = ROOT / "benchmarks" / "tables"
 
 
-def command_line(doc: str | None, out: str = "") -> argparse.ArgumentParser:
+def command_line(
+    doc: str | None, out: str = "", *, optional: bool = False
+) -> argparse.ArgumentParser:
     """A parser whose help is the text at the beginning of a script, with `--out` for the JSON where
-    `out` names its file in `RESULTS`; `*` in it becomes the version of JAX.
+    `out` names its file in `RESULTS`; `*` in it becomes the version of JAX. Optional results are
+    stored where `--out` is given.
     """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if out:
         path = RESULTS / out.replace("*", metadata.version("jax"))
-        parser.add_argument("--out", type=Path, default=path, help="the JSON")
+        default = {"nargs": "?", "const": path} if optional else {"default": path}
+        parser.add_argument("--out", type=Path, help="the JSON", **default)
     return parser
 
 

@@ -30,7 +30,7 @@ from scipy.stats import spearmanr
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.environment import RESULTS, command_line, write
+from benchmarks.environment import command_line, write
 from benchmarks.published.cases import case_of
 from benchmarks.published.document import Document
 from benchmarks.published.pricing import Bench, Quote
@@ -246,10 +246,9 @@ def priced(runs: Sequence[Row]) -> dict[str, tuple[float, bool]]:
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "measured_plans.json", optional=True)
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--fit", action="store_true")
-    parser.add_argument("--out", type=Path, nargs="?", const=RESULTS / "measured_plans.json")
     args = parser.parse_args()
     runs = [json.loads(line) for line in args.data.read_text().splitlines()]
     if args.fit:

@@ -131,7 +131,7 @@ def print_all(found: dict[str, Any], free: list[Better]) -> None:
 
 
 def main() -> int:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "published_runs.json", optional=True)
     parser.add_argument("file", type=Path)
     parser.add_argument(
         "--source", action="append", help="rows of this source alone; may be repeated"
@@ -148,13 +148,6 @@ def main() -> int:
         help=(
             "also plan each row freely, and say where and why that differs from the published plan"
         ),
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        nargs="?",
-        const=RESULTS / "published_runs.json",
-        help="also write the result as JSON",
     )
     parser.add_argument(
         "--free-out",

@@ -30,7 +30,7 @@ import numpy as np
 import yaml
 from scipy.optimize import least_squares
 
-from benchmarks.environment import RESULTS, command_line, table, write
+from benchmarks.environment import command_line, table, write
 from benchmarks.published.served_models import served
 from shardlib.cost.collectives import FREE, collective_cost
 from shardlib.layout import MeshShape
@@ -234,11 +234,8 @@ def orders(samples: Sequence[Sample], found: Mapping[str, float]) -> tuple[int, 
 
 
 def main() -> None:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "published_serving.json", optional=True)
     parser.add_argument("--fit", action="store_true", help="write the constants of shardlib")
-    parser.add_argument(
-        "--out", type=Path, nargs="?", const=RESULTS / "published_serving.json", default=None
-    )
     args = parser.parse_args()
     samples = [sample(row) for row in yaml.safe_load(ROWS.read_text())["rows"]]
     sources = sorted({one.row["source"] for one in samples})

@@ -24,7 +24,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from benchmarks.environment import RESULTS, command_line, show, write
+from benchmarks.environment import command_line, show, write
 from benchmarks.published.summary import Result, summary
 from benchmarks.published.unseen.levels import (
     MOST,
@@ -95,7 +95,7 @@ def figures(found: dict[str, list[Result]]) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = command_line(__doc__)
+    parser = command_line(__doc__, "published_unseen.json", optional=True)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--source", action="append", help="this source alone; may be repeated")
     parser.add_argument("--method", choices=METHODS, default="levels")
@@ -107,9 +107,6 @@ def main() -> int:
         " shardlib or the files change",
     )
     parser.add_argument("--shipped", action="store_true", help="leave nothing out")
-    parser.add_argument(
-        "--out", type=Path, nargs="?", const=RESULTS / "published_unseen.json", help="write JSON"
-    )
     args = parser.parse_args()
     runs, left_out = runs_of(args.files, args.keep)
     sources = args.source or sorted({run.sample.source for run in runs})

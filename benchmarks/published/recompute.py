@@ -35,7 +35,6 @@ class Recompute:
     assumed: tuple[str, ...] = ()
 
 
-QKV: tuple[str, ...] = ("query", "key", "value")
 _TABLE = table("published_recompute")
 #: MaxText's names of tensors -> results of a layer.
 TENSORS: Mapping[str, tuple[str, ...]] = {
