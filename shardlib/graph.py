@@ -746,6 +746,54 @@ class StepGraph:
 
     __repr__ = compact
 
+    def weights(self) -> dict[int, int]:
+        """Values that are copies, casts, slices or stacks of one parameter, trained or frozen, with
+        the value index of that parameter.
+        """
+        graph = self.graph
+        parameters = {
+            value: value for role in ("parameter", "frozen") for value in graph.inputs_of(role)
+        }
+        for op in graph.ops:
+            if op.category not in ("elementwise", "movement", "boundary") or _repeats(graph, op):
+                continue
+            sources = {parameters.get(value) for value in op.operands if graph.values[value].shape}
+            if len(sources) == 1 and None not in sources:
+                source = next(iter(sources))
+                assert source is not None
+                if op.kind != "carry":
+                    parameters.update(dict.fromkeys(op.results, source))
+        return parameters
+
+    def gradient_like(self) -> frozenset[int]:
+        """Values that reach a gradient through ops that contract nothing (sums over dims of size 1
+        included).
+        """
+        producers = self.graph.producers()
+        values: set[int] = set()
+        pending = list(self.gradients)
+        while pending:
+            value = pending.pop()
+            if value in values:
+                continue
+            values.add(value)
+            maker = producers.get(value)
+            if maker is None:
+                continue
+            op = self.graph.ops[maker]
+            if op.category in ("elementwise", "movement", "boundary", "reduction") and all(
+                op.rule.sizes[factor] == 1 for factor in op.rule.summed
+            ):
+                pending.extend(op.operands)
+        return frozenset(values)
+
+
+def _repeats(graph: Graph, op: Op) -> bool:
+    """True if an op writes its operand several times, so that its result is not a copy of it."""
+    return op.kind == "broadcast_in_dim" and math.prod(
+        graph.values[op.results[0]].shape
+    ) > math.prod(graph.values[op.operands[0]].shape)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCalls:

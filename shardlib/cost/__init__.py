@@ -1,8 +1,8 @@
 """Predicted cost of a step before anything is compiled: seconds and bytes of many candidate plans
 at once.
 
-Reading order: `terms` defines the vocabulary of costs; `facts`, `layers`, `attention` and `experts`
-read a traced step as kernels, loops and live ranges; `framework` and `activations` rewrite it as a
+Reading order: `terms` defines the vocabulary of costs; `facts`, `attention` and `experts` read
+a traced step as kernels, loops and live ranges; `framework` and `activations` rewrite it as a
 framework profile runs it; `roofline` and `collectives` have the rates of chips and links; `items`
 and `memory` turn the step into separable terms; `tables` evaluates those for every shape; `pricing`
 puts them together.
@@ -15,7 +15,6 @@ experts.py        experts with tokens routed between devices
 facts.py          facts of a traced step: kernels, loops over layers, live ranges
 framework.py      framework profiles, and the abilities of training frameworks
 items.py          items: the separable parts of a step, each with the terms of its cost
-layers.py         layer groups: the loops of a step that run over the same layers
 memory.py         items of memory: gathered parameters, live buffers, stored parameters
 pricing.py        seconds and bytes of candidate plans from the tables: the estimate of a step
 roofline.py       rates that a machine reaches: rooflines, efficiencies, learned corrections

@@ -12,9 +12,8 @@ from shardlib.cost.attention import FORWARD, cores, fused
 from shardlib.cost.experts import GROUPED, arrived_values, is_capped
 from shardlib.cost.facts import Facts, leaves_loop, products, roles
 from shardlib.cost.framework import FrameworkProfile
-from shardlib.cost.layers import gradient_like, weights_of
 from shardlib.cost.terms import OUTSIDE_LAYERS
-from shardlib.graph import FactorRule, Graph, Op, StepGraph, Value, check, elementwise, prune
+from shardlib.graph import FactorRule, Graph, Op, StepGraph, check, elementwise, prune
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Choice, Cut
 
@@ -53,7 +52,7 @@ def quantised(
     Args:
         dtype: dtype of the operands of those products.
     """
-    graph, weights, gradients = step.graph, weights_of(step), gradient_like(step)
+    graph, weights, gradients = step.graph, step.weights(), step.gradient_like()
     scaled = dtype not in _UNSCALED
     inputs = _WIDE if scaled else _UNSCALED - {dtype}
     casts = _Casts(graph, names, searched=scaled and not delayed)
@@ -228,7 +227,7 @@ class Builder:
         graph = step.graph
         self._graph, self._weights, self._forward, self._backward = (
             graph,
-            frozenset(weights_of(step)),
+            frozenset(step.weights()),
             forward,
             backward,
         )
@@ -450,20 +449,6 @@ class Builder:
         return len(self._values) - 1
 
 
-def saved_bytes(step: StepGraph) -> int:
-    """Bytes that loops save for other loops, without copies of weights."""
-    weights = weights_of(step)
-    graph = step.graph
-    values = {graph.ops[pair.exit].results[0]: pair.value for pair in saved_pairs(graph)}
-    return sum(
-        _bytes(graph.values[stacked]) for stacked, value in values.items() if value not in weights
-    )
-
-
-def _bytes(value: Value) -> int:
-    return math.prod(value.shape) * value.itemsize
-
-
 # --------------------------------------------------------------------------------------------------
 # Memory according to a framework, in addition to, or in place of, that of the program.
 #
@@ -674,7 +659,7 @@ def keep_named(
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step that saves only the named results of a layer, and its input."""
     for forward, backward in _loops(step.graph):
-        results = roles(step.graph, forward, weights_of(step))
+        results = roles(step.graph, forward, step.weights())
         named = frozenset(value for name in saved for value in results[name])
         again = frozenset(
             i

@@ -9,14 +9,13 @@ Values keep their indices, so that facts about them stay valid.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardlib.cost.layers import Joined, weights_of
 from shardlib.cost.terms import Heads
-from shardlib.graph import Graph, Op, StepGraph, check, prune
+from shardlib.graph import Dims, FactorRule, Graph, Op, StepGraph, check, prune
 from shardlib.layout import LogicalAxes
-from shardlib.propagation.colours import TOKENS, Cut
+from shardlib.propagation.colours import TOKENS, Classes, Cut
 from shardlib.propagation.contractions import Shared
 
 # --------------------------------------------------------------------------------------------------
@@ -297,7 +296,7 @@ class Core:
 
 def cores(step: StepGraph) -> list[Core]:
     """The cores of a step, in the order of their exponentials."""
-    search = _Search(step.graph, weights_of(step).keys())
+    search = _Search(step.graph, step.weights().keys())
     return [
         core
         for index, op in enumerate(step.graph.ops)
@@ -648,3 +647,88 @@ def _descends(graph: Graph, core: Core, value: int, source: int) -> bool:
             return False
         value = graph.ops[maker].operands[0]
     return True
+
+
+# --------------------------------------------------------------------------------------------------
+# Factors of several ops that are the same index.
+#
+# A group of ops that is replaced by one op has one rule. A dim of a value ties the factors of the
+# op that makes it to those of the ops that read it.
+
+
+class Joined:
+    """Equivalence classes of (op, factor) over some ops of a graph; each class is one index."""
+
+    def __init__(self, graph: Graph, ops: Iterable[int]) -> None:
+        self._graph = graph
+        self._classes = Classes()
+        self._dims: dict[int, tuple[int, Dims]] = {}
+        for index in sorted(ops):
+            op = graph.ops[index]
+            for values, all_dims in (
+                (op.operands, op.rule.operands),
+                (op.results, op.rule.results),
+            ):
+                for value, dims in zip(values, all_dims, strict=True):
+                    self._tie(value, index, dims)
+        self._number: dict[Hashable, int] = {}
+        self._sizes: list[int] = []
+
+    def _tie(self, value: int, index: int, dims: Dims) -> None:
+        first, first_dims = self._dims.setdefault(value, (index, dims))
+        for factors, theirs in zip(dims, first_dims, strict=True):
+            if len(factors) == len(theirs):
+                for left, two in zip(factors, theirs, strict=True):
+                    if (
+                        self._graph.ops[index].rule.sizes[left]
+                        == self._graph.ops[first].rule.sizes[two]
+                    ):
+                        self._classes.join([(first, two), (index, left)])
+
+    def _class(self, index: int, factor: int) -> int:
+        number = self._number.setdefault(self._classes.find((index, factor)), len(self._number))
+        if number == len(self._sizes):
+            self._sizes.append(self._graph.ops[index].rule.sizes[factor])
+        return number
+
+    def classes(self, index: int, factors: Iterable[int]) -> frozenset[int]:
+        """The classes of some factors of an op."""
+        return frozenset(self._class(index, factor) for factor in factors)
+
+    def size(self, label: int) -> int:
+        """Elements of a class."""
+        return self._sizes[label]
+
+    def rule(
+        self,
+        operands: tuple[int, ...],
+        results: tuple[int, ...],
+        *,
+        summed: frozenset[int],
+        unsharded: frozenset[int],
+    ) -> FactorRule:
+        """The rule of one op that replaces all: from operands to results, with summed and whole
+        classes.
+
+        A class that occurs twice in a value keeps its first dim; dims of a value that the ops do
+        not mention have no factors.
+        """
+        order: dict[int, int] = {}
+
+        def dims(value: int) -> Dims:
+            if value not in self._dims:
+                return tuple(() for _ in self._graph.values[value].shape)
+            index, value_dims = self._dims[value]
+            return tuple(
+                tuple(order.setdefault(self._class(index, factor), len(order)) for factor in dim)
+                for dim in value_dims
+            )
+
+        left, right = tuple(map(dims, operands)), tuple(map(dims, results))
+        return FactorRule(
+            sizes=tuple(self.size(label) for label in order),
+            operands=left,
+            results=right,
+            summed=frozenset(order[label] for label in summed - unsharded if label in order),
+            whole=frozenset(order[label] for label in unsharded if label in order),
+        )

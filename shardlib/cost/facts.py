@@ -14,7 +14,6 @@ import numpy as np
 from shardlib.cost.attention import FORWARD, between, kernel_heads, over_heads, without_tensor
 from shardlib.cost.experts import EVEN, GROUPED, Exchange, layers
 from shardlib.cost.framework import RESULTS
-from shardlib.cost.layers import Layers, find_layers, gradient_like, weights_of
 from shardlib.cost.terms import OUTSIDE_LAYERS, Item
 from shardlib.graph import Graph, Op, StepGraph
 from shardlib.layout import LogicalAxes
@@ -521,6 +520,118 @@ def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozen
 
 
 # --------------------------------------------------------------------------------------------------
+# Layer groups: the loops of a step that run over the same layers.
+#
+# The forward loop over a stack of layers and the backward loop over it read the same parameters;
+# both belong to one *layer group*. Pipeline stages, and rematerialisation of only some of the
+# layers, divide a group by its number of layers. Everything else is the *ends* of the model:
+# embedding, head and loss.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """The layer groups of one step graph.
+
+    Attributes:
+        counts: number of layers of each class, in the order of the forward pass.
+        regions: class of each region; `OUTSIDE_LAYERS` outside of all.
+        carried: value that each class carries from layer to layer: the residual stream; -1 if there
+            is none.
+    """
+
+    counts: tuple[int, ...]
+    regions: tuple[int, ...]
+    carried: tuple[int, ...]
+
+    def segment(self, region: int) -> int:
+        """Class of a region, or `OUTSIDE_LAYERS`."""
+        return self.regions[region]
+
+
+def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
+    """Finds the layer groups.
+
+    Args:
+        weights: value -> the parameter that it is a copy, cast or slice of.
+    """
+    top = _top_regions(graph)
+    reads: dict[int, set[int]] = {}
+    for op in graph.ops:
+        if (
+            op.kind == "enter"
+            and op.results[0] in weights
+            and top[op.region] > 0
+            and graph.regions[top[op.region]].parent == 0
+            and op.region == top[op.region]
+            and graph.regions[op.region].trips > 0
+        ):
+            reads.setdefault(op.region, set()).add(weights[op.results[0]])
+    classes: list[tuple[set[int], list[int]]] = []
+    for region, sources in reads.items():
+        alike = [
+            entry
+            for entry in classes
+            if entry[0] & sources
+            and graph.regions[entry[1][0]].trips == graph.regions[region].trips
+        ]
+        if alike:
+            alike[0][0].update(sources)
+            alike[0][1].append(region)
+        else:
+            classes.append((set(sources), [region]))
+    owner = {region: number for number, (_, regions) in enumerate(classes) for region in regions}
+    return Layers(
+        counts=tuple(graph.regions[regions[0]].trips for _, regions in classes),
+        regions=tuple(
+            owner.get(top[region], OUTSIDE_LAYERS) for region in range(len(graph.regions))
+        ),
+        carried=tuple(_carried(graph, regions[0]) for _, regions in classes),
+    )
+
+
+def repeated_calls(graph: Graph, layers: Layers, weights: Mapping[int, int]) -> int:
+    """The number of uses of the same parameters outside of all layer groups, for example if a loss
+    calls its model several times: the calls become one loop, or the parameters are stacked several
+    times. 1 without repetition.
+
+    Args:
+        weights: value -> the parameter that it is a copy, cast or slice of.
+    """
+    top, repeats = _top_regions(graph), 1
+    for op in graph.ops:
+        read = [value for value in op.operands if value in weights]
+        outside = layers.segment(op.region) == OUTSIDE_LAYERS
+        if op.category == "matmul" and read and outside and top[op.region] > 0:
+            repeats = max(repeats, graph.regions[top[op.region]].trips)
+        elif op.kind == "stack" and read:
+            repeats = max(repeats, *Counter(read).values())
+    return repeats
+
+
+def _top_regions(graph: Graph) -> list[int]:
+    """For every region, its enclosing region directly below the root; 0 for the root."""
+    outermost: list[int] = []
+    for region in range(len(graph.regions)):
+        current = region
+        while current > 0 and graph.regions[current].parent > 0:
+            current = graph.regions[current].parent
+        outermost.append(current)
+    return outermost
+
+
+def _carried(graph: Graph, region: int) -> int:
+    """The largest floating-point array that a loop carries."""
+    carried = [
+        value
+        for op in graph.ops
+        if op.kind == "carry" and op.region == region
+        for value in op.results
+        if "float" in graph.values[value].dtype
+    ]
+    return max(carried, key=lambda value: graph.values[value].bytes, default=-1)
+
+
+# --------------------------------------------------------------------------------------------------
 # Moments of a step that are the same in programs of different remat policies.
 #
 # Programs of one model under different remat policies run the same loops over layers in the same
@@ -648,7 +759,7 @@ class Facts:
         self.exchange = exchange
         self.capped = layers(step.graph) if routes else {}
         self.names = names = merged_names(step.graph, names, batch, sequence)
-        self.weights, self.gradients = weights_of(step), gradient_like(step)
+        self.weights, self.gradients = step.weights(), step.gradient_like()
         self.factors = all_factor_colours(step.graph, names, {*self.weights, *self.gradients})
         self.rows = tuple(
             _query_factor(step.graph, op, names, colours, sequence[0])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shardlib.cost.experts import expert_colour
-from shardlib.cost.layers import repeated_calls
+from shardlib.cost.facts import repeated_calls
 from shardlib.cost.pricing import Totals
 from shardlib.cost.roofline import fitting_bytes, margin
 from shardlib.decisions.pins import Pins

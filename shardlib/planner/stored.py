@@ -22,7 +22,6 @@ from typing import cast
 
 from shardlib.compact import plain_fields
 from shardlib.cost.framework import FrameworkProfile
-from shardlib.cost.layers import gradient_like, weights_of
 from shardlib.cost.pricing import LARGEST, Seconds
 from shardlib.cost.variants import Each
 from shardlib.decisions.pins import Pins
@@ -513,8 +512,8 @@ def _resting(step: StepGraph, dtype: str) -> StepGraph:
     graph = step.graph
     trained = set(graph.inputs_of("parameter"))
     weights, gradients = (
-        {value: source for value, source in weights_of(step).items() if source in trained},
-        gradient_like(step),
+        {value: source for value, source in step.weights().items() if source in trained},
+        step.gradient_like(),
     )
     stored = {graph.values[value].dtype for value in trained}
     values = tuple(

@@ -15,7 +15,6 @@ from shardlib.cost.activations import (
     quantised,
     rematerialise_attention,
     rewritten,
-    saved_bytes,
 )
 from shardlib.cost.attention import (
     BACKWARD,
@@ -27,10 +26,9 @@ from shardlib.cost.attention import (
     head_widths,
 )
 from shardlib.cost.framework import XLA, framework_profile
-from shardlib.cost.layers import weights_of
 from shardlib.graph import Graph, Op, StepGraph, check
 from shardlib.propagation.colours import colour
-from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem
+from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem, saved_bytes
 from tests.planner import worlds
 
 POLICIES = ("none", "full", "dots")
@@ -340,4 +338,4 @@ def test_scales_of_rows_need_a_cast_for_every_product() -> None:
 
 def weight_paths(step: StepGraph) -> dict[int, str]:
     """Path of the parameter behind every copy of one."""
-    return {value: step.graph.values[source].path for value, source in weights_of(step).items()}
+    return {value: step.graph.values[source].path for value, source in step.weights().items()}

@@ -18,13 +18,11 @@ from shardlib.cost.activations import (
     keep_rows,
     quantised,
     rewritten,
-    saved_bytes,
 )
 from shardlib.cost.attention import FORWARD, fused
 from shardlib.cost.experts import localised
 from shardlib.cost.facts import roles
 from shardlib.cost.framework import RESULTS, XLA, FrameworkProfile
-from shardlib.cost.layers import weights_of
 from shardlib.cost.memory import lives
 from shardlib.cost.pricing import Estimate
 from shardlib.graph import Graph, check
@@ -33,7 +31,7 @@ from shardlib.planner.plan import Plan
 from shardlib.planner.search import search
 from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import colour
-from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem
+from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem, saved_bytes
 
 TOKENS = SEQ * BATCH
 HAND = FrameworkProfile(
@@ -75,7 +73,7 @@ def planned(
 def test_results_of_a_layer_have_names() -> None:
     config, step = CONFIGS["llama"], fused(plain("llama").steps["none"])
     region = next(op.region for op in step.graph.ops if op.kind == FORWARD)
-    found = roles(step.graph, region, weights_of(step))
+    found = roles(step.graph, region, step.weights())
     assert tuple(found) == RESULTS
     sizes = {
         name: {math.prod(step.graph.values[value].shape) // TOKENS for value in values}
@@ -99,7 +97,7 @@ def test_results_of_a_layer_have_names() -> None:
 def test_no_result_has_two_names(name: str) -> None:
     step = fused(plain(name).steps["none"])
     for region in {op.region for op in step.graph.ops if op.kind == FORWARD}:
-        found = roles(step.graph, region, weights_of(step))
+        found = roles(step.graph, region, step.weights())
         named = [value for values in found.values() for value in values]
         assert len(named) == len(set(named)) and all(
             found[word] for word in ("query", "key", "value", "context", "out", "narrow")

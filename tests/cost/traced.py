@@ -9,7 +9,8 @@ import optax
 
 from shardlib import models
 from shardlib.annotation.tree import read
-from shardlib.graph import Problem
+from shardlib.cost.activations import saved_pairs
+from shardlib.graph import Problem, StepGraph
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from shardlib.tracing.trace import trace
 
@@ -80,3 +81,12 @@ def problem(name: str, policies: tuple[str, ...] = ("none", "full", "dots")) -> 
 def plain(name: str) -> Problem:
     """`problem` without rematerialisation alone, which takes a third of the tracing."""
     return problem(name, ("none",))
+
+
+def saved_bytes(step: StepGraph) -> int:
+    """Bytes that loops save for other loops, without copies of weights."""
+    weights, graph = step.weights(), step.graph
+    values = {graph.ops[pair.exit].results[0]: pair.value for pair in saved_pairs(graph)}
+    return sum(
+        graph.values[stacked].bytes for stacked, value in values.items() if value not in weights
+    )
