@@ -14,8 +14,7 @@ from shardlib.annotation.trees import Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PinError, PlanError, VerificationError
 from shardlib.findings import Finding, diagnostic
-from shardlib.frontend import own_layouts
-from shardlib.frontend.model import TracedModel
+from shardlib.frontend.model import TracedModel, layout_findings, layout_pins
 from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
@@ -114,7 +113,7 @@ def searched(
         wings.islands("planning").require_carried(model.traced.problem, plan, plan.exchange)
     plan = with_model(plan, model)
     instead = _islands_instead(model, plan, machine)
-    layouts = own_layouts.findings(
+    layouts = layout_findings(
         model.traced.layouts,
         model.traced.problem,
         plan,
@@ -145,9 +144,7 @@ def honoured(
     """The pins, with layouts that the model brings along where these are pins."""
     if model.honour != "pins":
         return cast("PinMapping | None", pin)
-    pins = own_layouts.pinned(
-        model.traced.layouts, model.traced.problem, pin, _searcher(model, machine)
-    )
+    pins = layout_pins(model.traced.layouts, model.traced.problem, pin, _searcher(model, machine))
     return cast("PinMapping | None", pins)
 
 

@@ -39,7 +39,6 @@ from shardlib.errors import (
     raise_all,
 )
 from shardlib.findings import Finding
-from shardlib.frontend import own_layouts
 from shardlib.frontend.choice import machine_of
 from shardlib.frontend.marked import (
     InPlace,
@@ -53,8 +52,7 @@ from shardlib.frontend.marked import (
     marked_pins,
     step_pins,
 )
-from shardlib.frontend.model import require_arguments
-from shardlib.frontend.own_layouts import require_honour
+from shardlib.frontend.model import layout_findings, layout_pins, require_arguments, require_honour
 from shardlib.functions.experts import found_axes, whole_batch
 from shardlib.jax_types import Metrics, Value
 from shardlib.layout import Layout
@@ -707,7 +705,7 @@ def stepping(
 
     user_pins = pin
     if honour == "pins":
-        pins_of_layouts = own_layouts.pinned(traced.layouts, problem, pin, searched)
+        pins_of_layouts = layout_pins(traced.layouts, problem, pin, searched)
         user_pins = (
             pins_of_layouts.to_json() if isinstance(pins_of_layouts, pins_Pins) else pins_of_layouts
         )
@@ -720,7 +718,7 @@ def stepping(
             plan.source.load.colouring if plan.source is not None else colour(traced.problem)
         )
     plan = plan.with_findings(
-        *own_layouts.findings(traced.layouts, problem, plan, pin, honour, searched)
+        *layout_findings(traced.layouts, problem, plan, pin, honour, searched)
     )
     plan = plan.with_findings(*traced.findings)
     plan = _with_written(plan, traced, () if marked is None else marked.losses, colouring)

@@ -51,7 +51,7 @@ from shardlib.lowering.runtime import TrainState, require_present
 from shardlib.lowering.step import Evaluation, updated, with_digest
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.planner.plan import Plan
-from shardlib.tracing.jaxpr_to_graph import graph_from_program
+from shardlib.tracing.trace import graph_from_program
 
 # --------------------------------------------------------------------------------------------------
 # The two halves of a step as programs of their own: gradients, and the update.

@@ -24,7 +24,6 @@ from shardlib.lowering.uses import LossJaxpr, LossReading, stacked_parameters
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import names_of_classes
 from shardlib.propagation.contractions import followed_layouts
-from shardlib.tracing.jaxpr_to_graph import graph_from_program
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
@@ -35,6 +34,7 @@ from shardlib.tracing.program import (
     with_frozen,
 )
 from shardlib.tracing.rewriting import Walk, as_array, evaluate_program
+from shardlib.tracing.trace import graph_from_program
 
 # --------------------------------------------------------------------------------------------------
 # Paths of the equations of a loss, by how they are lowered.

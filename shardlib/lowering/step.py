@@ -49,8 +49,7 @@ from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import placements
 from shardlib.schedules import GPIPE, Timetable
-from shardlib.tracing.jaxpr_to_graph import graph_from_program
-from shardlib.tracing.trace import describe_batch, named
+from shardlib.tracing.trace import describe_batch, graph_from_program, named
 
 # --------------------------------------------------------------------------------------------------
 # Layouts of a loss on another number of rows than a step is compiled for, or of another loss.

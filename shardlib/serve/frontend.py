@@ -25,8 +25,7 @@ from shardlib.serve.plan import ServingPlan
 from shardlib.serve.program import Forward, traced_forward
 from shardlib.serve.search import plan_served
 from shardlib.serve.space import Asked, ServingPin, ServingPins, ServingWorkload
-from shardlib.tracing.jaxpr_to_graph import graph_from_program
-from shardlib.tracing.trace import served_problem
+from shardlib.tracing.trace import graph_from_program, served_problem
 
 
 def plan_serving(

@@ -1,7 +1,6 @@
 """From JAX to the graph: trace a loss, describe what it computes, evaluate it again.
 
 folding.py         unrolled layers become a loop over layers
-jaxpr_to_graph.py  conversion of a jaxpr to a `Graph`
 layouts.py         layouts written in the user's program
 linearity.py       linearity of custom derivatives
 primitives.py      one row for each primitive: factor rule, effect on rows (with the rules for it),
@@ -13,11 +12,11 @@ rows.py            dependence of a loss on the rows of its batch
 rules.py           the factor rule of each primitive
 steps.py           a step that a user wrote, with gradients and optimizers inside, as a problem to
                    be planned
-trace.py           the traced loss and its gradient: the only entry from JAX to the planner
+trace.py           the traced loss and its gradient as graphs: the only entry from JAX to the
+                   planner
 """
 
-from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 from shardlib.tracing.rewriting import evaluate
-from shardlib.tracing.trace import Traced, trace
+from shardlib.tracing.trace import Traced, graph_from_jaxpr, trace
 
 __all__ = ["Traced", "evaluate", "graph_from_jaxpr", "trace"]

@@ -39,7 +39,6 @@ from shardlib.graph import (
 from shardlib.jax_types import Leaf, Value
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Classes, tie_graph
-from shardlib.tracing.jaxpr_to_graph import PlacedCall, PlacedLayout, translated
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
@@ -51,7 +50,15 @@ from shardlib.tracing.program import (
     flatten,
 )
 from shardlib.tracing.rewriting import Walk, evaluate_equations
-from shardlib.tracing.trace import Described, describe_batch, require_rows, tokens_of
+from shardlib.tracing.trace import (
+    Described,
+    PlacedCall,
+    PlacedLayout,
+    describe_batch,
+    require_rows,
+    tokens_of,
+    translated,
+)
 
 # --------------------------------------------------------------------------------------------------
 # The losses that a step marks: their paths, and the arrays of the state among their operands.

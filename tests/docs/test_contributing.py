@@ -14,10 +14,10 @@ from shardlib.graph import elementwise
 from shardlib.machines import catalog
 from shardlib.machines.chips import Memory, Product, gpu, infiniband, nvlink
 from shardlib.machines.topology import topology
-from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 from shardlib.tracing.primitives import TABLE
 from shardlib.tracing.primitives import Primitive as Known
 from shardlib.tracing.rules import Call, Description
+from shardlib.tracing.trace import graph_from_jaxpr
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from shardlib.machines.topology import Topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import Workload, prepare
-from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
+from shardlib.tracing.trace import graph_from_jaxpr
 
 Axes = Mapping[str, tuple[str | None, ...]]
 

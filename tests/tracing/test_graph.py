@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardlib.graph import Graph, text
-from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
+from shardlib.tracing.trace import graph_from_jaxpr
 
 GOLDEN = """\
 %0 float32[3, 4, 4] layers (parameter)

@@ -15,9 +15,9 @@ import pytest
 
 from shardlib.errors import TracingError
 from shardlib.tracing.folding import Split, SplitLoop, split
-from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 from shardlib.tracing.program import by_elements, flatten, is_element_lookup, subjaxprs
 from shardlib.tracing.rewriting import Walk, evaluate, evaluate_program
+from shardlib.tracing.trace import graph_from_jaxpr
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).normal(size=(3, 4, 4)), jnp.float32)

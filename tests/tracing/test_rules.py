@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from shardlib.graph import Dims, FactorRule, Op
-from shardlib.tracing.jaxpr_to_graph import graph_from_jaxpr
 from shardlib.tracing.primitives import TABLE
+from shardlib.tracing.trace import graph_from_jaxpr
 from tests.tracing.rule_cases import CASES, RuleCase
 
 #: Rules that no case of the table of cases needs: they share their function with one that has a
