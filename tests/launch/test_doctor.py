@@ -199,19 +199,9 @@ def test_the_corrected_topology_takes_the_seconds_that_were_measured(name, tmp_p
 
 
 def launched(words: list[str], *, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    command = f"-m shardlib launch --processes {processes} --devices-per-process 1 --"
     return subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "shardlib",
-            "launch",
-            "--processes",
-            str(processes),
-            "--devices-per-process",
-            "1",
-            "--",
-            *words,
-        ],
+        [sys.executable, *command.split(), *words],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -230,32 +220,14 @@ def names_of_their_own(known: Path) -> list[str]:
     ):
         pytest.skip("this user cannot make namespaces (unshare --uts --mount)")
     known.write_text("127.0.0.1 localhost node0 node1 node2\n")
-    return [
-        "unshare",
-        "--uts",
-        "--mount",
-        "bash",
-        "-c",
-        f'mount --bind {known} /etc/hosts; hostname node$SHARDLIB_PROCESS; exec "$@"',
-        "begin",
-    ]
+    named = f'mount --bind {known} /etc/hosts; hostname node$SHARDLIB_PROCESS; exec "$@"'
+    return ["unshare", "--uts", "--mount", "bash", "-c", named, "begin"]
 
 
 @pytest.mark.long
 def test_three_hosts_are_examined(tmp_path):
-    doctor = [
-        sys.executable,
-        "-m",
-        "shardlib",
-        "doctor",
-        "--topology",
-        "cpu:3",
-        "--run",
-        str(tmp_path / "run"),
-        "--out",
-        str(tmp_path / "machine.toml"),
-        "--json",
-    ]
+    words = f"doctor --topology cpu:3 --run {tmp_path / 'run'} --out {tmp_path / 'machine.toml'}"
+    doctor = [sys.executable, "-m", "shardlib", *words.split(), "--json"]
     found = launched([*names_of_their_own(tmp_path / "hosts"), *doctor], processes=3)
     assert found.returncode == 0, found.stderr
     (line,) = [line for line in found.stdout.splitlines() if line.startswith("[0] {")]
@@ -277,28 +249,14 @@ def test_three_hosts_are_examined(tmp_path):
 def test_a_host_without_a_name_and_one_with_other_devices(tmp_path):
     begin = names_of_their_own(tmp_path / "hosts")
     doctor = [sys.executable, "-m", "shardlib", "doctor", "--quick"]
-    found = launched(
-        [
-            "unshare",
-            "--uts",
-            "bash",
-            "-c",
-            'hostname lost$SHARDLIB_PROCESS; exec "$@"',
-            "begin",
-            *doctor,
-        ]
-    )
+    lost = 'hostname lost$SHARDLIB_PROCESS; exec "$@"'
+    found = launched(["unshare", "--uts", "bash", "-c", lost, "begin", *doctor])
     assert found.returncode == 2 and "'lost" in found.stderr and "/etc/hosts" in found.stderr
-    more = [
-        "bash",
-        "-c",
-        (
-            "if [ $SHARDLIB_PROCESS = 1 ]; then export SHARDLIB_HOST_DEVICES=2"
-            ' JAX_NUM_CPU_DEVICES=2; fi; exec "$@"'
-        ),
-        "begin",
-    ]
-    found = launched([*begin, *more, *doctor])
+    other = (
+        "if [ $SHARDLIB_PROCESS = 1 ]; then export SHARDLIB_HOST_DEVICES=2 JAX_NUM_CPU_DEVICES=2;"
+        ' fi; exec "$@"'
+    )
+    found = launched([*begin, "bash", "-c", other, "begin", *doctor])
     assert (
         found.returncode == 1
         and "what a process sees is 2 cpu, and 1 cpu in process 0 (process 1 on node1)"

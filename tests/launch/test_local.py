@@ -81,17 +81,9 @@ def launched(
     folder = RunFolder(tmp_path / "run")
     folder.open({"model": "none"})
     out, err = io.StringIO(), io.StringIO()
+    words = (str(folder.path), fault, str(who), str(at), "once" if once else "always")
     local = Local(
-        command=(
-            sys.executable,
-            "-c",
-            RUN,
-            str(folder.path),
-            fault,
-            str(who),
-            str(at),
-            "once" if once else "always",
-        ),
+        command=(sys.executable, "-c", RUN, *words),
         processes=processes,
         run=str(folder.path),
         elastic=elastic,
@@ -166,13 +158,7 @@ def started(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     folder.open({"model": "none"})
     process = subprocess.Popen(
         [
-            sys.executable,
-            "-m",
-            "shardlib",
-            "launch",
-            "--processes",
-            "2",
-            "--",
+            *(sys.executable, "-m", "shardlib", "launch", "--processes", "2", "--"),
             *(words or (sys.executable, "-c", RUN, str(folder.path), "wait", "0", "0", "once")),
         ],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

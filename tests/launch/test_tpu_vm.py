@@ -72,13 +72,8 @@ def flags(words: tuple[str, ...]) -> dict[str, str]:
 )
 def test_slices_are_those_of_the_topology(topology: str, wanted: dict[str, str]):
     command = tpu_vm(job(topology), HERE).commands[0]
-    assert command[command.index("compute") :][:5] == (
-        "compute",
-        "tpus",
-        "queued-resources",
-        "create",
-        "llama",
-    )
+    words = "compute tpus queued-resources create llama"
+    assert command[command.index("compute") :][:5] == tuple(words.split())
     assert flags(command) == {
         "--zone": "us-east5-a",
         "--project": "p",
