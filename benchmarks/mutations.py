@@ -1,4 +1,4 @@
-"""Faults put into the core on purpose, one at a time, and whether the tests notice them.
+"""Faults put into the package on purpose, one at a time, and whether the tests notice them.
 
     python -m benchmarks mutations [--only NAME] [--changed]
 
