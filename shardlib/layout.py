@@ -455,9 +455,6 @@ class Layout(tuple[tuple[str, ...], ...]):
         return [list(dim) for dim in self]
 
 
-# --------------------------------------------------------------------------------------------------
-# Collectives.
-
 #: What XLA calls the collectives that shardlib plans and reads.
 KINDS: tuple[str, ...] = (
     "all-gather",

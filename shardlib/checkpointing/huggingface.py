@@ -52,9 +52,6 @@ from shardlib.untrusted.data import (
     shown,
 )
 
-# --------------------------------------------------------------------------------------------------
-# The safetensors files of a folder: their tensors, and slices of them.
-
 INDEX = "model.safetensors.index.json"
 #: dtypes of files that NumPy supports.
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -1017,10 +1014,6 @@ def _tensor(
         if part is not None:
             located.form.into(tensor, part.astype(tensor.dtype))
     return tensor
-
-
-# --------------------------------------------------------------------------------------------------
-# The parameters of a folder as arrays of this process, for serving: no program, no optimizer.
 
 
 def load_weights(

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 __path__: list[str] = []
 
 
-# --------------------------------------------------------------------------------------------------
-# Arrays that take long to compute, kept in a folder for the next process.
-
 #: What reading a damaged file raises, by NumPy, its parser of headers, `zipfile` and `zlib`.
 DAMAGED = (
     *WRONG,
@@ -291,10 +288,6 @@ class Windows:
                     order=order, ends=np.cumsum(self.documents.lengths[order])
                 )
             return self._epochs[epoch]
-
-
-# --------------------------------------------------------------------------------------------------
-# Examples as batches, by position alone.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

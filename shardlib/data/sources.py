@@ -873,9 +873,6 @@ class Records:
             ) from error
 
 
-# --------------------------------------------------------------------------------------------------
-# Work that threads of a Grain pipeline do ahead, in order.
-
 T = TypeVar("T")
 
 

@@ -784,9 +784,6 @@ def _gradients(traced: TracedStep, plan: Plan) -> Pinned:
     }
 
 
-# --------------------------------------------------------------------------------------------------
-# The marked losses of a step, lowered in place of their calls.
-
 #: Operands of a call -> value, auxiliary results, gradients of the trained leaves.
 InPlace = Callable[..., Sequence[Value]]
 

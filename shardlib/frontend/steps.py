@@ -466,10 +466,6 @@ def _keyed(target: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
     return array
 
 
-# --------------------------------------------------------------------------------------------------
-# A loss of a state of the user's own step, on any number of rows, with nothing updated.
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEvaluation:
     """A loss to be evaluated on batches of any number of rows, with a state of a step.

@@ -43,9 +43,6 @@ from shardlib.verification.isolation import PLATFORMS, Limits, require_compiler
 from shardlib.verification.report import CompiledStep, Verification
 from shardlib.verification.verify import verify_program
 
-# --------------------------------------------------------------------------------------------------
-# The best plan for every number of devices of a family of machines.
-
 
 def scale(
     init: Init,

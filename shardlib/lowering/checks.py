@@ -312,10 +312,6 @@ def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# The model's part of a state, as it is shown to users.
-
-
 def require_model(caller: str, state: TrainState, expected: TrainState) -> None:
     """Raises if the parameters or model state of a state are deleted or have other shapes."""
     require_state(caller, state)

@@ -222,9 +222,6 @@ def _grouped_backward(
 _in_blocks.defvjp(_grouped_forward, _grouped_backward)
 
 
-# --------------------------------------------------------------------------------------------------
-# Mesh axes of experts and tokens, and the forms of exchange and matmul.
-
 #: Rows of a message are a multiple of this number.
 ROWS = 8
 
@@ -774,10 +771,6 @@ def _further_backward(
 _further.defvjp(_further_forward, _further_backward)
 
 
-# --------------------------------------------------------------------------------------------------
-# Names of the values that a function saves for its backward pass.
-
-
 def saving(run: Function, *names: str) -> Function:
     """A function that saves its arguments and the values with one of the names
     (`jax.ad_checkpoint.checkpoint_name`), and nothing else, under any policy of a `jax.checkpoint`
@@ -789,10 +782,6 @@ def saving(run: Function, *names: str) -> Function:
     call = jax.custom_vjp(run)
     call.defvjp(lambda *arrays: jax.vjp(lean, *arrays), lambda pull, cotangents: pull(cotangents))
     return call
-
-
-# --------------------------------------------------------------------------------------------------
-# Dispatch, computation and combine of tokens on the devices of their experts.
 
 
 def routed(

@@ -83,10 +83,6 @@ def _equations(program: Program) -> Iterator[Equation]:
                 yield from _equations(inner)
 
 
-# --------------------------------------------------------------------------------------------------
-# Layouts of the contractions of a loss other than the planned one.
-
-
 def followed(
     plan: Plan,
     traced: LossJaxpr,

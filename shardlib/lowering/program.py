@@ -103,9 +103,6 @@ from shardlib.processes.values import in_every_process
 from shardlib.report.text import plan_card, plan_line
 from shardlib.tracing.program import flatten
 
-# --------------------------------------------------------------------------------------------------
-# Options of a program besides a plan and a loss.
-
 #: A value of one field of `BuildOptions`.
 BuildOption = Any
 

@@ -458,9 +458,6 @@ def _without_keys(leaf: Any) -> Any:
     return leaf
 
 
-# --------------------------------------------------------------------------------------------------
-# Arrays of a state as a card in a notebook: shape, dtype, and shard per device.
-
 #: Number of arrays listed, the largest first.
 _MOST = 40
 _HEAD = ("array", "shape", "dtype", "sharded over", "a device")

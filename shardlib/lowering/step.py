@@ -736,10 +736,6 @@ class StepParts:
     opt_state: Tree = None
 
 
-# --------------------------------------------------------------------------------------------------
-# Storage of parameters and optimizer state: shardings, dtypes, memory.
-
-
 @dataclass(frozen=True, kw_only=True)
 class Store:
     """Storage of parameters and of the optimizer's state.
@@ -835,7 +831,7 @@ def offloaded(tree: Tree, shardings: Tree, memory: str) -> Tree:
 
 
 # --------------------------------------------------------------------------------------------------
-# The update of a step: the optimizer, applied to each device's shards of the state.
+# One training step, as a function that `jax.jit` compiles.
 
 
 def updated(
@@ -870,10 +866,6 @@ def updated(
         model_state=chosen(model_state, state.model_state),
         opt_state=offloaded(chosen(opt_state, before), parts.opt_state, HOST),
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# One training step, as a function that `jax.jit` compiles.
 
 
 def of_trained(run: Run, partition: Partition) -> Run:

@@ -19,9 +19,6 @@ from shardlib.functions.routing import balance_loss, loads, route, z_loss
 from shardlib.layout import LogicalAxes
 from shardlib.models.config import Experts, LatentAttention, RopeScaling, TransformerConfig
 
-# --------------------------------------------------------------------------------------------------
-# The loss of a language model.
-
 
 def cross_entropy(
     logits: jax.Array, targets: jax.Array, weights: jax.Array | None = None

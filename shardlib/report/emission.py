@@ -21,9 +21,6 @@ from shardlib.layout import BATCH_AXES, MESH_AXES, STORED_AXES, Layout
 from shardlib.planner.plan import FrameworkJob, Plan, source_of
 from shardlib.untrusted.data import JsonObject
 
-# --------------------------------------------------------------------------------------------------
-# A plan as configurations need it: sizes of its mesh and of its microbatches.
-
 #: Kind of the slowest links, between slices or hosts.
 NETWORK = "network"
 

@@ -143,10 +143,6 @@ class LogAxis:
         return self.start + share * (self.end - self.start)
 
 
-# --------------------------------------------------------------------------------------------------
-# A value as a card in a notebook: a heading, bars, a table, and its whole text behind a click;
-# light or dark as the page is.
-
 _COLOURS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION, OLIVE)
 #: (label, size, size in words)
 Part = tuple[str, float, str]

@@ -257,10 +257,6 @@ def _visit(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] |
     return [row(place, **more), free(zero=True, splat=True)]
 
 
-# --------------------------------------------------------------------------------------------------
-# Linear algebra on stacks of matrices, each independent of the others.
-
-
 def stacked(step: Step, kinds: list[Kind]) -> Kind:
     """Rows along stack dims stay independent."""
     places = {kind.rows for kind in kinds if kind.family == "row"}

@@ -1,6 +1,13 @@
-"""Callbacks: functions called during a run.
+"""Callbacks: functions of a moment of a run, and what they can ask of it.
 
-settings = Settings(callbacks=(EarlyStop("validation/loss"), BestCheckpoint("validation/loss")))
+    def shout(moment):
+        if moment.event == "validation" and moment.numbers["validation/loss"] < 0.1:
+            moment.stop("good enough")
+
+    Settings(callbacks=(shout, EarlyStop("validation/loss")), validation=...)
+
+Callbacks are called in all processes of a run, with the same numbers; their requests must be the
+same in all of them.
 """
 
 from __future__ import annotations
@@ -15,18 +22,6 @@ from shardlib.errors import ModelError
 from shardlib.lowering.training_program import TrainingProgram
 from shardlib.training.states import learning_rate
 from shardlib.untrusted.data import Json, JsonMapping
-
-# --------------------------------------------------------------------------------------------------
-# A moment of a run, the argument of callbacks, and the requests that they can make.
-#
-#     def shout(moment):
-#         if moment.event == "validation" and moment.numbers["validation/loss"] < 0.1:
-#             moment.stop("good enough")
-#
-#     Settings(callbacks=(shout,), validation=...)
-#
-# Callbacks are called in all processes of a run, with the same numbers; their requests must be the
-# same in all of them.
 
 #: Events at which callbacks are called: before the first step of a process, after every step, after
 #: every validation, after the last step.
@@ -122,10 +117,6 @@ class Remembers(Protocol):
         ...
 
 
-# --------------------------------------------------------------------------------------------------
-# The learning rate, as a metric of every step.
-
-
 class LearningRate:
     """Logs the learning rate of every step as "learning_rate".
 
@@ -154,10 +145,6 @@ class LearningRate:
                 " optax.inject_hyperparams(optax.adamw)(learning_rate=...)"
             )
         moment.log(learning_rate=rate)
-
-
-# --------------------------------------------------------------------------------------------------
-# Samples of the model's output.
 
 
 class Samples:
@@ -191,9 +178,6 @@ class Samples:
             moment.note("sample", text=text)
 
 
-# --------------------------------------------------------------------------------------------------
-# A metric to be minimised or maximised, and its best value so far.
-
 #: Directions of improvement.
 MODES = ("min", "max")
 
@@ -224,10 +208,6 @@ class Watched:
         if better:
             self.best = value
         return better
-
-
-# --------------------------------------------------------------------------------------------------
-# The checkpoint with the best metric.
 
 
 class BestCheckpoint:
@@ -263,10 +243,6 @@ class BestCheckpoint:
         """Restores the best value."""
         best = memory.get("best")
         self._watched.best = math.nan if best is None else float(best)
-
-
-# --------------------------------------------------------------------------------------------------
-# Early stopping.
 
 
 class EarlyStop:

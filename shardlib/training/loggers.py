@@ -22,9 +22,6 @@ from shardlib.training.measures import EventFiles, Sink, scalars
 from shardlib.training.measures import JsonLines as Lines
 from shardlib.untrusted.data import JsonMapping, read_regular
 
-# --------------------------------------------------------------------------------------------------
-# A logger: a value that opens a sink when the run starts.
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedRun:
@@ -70,10 +67,6 @@ class Logger(Protocol):
         ...
 
 
-# --------------------------------------------------------------------------------------------------
-# JSON lines in a separate file; a run with a folder always has `metrics.jsonl`.
-
-
 @dataclass(frozen=True)
 class JsonLines:
     """A line of JSON for every step, validation and event.
@@ -88,9 +81,6 @@ class JsonLines:
         """Opens the file."""
         return Lines(Path(self.path))
 
-
-# --------------------------------------------------------------------------------------------------
-# MLflow.
 
 #: Maximum length of a parameter's value.
 LONGEST = 500
@@ -161,9 +151,6 @@ class _MlflowSink:
         self._client.set_terminated(self._run)
 
 
-# --------------------------------------------------------------------------------------------------
-# Event files for TensorBoard.
-
 #: Name of the plan's file in a run folder (`shardlib.training.run`).
 _PLAN = "plan.json"
 
@@ -200,9 +187,6 @@ def _plan_text(run: LoggedRun) -> str:
         return "\n".join(f"    {line}" for line in plan.explain().splitlines())
     return ""
 
-
-# --------------------------------------------------------------------------------------------------
-# Weights & Biases.
 
 MODES = ("offline", "online")
 

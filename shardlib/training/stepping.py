@@ -474,10 +474,6 @@ def _check_alike(programs: Sequence[tuple[int, TrainingProgram]]) -> None:
         )
 
 
-# --------------------------------------------------------------------------------------------------
-# The batches of a run, from the step at which it starts or resumes.
-
-
 class Feed:
     """Returns the batch of each step; a stream is opened at the first request."""
 
@@ -825,10 +821,6 @@ def equipped(task: Task, stack: contextlib.ExitStack, say: Callable[[str], None]
         watchdog=watchdog,
         profiler=profiler,
     )
-
-
-# --------------------------------------------------------------------------------------------------
-# Callbacks and validations.
 
 
 class Watching:

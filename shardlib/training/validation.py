@@ -25,9 +25,6 @@ from shardlib.tracing.rows import Inputs, prove
 from shardlib.tracing.trace import describe_batch, result_names, rows_of, with_rows
 from shardlib.training.states import averaged
 
-# --------------------------------------------------------------------------------------------------
-# Settings of validation: data and interval.
-
 #: A function () -> batches of any number of rows; or a dataset (`shardlib.data.open.read`); or a
 #: tree of host arrays with all rows.
 Data = Tree

@@ -644,10 +644,6 @@ def as_reduce_scatters(
     return (*(collective for collective in collectives if id(collective) not in windows), *scatters)
 
 
-# --------------------------------------------------------------------------------------------------
-# Times of the collectives of a compiled program, by the cost model.
-
-
 def timed(
     traffic: Traffic, mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()
 ) -> tuple[Collective, ...]:
