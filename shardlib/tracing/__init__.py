@@ -2,9 +2,8 @@
 
 folding.py         unrolled layers become a loop over layers
 layouts.py         layouts written in the user's program
-linearity.py       linearity of custom derivatives
 primitives.py      one row for each primitive: factor rule, effect on rows (with the rules for it),
-                   linearity
+                   linearity, also of hand-written derivatives
 program.py         the order and the names of the equations of a traced program; repeated blocks
 rewriting.py       traced programs re-evaluated with a callback on every value
 row_kinds.py       kinds of values by the rows of the batch that they depend on

@@ -22,8 +22,7 @@ from shardlib.graph import Dependence, RowDim, Rows
 from shardlib.jax_types import Aval
 from shardlib.tracing import primitives
 from shardlib.tracing.layouts import raising_line
-from shardlib.tracing.linearity import fault as linearity_fault
-from shardlib.tracing.primitives import TABLE, constant, constants
+from shardlib.tracing.primitives import TABLE, constant, constants, linearity_fault
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rewriting import bind
 from shardlib.tracing.row_kinds import (
@@ -258,7 +257,7 @@ class Analysis:
 # walked as well: the gradient of a row may depend on that row alone, and the gradient of a
 # parameter must be a sum over rows. A derivative that is normalised over the batch couples the
 # rows although the function does not. And it must be linear in the cotangents
-# (`shardlib.tracing.linearity`), whose size depends on the number of rows.
+# (`shardlib.tracing.primitives`), whose size depends on the number of rows.
 
 
 def _custom(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
