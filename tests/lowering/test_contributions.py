@@ -16,6 +16,7 @@ from flax import nnx
 
 import shardlib
 from shardlib.errors import PinError
+from tests.lowering import small
 from tests.zoo import losses
 
 BATCH = losses.batch(3)
@@ -293,3 +294,40 @@ def test_values_of_every_row_are_counted_in_whole():
     )
     values = jax.eval_shape(each, losses.params(jax.random.key(0)), BATCH)
     assert more - less == values.size * 4 / 2
+
+
+NUMBERS = {"lr": 3.0, "on": True, "off": False, "count": 2, "half": np.float32(0.5)}
+LOCKSTEP = {"mesh": {"stage": 2, "data": 2}, "microbatches": 4}
+
+
+def loss(params, batch):
+    return small.loss(params, batch), {**NUMBERS, "rows": batch["weight"].shape[0]}
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        {"mesh": {"data": 2}, "microbatches": 4},
+        {"mesh": {"fsdp": 2}, "microbatches": 4, "zero": 3},
+        LOCKSTEP,
+        {**LOCKSTEP, "pipeline": "programs", "schedule": "1f1b"},
+        {**LOCKSTEP, "pipeline": "programs", "schedule": "zero-bubble"},
+    ],
+    ids=["reduced once", "accumulated", "lockstep", "a program a stage", "zero bubble"],
+)
+def test_metrics_that_are_numbers_of_python_are_those_numbers(pin):
+    program = small.program(optax.sgd(0.01), pin, loss)
+    state = program.init(0)
+    evaluated = program.evaluate(state, small.batch())
+    _, stepped = program.step(state, small.batch())
+    for metrics in (evaluated, stepped):
+        assert {name: float(value) for name, value in metrics.items() if name != "loss"} == {
+            **NUMBERS,
+            "rows": 16,
+        }
+        assert [metrics[name].dtype.name for name in ("lr", "on", "count", "rows")] == [
+            "float32",
+            "bool",
+            "int32",
+            "int32",
+        ]

@@ -12,12 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardlib
 from shardlib.layout import MeshShape
 from shardlib.lowering import weights
+from shardlib.lowering.collectives import Machine
+from shardlib.lowering.contractions import AsWritten
 from shardlib.lowering.mesh import axis_names, device_mesh, parts_of
 from shardlib.lowering.uses import steps, weight_uses
+from shardlib.lowering.weights import LANES, SUBLANES, _scattered_rows
 from shardlib.planner.plan import Link
 from shardlib.tracing.program import flatten
 from shardlib.verification.traffic import read_traffic
@@ -248,3 +252,74 @@ def test_gradients_of_a_head_that_do_not_wait_are_the_same_bits(monkeypatch, mic
     (waiting, one), (free, other) = found
     assert waiting > free
     assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+#: Shapes of both operands, and their dimension numbers: contracting dims, batch dims.
+CONTRACTIONS = {
+    "weight": ((2, 3, 5), (5, 7), (((2,), (0,)), ((), ()))),
+    "contracted last": ((2, 3, 5), (7, 5), (((2,), (1,)), ((), ()))),
+    "two dims, crossed": ((5, 2, 4), (4, 7, 5), (((0, 2), (2, 0)), ((), ()))),
+    "scores": ((2, 3, 6, 5), (2, 4, 3, 5), (((3,), (3,)), ((0, 1), (0, 2)))),
+    "batch behind": ((3, 5, 2), (5, 7, 2, 4), (((1,), (0,)), ((2,), (2,)))),
+    "vector": ((5,), (5, 7), (((0,), (0,)), ((), ()))),
+}
+
+
+@pytest.mark.parametrize("case", CONTRACTIONS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_contractions_are_those_of_jax(case: str, dtype: jnp.dtype) -> None:
+    left_shape, right_shape, dims = CONTRACTIONS[case]
+    numbers = np.random.default_rng(0)
+
+    def drawn(shape: tuple[int, ...]) -> jax.Array:
+        return jnp.asarray(numbers.integers(-4, 5, shape), dtype)
+
+    left, right = drawn(left_shape), drawn(right_shape)
+
+    def run(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jax.lax.dot_general(left, right, dims, preferred_element_type=jnp.float32)
+
+    made, back = jax.vjp(run, left, right)
+    cotangent = jnp.asarray(numbers.integers(-4, 5, made.shape), made.dtype)
+    contraction = AsWritten(equation=flatten(jax.make_jaxpr(run)(left, right)).equations[0])
+    for wanted, (leaf, gradient) in enumerate(zip((left, right), back(cotangent), strict=True)):
+        like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        found = contraction.slope(wanted, (left, right), cotangent, like)
+        assert found.dtype == gradient.dtype
+        np.testing.assert_array_equal(found, gradient)
+
+
+SHAPES = (
+    ((8 * SUBLANES, 10 * LANES), 0, "tiles"),
+    ((8 * SUBLANES, 100), 0, "tiles of one row's columns"),
+    ((8 * SUBLANES, LANES + 2), 0, "tiles, filled up"),
+    ((3 * LANES, 16 * SUBLANES), 1, "tiles along the last dim"),
+    ((24, 3, LANES), 0, "rows"),
+    ((40, 5), 0, "short rows"),
+)
+
+
+@pytest.mark.parametrize(("shape", "dim", "_what"), SHAPES, ids=[what for _, _, what in SHAPES])
+def test_scattered_rows_are_those_of_the_sum(shape: tuple[int, ...], dim: int, _what: str):
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("major", "minor"))
+    partial = np.random.default_rng(0).integers(-99, 99, (8, *shape)).astype(np.float32)
+    cut = [("major", "minor") if at == dim else None for at in range(len(shape))]
+    scattered = jax.shard_map(
+        lambda one: _scattered_rows(one[0], dim, ("major", "minor"), stacked=False),
+        mesh=mesh,
+        in_specs=PartitionSpec(("major", "minor")),
+        out_specs=PartitionSpec(*cut),
+    )
+    np.testing.assert_array_equal(jax.jit(scattered)(partial), partial.sum(0))
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec(None, "data"), PartitionSpec("data", None)])
+def test_gradients_are_not_reduced_along_axes_of_one_device(spec: PartitionSpec) -> None:
+    mesh, _ = device_mesh(MeshShape(data=8))
+    region = Machine(mesh=mesh, torus=False).manual(jnp.sin, (spec,), spec)
+    array = np.linspace(0.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
+    place = NamedSharding(mesh, spec)
+    gradient = jax.jit(jax.grad(lambda x: region(x).sum()), in_shardings=place, out_shardings=place)
+    compiled = gradient.lower(array).compile()
+    assert "all-reduce" not in (compiled.as_text() or "")
+    np.testing.assert_allclose(compiled(jax.device_put(array, place)), np.cos(array), rtol=1e-6)
