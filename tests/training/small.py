@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,11 +39,18 @@ def batch_of(step: int, size: int = BATCH) -> dict[str, np.ndarray]:
 
 
 def compiled(mesh: dict[str, int], size: int = BATCH) -> Program:
+    """The program under a mesh, compiled once in a process."""
+    return _compiled(tuple(mesh.items()), size)
+
+
+@functools.cache
+def _compiled(mesh: tuple[tuple[str, int], ...], size: int) -> Program:
+    axes = dict(mesh)
     return shardlib.compile(
         Model,
         loss,
         optax.adam(1e-2),
         batch_of(0, size),
-        topology=f"cpu:{np.prod([*mesh.values()])}",
-        pin={"mesh": mesh, "zero": 3 if "fsdp" in mesh else 0},
+        topology=f"cpu:{np.prod([*axes.values()])}",
+        pin={"mesh": axes, "zero": 3 if "fsdp" in axes else 0},
     )

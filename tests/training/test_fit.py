@@ -31,7 +31,6 @@ from shardlib.training.rates import Ramp
 from shardlib.training.run import RunFolder, status
 from shardlib.training.settings import Settings
 from tests.checkpointing.states import numbers
-from tests.processes import child, free_port
 from tests.training.small import BATCH, Model, batch_of, compiled, loss
 
 
@@ -319,21 +318,6 @@ def test_metrics_without_room_are_said_once(
 
 def failing_always() -> None:
     raise CheckpointError("no room at all")
-
-
-@pytest.mark.long
-@pytest.mark.processes
-def test_two_processes_stop_together_and_one_goes_on(whole: Fitted, tmp_path: Path):
-    process = child("tests.training.child_fit", 2, free_port(), tmp_path)
-    _, errors = process.communicate(timeout=200)
-    assert process.returncode == 0, errors[-3000:]
-    assert [json.loads((tmp_path / f"found-{number}").read_text()) for number in range(2)] == [
-        {"steps": 20, "stopped": "another process"},
-        {"steps": 20, "stopped": "SIGTERM"},
-    ]
-    found = run(compiled({"fsdp": 4}), tmp_path / "run")
-    assert found.resumed == 20
-    np.testing.assert_allclose(found.losses, whole.losses, rtol=1e-6)
 
 
 @pytest.mark.long
