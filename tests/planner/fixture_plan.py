@@ -32,25 +32,22 @@ def parameter(
     )
 
 
+def collective(
+    kind: str, axis: str, size: int, count: int, seconds: float, cause: str
+) -> Collective:
+    return Collective(
+        kind=kind, axes=(axis,), bytes=size, count=count, seconds=seconds, cause=cause
+    )
+
+
 def layer(index: int) -> list[ParameterLayout]:
     """Two matrices and a norm."""
-    at = f"layers.{index}"
+    path, whole, stored = f"layers.{index}", Layout((), "tensor"), Layout("fsdp", "tensor")
+    back = Layout("tensor", ()), Layout("tensor", "fsdp")
     return [
-        parameter(f"{at}.norm.scale", (4096,), ("embed",), Layout(()), Layout("fsdp")),
-        parameter(
-            f"{at}.mlp.up.kernel",
-            (4096, 16384),
-            ("embed", "mlp"),
-            Layout((), "tensor"),
-            Layout("fsdp", "tensor"),
-        ),
-        parameter(
-            f"{at}.mlp.down.kernel",
-            (16384, 4096),
-            ("mlp", "embed"),
-            Layout("tensor", ()),
-            Layout("tensor", "fsdp"),
-        ),
+        parameter(f"{path}.norm.scale", (4096,), ("embed",), Layout(()), Layout("fsdp")),
+        parameter(f"{path}.mlp.up.kernel", (4096, 16384), ("embed", "mlp"), whole, stored),
+        parameter(f"{path}.mlp.down.kernel", (16384, 4096), ("mlp", "embed"), *back),
     ]
 
 
@@ -89,38 +86,10 @@ PLAN = Plan(
             batch=65536,
         ),
         collectives=(
-            Collective(
-                kind="all-gather",
-                axes=("fsdp",),
-                bytes=64 * 2**20,
-                count=192,
-                seconds=0.375,
-                cause="layers.*.mlp.up.kernel",
-            ),
-            Collective(
-                kind="reduce-scatter",
-                axes=("fsdp",),
-                bytes=16 * 2**20,
-                count=96,
-                seconds=0.125,
-                cause="layers.*.mlp.up.kernel",
-            ),
-            Collective(
-                kind="all-gather",
-                axes=("fsdp",),
-                bytes=8192,
-                count=192,
-                seconds=0.001,
-                cause="layers.*.norm.scale",
-            ),
-            Collective(
-                kind="all-gather",
-                axes=("tensor",),
-                bytes=32 * 2**20,
-                count=128,
-                seconds=0.075,
-                cause="residual stream",
-            ),
+            collective("all-gather", "fsdp", 64 * 2**20, 192, 0.375, "layers.*.mlp.up.kernel"),
+            collective("reduce-scatter", "fsdp", 16 * 2**20, 96, 0.125, "layers.*.mlp.up.kernel"),
+            collective("all-gather", "fsdp", 8192, 192, 0.001, "layers.*.norm.scale"),
+            collective("all-gather", "tensor", 32 * 2**20, 128, 0.075, "residual stream"),
         ),
         tokens=131072,
         model_flops=5.5e15,

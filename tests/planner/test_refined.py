@@ -8,28 +8,19 @@ from dataclasses import replace
 import pytest
 
 from shardlib.cost.pricing import Seconds
-from shardlib.layout import Collective, MeshShape
+from shardlib.layout import MeshShape
 from shardlib.planner.plan import Plan
 from shardlib.planner.stored import Refined, Trial
 from shardlib.report.elements import WIDTH
 from shardlib.report.pages import html_report
 from shardlib.report.text import explain
-from tests.planner.fixture_plan import GIB, PLAN
+from tests.planner.fixture_plan import GIB, PLAN, collective
 
 RECORD = Refined(
     wanted=2,
     seconds=Seconds(compute=1.75, exposed=0.125, overhead=0.0001),
     device_bytes=(("arguments", 30 * GIB), ("temporaries", 21 * GIB), ("peak", 51 * GIB)),
-    collectives=(
-        Collective(
-            kind="all-gather",
-            axes=("fsdp",),
-            bytes=64 * 2**20,
-            count=192,
-            seconds=0.5,
-            cause="layers.*.mlp.up.kernel",
-        ),
-    ),
+    collectives=(collective("all-gather", "fsdp", 64 * 2**20, 192, 0.5, "layers.*.mlp.up.kernel"),),
     kernels="compiler",
     trials=(
         Trial(
