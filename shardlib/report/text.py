@@ -819,7 +819,7 @@ def _compiler(plan: Plan) -> str:
         "model": "collectives are the compiler's, the time of kernels is predicted",
     }
     sums = (
-        f"A step takes {seconds_text(record.step_seconds)} and {bytes_text(record.peak_bytes)} a"
+        f"A step takes {seconds_text(record.step_seconds)} and {bytes_text(record.peak_bytes)} per"
         f" device; {kernels[record.kernels]}"
         + (
             f", {', '.join(' '.join(pair) for pair in record.versions)}."
