@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -27,7 +27,7 @@ from shardlib.cost.collectives import (
 from shardlib.cost.pricing import heap_share
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import BYTES, COUNTS, ROWS, Pricer, Q, Tally, Values
-from shardlib.cost.terms import ArrayTable, BoundedTable, distinct_rows
+from shardlib.cost.terms import ArrayTable, BoundedTable, LazyTable, distinct_rows
 from shardlib.layout import MESH_AXES, STORED_AXES, TOKEN_AXES
 from shardlib.planner.space import (
     FEWEST,
@@ -379,65 +379,49 @@ class Pairs(BoundedTable):
 # --------------------------------------------------------------------------------------------------
 # Lower bounds for one microbatch, summed over stages, by candidate.
 
-#: Rows of a `Tick`.
-QUANTITIES = 7
 
-
-@dataclass(frozen=True)
-class Tick(ArrayTable):
-    """Lower bounds for one microbatch, summed over all stages.
+@dataclass(frozen=True, kw_only=True)
+class Tick(LazyTable):
+    """Lower bounds for one microbatch, summed over all stages; arrays [candidates].
 
     Attributes:
-        rows: array [QUANTITIES, candidates]; the properties are its rows.
+        busy: seconds of kernels and of collectives that block compute.
+        free: `busy` less the weight-gradient work with which zero-bubble schedules can fill
+            bubbles.
+        loaded: `busy` with ring transfers in place of the compute that could hide them.
+        messages: number of messages between stages, per microbatch and chunk of layers.
+        message_bytes: bytes of these messages.
+        blocked: those seconds of `busy` that are collectives.
+        layers: those seconds of `busy` that are spent in layers, where all layers are alike and
+            each stage has whole ones; 0 where layers differ.
     """
 
-    rows: Array
+    busy: Array
+    free: Array
+    loaded: Array
+    messages: Array
+    message_bytes: Array
+    blocked: Array
+    layers: Array
 
-    @property
-    def busy(self) -> Array:
-        """Seconds of kernels and of collectives that block compute."""
-        return self.rows[0]
-
-    @property
-    def free(self) -> Array:
-        """`busy` less the weight-gradient work with which zero-bubble schedules can fill
-        bubbles.
-        """
-        return self.rows[1]
-
-    @property
-    def loaded(self) -> Array:
-        """`busy` with ring transfers in place of the compute that could hide them."""
-        return self.rows[2]
-
-    @property
-    def messages(self) -> Array:
-        """Number of messages between stages, per microbatch and chunk of layers."""
-        return self.rows[3]
-
-    @property
-    def message_bytes(self) -> Array:
-        """Bytes of these messages."""
-        return self.rows[4]
-
-    @property
-    def blocked(self) -> Array:
-        """Those seconds of `busy` that are collectives."""
-        return self.rows[5]
-
-    @property
-    def layers(self) -> Array:
-        """Those seconds of `busy` that are spent in layers, where all layers are alike and each
-        stage has whole ones; 0 where layers differ.
-        """
-        return self.rows[6]
+    @classmethod
+    def of(cls, rows: Array) -> Tick:
+        """The bounds from an array [QUANTITIES, candidates]."""
+        return cls(**{f.name: row for f, row in zip(fields(cls), rows, strict=True)})
 
     def waiting(self, blocked: Array) -> Tick:
         """The same bounds with `blocked` seconds of blocking collectives."""
         more = blocked - self.blocked
-        return Tick(
-            np.concatenate([self.rows[:3] + more, self.rows[3:5], blocked[None], self.rows[6:]])
+        return replace(
+            self,
+            busy=self.busy + more,
+            free=self.free + more,
+            loaded=self.loaded + more,
+            blocked=blocked,
         )
+
+
+QUANTITIES = len(fields(Tick))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -516,8 +500,8 @@ class Bounds:
     def ticks(self, policy: str, row_choices: RowChoices, shapes: Array) -> Tick:
         """Lower bounds for one microbatch under the given choices, on the given shapes."""
         if policy != EACH:
-            return Tick(self._parts[policy].total(row_choices, self._values.which[shapes]))
-        return Tick(
+            return Tick.of(self._parts[policy].total(row_choices, self._values.which[shapes]))
+        return Tick.of(
             sum(
                 (
                     np.minimum.reduce(
@@ -536,9 +520,9 @@ class Bounds:
         `ComponentCosts.least`.
         """
         if policy != EACH:
-            return Tick(self._parts[policy].least(self._values.which[shapes], first))
+            return Tick.of(self._parts[policy].least(self._values.which[shapes], first))
         work, which = np.unique(self._values.which[shapes], return_inverse=True)
-        return Tick(
+        return Tick.of(
             sum(
                 (
                     np.minimum.reduce([parts.least(work, first) for parts in segment])

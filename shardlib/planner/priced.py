@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -162,18 +163,11 @@ class PairPricer(Setting):
         """A pricer for rows of the given entries, with a `GroupPricer` where layer groups may
         differ.
         """
-        load, space, pricer, capacity = self.load, self.space, self.pricer, self.capacity
-        groups = None
-        if space.apart:
-            groups = GroupPricer(
-                load=load,
-                space=space,
-                pricer=pricer,
-                capacity=capacity,
-                values=entries.values,
-                cuttable=self.cuttable,
-            )
-        return RowPricer(load=load, space=space, pricer=pricer, capacity=capacity, groups=groups)
+        setting: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Setting)}
+        if not self.space.apart:
+            return RowPricer(**setting)
+        groups = GroupPricer(**setting, values=entries.values, cuttable=self.cuttable)
+        return RowPricer(**setting, groups=groups)
 
     def _rows(self, entries: Entries, placed: Placed) -> Rows:
         """Candidates under choices, with their quantities."""

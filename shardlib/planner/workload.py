@@ -72,28 +72,24 @@ def batch_size(problem: Problem, colouring: Colouring) -> int:
     """Greatest common divisor of the batch dims of the batch arrays, in examples; 1 where no dim is
     named batch.
     """
-    name = colouring.batch_colour
-    sizes = [
-        shape[dim]
-        for path, shape, _, _ in problem.batch
-        for dim, axis in enumerate(colouring.batch[path])
-        if axis == name
-    ]
-    return math.gcd(*sizes) if sizes and name else 1
+    return math.gcd(*_sizes(problem, colouring, colouring.batch_colour)) or 1
 
 
 def sequence_size(problem: Problem, colouring: Colouring) -> int:
     """Greatest common divisor of the sequence dims of the batch arrays, in positions; 1 where there
     is none.
     """
-    name = colouring.sequence_colour
-    sizes = [
+    return math.gcd(*_sizes(problem, colouring, colouring.sequence_colour)) or 1
+
+
+def _sizes(problem: Problem, colouring: Colouring, name: str | None) -> list[int]:
+    """Sizes of the dims of the batch arrays that have a colour."""
+    return [
         shape[dim]
         for path, shape, _, _ in problem.batch
         for dim, axis in enumerate(colouring.batch[path])
-        if axis == name
+        if name and axis == name
     ]
-    return math.gcd(*sizes) if sizes and name else 1
 
 
 def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
@@ -105,12 +101,7 @@ def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
         return "has no sequence"
     if colouring.colours[name].walked:
         return "walks along its sequence in a loop, one position after the other"
-    lengths = {
-        shape[dim]
-        for path, shape, _, _ in problem.batch
-        for dim, axis in enumerate(colouring.batch[path])
-        if axis == name
-    }
+    lengths = set(_sizes(problem, colouring, name))
     listed = " and ".join(map(str, sorted(lengths)))
     return (
         f"has sequences of {listed}, which {parts} not divide{'' if len(lengths) < 2 else ' all'}"

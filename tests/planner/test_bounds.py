@@ -193,7 +193,7 @@ def test_a_mixture_lies_on_the_line_between_policies() -> None:
 def test_the_fullest_stage_has_whole_layers() -> None:
     busy, layers = np.array([7.0]), np.array([6.0])  # six layers, and a second outside of them
     none = np.zeros(1)
-    tick = Tick(np.stack([busy, busy, busy, none, none, none, layers]))
+    tick = Tick.of(np.stack([busy, busy, busy, none, none, none, layers]))
     stages, micro = np.array([4]), np.array([8])
     seconds = step_seconds(tick, stages, micro, stages - 1, 6)
     np.testing.assert_allclose(seconds, (8 + 3) * (2 + 1 / 4))
