@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from shardlib.cost.framework import framework_profile
-from shardlib.cost.stages import Candidates, candidates, distinct
+from shardlib.cost.stages import Meshes, distinct
 from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import place, topology
 from shardlib.planner.assembly import price
-from shardlib.planner.bounds import Entries, Fitting, Pairs, Tick, mixed, step_seconds
+from shardlib.planner.bounds import Entries, Pairs, StepBounds, Tick, mixed, step_seconds
 from shardlib.planner.space import Scope, Strategy, build
 from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import Workload, prepare
@@ -61,13 +61,13 @@ def _prices(world: str, software: str) -> list[tuple[Candidate, float, float]]:
 
 def _entries(
     world: str, software: str, routes: bool, capacity: float, context: str = "all-gather"
-) -> tuple[Entries, Fitting]:
+) -> tuple[Entries, StepBounds]:
     load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
     strategy = Strategy(decisions=Decisions(context=context))
     room = build(load, Pins(), None, strategy)
     sizes = room.mesh_sizes(load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
-    fitting = Fitting(space=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
+    fitting = StepBounds(space=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
     scope = Scope(
         load=load,
         space=room,
@@ -95,12 +95,12 @@ def _key(entries: Entries, one: Candidate) -> tuple[int, ...]:
     )
 
 
-def _placed(entries: Entries, at: int, one: Candidate) -> Candidates:
+def _placed(entries: Entries, at: int, one: Candidate) -> Meshes:
     """An entry on the place of a plan."""
     where = topology(WHERE)
     placement = place(one.mesh, where, one.decisions.axis_order)
     assert placement is not None
-    c = candidates([(one.mesh, placement)], [one.decisions.microbatches], where)
+    c = Meshes.placed([(one.mesh, placement)], [one.decisions.microbatches], where)
     return replace(c, shapes=entries.values.shapes, shape=entries.shape[[at]])
 
 
