@@ -15,8 +15,7 @@ import typer.main
 from shardlib.cli.commands import app
 from shardlib.cli.inputs import parse_pins
 from shardlib.cli.output import writable, write
-from shardlib.errors import ArgumentError, LaunchError, MissingFileError, PinError
-from shardlib.launch.submission import Submission, submit
+from shardlib.errors import ArgumentError, MissingFileError, PinError
 from shardlib.planner.plan import Plan
 from shardlib.report.changes import diff
 
@@ -333,15 +332,6 @@ def test_names_that_no_file_can_have_are_refused(tmp_path: Path, name: str):
 def test_a_full_disk_is_one_sentence():
     with pytest.raises(ArgumentError, match=r"^'/dev/full' cannot be written: No space left"):
         write(Path("/dev/full"), "text")
-
-
-def test_a_submission_into_a_file_is_refused(tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    made = Submission(engine="slurm", files={"job.sh": ""}, commands=(("true",),))
-    with pytest.raises(
-        LaunchError, match=r"cannot be written into .*file: File exists\nTry: --out"
-    ):
-        submit(made, tmp_path / "file")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from shardlib.launch.kubernetes import KubernetesSettings, kubernetes
 from shardlib.launch.ray import RayHosts, RaySettings, ray
 from shardlib.launch.skypilot import SkyPilotSettings, skypilot
 from shardlib.launch.slurm import SlurmSettings, slurm
+from shardlib.launch.submission import Submission, submit
 from shardlib.launch.tpu_vm import TpuVmSettings, tpu_vm
 
 pytestmark = pytest.mark.unit
@@ -142,3 +144,12 @@ def test_variables_that_look_like_secrets(variable: str):
 def test_variables_that_look_like_none(variable: str):
     name, value = variable.split("=", 1)
     job(environment={name: value})
+
+
+def test_a_submission_into_a_file_is_refused(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    made = Submission(engine="slurm", files={"job.sh": ""}, commands=(("true",),))
+    with pytest.raises(
+        LaunchError, match=r"cannot be written into .*file: File exists\nTry: --out"
+    ):
+        submit(made, tmp_path / "file")
