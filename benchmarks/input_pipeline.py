@@ -13,7 +13,6 @@ tokenised to bytes, and files are read through a cache.
 from __future__ import annotations
 
 import argparse
-import functools
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -146,13 +145,19 @@ def main() -> None:
         tokens.mkdir()
         write_tokens(tokens, args.tokens)
         begin = time.perf_counter()
-        tokenizer = ByteTokenizer(vocab_size=50_000, end=END)
-        opened = functools.partial(read, tokens, seq=args.seq, tokenizer=tokenizer)
-        data = opened()
+        data = read(tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END))
         opening = time.perf_counter() - begin
-        segments = opened(segments=True)
+        segments = read(
+            tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END), segments=True
+        )
         begin = time.perf_counter()
-        packed = opened(packing="best-fit", cache=cache)
+        packed = read(
+            tokens,
+            seq=args.seq,
+            tokenizer=ByteTokenizer(vocab_size=50_000, end=END),
+            packing="best-fit",
+            cache=cache,
+        )
         packing = time.perf_counter() - begin
         found = {
             "tokens": args.tokens,

@@ -1,12 +1,5 @@
 """Measurements of a run: losses and metrics, rates, the load of the machine, profiles.
 
-The loss of a byte bigram model: the baseline that a trained model must beat.
-
->>> text = np.frombuffer(b"abababab", np.uint8)
->>> batch = {"inputs": text[None, :-1], "targets": text[None, 1:]}
->>> round(cross_entropy(fit([batch], smoothing=0.01), [batch]), 2)
-0.54
-
 Detection of bad losses: those that are not finite, and spikes. A spike is measured against the last
 losses by their median and the median absolute deviation, which one outlier does not move; PaLM
 (arXiv:2204.02311, 5.1) met about twenty of them, and got past each by restarting about 100 steps
@@ -43,7 +36,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 from tensorboardX import SummaryWriter
 
 from shardlib.errors import ModelError, RunError, raise_all
@@ -51,38 +43,6 @@ from shardlib.untrusted.data import JsonMapping, JsonObject, read_regular
 
 #: Former submodules are resolved by `shardlib._moved`.
 __path__: list[str] = []
-
-
-#: A batch: "inputs" and "targets" [batch, seq], bytes.
-Batch = Mapping[str, np.ndarray]
-
-
-def fit(batches: Iterable[Batch], *, smoothing: float = 1.0) -> np.ndarray:
-    """Log probabilities [previous byte, next byte], float64, of a byte bigram model with additive
-    smoothing.
-
-    Args:
-        batches: training data.
-        smoothing: added to every count.
-    """
-    counts = np.full(256 * 256, smoothing)
-    for batch in batches:
-        pairs = batch["inputs"].astype(np.int64) * 256 + batch["targets"]
-        counts += np.bincount(pairs.ravel(), minlength=256 * 256)
-    table = counts.reshape(256, 256)
-    return np.log(table / table.sum(1, keepdims=True))
-
-
-def cross_entropy(log_probabilities: np.ndarray, batches: Iterable[Batch]) -> float:
-    """Mean cross entropy in nats per byte over the predictions of batches of equal size.
-
-    Args:
-        log_probabilities: of the next byte, [256, 256].
-        batches: with "inputs" and "targets", bytes [batch, seq] each.
-    """
-    return float(
-        np.mean([-log_probabilities[batch["inputs"], batch["targets"]].mean() for batch in batches])
-    )
 
 
 # --------------------------------------------------------------------------------------------------

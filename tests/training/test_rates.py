@@ -14,6 +14,7 @@ from rich.console import Console
 from shardlib.errors import ModelError
 from shardlib.training import measures
 from shardlib.training.display import figures_table
+from shardlib.training.fit import bigram_loss
 from shardlib.training.measures import Busy
 from shardlib.training.rates import OPTIMIZERS, Ramp, batch_findings, large_batch, scaled, warmed_up
 from shardlib.training.settings import Figures
@@ -141,11 +142,8 @@ def test_times_beside_other_programs_are_not_compared(share: float | None, ratio
 def test_bigram_counts_by_hand():
     a, b = ord("a"), ord("b")
     text = {"inputs": np.array([[a, a]], np.int32), "targets": np.array([[a, b]], np.int32)}
-    table = measures.fit([text])
-    np.testing.assert_allclose(np.exp(table[a, [a, b, 0]]), [2 / 258, 2 / 258, 1 / 258])
-    np.testing.assert_allclose(np.exp(table).sum(1), 1)
     other = {"inputs": np.array([[a, b]]), "targets": np.array([[b, a]])}
     np.testing.assert_allclose(
-        measures.cross_entropy(table, [text, other]),
+        bigram_loss([text], [text, other]),
         -np.mean([np.log(2 / 258), np.log(2 / 258), np.log(2 / 258), np.log(1 / 256)]),
     )
