@@ -11,19 +11,14 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib import models
-from shardlib.annotation.tree import read
 from shardlib.errors import InfeasibleError, PinError, PlanError, TopologyError
-from shardlib.graph import Problem
 from shardlib.models import build
-from shardlib.models.config import TransformerConfig
 from shardlib.models.presets import PRESETS
 from shardlib.serve.cost import Experts, cuts, split, visited
 from shardlib.serve.plan import ServingPlan, curve, meshes
 from shardlib.serve.propagation import serving_layouts, serving_mesh
 from shardlib.serve.search import plan_served
 from shardlib.serve.space import ServingPins
-from shardlib.tracing.trace import forward_problem
 from tests.serve.small_jobs import asked, problem_of, served, weight_bytes
 
 
@@ -230,17 +225,9 @@ def test_weights_of_a_plan_are_those_of_the_programs(name: str, tensor: int):
 # Every weight of a model that serves is cut, whatever its family.
 
 
-def problem(name: str) -> tuple[TransformerConfig, Problem]:
-    config = models.load(name)
-    assert isinstance(config, TransformerConfig)
-    config = replace(config, param_dtype="bfloat16")
-    model = read(models.build(config)[0])
-    return config, forward_problem(model, lambda module, tokens: module(tokens), rows=8, tokens=32)
-
-
 def test_dims_that_are_cut_are_those_of_megatron():
-    config, found = problem("llama3-70b")
-    layouts = serving_layouts(found, serving_mesh(tensor=16, key_heads=[config.kv_heads]))
+    mesh = serving_mesh(tensor=16, key_heads=[8])
+    layouts = serving_layouts(problem_of("llama3-70b"), mesh)
     assert cut(layouts) == {
         "embedding": (0, 16),
         "head": (1, 16),
@@ -255,8 +242,8 @@ def test_dims_that_are_cut_are_those_of_megatron():
 
 
 def test_experts_and_latents_are_cut():
-    config, found = problem("deepseek-v3")
-    layouts = serving_layouts(found, serving_mesh(tensor=16, key_heads=[config.heads]))
+    found = problem_of("deepseek-v3")
+    layouts = serving_layouts(found, serving_mesh(tensor=16, key_heads=[128]))
     ways = {path: number for path, (_, number) in cut(layouts).items()}
     whole = {one.path: one.shape for one in found.parameters if one.path not in ways}
     assert all(path.endswith(("norm.scale", "norm")) for path in whole), whole

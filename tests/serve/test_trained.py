@@ -16,7 +16,6 @@ import shardlib
 from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.checkpointing.store import Checkpoints
-from shardlib.cli import main
 from shardlib.errors import RunError
 from shardlib.serve.loading import named, trained_run
 from shardlib.training.fit import train
@@ -61,39 +60,30 @@ def averaging(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made(home, average=0.7, save_every=1, keep=6, pin={"mesh": {"fsdp": 4}, "zero": 3})
 
 
-def run_command(*words: str) -> int:
-    """The exit code of `shardlib generate`."""
-    with pytest.raises(SystemExit) as ended:
-        main(["generate", *words])
-    return int(ended.value.code or 0)
-
-
 @pytest.mark.long
-def test_a_text_is_continued_as_the_model_would(folder: Path, capsys: pytest.CaptureFixture[str]):
-    words = (str(folder), "--prompt", "value_", "--most", "20", "--temperature", "0")
-    assert run_command(*words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+def test_a_text_is_continued_as_the_model_would(folder: Path, shell: Any):
+    words = f"generate {folder} --prompt value_ --most 20 --temperature 0".split()
+    code, out, _ = shell(*words, "--json")
+    assert code == 0
+    found = json.loads(out)
     run = trained_run(folder)
     assert found["version"] == "step 6"
     assert run.step == 6
     model = read(models.build(run.model)[0]).rebuild(*run.weights)
     logits = jax.jit(lambda tokens: model(tokens))
     assert found["tokens"] == greedy(lambda tokens: logits(tokens)[..., :256], list(b"value_"), 20)
-    assert run_command(*words) == 0
     text = bytes(found["tokens"]).decode("utf-8", "replace")
-    assert capsys.readouterr().out == f"value_{printable(text)}\n"
+    assert shell(*words)[:2] == (0, f"value_{printable(text)}\n")
 
 
 @pytest.mark.long
-def test_what_is_guessed_ahead_changes_no_answer(folder: Path, capsys: pytest.CaptureFixture[str]):
-    words = (str(folder), "--prompt", "value_", "--most", "20", "--seed", "3", "--json")
-    found: list[str] = []
-    for more in ((), ("--drafts", "3"), ("--draft", str(folder), "--seconds", "600")):
-        assert run_command(*words, *more) == 0
-        found.append(json.loads(capsys.readouterr().out)["text"])
-    assert found == found[:1] * 3
-    assert run_command(*words, "--seconds", "0.000001") == 0
-    assert json.loads(capsys.readouterr().out)["text"] == ""
+def test_what_is_guessed_ahead_changes_no_answer(folder: Path, shell: Any):
+    def text(more: str) -> str:
+        words = f"generate {folder} --prompt value_ --most 20 --seed 3 --json {more}"
+        return json.loads(shell(*words.split())[1])["text"]
+
+    assert text("") == text("--drafts 3") == text(f"--draft {folder} --seconds 600") != ""
+    assert text("--seconds 0.000001") == ""
 
 
 def test_a_run_gives_the_weights_of_its_newest_checkpoint(folder: Path):
@@ -120,15 +110,13 @@ def test_a_run_gives_the_weights_of_its_newest_checkpoint(folder: Path):
     ],
     ids=lambda value: str(value)[:24],
 )
-def test_what_cannot_be_answered_is_said(
-    folder: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-):
-    assert run_command(str(folder), *words) == 2
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_answered_is_said(folder: Path, words: list[str], said: str, shell: Any):
+    code, _, err = shell("generate", str(folder), *words)
+    assert (code, said in err) == (2, True), err
 
 
 @pytest.mark.long
-def test_the_average_of_a_run_is_served(averaging: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_average_of_a_run_is_served(averaging: Path, shell: Any):
     """Against NumPy, from the parameters of every step."""
     config = trained_run(averaging).model
     init, loss = models.build(config)
@@ -151,19 +139,14 @@ def test_the_average_of_a_run_is_served(averaging: Path, capsys: pytest.CaptureF
         assert isinstance(weights, tuple)
         for one, like in zip(jax.tree.leaves(weights[0]), wanted, strict=True):
             np.testing.assert_allclose(one, like, rtol=1e-5, atol=1e-6)
-    words = (str(averaging), "--prompt", "value_", "--most", "9", "--temperature", "0", "--json")
-    said: list[str] = []
-    for more in ((), ("--average",)):
-        assert run_command(*words, *more) == 0
-        said.append(json.loads(capsys.readouterr().out)["text"])
+    words = f"generate {averaging} --prompt value_ --most 9 --temperature 0 --json".split()
+    said = [json.loads(shell(*words, *more)[1])["text"] for more in ((), ("--average",))]
     assert said[0] != said[1]
 
 
-def test_an_average_that_is_not_there_is_said(folder: Path, capsys: pytest.CaptureFixture[str]):
-    assert run_command(str(folder), "--prompt", "a", "--average") == 2
-    assert "keeps no average of its parameters" in capsys.readouterr().err
-    assert run_command("demo", "--prompt", "a", "--average") == 2
-    assert "demo is not a run, so that it has no average" in capsys.readouterr().err
+def test_an_average_that_is_not_there_is_said(folder: Path, shell: Any):
+    code, _, err = shell("generate", str(folder), "--prompt", "a", "--average")
+    assert code == 2 and "keeps no average of its parameters" in err
 
 
 def test_a_folder_without_a_run_is_said(tmp_path: Path):
