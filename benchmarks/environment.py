@@ -110,6 +110,28 @@ def serving(*words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         process.wait(120)
 
 
+class Answering:
+    """A process that answers each line of its standard input with one of its standard output."""
+
+    def __init__(self, command: Sequence[str], **options: Any) -> None:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, **pipes, **options)
+        self.lines = self.process.stdout or iter(())
+
+    def ask(self, line: str = "") -> str:
+        """The answer to a line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+        return next(self.lines)
+
+    def close(self) -> None:
+        """Ends it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(60)
+
+
 @dataclass(frozen=True)
 class Timings:
     """Seconds of each call of one program, by the clock and of processors, and what it returned."""

@@ -13,6 +13,7 @@ tokenised to bytes, and files are read through a cache.
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -145,19 +146,13 @@ def main() -> None:
         tokens.mkdir()
         write_tokens(tokens, args.tokens)
         begin = time.perf_counter()
-        data = read(tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END))
+        tokenizer = ByteTokenizer(vocab_size=50_000, end=END)
+        opened = functools.partial(read, tokens, seq=args.seq, tokenizer=tokenizer)
+        data = opened()
         opening = time.perf_counter() - begin
-        segments = read(
-            tokens, seq=args.seq, tokenizer=ByteTokenizer(vocab_size=50_000, end=END), segments=True
-        )
+        segments = opened(segments=True)
         begin = time.perf_counter()
-        packed = read(
-            tokens,
-            seq=args.seq,
-            tokenizer=ByteTokenizer(vocab_size=50_000, end=END),
-            packing="best-fit",
-            cache=cache,
-        )
+        packed = opened(packing="best-fit", cache=cache)
         packing = time.perf_counter() - begin
         found = {
             "tokens": args.tokens,

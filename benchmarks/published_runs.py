@@ -86,31 +86,11 @@ def report(results: list[Result], left_out: dict[str, str]) -> dict[str, Any]:
         source: summary([result for result in results if result.source == source])
         for source in sources
     }
+    figures = {"pooled": summary(results), "by_source": by_source}
     return {
-        "summary": {
-            **overall(by_source, results),
-            "pooled": summary(results),
-            "by_source": by_source,
-        },
+        "summary": overall(by_source, results) | figures,
         "left_out": left_out,
-        "rows": [
-            {
-                "id": r.id,
-                "source": r.source,
-                "predicted_s": r.predicted_s,
-                "measured_s": r.measured_s,
-                "error": r.time_error,
-                "predicted_bytes": r.predicted_bytes,
-                "measured_bytes": r.measured_bytes,
-                "memory_error": r.memory_error,
-                "predicted_fits": r.predicted_fits,
-                "measured_fits": r.measured_fits,
-                "seconds": r.parts,
-                "device_bytes": r.memory,
-                "assumed": list(r.assumed),
-            }
-            for r in results
-        ],
+        "rows": [result.to_json() for result in results],
     }
 
 

@@ -122,19 +122,9 @@ def main() -> int:
         names = " ".join(file.name for file in args.files)
         flag = " --shipped" if args.shipped else f" --method {args.method}"
         command = f"python -m benchmarks published_unseen {names}{flag} --out {args.out.name}"
-        rows = [
-            {
-                "id": r.id,
-                "source": r.source,
-                "predicted_s": r.predicted_s,
-                "measured_s": r.measured_s,
-                "error": r.time_error,
-                "memory_error": r.memory_error,
-                "assumed": list(r.assumed),
-            }
-            for results in found.values()
-            for r in results
-        ]
+        names = ("id", "source", "predicted_s", "measured_s", "error", "memory_error", "assumed")
+        priced_rows = (result.to_json() for results in found.values() for result in results)
+        rows = [{name: row[name] for name in names} for row in priced_rows]
         write(
             args.out,
             {

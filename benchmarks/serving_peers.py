@@ -33,7 +33,7 @@ import torch
 import transformers
 
 from benchmarks.continuous_batching import LLAMA
-from benchmarks.environment import alternate, command_line, ratio, write
+from benchmarks.environment import ROOT, Answering, alternate, command_line, ratio, write
 from shardlib import models, serve
 from shardlib.annotation.tree import read
 from shardlib.checkpointing.huggingface import save_weights
@@ -54,44 +54,25 @@ def folder(place: Path, config: models.TransformerConfig) -> None:
     (place / "tokenizer.json").write_text(byte_tokenizer())
 
 
-class Vllm:
-    """A process of vLLM that answers."""
+class Vllm(Answering):
+    """A process of vLLM that answers; without an answer, `serving/vllm_peer.py` says why."""
 
     def __init__(self, python: Path, place: Path, threads: int) -> None:
-        program = Path(__file__).parent / "serving" / "vllm_peer.py"
+        program = ROOT / "benchmarks" / "serving" / "vllm_peer.py"
         hidden = {"JAX_PLATFORMS", "PYTHONPATH"}
-        self._process = subprocess.Popen(
+        super().__init__(
             [str(python), str(program), str(place), str(threads)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            text=True,
             env={key: value for key, value in os.environ.items() if key not in hidden},
         )
-        self.version = self._read()["vllm"]
+        self.version = json.loads(next(self.lines))["vllm"]
         self.cpu_seconds: list[float] = []
 
     def __call__(self, prompts: list[list[int]]) -> list[list[int]]:
         """Tokens of the answers."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"prompts": prompts, "most": MOST}) + "\n")
-        self._process.stdin.flush()
-        found = self._read()
+        found = json.loads(self.ask(json.dumps({"prompts": prompts, "most": MOST})))
         self.cpu_seconds.append(found["cpu_seconds"])
         return found["tokens"]
-
-    def close(self) -> None:
-        """Ends it."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
-
-    def _read(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("vLLM has ended; run benchmarks/serving/vllm_peer.py to see why")
-        return json.loads(line)
 
 
 def main() -> None:

@@ -89,17 +89,8 @@ def of_nnx(
 
         return params, rest, value
 
-    return Case(
-        package=package,
-        model=model,
-        framework="Flax NNX",
-        wrapper="none",
-        init=build,
-        loss=loss,
-        batch=batch,
-        plain=plain,
-        **options,
-    )
+    named = {"package": package, "model": model, "loss": loss, "batch": batch, **options}
+    return Case(framework="Flax NNX", wrapper="none", init=build, plain=plain, **named)
 
 
 def of_linen(
@@ -122,16 +113,19 @@ def of_linen(
 
         return variables["params"], rest, value
 
+    named = {
+        "package": package,
+        "model": model or type(module).__name__,
+        "loss": loss,
+        "batch": batch,
+        **options,
+    }
     return Case(
-        package=package,
-        model=model or type(module).__name__,
         framework="Flax Linen",
         wrapper="shardlib.linen(module, *inputs)",
         init=shardlib.linen(module, *inputs, **kwargs),
-        loss=loss,
-        batch=batch,
         plain=plain,
-        **options,
+        **named,
     )
 
 
@@ -156,16 +150,13 @@ def of_tree(
 
         return [leaf for own, leaf in zip(trained, leaves, strict=True) if own], (), value
 
+    named = {"package": package, "model": model, "loss": loss, "batch": batch, **options}
     return Case(
-        package=package,
-        model=model,
         framework=framework,
         wrapper="shardlib.tree(init)",
         init=shardlib.tree(build),
-        loss=loss,
-        batch=batch,
         plain=plain,
-        **options,
+        **named,
     )
 
 
@@ -203,16 +194,13 @@ def of_stateful(
             value,
         )
 
+    named = {"package": package, "model": model, "loss": loss, "batch": batch, **options}
     return Case(
-        package=package,
-        model=model,
         framework=framework,
         wrapper="shardlib.tree(init, stateful=True)",
         init=shardlib.tree(build, stateful=True),
-        loss=loss,
-        batch=batch,
         plain=plain,
-        **options,
+        **named,
     )
 
 

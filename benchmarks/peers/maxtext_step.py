@@ -38,7 +38,6 @@ def options_of(job: Job, more: dict[str, Any]) -> list[str]:
     words: dict[str, Any] = {
         "run_name": "peer",
         "base_output_directory": tempfile.mkdtemp(),
-        "decoder_block": "llama2",
         "base_emb_dim": job.embed,
         "base_num_query_heads": job.heads,
         "base_num_kv_heads": job.heads,
@@ -48,29 +47,15 @@ def options_of(job: Job, more: dict[str, Any]) -> list[str]:
         "vocab_size": job.vocab,
         "normalization_layer_epsilon": EPSILON,
         "rope_max_timescale": int(THETA),
-        "logits_via_embedding": False,
-        "enable_dropout": False,
         "max_target_length": job.seq,
         "per_device_batch_size": job.batch // 8,
         "dtype": job.dtype,
-        "weight_dtype": "float32",
-        "attention": "dot_product",
-        "ici_fsdp_parallelism": 8,
-        "dataset_type": "synthetic",
-        "enable_checkpointing": False,
-        "opt_type": "adamw",
         "learning_rate": RATE,
-        "learning_rate_final_fraction": 1.0,
-        "warmup_steps_fraction": 0.0,
-        "adam_b2": 0.999,
-        "adam_weight_decay": 1e-4,
-        "gradient_clipping_threshold": 0.0,
-        "skip_jax_distributed_system": True,
-        "jax_cache_dir": "",
         **more,
     }
     config = Path(pyconfig.__file__).parent / "base.yml"
-    return ["train", str(config), *(f"{name}={value}" for name, value in words.items())]
+    fixed = Path(__file__).with_name("maxtext_options.txt").read_text().split()
+    return ["train", str(config), *fixed, *(f"{name}={value}" for name, value in words.items())]
 
 
 def compiled(peer: str, topology: str | None) -> Compiled:

@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(Path(__file__).resolve().parent)]
 
-from benchmarks.environment import command_line, simulate_devices, write
+from benchmarks.environment import Answering, command_line, simulate_devices, write
 
 simulate_devices(8)
 
@@ -65,35 +65,17 @@ NOT_RUN = {
 }
 
 
-class Peer:
+class Peer(Answering):
     """A worker that has compiled its step."""
 
     def __init__(self, name: str, python: str, folder: Path) -> None:
-        self.text = folder / f"{name}.txt"
-        self.said = folder / f"{name}.log"
-        self.process = subprocess.Popen(
-            [python, str(WORKER), name, "--text", str(self.text)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.said.open("w"),
-            text=True,
-        )
+        self.text, said = folder / f"{name}.txt", folder / f"{name}.log"
+        command = [python, str(WORKER), name, "--text", str(self.text)]
+        super().__init__(command, stderr=said.open("w"))
         try:
-            self.facts = ready(self.process.stdout or ())
+            self.facts = ready(self.lines)
         except EOFError as error:
-            raise SystemExit(f"{name}: {error}\n{self.said.read_text()[-2000:]}") from error
-
-    def step(self) -> float:
-        """Seconds of one step."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        return float(self.process.stdout.readline())
-
-    def end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait(60)
+            raise SystemExit(f"{name}: {error}\n{said.read_text()[-2000:]}") from error
 
 
 def ready(lines: Iterable[str]) -> dict[str, Any]:
@@ -118,12 +100,12 @@ def on_devices(pythons: Mapping[str, str], rounds: int, folder: Path) -> dict[st
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for turn in range(rounds + 1):
         for name in list(peers) if turn % 2 else list(peers)[::-1]:
-            taken = peers[name].step()
+            taken = float(peers[name].ask())
             if turn:  # the first round warms up
                 seconds[name].append(taken)
     found: dict[str, Any] = {}
     for name, peer in peers.items():
-        peer.end()
+        peer.close()
         pairs = zip(seconds[name], seconds["flax-fsdp"], strict=True)
         found[name] = {
             **peer.facts,

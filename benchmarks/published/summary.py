@@ -65,6 +65,24 @@ class Result:
             None if self.measured_bytes is None else self.predicted_bytes / self.measured_bytes - 1
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain data."""
+        return {
+            "id": self.id,
+            "source": self.source,
+            "predicted_s": self.predicted_s,
+            "measured_s": self.measured_s,
+            "error": self.time_error,
+            "predicted_bytes": self.predicted_bytes,
+            "measured_bytes": self.measured_bytes,
+            "memory_error": self.memory_error,
+            "predicted_fits": self.predicted_fits,
+            "measured_fits": self.measured_fits,
+            "seconds": self.parts,
+            "device_bytes": self.memory,
+            "assumed": list(self.assumed),
+        }
+
 
 def compare(case: Case, found: Prediction) -> Result:
     """Puts a prediction beside what was measured."""

@@ -31,6 +31,7 @@ from shardlib.islands.meeting import (
     BetweenSteps,
     Rows,
     Shared,
+    average,
     joined,
     local,
     outer_updates,
@@ -299,9 +300,7 @@ class Arriving(IslandCall):
         received = [
             split(row if kind == "float32" else unpacked(row, kind), like, kind) for row in sent
         ]
-        means = [
-            _mean(list(parts_of_parameter)) for parts_of_parameter in zip(*received, strict=True)
-        ]
+        means = [average(parts_of_parameter) for parts_of_parameter in zip(*received, strict=True)]
         theta, v = outer_updates(
             self.exchange,
             means,
@@ -318,10 +317,6 @@ class Arriving(IslandCall):
             layers.with_rows(self.rows, outer, theta),
             layers.with_rows(self.rows, momentum, v),
         )
-
-
-def _mean(arrays: list[Value]) -> Value:
-    return sum(arrays[1:], arrays[0]) / len(arrays)
 
 
 # --------------------------------------------------------------------------------------------------

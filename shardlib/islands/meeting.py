@@ -42,13 +42,7 @@ def taken(
     return [
         array
         if slice_of_rows is None
-        else jax.shard_map(
-            partial(_rows, slice_of_rows),
-            mesh=mesh,
-            in_specs=sharding.spec,
-            out_specs=sharding.spec,
-            check_vma=False,
-        )(array)
+        else _per_device(mesh, partial(_rows, slice_of_rows), sharding, array)
         for array, sharding, slice_of_rows in zip(arrays, shardings, rows, strict=True)
     ]
 
@@ -64,15 +58,25 @@ def put(
     return [
         after
         if slice_of_rows is None
-        else jax.shard_map(
-            partial(_with_rows, slice_of_rows),
-            mesh=mesh,
-            in_specs=(sharding.spec, sharding.spec),
-            out_specs=sharding.spec,
-            check_vma=False,
-        )(array, after)
+        else _per_device(mesh, partial(_with_rows, slice_of_rows), sharding, array, after)
         for array, after, sharding, slice_of_rows in zip(arrays, new, shardings, rows, strict=True)
     ]
+
+
+def _per_device(
+    mesh: Mesh | AbstractMesh,
+    function: Callable[..., Value],
+    sharding: NamedSharding,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """A function of what each device holds of arrays that are sharded alike."""
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(sharding.spec,) * len(arrays),
+        out_specs=sharding.spec,
+        check_vma=False,
+    )(*arrays)
 
 
 def rows_of(rows: Sequence[Rows], arrays: Sequence[Value]) -> list[Value]:
@@ -229,7 +233,7 @@ def _averaged(
         [_from(theta, distance, exchange.islands) for theta in thetas] for distance in distances
     ]
     return (
-        [_mean([local, *others]) for local, *others in zip(thetas, *heard, strict=True)],
+        [average([local, *others]) for local, *others in zip(thetas, *heard, strict=True)],
         outer,
         momentum,
     )
@@ -241,7 +245,8 @@ def _from(array: Value, distance: int, islands: int) -> Value:
     return jax.lax.ppermute(array.reshape(-1), ISLAND.name, pairs).reshape(array.shape)
 
 
-def _mean(arrays: Sequence[Value]) -> Value:
+def average(arrays: Sequence[Value]) -> Value:
+    """The mean of arrays, added up in their order."""
     return sum(arrays[1:], arrays[0]) / len(arrays)
 
 

@@ -146,6 +146,7 @@ def test_a_batch_of_any_size_is_answered(shell, shallow: Path, batch: int, messa
     assert time.monotonic() - begin < 60
 
 
+@pytest.mark.long
 def test_the_cost_of_a_run_is_told(shell):
     words = ("plan", "gpt2-small", "-t", "h100:8", "-b", "64", "-s", "1024")
     code, out, _ = shell(*words, "--tokens", "300B", "--price", "2", "--mtbf", "2d", "--json")
@@ -261,6 +262,7 @@ def test_a_plan_as_plain_jax(
     assert "    'up': ((1024, 4096), P(None, 'tensor')," in text
 
 
+@pytest.mark.long
 def test_a_reference_model_is_not_written_as_plain_jax(
     shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, card: Path
 ) -> None:

@@ -270,6 +270,7 @@ def test_replan_for_a_machine_that_lost_a_host(shell, made: Path, tmp_path: Path
     assert code == 0 and "What moves" in text
 
 
+@pytest.mark.long
 def test_simulated_devices_are_priced_at_one_list(
     shell, card: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

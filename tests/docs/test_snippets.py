@@ -101,7 +101,13 @@ def searches(command: str) -> bool:
     )
 
 
-SEARCHES = [(page, command) for page, command in COMMANDS if searches(command)]
+#: Plans of models of which a search takes a second and more.
+LARGE = re.compile(r"-(70|405)b|deepseek|1t-moe")
+SEARCHES = [
+    pytest.param(page, command, marks=[pytest.mark.long] if LARGE.search(command) else [])
+    for page, command in COMMANDS
+    if searches(command)
+]
 
 
 @pytest.mark.parametrize(("page", "command"), SEARCHES, ids=lambda word: word[:50])

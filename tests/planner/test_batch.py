@@ -17,6 +17,7 @@ def planned(rows: int, pin: dict[str, object] | None = None) -> Plan:
     return planner.search(world, "v5e:4x4", pin)
 
 
+@pytest.mark.long
 def test_a_batch_that_divides_badly_is_said_first_with_one_that_is_faster() -> None:
     odd, even = planned(63), planned(64)
     first = odd.findings[0]

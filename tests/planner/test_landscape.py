@@ -26,6 +26,7 @@ def plan() -> Plan:
     return planner.search(worlds.mlp(), WHERE)
 
 
+@pytest.mark.long
 def test_every_point_is_a_plan_that_brute_force_prices_the_same(plan):
     load = prepare(worlds.mlp(), WHERE.chip.vendor)
     prices = {

@@ -77,8 +77,8 @@ JOINT = [
     ("experts", "h100:4"),
     ("experts", "2*a100:2"),
 ]
-#: Of these some are compared in every run: a wrong bound loses the best plan of most.
-ALWAYS = {("mlp", "h100:8"), ("mlp", "cpu:4")}
+#: Of these one is compared in every run: a wrong bound loses the best plan of most.
+ALWAYS = {("mlp", "cpu:4")}
 
 
 @pytest.mark.parametrize(
@@ -258,6 +258,7 @@ def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> No
     assert source_of(apart).why_not({"remat": "full"}).accumulation == 2
 
 
+@pytest.mark.long
 def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
     load = load_of("layers")
     first, second = (planner.search(load.problem, "h100:8", load=load) for _ in range(2))

@@ -98,6 +98,7 @@ def test_a_form_that_is_left_open_is_the_faster_of_both(where: str | Topology, s
     assert found.search.evaluations == sum(plan.search.evaluations for plan in forms)
 
 
+@pytest.mark.long
 def test_what_comes_next_is_of_both_forms():
     found = planned(MEASURED, pipeline="any", microbatches=8)
     assert found.pipeline == "programs" and not told(found)

@@ -30,7 +30,7 @@ from shardlib.errors import LaunchError, StateError
 from shardlib.findings import Finding
 from shardlib.islands.exchanges import BUCKET_BYTES, DiLoCo, Part
 from shardlib.islands.program import name_of, streams_of, with_trained
-from shardlib.islands.servers.rounds import Outer, Outline, about, checksum, pack, unpack
+from shardlib.islands.servers.rounds import About, Outer, Outline, checksum, pack, unpack
 from shardlib.islands.servers.wire import (
     Answer,
     Arrivals,
@@ -284,7 +284,7 @@ class Exchanging:
 
     def enter(self, first: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Waits for a round to begin, and takes its outer parameters."""
-        description, self.entry = about(self.exchange, self.outline), ""
+        description, self.entry = About.of(self.exchange, self.outline).text(), ""
         while True:
             ask = Ask(kind="enter", worker=self.number, about=description, start=self.entry)
             answer, arrays = self._ask(ask)

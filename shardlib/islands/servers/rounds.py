@@ -310,14 +310,14 @@ class About:
     exchange: str
     digest: str
 
+    @staticmethod
+    def of(exchange: DiLoCo, outline: Outline) -> About:
+        """Of an island that trains the parameters of an outline."""
+        return About(exchange=json.dumps(exchange.to_json()), digest=outline.digest)
+
     def text(self) -> str:
         """As it is sent."""
         return json.dumps([self.exchange, self.digest])
-
-
-def about(exchange: DiLoCo, outline: Outline) -> str:
-    """Returns the text by which an island introduces itself."""
-    return About(exchange=json.dumps(exchange.to_json()), digest=outline.digest).text()
 
 
 @dataclass(frozen=True, kw_only=True)
