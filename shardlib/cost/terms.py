@@ -308,16 +308,18 @@ class ArrayTable:
     def copied(self, which: Array) -> Self:
         """The rows at some positions or of a mask."""
         positions = _positions(which)
-        names = [f.name for f in fields(self) if f.init]
-        return type(self)(**{name: self._column(name, positions) for name in names})
+        shared = _shared(type(self))
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
+        return type(self)(
+            **{
+                name: value if name in shared else _rows(value, positions)
+                for name, value in values.items()
+            }
+        )
 
     def take(self, which: Array) -> Self:
         """The rows at some positions or of a mask."""
         return self.copied(which)
-
-    def _column(self, name: str, positions: Array) -> Any:
-        value = getattr(self, name)
-        return value if name in _shared(type(self)) else _rows(value, positions)
 
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:
@@ -350,7 +352,11 @@ class LazyTable(ArrayTable):
             sources = self.__dict__.get("_sources", [])
             for number, (table, positions) in enumerate(sources):
                 if name in table.__dict__:
-                    return self.__dict__.setdefault(name, table._column(name, positions))
+                    value = table.__dict__[name]
+                    if name not in _shared(type(self)):
+                        value = _rows(value, positions)
+                    self.__dict__[name] = value
+                    return value
                 if number + 1 == len(sources) and "_sources" in table.__dict__:
                     further, inner = table.__dict__["_sources"][0]
                     sources.append((further, inner[positions]))
@@ -369,7 +375,7 @@ def _shared(kind: type[ArrayTable]) -> frozenset[str]:
 
 def _rows(value: Any, positions: Array) -> Any:
     if isinstance(value, np.ndarray):
-        array = cast("Array", value)
+        array: Array = value  # pyright: ignore[reportUnknownVariableType]
         return array[positions] if array.ndim == 1 else array.take(positions, axis=-1)
     if isinstance(value, ArrayTable):
         return value.take(positions)
