@@ -655,7 +655,7 @@ def out_of_memory_text(message: str) -> str:
     sums = next((match for form in _NEEDED if (match := form.search(message))), None)
     what = f" for {sums['what']}" if sums and sums.re.groups == 3 else ""
     headline = (
-        f"the program needs {sums['need']}iB a device{what} and there are {sums['have']}iB"
+        f"the program needs {sums['need']}iB per device{what} and there are {sums['have']}iB"
         if sums
         else message.strip().splitlines()[0][:300].rstrip(".")
     )

@@ -219,8 +219,8 @@ def growth(before: tuple[Collective, ...], after: tuple[Collective, ...]) -> tup
                     severity="error",
                     where=key_text(key),
                     message=(
-                        f"{key_text(key)} grew from {was_count} executions and {bytes_text(was)} a"
-                        f" step to {count} and {bytes_text(size)}."
+                        f"{key_text(key)} grew from {was_count} executions and {bytes_text(was)}"
+                        f" per step to {count} and {bytes_text(size)}."
                     ),
                 )
             )
@@ -318,8 +318,8 @@ def _collective_lines(verification: Verification) -> list[str]:
         *lines,
         *_compared("result bytes of a meeting", tuple(c for c in met if c not in copied), compiled),
         *(
-            f"beside steps, by copies between islands: {bytes_text(collective.total_bytes)} a"
-            " device"
+            f"beside steps, by copies between islands: {bytes_text(collective.total_bytes)}"
+            " per device"
             for collective in copied
         ),
     ]

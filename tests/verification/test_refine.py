@@ -359,7 +359,7 @@ def test_the_number_of_compilations_is_bounded():
     with pytest.raises(
         InfeasibleError,
         match=(
-            f"out-of-memory: the program needs .* a device and there are {usable / 2**30:.1f} GiB"
+            f"out-of-memory: the program needs .* per device and there are {usable / 2**30:.1f} GiB"
         ),
     ):
         refined(MadeUp(peak=lambda plan: usable + 1), 1)
