@@ -786,11 +786,6 @@ def least_in_flight(shape: Pipelines) -> Array:
     return np.minimum.reduce([schedule.least_in_flight(shape) for schedule in pipelines()])
 
 
-def most_put_off(*, lockstep: bool) -> float:
-    """The maximum of `Schedule.put_off` over all schedules."""
-    return max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
-
-
 #: An integer or an array of integers: NumPy, or JAX inside a program.
 Number = Any
 

@@ -37,8 +37,8 @@ from shardlib.annotation.trees import (
     path_text,
 )
 from shardlib.errors import AnnotationError, raise_all
-from shardlib.findings import Finding, diagnostic
-from shardlib.jax_types import Index, Jaxpr
+from shardlib.findings import Finding
+from shardlib.jax_types import Index
 from shardlib.layout import INNER_AXES, LogicalAxes
 
 
@@ -303,59 +303,6 @@ def planning_mesh() -> AbstractContextManager[object]:
         AbstractMesh(
             (1,) * len(INNER_AXES), INNER_AXES, axis_types=(AxisType.Auto,) * len(INNER_AXES)
         )
-    )
-
-
-def rules_in_force() -> bool:
-    """True if Flax's logical axis rules are set around the caller."""
-    return bool(nn.get_logical_axis_rules())
-
-
-def pinned_activations(jaxpr: Jaxpr) -> int:
-    """Number of layout constraints on activations in a program."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum(
-        (eqn.primitive.name == "sharding_constraint") + sum(map(pinned_activations, _inside(eqn)))
-        for eqn in inner.eqns
-    )
-
-
-def _inside(eqn: Any) -> list[Any]:
-    return [
-        item
-        for value in eqn.params.values()
-        for item in (value if isinstance(value, (tuple, list)) else (value,))
-        if hasattr(item, "eqns")
-    ]
-
-
-@diagnostic
-def ignored_constraints(
-    loss: PureLoss, params: Tree, state: Tree, batch: Tree
-) -> tuple[Finding, ...]:
-    """A finding if a loss has Flax's logical constraints that are ignored because no rules are
-    set.
-    """
-    with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
-        count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))
-    return (
-        (
-            Finding(
-                code="activation-names-ignored",
-                severity="info",
-                where=f"{count} of them",
-                message=(
-                    "the model names dims of activations and no logical axis rules are in force;"
-                    " the plan places activations itself."
-                ),
-                hint=(
-                    "to price or pin them, call shardlib.compile inside"
-                    " flax.linen.logical_axis_rules(...), with honour='pins' to pin"
-                ),
-            ),
-        )
-        if count
-        else ()
     )
 
 

@@ -55,7 +55,6 @@ from shardlib.checkpointing.tree import (
     said,
     shortened,
     spec_of,
-    state_of,
     without_optimizer,
 )
 from shardlib.errors import CheckpointError, raise_all
@@ -428,7 +427,7 @@ def read_state(
             }
         )
     form = jax.tree.structure(target).unflatten([arrays[p] for p in named])
-    state = state_of(form, like)
+    state = like.of_stored_form(form) if isinstance(like, SeveralStates) else form
     if not new_optimizer:
         return state, findings
     assert program is not None

@@ -75,11 +75,6 @@ def form_of(state: State) -> Tree:
     return state.stored_form() if isinstance(state, SeveralStates) else state
 
 
-def state_of(form: Tree, like: State) -> State:
-    """The state of a tree made by `form_of`."""
-    return like.of_stored_form(form) if isinstance(like, SeveralStates) else form
-
-
 def without_optimizer(state: State) -> State:
     """A state without optimizer state and related parts."""
     if isinstance(state, SeveralStates):

@@ -9,13 +9,12 @@ Values keep their indices, so that facts about them stay valid.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 
 from shardlib.cost.terms import Heads
-from shardlib.graph import Dims, FactorRule, Graph, Op, StepGraph, check, prune
-from shardlib.layout import LogicalAxes
-from shardlib.propagation.colours import TOKENS, Classes, Cut
+from shardlib.graph import Dims, FactorRule, Graph, StepGraph
+from shardlib.propagation.colours import Classes
 from shardlib.propagation.contractions import Shared
 
 # --------------------------------------------------------------------------------------------------
@@ -55,76 +54,6 @@ def causal_share(keys: int, block: int, window: int = 0) -> float:
     return sum(blocks + 1 for blocks in before) / n**2
 
 
-def head_size(op: Op) -> int:
-    """Contracted elements of a head in an attention kernel: the largest last dim of the operands
-    and results in which only the last dim must stay whole. 0 for other ops.
-    """
-    if op.kind not in (FORWARD, BACKWARD):
-        return 0
-    unsharded = [
-        [
-            math.prod(op.rule.sizes[factor] for factor in dim if factor in op.rule.whole)
-            for dim in dims
-        ]
-        for dims in (*op.rule.operands, *op.rule.results)
-        if dims
-    ]
-    return max(
-        (sizes[-1] for sizes in unsharded if sizes[-1] > 1 == math.prod(sizes[:-1])), default=0
-    )
-
-
-def head_widths(op: Op) -> tuple[int, int] | None:
-    """Elements of a head of queries, over all its parts, and of a head of values; None for a kernel
-    of another form than documented in this module.
-    """
-    if op.kind not in KERNELS:
-        return None
-    forward, rule = op.kind == FORWARD, op.rule
-    rows = [dim for dim in (rule.results if forward else rule.operands)[-1] if dim]
-    beside = [  # operands with the rows of queries, except for the statistic
-        dims[-1]
-        for dims in rule.operands
-        if dims and [dim for dim in dims[:-1] if dim] == rows and dims[-1]
-    ]
-    # In the backward pass the first of them is the gradient of the result, as wide as values.
-    values, queries = (
-        (rule.results[0][-1], beside) if forward else (beside[0] if beside else (), beside[1:])
-    )
-    if not queries or not values:
-        return None
-
-    def width(dim: Sequence[int]) -> int:
-        return math.prod(rule.sizes[factor] for factor in dim)
-
-    return sum(map(width, queries)), width(values)
-
-
-def scores_per_flop(op: Op) -> float:
-    """Scores per FLOP of an attention kernel: 2 matmuls forward and 5 backward contract or make the
-    elements of a head for each score. 0 for other ops.
-
-    Of the dims that must stay whole, that of a head's elements is the smallest.
-    """
-    if op.kind not in (FORWARD, BACKWARD):
-        return 0.0
-    width = min(
-        (op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1), default=1
-    )
-    return 1 / (2 * width * (2 if op.kind == FORWARD else 5))
-
-
-def block_scores(op: Op, block: int) -> float:
-    """Scores of one block of queries and keys in a self-attention kernel, over the elements of its
-    queries. 0 for other ops.
-    """
-    if op.kind not in (FORWARD, BACKWARD):
-        return 0.0
-    sizes = [op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1]
-    keys, width = max(sizes, default=1), min(sizes, default=1)
-    return min(keys, block) ** 2 / (keys * width)
-
-
 @dataclass(frozen=True, kw_only=True)
 class KernelHeads:
     """The heads of one attention kernel.
@@ -155,100 +84,10 @@ class KernelHeads:
         return Heads(groups=self.groups, each=self.each, shared=shared)
 
 
-def kernel_heads(
-    op: Op, colours: LogicalAxes, batch: str | None, sequence: str | None
-) -> KernelHeads | None:
-    """The heads of an attention kernel; None if they cannot be identified."""
-    if op.kind not in KERNELS or batch is None:
-        return None
-    rows = op.rule.results[-1] if op.kind == FORWARD else op.rule.operands[-1]
-    unsharded = {colours[factor] for factor in op.rule.whole} - {None}
-    others = {batch, sequence, TOKENS, *unsharded} - {None}
-    heads = {
-        factor
-        for dim in rows
-        for factor in dim
-        if factor not in op.rule.whole and colours[factor] not in others
-    }
-    if not heads:
-        return None
-    sides = [
-        {factor for dim in dims for factor in dim} for dims in (*op.rule.operands, *op.rule.results)
-    ]
-    group = max(sorted(heads), key=lambda factor: sum(factor in side for side in sides))
-    within = frozenset(heads - {group})
-    return KernelHeads(
-        group=group,
-        within=within,
-        groups=op.rule.sizes[group],
-        each=math.prod(op.rule.sizes[factor] for factor in within),
-        colour=colours[group],
-        width=frozenset(name for name in unsharded if name is not None and name != sequence),
-    )
-
-
-def over_heads(cut: Cut, heads: KernelHeads) -> Cut:
-    """The sharding of the factors of a kernel whose heads tensor shards inside it."""
-    parts = [None if part == "tensor" else without_tensor(part) for part in cut]
-    parts[heads.group] = "tensor" if parts[heads.group] is None else f"{parts[heads.group]}+tensor"
-    return tuple(parts)
-
-
 def without_tensor(part: str | None) -> str | None:
     """The sharding of a dim without the tensor axis."""
     remaining = [axis for axis in (part or "").split("+") if axis != "tensor"]
     return "+".join(remaining) or None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Between:
-    """The values between projections and attention kernels.
-
-    Attributes:
-        heads: heads of the kernel, by value.
-        paired: gradients made by kernels whose head dims an op pairs before a contraction reads
-            them, such as a rotation by positions.
-    """
-
-    heads: Mapping[int, KernelHeads]
-    paired: frozenset[int]
-
-
-def between(
-    graph: Graph, kernels: Mapping[int, KernelHeads], names: Sequence[LogicalAxes]
-) -> Between:
-    """The values that ops without a contraction make of projection results for a kernel, and of the
-    kernel's results for the products of gradients.
-    """
-    producers, found_heads, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
-    readers: dict[int, list[int]] = {}
-    for index, op in enumerate(graph.ops):
-        for value in op.operands:
-            readers.setdefault(value, []).append(index)
-
-    def beyond(value: int, forward: bool) -> list[Op]:
-        neighbours = (
-            [producers[value]] if forward and value in producers else readers.get(value, [])
-        )
-        if forward and value not in producers:
-            return []
-        ops = [graph.ops[index] for index in neighbours]
-        return [op for op in ops if op.category in ("elementwise", "movement")]
-
-    for kernel, heads in kernels.items():
-        forward = graph.ops[kernel].kind == FORWARD
-        for start in graph.ops[kernel].operands if forward else graph.ops[kernel].results:
-            pending = [start]
-            while pending:
-                value = pending.pop()
-                if value in found_heads or heads.colour is None or heads.colour not in names[value]:
-                    continue
-                found_heads[value] = heads
-                for op in beyond(value, forward):
-                    pending.extend(op.operands if forward else op.results)
-                    if op.category == "movement" and op.rule.whole and not forward:
-                        paired.add(start)
-    return Between(heads=found_heads, paired=frozenset(paired))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -505,148 +344,6 @@ class _Search:
             kinds.add(op.kind)
             pending.extend(op.operands)
         return kinds
-
-
-def fused(step: StepGraph, block: int = 128) -> StepGraph:
-    """The step with every core of attention as one forward kernel, and one backward kernel per set
-    of dims that gradients are summed over.
-    """
-    tried: set[int] = set()
-    while True:
-        graph = step.graph
-        core = next(
-            (core for core in cores(step) if graph.ops[core.sinks[0]].results[0] not in tried), None
-        )
-        if core is None:
-            return step
-        tried.add(graph.ops[core.sinks[0]].results[0])
-        step = _without(step, core, block) or step
-
-
-def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
-    """The step with one core as kernels; None if an op outside needs values that they do not
-    write.
-    """
-    graph = step.graph
-    kernels = _kernels(graph, core, block)
-    if kernels is None:
-        return None
-    results = {value for ops in kernels.values() for op in ops for value in op.results}
-    carried = {operand for ops in kernels.values() for op in ops for operand in op.operands}
-    producers = graph.producers()
-    gone = {*core.products, *core.chain, *core.sinks}
-    for value in carried:  # the exit and enter ops of the statistic stay
-        while (maker := producers.get(value)) in core.chain and value not in results:
-            gone.discard(maker)
-            (value,) = graph.ops[maker].operands
-    ops = [
-        op
-        for index, old in enumerate(graph.ops)
-        for op in kernels.get(index, () if index in gone else (old,))
-    ]
-    rewritten = prune(replace(graph, ops=tuple(ops)))
-    try:
-        check(rewritten, before=graph)
-    except AssertionError:
-        return None
-    return replace(step, graph=rewritten)
-
-
-def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] | None:
-    """The kernels of a core, by the index of the op that they replace; None if the statistic does
-    not reach the gradients.
-    """
-    joined = Joined(graph, {*core.products, *core.chain, *core.sinks})
-    rows = joined.classes(core.sums, graph.ops[core.sums].rule.summed)
-    keys = math.prod(joined.size(index) for index in rows)
-    share = causal_share(keys, block, core.window) if core.causal else 1.0
-    inner = {value for i in (*core.products, *core.chain) for value in graph.ops[i].results}
-    mixing, gradients = core.sinks[0], core.sinks[1:]
-    statistic, arrived = _statistic(graph, core, {graph.ops[i].region for i in gradients})
-    if arrived is None and gradients:
-        return None
-    contracted = rows.union(*(joined.classes(i, graph.ops[i].rule.summed) for i in core.products))
-
-    def kernel(
-        kind: str,
-        position: int,
-        reading: Iterable[int],
-        counted: Iterable[int],
-        results: tuple[int, ...],
-        extra: tuple[int, ...],
-        summed: frozenset[int],
-    ) -> Op:
-        operands = dict.fromkeys(
-            [value for i in reading for value in graph.ops[i].operands if value not in inner]
-        )
-        operands |= dict.fromkeys((*extra, *(core.beside if kind == FORWARD else ())))
-        return replace(
-            graph.ops[position],
-            kind=kind,
-            category="opaque",
-            operands=tuple(operands),
-            results=results,
-            rule=joined.rule(tuple(operands), results, summed=summed, unsharded=contracted),
-            flops=share * sum(graph.ops[i].flops for i in counted),
-        )
-
-    forward = kernel(
-        FORWARD,
-        mixing,
-        (*core.scores, mixing),
-        (*core.scores, mixing),
-        (graph.ops[mixing].results[0], statistic),
-        (),
-        frozenset(),
-    )
-    kernels: dict[int, tuple[Op, ...]] = {mixing: (forward,)}
-    groups: dict[frozenset[int], list[int]] = {}
-    for sink in gradients:
-        groups.setdefault(joined.classes(sink, graph.ops[sink].rule.summed), []).append(sink)
-    for number, (summed, sinks) in enumerate(groups.items()):
-        assert arrived is not None
-        results = tuple(graph.ops[i].results[0] for i in sinks)
-        op = kernel(
-            BACKWARD,
-            sinks[0],
-            (*(i for i in core.products if i not in core.scores), *gradients),
-            (*sinks, *(core.products if number == 0 else ())),
-            results,
-            (arrived,),
-            summed,
-        )
-        kernels[gradients[0]] = (*kernels.get(gradients[0], ()), op)
-    return kernels
-
-
-def _statistic(graph: Graph, core: Core, regions: set[int]) -> tuple[int, int | None]:
-    """The value of the row sums where it is computed, and the value that the gradients read."""
-    (row_sum,) = graph.ops[core.sums].results
-    home = graph.ops[core.sums].region
-    if not regions or regions == {home}:
-        return row_sum, row_sum
-    for index in core.chain:
-        op = graph.ops[index]
-        if op.kind == "exit" and _descends(graph, core, op.operands[0], row_sum):
-            for entry in core.chain:
-                if (
-                    graph.ops[entry].kind == "enter"
-                    and graph.ops[entry].operands == op.results
-                    and graph.ops[entry].region in regions
-                ):
-                    return op.operands[0], graph.ops[entry].results[0]
-    return row_sum, None
-
-
-def _descends(graph: Graph, core: Core, value: int, source: int) -> bool:
-    """True if a value is a view of another."""
-    producers = graph.producers()
-    while value != source:
-        maker = producers.get(value)
-        if maker not in core.chain or graph.ops[maker].category != "movement":
-            return False
-        value = graph.ops[maker].operands[0]
-    return True
 
 
 # --------------------------------------------------------------------------------------------------

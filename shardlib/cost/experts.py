@@ -282,56 +282,6 @@ def routed_values(
     return moved_values
 
 
-def arrived_values(
-    graph: Graph, names: Sequence[LogicalAxes], batch: str | None
-) -> dict[int, float]:
-    """Dispatched rows -> the share of them that can be filled: operands and results of grouped
-    matmuls over tokens, element-wise functions of them, and those of them that loops save.
-    """
-
-    def of_tokens(value: int) -> bool:
-        return any(batch in (colour or "").split("+") for colour in names[value])
-
-    shares: dict[int, float] = {}
-    pending: list[tuple[int, float]] = []
-    capped = layers(graph)
-    for op in graph.ops:
-        if op.kind in GROUPED:
-            rows = [
-                value
-                for value in (*op.operands, *op.results)
-                if "float" in graph.values[value].dtype and of_tokens(value)
-            ]
-            pending += [
-                (
-                    value,
-                    (
-                        capped[op.region].assignments / slots_of(graph, value)
-                        if op.region in capped
-                        else 1.0
-                    ),
-                )
-                for value in rows
-            ]
-    beside: dict[int, list[int]] = defaultdict(list)
-    for op in graph.ops:
-        if op.category == "elementwise" or op.kind in ("enter", "exit"):
-            alike = [
-                value
-                for value in (*op.operands, *op.results)
-                if op.category != "elementwise"
-                or graph.values[value].shape == graph.values[op.results[0]].shape
-            ]
-            for value in alike:
-                beside[value] += alike
-    while pending:
-        value, share = pending.pop()
-        if value not in shares:
-            shares[value] = share
-            pending += [(neighbour, share) for neighbour in beside[value]]
-    return shares
-
-
 def _whole_rows(op: Op, graph: Graph) -> bool:
     """True if whole rows move, which distinguishes tokens from single scores."""
     source = graph.values[op.operands[0]].shape

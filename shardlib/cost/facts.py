@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from shardlib.cost.attention import FORWARD, between, kernel_heads, over_heads, without_tensor
+from shardlib.cost.attention import FORWARD, KERNELS, KernelHeads, without_tensor
 from shardlib.cost.experts import EVEN, GROUPED, Exchange, layers
 from shardlib.cost.framework import RESULTS
 from shardlib.cost.terms import OUTSIDE_LAYERS, Item
@@ -480,38 +478,6 @@ def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict
                 deaths[dying[0]] = index - 1
 
 
-def levels(
-    graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]
-) -> list[np.ndarray]:
-    """Bytes alive at every op, one array per hypothesis about the layout.
-
-    Args:
-        spans: key -> first and last op index.
-        weightings: arrays of bytes per key, one per hypothesis.
-    """
-    profiles: list[np.ndarray] = []
-    for weights in weightings:
-        change = np.zeros(len(graph.ops) + 1)
-        for key, (birth, death) in spans.items():
-            change[birth] += weights[key]
-            change[death + 1] -= weights[key]
-        profiles.append(np.cumsum(change))
-    return profiles
-
-
-def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> list[frozenset[int]]:
-    """Sets of values alive together where memory may peak.
-
-    Args:
-        spans: key -> first and last op index.
-        alive: bytes at every op by hypothesis, see `levels`.
-    """
-    return [
-        alive_at(spans, peak, peak)
-        for peak in dict.fromkeys(int(np.argmax(level)) for level in alive)
-    ]
-
-
 def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozenset[int]:
     """Values whose live range overlaps the ops from `first` to `last`."""
     return frozenset(
@@ -721,6 +687,96 @@ def _top(graph: Graph, region: int) -> int:
 
 # --------------------------------------------------------------------------------------------------
 # Facts that all items of one step graph share: colours, kernels, weights and gradients.
+
+
+def kernel_heads(
+    op: Op, colours: LogicalAxes, batch: str | None, sequence: str | None
+) -> KernelHeads | None:
+    """The heads of an attention kernel; None if they cannot be identified."""
+    if op.kind not in KERNELS or batch is None:
+        return None
+    rows = op.rule.results[-1] if op.kind == FORWARD else op.rule.operands[-1]
+    unsharded = {colours[factor] for factor in op.rule.whole} - {None}
+    others = {batch, sequence, TOKENS, *unsharded} - {None}
+    heads = {
+        factor
+        for dim in rows
+        for factor in dim
+        if factor not in op.rule.whole and colours[factor] not in others
+    }
+    if not heads:
+        return None
+    sides = [
+        {factor for dim in dims for factor in dim} for dims in (*op.rule.operands, *op.rule.results)
+    ]
+    group = max(sorted(heads), key=lambda factor: sum(factor in side for side in sides))
+    within = frozenset(heads - {group})
+    return KernelHeads(
+        group=group,
+        within=within,
+        groups=op.rule.sizes[group],
+        each=math.prod(op.rule.sizes[factor] for factor in within),
+        colour=colours[group],
+        width=frozenset(name for name in unsharded if name is not None and name != sequence),
+    )
+
+
+def over_heads(cut: Cut, heads: KernelHeads) -> Cut:
+    """The sharding of the factors of a kernel whose heads tensor shards inside it."""
+    parts = [None if part == "tensor" else without_tensor(part) for part in cut]
+    parts[heads.group] = "tensor" if parts[heads.group] is None else f"{parts[heads.group]}+tensor"
+    return tuple(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """The values between projections and attention kernels.
+
+    Attributes:
+        heads: heads of the kernel, by value.
+        paired: gradients made by kernels whose head dims an op pairs before a contraction reads
+            them, such as a rotation by positions.
+    """
+
+    heads: Mapping[int, KernelHeads]
+    paired: frozenset[int]
+
+
+def between(
+    graph: Graph, kernels: Mapping[int, KernelHeads], names: Sequence[LogicalAxes]
+) -> Between:
+    """The values that ops without a contraction make of projection results for a kernel, and of the
+    kernel's results for the products of gradients.
+    """
+    producers, found_heads, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
+    readers: dict[int, list[int]] = {}
+    for index, op in enumerate(graph.ops):
+        for value in op.operands:
+            readers.setdefault(value, []).append(index)
+
+    def beyond(value: int, forward: bool) -> list[Op]:
+        neighbours = (
+            [producers[value]] if forward and value in producers else readers.get(value, [])
+        )
+        if forward and value not in producers:
+            return []
+        ops = [graph.ops[index] for index in neighbours]
+        return [op for op in ops if op.category in ("elementwise", "movement")]
+
+    for kernel, heads in kernels.items():
+        forward = graph.ops[kernel].kind == FORWARD
+        for start in graph.ops[kernel].operands if forward else graph.ops[kernel].results:
+            pending = [start]
+            while pending:
+                value = pending.pop()
+                if value in found_heads or heads.colour is None or heads.colour not in names[value]:
+                    continue
+                found_heads[value] = heads
+                for op in beyond(value, forward):
+                    pending.extend(op.operands if forward else op.results)
+                    if op.category == "movement" and op.rule.whole and not forward:
+                        paired.add(start)
+    return Between(heads=found_heads, paired=frozenset(paired))
 
 
 class Facts:

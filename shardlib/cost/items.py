@@ -6,20 +6,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardlib.cost.attention import (
-    BACKWARD,
-    KERNELS,
-    KernelHeads,
-    head_size,
-    head_widths,
-    scores_per_flop,
-)
+from shardlib.cost.attention import BACKWARD, FORWARD, KERNELS, KernelHeads
 from shardlib.cost.experts import GROUPED, routed_values, slots_of
 from shardlib.cost.facts import Facts, Kernel, accumulators
-from shardlib.cost.memory import gather_item, gathered
+from shardlib.cost.memory import Gathered, gathered, gathered_bytes
 from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
@@ -745,6 +738,65 @@ def _traffic_bytes(facts: Facts, op: Op, value: int) -> float:
     return size
 
 
+def head_size(op: Op) -> int:
+    """Contracted elements of a head in an attention kernel: the largest last dim of the operands
+    and results in which only the last dim must stay whole. 0 for other ops.
+    """
+    if op.kind not in (FORWARD, BACKWARD):
+        return 0
+    unsharded = [
+        [
+            math.prod(op.rule.sizes[factor] for factor in dim if factor in op.rule.whole)
+            for dim in dims
+        ]
+        for dims in (*op.rule.operands, *op.rule.results)
+        if dims
+    ]
+    return max(
+        (sizes[-1] for sizes in unsharded if sizes[-1] > 1 == math.prod(sizes[:-1])), default=0
+    )
+
+
+def head_widths(op: Op) -> tuple[int, int] | None:
+    """Elements of a head of queries, over all its parts, and of a head of values; None for a kernel
+    of another form than those of `shardlib.cost.attention`.
+    """
+    if op.kind not in KERNELS:
+        return None
+    forward, rule = op.kind == FORWARD, op.rule
+    rows = [dim for dim in (rule.results if forward else rule.operands)[-1] if dim]
+    beside = [  # operands with the rows of queries, except for the statistic
+        dims[-1]
+        for dims in rule.operands
+        if dims and [dim for dim in dims[:-1] if dim] == rows and dims[-1]
+    ]
+    # In the backward pass the first of them is the gradient of the result, as wide as values.
+    values, queries = (
+        (rule.results[0][-1], beside) if forward else (beside[0] if beside else (), beside[1:])
+    )
+    if not queries or not values:
+        return None
+
+    def width(dim: Sequence[int]) -> int:
+        return math.prod(rule.sizes[factor] for factor in dim)
+
+    return sum(map(width, queries)), width(values)
+
+
+def scores_per_flop(op: Op) -> float:
+    """Scores per FLOP of an attention kernel: 2 matmuls forward and 5 backward contract or make the
+    elements of a head for each score. 0 for other ops.
+
+    Of the dims that must stay whole, that of a head's elements is the smallest.
+    """
+    if op.kind not in (FORWARD, BACKWARD):
+        return 0.0
+    width = min(
+        (op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1), default=1
+    )
+    return 1 / (2 * width * (2 if op.kind == FORWARD else 5))
+
+
 def _core(op: Op) -> AttentionCore | None:
     head, scores = head_size(op), scores_per_flop(op)
     if not head and not scores:
@@ -1095,6 +1147,47 @@ def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
 # Under a `Choice`, an item yields *terms*: quantities of the whole program with the axes that
 # divide them, independent of mesh sizes; `shardlib.cost.pricing` converts terms into seconds and
 # bytes for many meshes at once.
+
+
+def _times(facts: Facts, item: Gathered) -> int:
+    """The number of times that a parameter is gathered in a region: once per iteration, except for
+    loop-invariant computations of a forward loop (the matrix of a recurrence), which JAX moves
+    before the loop (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
+    """
+    values, trips = facts.graph.values, facts.trips[item.region]
+    if any("transpose(" in facts.graph.ops[use].scope for use in item.uses):
+        return trips
+    parts = math.prod(values[item.source].shape) // max(1, math.prod(values[item.value].shape))
+    return min(trips, max(1, parts))
+
+
+def gather_item(facts: Facts, item: Gathered) -> Item:
+    """The all-gathers of a stored sharded parameter before its uses, and the memory of the
+    result.
+    """
+    parameter = facts.graph.values[item.source]
+    trips = _times(facts, item)
+
+    def terms(choice: Choice) -> tuple[Term, ...]:
+        cut = facts.value_cut(item.source, choice)
+        return (
+            Transfer(
+                kind="all-gather",
+                group="gather",
+                bytes=amount(gathered_bytes(facts, item), cut),
+                trips=trips,
+                shape=parameter.shape,
+                cut=cut,
+                frozen=facts.frozen_dims(item.source),
+                cause=parameter.path,
+            ),
+        )
+
+    return Item(
+        colours=named(facts.names[item.source]),
+        terms=terms,
+        segment=facts.layers.segment(item.region),
+    )
 
 
 def work_items(facts: Facts) -> list[Item]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.cost.activations import Keeping, Life
-from shardlib.cost.attention import BACKWARD, FORWARD, block_scores
+from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.experts import GROUPED
 from shardlib.cost.facts import (
     Facts,
@@ -22,8 +22,6 @@ from shardlib.cost.facts import (
     alive_at,
     intervals,
     leaves_loop,
-    levels,
-    points,
     spans,
 )
 from shardlib.cost.framework import XLA, FrameworkProfile
@@ -34,11 +32,10 @@ from shardlib.cost.terms import (
     Resident,
     Stored,
     Term,
-    Transfer,
     amount,
     named,
 )
-from shardlib.graph import BLOCK, ITEMSIZE, Op, Parameter, StepGraph
+from shardlib.graph import BLOCK, ITEMSIZE, Graph, Op, Parameter, StepGraph
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Choice
 
@@ -123,47 +120,6 @@ def gathered_bytes(facts: Facts, item: Gathered) -> float:
         (_cast_rows(facts, op) for op in lookups if item.value in op.operands), default=1.0
     )
     return facts.graph.values[item.value].bytes * narrow
-
-
-def _times(facts: Facts, item: Gathered) -> int:
-    """The number of times that a parameter is gathered in a region: once per iteration, except for
-    loop-invariant computations of a forward loop (the matrix of a recurrence), which JAX moves
-    before the loop (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
-    """
-    values, trips = facts.graph.values, facts.trips[item.region]
-    if any("transpose(" in facts.graph.ops[use].scope for use in item.uses):
-        return trips
-    parts = math.prod(values[item.source].shape) // max(1, math.prod(values[item.value].shape))
-    return min(trips, max(1, parts))
-
-
-def gather_item(facts: Facts, item: Gathered) -> Item:
-    """The all-gathers of a stored sharded parameter before its uses, and the memory of the
-    result.
-    """
-    parameter = facts.graph.values[item.source]
-    trips = _times(facts, item)
-
-    def terms(choice: Choice) -> tuple[Term, ...]:
-        cut = facts.value_cut(item.source, choice)
-        return (
-            Transfer(
-                kind="all-gather",
-                group="gather",
-                bytes=amount(gathered_bytes(facts, item), cut),
-                trips=trips,
-                shape=parameter.shape,
-                cut=cut,
-                frozen=facts.frozen_dims(item.source),
-                cause=parameter.path,
-            ),
-        )
-
-    return Item(
-        colours=named(facts.names[item.source]),
-        terms=terms,
-        segment=facts.layers.segment(item.region),
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -327,6 +283,17 @@ def _overlapped(facts: Facts, all_lives: list[Life], turn: int) -> list[Life]:
     ]
 
 
+def block_scores(op: Op, block: int) -> float:
+    """Scores of one block of queries and keys in a self-attention kernel, over the elements of its
+    queries. 0 for other ops.
+    """
+    if op.kind not in (FORWARD, BACKWARD):
+        return 0.0
+    sizes = [op.rule.sizes[factor] for factor in op.rule.whole if op.rule.sizes[factor] > 1]
+    keys, width = max(sizes, default=1), min(sizes, default=1)
+    return min(keys, block) ** 2 / (keys * width)
+
+
 def _blocks(facts: Facts) -> list[Life]:
     """The scores of one block of queries and keys in blockwise attention; of a sequence along a
     context axis, the part of a block per device.
@@ -443,6 +410,38 @@ _WEIGHTS: tuple[dict[str, float], ...] = (
     {"gathered": 0.0, "gradient": 1 / 64},
     {"gradient": 1 / 64, "copy": 1 / 64},
 )
+
+
+def levels(
+    graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]
+) -> list[np.ndarray]:
+    """Bytes alive at every op, one array per hypothesis about the layout.
+
+    Args:
+        spans: key -> first and last op index.
+        weightings: arrays of bytes per key, one per hypothesis.
+    """
+    profiles: list[np.ndarray] = []
+    for weights in weightings:
+        change = np.zeros(len(graph.ops) + 1)
+        for key, (birth, death) in spans.items():
+            change[birth] += weights[key]
+            change[death + 1] -= weights[key]
+        profiles.append(np.cumsum(change))
+    return profiles
+
+
+def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> list[frozenset[int]]:
+    """Sets of values alive together where memory may peak.
+
+    Args:
+        spans: key -> first and last op index.
+        alive: bytes at every op by hypothesis, see `levels`.
+    """
+    return [
+        alive_at(spans, peak, peak)
+        for peak in dict.fromkeys(int(np.argmax(level)) for level in alive)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)

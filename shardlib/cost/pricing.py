@@ -497,15 +497,6 @@ def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, zero: 
     return reduced + gathered + np.maximum(0.0, ring - behind)
 
 
-def saved_by_gathering_once(s: Sums, plans: Plans) -> Array:
-    """Seconds per step that a pipeline with ZeRO 3 saves if it gathers weights and reduces
-    gradients once for all microbatches, and not at every use.
-    """
-    compute = s.kernels.compute.sum(0) / plans.c.stage
-    use, once = (exposed(s, plans.but(gather=gather), compute) for gather in ("use", "once"))
-    return use - once
-
-
 def _reduced(s: Sums, scale: Array, plans: Plans) -> Array:
     """Seconds of reductions of gradients: per microbatch; or once per step in a pipeline without
     ZeRO 2 and 3, or if the framework does so, except for those of experts.

@@ -66,7 +66,6 @@ from shardlib.cost.terms import (
     Term,
     Transfer,
     distinct_rows,
-    divides_stored,
     local,
 )
 from shardlib.layout import CONTEXT, EXPERT, STAGE, STORED_AXES, TENSOR, Axis
@@ -314,6 +313,33 @@ def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
     for factor in measure.factors:
         values = values * _factor(factor, shapes, constants)
     return values
+
+
+def divides_stored(
+    shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
+) -> Array:
+    """True if some dim, other than a stack of layers, divides over the stored axes besides those
+    that shard it in compute; vectors are stored replicated.
+
+    A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
+    """
+    if flat:
+        return shapes.stored_ways(cut) > 1
+    divides, expert = np.zeros(len(shapes), dtype=bool), has(cut, "expert")
+    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
+    for dim in dims if len(dims) > 1 else ():
+        part = cut[dim] or ""
+        divides |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), shapes)
+    return divides
+
+
+def _divides(key: tuple[int, bool, bool, bool], shapes: Shapes) -> Array:
+    if key not in shapes.divides:
+        size, expert, over_tensor, over_expert = key
+        degree = shapes.stored_ways(("expert",) if expert else ())
+        inner = (shapes.tensor if over_tensor else 1) * (shapes.expert if over_expert else 1)
+        shapes.divides[key] = (size % (degree * inner) == 0) & (degree > 1)
+    return shapes.divides[key]
 
 
 def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | float:

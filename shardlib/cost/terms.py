@@ -498,30 +498,3 @@ def local(amount: Amount, shapes: Shapes) -> Array:
         degree = degree * shapes.context if amount.context else degree
         shapes.parts[key] = 1.0 / (degree * shapes.tensor if amount.tensor else degree)
     return amount.total * shapes.parts[key]
-
-
-def divides_stored(
-    shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
-) -> Array:
-    """True if some dim, other than a stack of layers, divides over the stored axes besides those
-    that shard it in compute; vectors are stored replicated.
-
-    A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
-    """
-    if flat:
-        return shapes.stored_ways(cut) > 1
-    divides, expert = np.zeros(len(shapes), dtype=bool), has(cut, "expert")
-    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
-    for dim in dims if len(dims) > 1 else ():
-        part = cut[dim] or ""
-        divides |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), shapes)
-    return divides
-
-
-def _divides(key: tuple[int, bool, bool, bool], shapes: Shapes) -> Array:
-    if key not in shapes.divides:
-        size, expert, over_tensor, over_expert = key
-        degree = shapes.stored_ways(("expert",) if expert else ())
-        inner = (shapes.tensor if over_tensor else 1) * (shapes.expert if over_expert else 1)
-        shapes.divides[key] = (size % (degree * inner) == 0) & (degree > 1)
-    return shapes.divides[key]

@@ -15,12 +15,13 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
 from jax.sharding import AbstractMesh
 
 from shardlib.annotation import tree
 from shardlib.annotation.flax import LinenInit
-from shardlib.annotation.names import Model
-from shardlib.annotation.tree import Init, read
+from shardlib.annotation.names import Model, PureLoss
+from shardlib.annotation.tree import Init, planning_mesh, read
 from shardlib.annotation.trees import Filter, Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import (
@@ -33,6 +34,7 @@ from shardlib.errors import (
 )
 from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Problem
+from shardlib.jax_types import Jaxpr
 from shardlib.layout import BATCH_AXES, MESH_AXIS_ALIASES, LogicalAxes
 from shardlib.machines.topology import Topology, devices_of
 from shardlib.planner.plan import Plan
@@ -554,6 +556,54 @@ class TracedModel:
     honour: str = "hints"
 
 
+def pinned_activations(jaxpr: Jaxpr) -> int:
+    """Number of layout constraints on activations in a program."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(
+        (eqn.primitive.name == "sharding_constraint") + sum(map(pinned_activations, _inside(eqn)))
+        for eqn in inner.eqns
+    )
+
+
+def _inside(eqn: Any) -> list[Any]:
+    return [
+        item
+        for value in eqn.params.values()
+        for item in (value if isinstance(value, (tuple, list)) else (value,))
+        if hasattr(item, "eqns")
+    ]
+
+
+@diagnostic
+def ignored_constraints(
+    loss: PureLoss, params: Tree, state: Tree, batch: Tree
+) -> tuple[Finding, ...]:
+    """A finding if a loss has Flax's logical constraints that are ignored because no rules are
+    set.
+    """
+    with planning_mesh(), nn.logical_axis_rules((("shardlib: no such axis", None),)):
+        count = pinned_activations(jax.make_jaxpr(loss)(params, state, batch))
+    return (
+        (
+            Finding(
+                code="activation-names-ignored",
+                severity="info",
+                where=f"{count} of them",
+                message=(
+                    "the model names dims of activations and no logical axis rules are in force;"
+                    " the plan places activations itself."
+                ),
+                hint=(
+                    "to price or pin them, call shardlib.compile inside"
+                    " flax.linen.logical_axis_rules(...), with honour='pins' to pin"
+                ),
+            ),
+        )
+        if count
+        else ()
+    )
+
+
 @garbage_put_off()
 def read_and_trace(
     init: Init,
@@ -582,10 +632,8 @@ def read_and_trace(
         model = replace(model, name=name)
     untraced, traced = model, _traced(model, loss, optimizer, batch, batch_axes, rows, ambient)
     model = traced.model
-    if isinstance(init, LinenInit) and not tree.rules_in_force():
-        ignored = tree.ignored_constraints(
-            model.bind(loss), model.params, model.state, abstract(batch)
-        )
+    if isinstance(init, LinenInit) and not nn.get_logical_axis_rules():
+        ignored = ignored_constraints(model.bind(loss), model.params, model.state, abstract(batch))
         model = replace(model, findings=(*model.findings, *ignored))
     if isinstance(init, LinenInit):
         model = replace(model, findings=(*model.findings, *_unchanged(untraced, model, traced)))

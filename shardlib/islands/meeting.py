@@ -265,13 +265,6 @@ def mesh_of_all(meshes: Sequence[Mesh]) -> Mesh:
     return Mesh(devices, names, axis_types=(AxisType.Auto, *first.axis_types))
 
 
-def abstract_mesh_of_all(mesh: Mesh | AbstractMesh, islands: int) -> AbstractMesh:
-    """The same without devices."""
-    sizes = (islands, *mesh.shape.values())
-    names = (ISLAND.name, *mesh.axis_names)
-    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto, *mesh.axis_types))
-
-
 def stacked_sharding(sharding: NamedSharding, mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Returns how the stacked array of all islands is sharded."""
     first, *others = sharding.spec or (None,)

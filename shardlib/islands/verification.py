@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from shardlib.findings import Finding, diagnostic
 from shardlib.frontend.lowered import lower
@@ -21,7 +22,7 @@ from shardlib.frontend.verified import priced_as_compiled
 from shardlib.islands.compression import exchanges_of
 from shardlib.islands.delayed import IslandCall, calls_of
 from shardlib.islands.exchanges import Compressed, DiLoCo, Several
-from shardlib.islands.meeting import BetweenSteps, abstract_mesh_of_all, meetings_of
+from shardlib.islands.meeting import BetweenSteps, meetings_of
 from shardlib.islands.planning import of_one_island, on_islands, require_carried
 from shardlib.layout import ISLAND, MeshShape
 from shardlib.lowering.program import Options, Program
@@ -109,6 +110,13 @@ def checked_calls(exchange: DiLoCo, program: Program) -> tuple[IslandCall, ...]:
     """
     calls = calls_of(exchange, program, program.mesh)
     return tuple(call for sending, _, arriving in calls for call in (sending, arriving))
+
+
+def abstract_mesh_of_all(mesh: Mesh | AbstractMesh, islands: int) -> AbstractMesh:
+    """The mesh of all islands, one after another, without devices."""
+    sizes = (islands, *mesh.shape.values())
+    names = (ISLAND.name, *mesh.axis_names)
+    return AbstractMesh(sizes, names, axis_types=(AxisType.Auto, *mesh.axis_types))
 
 
 def abstract_meetings(exchange: Several, program: Program) -> tuple[BetweenSteps, ...]:

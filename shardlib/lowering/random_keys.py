@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex
-from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import open_jaxpr
 from shardlib.annotation.trees import Tree
@@ -67,23 +66,6 @@ def dtype_of(leaf: Tree) -> np.dtype:
     """The dtype that JAX gives an array; that of typed keys is unchanged."""
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
     return dtype if is_key(leaf) else jax.dtypes.canonicalize_dtype(dtype)
-
-
-def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Typed keys with a sharding; with several processes, each takes the shards of its devices."""
-    if jax.process_count() == 1:
-        return jax.device_put(keys, sharding)
-    words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)
-    spec = (*sharding.spec, *(None,) * (words.ndim - len(sharding.spec)))
-    raw = jax.make_array_from_callback(
-        words.shape,
-        NamedSharding(sharding.mesh, PartitionSpec(*spec)),
-        lambda index: words[index],
-        dtype=words.dtype,
-    )
-    return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)(
-        raw
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from shardlib._jax_compat import in_mesh, runnable
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import StateError, raise_all
 from shardlib.jax_types import Leaf
-from shardlib.lowering.random_keys import dtype_of, is_key, placed_keys
+from shardlib.lowering.random_keys import dtype_of, is_key
 from shardlib.report.elements import bytes_text
 from shardlib.report.markup import card
 from shardlib.tracing.program import Equation, Program, flatten
@@ -61,6 +61,23 @@ def given(batch: Tree, target: Tree) -> Tree:
         ),
         batch,
         target,
+    )
+
+
+def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """Typed keys with a sharding; with several processes, each takes the shards of its devices."""
+    if jax.process_count() == 1:
+        return jax.device_put(keys, sharding)
+    words, impl = np.asarray(jax.random.key_data(keys)), jax.random.key_impl(keys)
+    spec = (*sharding.spec, *(None,) * (words.ndim - len(sharding.spec)))
+    raw = jax.make_array_from_callback(
+        words.shape,
+        NamedSharding(sharding.mesh, PartitionSpec(*spec)),
+        lambda index: words[index],
+        dtype=words.dtype,
+    )
+    return jax.jit(lambda data: jax.random.wrap_key_data(data, impl=impl), out_shardings=sharding)(
+        raw
     )
 
 

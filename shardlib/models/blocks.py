@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from shardlib.errors import ModelError
@@ -337,25 +336,6 @@ class Rotary:
         ).astype(x.dtype)
 
 
-def frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Radians a position for each pair, [dim / 2], stretched as `scaling` says.
-
-    Args:
-        scaling: how wavelengths are stretched; None for not at all.
-    """
-    plain = theta ** (-np.arange(0, dim, 2) / dim)
-    if scaling is None:
-        return plain
-    if scaling.kind == "linear":
-        return plain / scaling.factor
-    unscaled_share = (
-        _kept_llama3(plain, scaling)
-        if scaling.kind == "llama3"
-        else _kept_yarn(dim, theta, scaling)
-    )
-    return plain * unscaled_share + plain / scaling.factor * (1 - unscaled_share)
-
-
 def scores_scale(scaling: RopeScaling | None) -> float:
     """Factor on the attention scores that YaRN asks for (arXiv:2309.00071, section 3.4, as DeepSeek
     V3 applies it).
@@ -363,29 +343,6 @@ def scores_scale(scaling: RopeScaling | None) -> float:
     if scaling is None or scaling.kind != "yarn" or not scaling.scores_factor:
         return 1.0
     return (0.1 * scaling.scores_factor * math.log(scaling.factor) + 1.0) ** 2
-
-
-def _kept_llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """Share of each frequency that stays as it is: 1 for short waves, 0 for long ones (Llama 3.1
-    reference code).
-    """
-    turns = scaling.original_seq * plain / (2 * math.pi)
-    return np.clip(
-        (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0.0, 1.0
-    )
-
-
-def _kept_yarn(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
-    """The same for YaRN: a ramp over the pairs, between those that turn `high_frequency` and
-    `low_frequency` times.
-    """
-
-    def pair(turns: float) -> float:
-        return dim * math.log(scaling.original_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(pair(scaling.high_frequency)), 0)
-    high = min(math.ceil(pair(scaling.low_frequency)), dim - 1)
-    return 1 - np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ tracing takes the same time for 2 layers and for 126. The logical axes of the pa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -16,17 +17,7 @@ import numpy as np
 from flax import nnx
 
 from shardlib.functions.routing import stepped
-from shardlib.models.blocks import (
-    Block,
-    Group,
-    Norm,
-    Rotary,
-    Terms,
-    View,
-    cross_entropy,
-    frequencies,
-    weight,
-)
+from shardlib.models.blocks import Block, Group, Norm, Rotary, Terms, View, cross_entropy, weight
 from shardlib.models.config import RopeScaling, TransformerConfig
 
 #: (model, batch) -> (loss, metrics); the batch has "inputs" and "targets", int32 [batch, seq] each,
@@ -266,6 +257,48 @@ def example_batch(
         {"segments": jnp.int32, "positions": jnp.int32, "weights": jnp.float32} if packed else {}
     )
     return {name: jax.ShapeDtypeStruct((batch, seq), dtype) for name, dtype in dtypes.items()}
+
+
+def frequencies(dim: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
+    """Radians a position for each pair, [dim / 2], stretched as `scaling` says.
+
+    Args:
+        scaling: how wavelengths are stretched; None for not at all.
+    """
+    plain = theta ** (-np.arange(0, dim, 2) / dim)
+    if scaling is None:
+        return plain
+    if scaling.kind == "linear":
+        return plain / scaling.factor
+    unscaled_share = (
+        _kept_llama3(plain, scaling)
+        if scaling.kind == "llama3"
+        else _kept_yarn(dim, theta, scaling)
+    )
+    return plain * unscaled_share + plain / scaling.factor * (1 - unscaled_share)
+
+
+def _kept_llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Share of each frequency that stays as it is: 1 for short waves, 0 for long ones (Llama 3.1
+    reference code).
+    """
+    turns = scaling.original_seq * plain / (2 * math.pi)
+    return np.clip(
+        (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency), 0.0, 1.0
+    )
+
+
+def _kept_yarn(dim: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    """The same for YaRN: a ramp over the pairs, between those that turn `high_frequency` and
+    `low_frequency` times.
+    """
+
+    def pair(turns: float) -> float:
+        return dim * math.log(scaling.original_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair(scaling.high_frequency)), 0)
+    high = min(math.ceil(pair(scaling.low_frequency)), dim - 1)
+    return 1 - np.clip((np.arange(dim // 2) - low) / max(high - low, 0.001), 0.0, 1.0)
 
 
 def rotary(seq: int, dim: int, theta: float, scaling: RopeScaling | None) -> Rotary:

@@ -47,7 +47,6 @@ from shardlib.schedules import (
     Pipelines,
     Schedule,
     least_in_flight,
-    most_put_off,
     named,
     pipelines,
 )
@@ -448,10 +447,9 @@ class Bounds:
         self._pricer, self._values = pricer, values
         self._waiting, self._ring = waited(scope), hidden(scope)
         self._alike = len(scope.load.counts) == 1 and pricer.profile.embedding_and_head != "owners"
-        self._layers, self._put_off = (
-            len(scope.load.counts),
-            most_put_off(lockstep=pricer.profile.pipeline == "lockstep"),
-        )
+        self._layers = len(scope.load.counts)
+        lockstep = pricer.profile.pipeline == "lockstep"
+        self._put_off = max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
         work = values.work
         none = np.ones(len(work), dtype=np.int64)
         self._links = best_links(

@@ -13,9 +13,8 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.graph import ITEMSIZE
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology
-from shardlib.planner import layouts
-from shardlib.planner.layouts import Situation, situation_of
-from shardlib.planner.plan import Plan
+from shardlib.planner.layouts import Situation
+from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.planner.space import coupled
 from shardlib.planner.workload import Workload
 from shardlib.report.elements import bytes_text, count_text, percent_text, ratio_text, seconds_text
@@ -323,6 +322,60 @@ RULES: tuple[Callable[[Situation], Finding | None], ...] = (
 _LITTLE = 0.01
 
 
+#: Bytes from which on an unsharded parameter is reported.
+LARGE_BYTES = 64 * 2**20
+
+
+@diagnostic
+def layout_findings(
+    layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]
+) -> tuple[Finding, ...]:
+    """Findings about large parameters that no axis shards."""
+    findings: list[Finding] = []
+    for p in layouts:
+        size = itemsize.get(p.dtype, 4)
+        for extent in p.shape:
+            size *= extent
+        if (
+            size >= LARGE_BYTES
+            and mesh.devices > mesh["data"]
+            and not p.state.axes
+            and zero >= (1 if p.trained else 3)
+        ):
+            findings.append(
+                Finding(
+                    code="replicated-parameter",
+                    severity="warning",
+                    where=p.path,
+                    message=(
+                        f"{p.path} {p.shape} is replicated on every device: no dim divides over"
+                        f" {mesh}"
+                    ),
+                    hint="pad the dim to a multiple of the fsdp axis",
+                )
+            )
+    return tuple(findings)
+
+
+def situation_of(load: Workload, topology: Topology, plan: Plan) -> Situation:
+    """The situation of a plan for a model."""
+    vocabulary = load.colouring.canonical("vocab")
+    weights = sum(
+        math.prod(p.shape)
+        for p in plan.parameters
+        if vocabulary is None or vocabulary not in p.colours
+    )
+    dtype = load.problem.compute_dtype
+    return Situation(
+        plan=plan,
+        topology=topology,
+        compute_dtype=dtype,
+        itemsize=ITEMSIZE.get(dtype, 4),
+        weights=weights,
+        language=load.colouring.named_sequence is not None,
+    )
+
+
 @diagnostic
 def notes(
     load: Workload,
@@ -336,7 +389,7 @@ def notes(
     findings = [
         *load.problem.forward.findings,
         *load.colouring.findings,
-        *layouts.layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE),
+        *layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE),
     ]
     findings += _idle_devices(plan, topology, devices, pinned)
     findings += _doubled(load, plan)

@@ -37,13 +37,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from shardlib.cost.pricing import (
-    Totals,
-    combine,
-    least_bytes,
-    least_seconds,
-    saved_by_gathering_once,
-)
+from shardlib.cost.pricing import Totals, combine, exposed, least_bytes, least_seconds
 from shardlib.cost.stages import Meshes, Plans, Sums, sums
 from shardlib.cost.tables import Pricer, Values
 from shardlib.cost.terms import ArrayTable, LazyTable
@@ -68,7 +62,7 @@ from shardlib.layout import MeshShape
 from shardlib.machines.topology import Placement
 from shardlib.planner.bounds import EACH, Kind, Tick, passing, step_seconds
 from shardlib.planner.space import Space
-from shardlib.planner.stored import Candidate, by_group
+from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import Accounts, Workload
 from shardlib.propagation.colours import Choice
 from shardlib.report.elements import TIE
@@ -175,6 +169,11 @@ class Block:
         """Mask of the rows of an offer that can be lowered."""
         stages = {"stage": self.c.sizes["stage"][candidates]}
         return lowered(facts(offer.decisions), along(stages), self.gaps)
+
+
+def by_group(each: Each) -> tuple[str, int]:
+    """The policy of the most rematerialised layers, and the number of all rematerialised layers."""
+    return max(each, key=lambda policy: policy[1])[0], sum(number for _, number in each)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1154,6 +1153,15 @@ class GroupPricer(Setting):
 # placement and colours are chosen.
 #
 # Many rows are priced at once, whatever their choices and meshes, one decision after another.
+
+
+def saved_by_gathering_once(s: Sums, plans: Plans) -> Array:
+    """Seconds per step that a pipeline with ZeRO 3 saves if it gathers weights and reduces
+    gradients once for all microbatches, and not at every use.
+    """
+    compute = s.kernels.compute.sum(0) / plans.c.stage
+    use, once = (exposed(s, plans.but(gather=gather), compute) for gather in ("use", "once"))
+    return use - once
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ listed where a collective moves them.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,8 +21,7 @@ from shardlib.cost.experts import routed_values
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import fused_parameters, reductions_of
 from shardlib.cost.terms import Needed
-from shardlib.findings import Finding, diagnostic
-from shardlib.graph import ITEMSIZE, Op, Problem
+from shardlib.graph import Op, Problem
 from shardlib.layout import (
     BATCH_AXES,
     COMPUTE_AXES,
@@ -37,7 +35,6 @@ from shardlib.layout import (
 from shardlib.machines.topology import Topology
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.planner.stored import ActivationLayout, Move, together
-from shardlib.planner.workload import Workload
 from shardlib.propagation.colours import TOKENS, Choice, Cut, kinds
 
 # --------------------------------------------------------------------------------------------------
@@ -364,8 +361,6 @@ def _operand(step: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[
 # --------------------------------------------------------------------------------------------------
 # From decisions to the layout of every parameter and batch array.
 
-#: Bytes from which on an unsharded parameter is reported.
-LARGE_BYTES = 64 * 2**20
 #: Rows and columns of a bfloat16 tile in TPU memory, elements (jax-ml/jax
 #: docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
 ROWS, LANES = 16, 128
@@ -557,37 +552,6 @@ def batch_layouts(
     )
 
 
-@diagnostic
-def layout_findings(
-    layouts: tuple[ParameterLayout, ...], mesh: MeshShape, zero: int, itemsize: Mapping[str, int]
-) -> tuple[Finding, ...]:
-    """Findings about large parameters that no axis shards."""
-    findings: list[Finding] = []
-    for p in layouts:
-        size = itemsize.get(p.dtype, 4)
-        for extent in p.shape:
-            size *= extent
-        if (
-            size >= LARGE_BYTES
-            and mesh.devices > mesh["data"]
-            and not p.state.axes
-            and zero >= (1 if p.trained else 3)
-        ):
-            findings.append(
-                Finding(
-                    code="replicated-parameter",
-                    severity="warning",
-                    where=p.path,
-                    message=(
-                        f"{p.path} {p.shape} is replicated on every device: no dim divides over"
-                        f" {mesh}"
-                    ),
-                    hint="pad the dim to a multiple of the fsdp axis",
-                )
-            )
-    return tuple(findings)
-
-
 # --------------------------------------------------------------------------------------------------
 # The situation: facts of a plan for rules of thumb.
 
@@ -615,22 +579,3 @@ class Situation:
         """Tokens per device and microbatch."""
         plan = self.plan
         return plan.estimate.tokens / plan.microbatches / plan.mesh.ways(TOKEN_AXES)
-
-
-def situation_of(load: Workload, topology: Topology, plan: Plan) -> Situation:
-    """The situation of a plan for a model."""
-    vocabulary = load.colouring.canonical("vocab")
-    weights = sum(
-        math.prod(p.shape)
-        for p in plan.parameters
-        if vocabulary is None or vocabulary not in p.colours
-    )
-    dtype = load.problem.compute_dtype
-    return Situation(
-        plan=plan,
-        topology=topology,
-        compute_dtype=dtype,
-        itemsize=ITEMSIZE.get(dtype, 4),
-        weights=weights,
-        language=load.colouring.named_sequence is not None,
-    )

@@ -33,10 +33,7 @@ from shardlib.planner.workload import (
     Workload,
     batch_size,
     experts_form,
-    policies_of_groups,
-    policies_of_space,
     sequence_size,
-    subsets,
     tensor_colours,
 )
 from shardlib.propagation.colours import Choice, Colouring
@@ -527,6 +524,87 @@ class Space:
                 lockstep=self.pins.pipeline != "programs",
             )
         )
+
+
+def policies_of_groups(
+    problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
+) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
+    """The pins with `remat_classes` resolved, and the policy of each layer group.
+
+    Where all groups follow one policy it becomes `remat` and `remat_layers`, and there is no policy
+    by group. Groups that are not named rematerialise nothing.
+    """
+    pinned = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
+    if not pinned or pins.remat_classes == ANY_GROUP:
+        return pins, ()
+    _require_groups(problem, pinned, names)
+    each = tuple(pinned.get(name, ("none", None)) for name in names)
+    policy, layers = each[0]
+    if len(set(each)) == 1 and (layers is None or len(each) == 1):
+        return pins.but(remat=policy, remat_layers=layers, remat_classes=()), ()
+    if not by_class:
+        raise PinError(
+            f"remat_classes gives layer groups different policies, and {problem.model} has"
+            f" {len(names)} of them; at most a few can differ\nTry: remat, with the same policy"
+            " for all"
+        )
+    return pins.but(remat=None, remat_layers=None), each
+
+
+def _require_groups(
+    problem: Problem, pinned: Mapping[str, tuple[str, int | None]], names: Sequence[str]
+) -> None:
+    """Raises if `remat_classes` names an unknown layer group or a policy that no group can
+    follow.
+    """
+    if not names:
+        raise PinError(
+            f"remat_classes names {', '.join(map(repr, pinned))}, and {problem.model} has no layer"
+            " groups: none of its layers repeat in a loop\nTry: layers under jax.lax.scan or"
+            " nnx.scan, or no remat_classes"
+        )
+    failures = [f"{name!r} is none of them" for name in pinned if name not in names]
+    failures += [
+        f"{name!r} is to follow {policy!r}, which needs layers that repeat"
+        for name, (policy, _) in pinned.items()
+        if name in names and policy not in problem.steps
+    ]
+    if failures:
+        raise_all(
+            PinError,
+            f"remat_classes does not fit the layer groups of {problem.model}, which are"
+            f" {', '.join(names)}",
+            failures,
+            hint=f"remat_classes={{{names[0]!r}: 'full'}}",
+        )
+
+
+def policies_of_space(
+    problem: Problem, pins: Pins, each: Sequence[tuple[str, int | None]], able: Abilities
+) -> tuple[str, ...]:
+    """The remat policies that layers of some plan follow."""
+    if each:
+        pinned = {"none", *(policy for policy, _ in each)}
+        return tuple(policy for policy in problem.steps if policy in pinned)
+    if pins.remat is None:
+        return tuple(policy for policy in problem.steps if policy in able.remat)
+    if pins.remat not in problem.steps:
+        raise PinError(
+            f"remat={pins.remat!r} rematerialises layers, and {problem.model} has no repeated"
+            f" layer; it can be {', '.join(problem.steps)}"
+        )
+    return (
+        ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
+    )  # the other layers rematerialise nothing
+
+
+def subsets(colours: Sequence[str]) -> list[tuple[str, ...]]:
+    """Every subset, the smallest first."""
+    return [
+        subset
+        for count in range(len(colours) + 1)
+        for subset in itertools.combinations(colours, count)
+    ]
 
 
 def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) -> Space:

@@ -248,11 +248,6 @@ def completed(
     )
 
 
-def by_group(each: Each) -> tuple[str, int]:
-    """The policy of the most rematerialised layers, and the number of all rematerialised layers."""
-    return max(each, key=lambda policy: policy[1])[0], sum(number for _, number in each)
-
-
 def microbatches_text(micro: int, groups: int) -> str:
     """The number of microbatches as text."""
     return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")

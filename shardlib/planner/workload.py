@@ -4,7 +4,6 @@ items. Shared by all searches of the problem.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,9 +21,7 @@ from shardlib.cost.memory import Peaks, parameter_segments, peaks, stored_items
 from shardlib.cost.stages import Model
 from shardlib.cost.tables import ROWS, Book, Charged, Entry, Tally, Values, tallied
 from shardlib.cost.terms import Item
-from shardlib.decisions.pins import Pins
-from shardlib.decisions.table import ANY_GROUP, Dtypes
-from shardlib.errors import PinError, raise_all
+from shardlib.decisions.table import Dtypes
 from shardlib.graph import ITEMSIZE, Problem, StepGraph, forward_pass
 from shardlib.planner.stored import under
 from shardlib.propagation.colours import Choice, Colouring, colour, stack_dims
@@ -254,78 +251,6 @@ def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
 # Remat policies of a plan, the same for all layers or by layer group.
 
 
-def policies_of_groups(
-    problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
-) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
-    """The pins with `remat_classes` resolved, and the policy of each layer group.
-
-    Where all groups follow one policy it becomes `remat` and `remat_layers`, and there is no policy
-    by group. Groups that are not named rematerialise nothing.
-    """
-    pinned = {name: (policy, layers) for name, policy, layers in pins.remat_classes}
-    if not pinned or pins.remat_classes == ANY_GROUP:
-        return pins, ()
-    _require_groups(problem, pinned, names)
-    each = tuple(pinned.get(name, ("none", None)) for name in names)
-    policy, layers = each[0]
-    if len(set(each)) == 1 and (layers is None or len(each) == 1):
-        return pins.but(remat=policy, remat_layers=layers, remat_classes=()), ()
-    if not by_class:
-        raise PinError(
-            f"remat_classes gives layer groups different policies, and {problem.model} has"
-            f" {len(names)} of them; at most a few can differ\nTry: remat, with the same policy"
-            " for all"
-        )
-    return pins.but(remat=None, remat_layers=None), each
-
-
-def _require_groups(
-    problem: Problem, pinned: Mapping[str, tuple[str, int | None]], names: Sequence[str]
-) -> None:
-    """Raises if `remat_classes` names an unknown layer group or a policy that no group can
-    follow.
-    """
-    if not names:
-        raise PinError(
-            f"remat_classes names {', '.join(map(repr, pinned))}, and {problem.model} has no layer"
-            " groups: none of its layers repeat in a loop\nTry: layers under jax.lax.scan or"
-            " nnx.scan, or no remat_classes"
-        )
-    failures = [f"{name!r} is none of them" for name in pinned if name not in names]
-    failures += [
-        f"{name!r} is to follow {policy!r}, which needs layers that repeat"
-        for name, (policy, _) in pinned.items()
-        if name in names and policy not in problem.steps
-    ]
-    if failures:
-        raise_all(
-            PinError,
-            f"remat_classes does not fit the layer groups of {problem.model}, which are"
-            f" {', '.join(names)}",
-            failures,
-            hint=f"remat_classes={{{names[0]!r}: 'full'}}",
-        )
-
-
-def policies_of_space(
-    problem: Problem, pins: Pins, each: Sequence[tuple[str, int | None]], able: Abilities
-) -> tuple[str, ...]:
-    """The remat policies that layers of some plan follow."""
-    if each:
-        pinned = {"none", *(policy for policy, _ in each)}
-        return tuple(policy for policy in problem.steps if policy in pinned)
-    if pins.remat is None:
-        return tuple(policy for policy in problem.steps if policy in able.remat)
-    if pins.remat not in problem.steps:
-        raise PinError(
-            f"remat={pins.remat!r} rematerialises layers, and {problem.model} has no repeated"
-            f" layer; it can be {', '.join(problem.steps)}"
-        )
-    return (
-        ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
-    )  # the other layers rematerialise nothing
-
-
 def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Names of layer groups: the common prefix of the paths of their parameters, or "layers" with
     the index of the group.
@@ -419,15 +344,6 @@ def components(
             key=lambda part: (len(part), colours.index(part[0])),
         )
     )
-
-
-def subsets(colours: Sequence[str]) -> list[tuple[str, ...]]:
-    """Every subset, the smallest first."""
-    return [
-        subset
-        for count in range(len(colours) + 1)
-        for subset in itertools.combinations(colours, count)
-    ]
 
 
 @dataclass(kw_only=True)

@@ -25,10 +25,6 @@ _FLAG = "xla_force_host_platform_device_count"
 HOST_DEVICES = "SHARDLIB_HOST_DEVICES"
 
 
-#: CPU devices that are simulated by default.
-CPU_DEVICES = 8
-
-
 #: Threads of a simulated device: four collectives may wait at a time.
 THREADS = 4
 
@@ -62,16 +58,6 @@ def simulate_cpu_devices(count: int) -> None:
         f" {devices[0].platform}\nTry: start a fresh process, with JAX_NUM_CPU_DEVICES={count} and"
         f" JAX_PLATFORMS=cpu in its environment and no --{_FLAG} in XLA_FLAGS"
     )
-
-
-def cpu_devices_of_job() -> int:
-    """CPU devices to simulate where nobody says how many: those that the processes of the job were
-    given, or else `CPU_DEVICES`, as far as processes can share them evenly.
-    """
-    joined = _jax_compat.coordination()
-    processes = 1 if joined is None else joined[2]
-    each = os.environ.get(HOST_DEVICES)
-    return processes * (max(1, CPU_DEVICES // processes) if each is None else int(each))
 
 
 def set_cpu_devices(count: int) -> None:
@@ -126,12 +112,3 @@ def _simulated_devices(environ: Mapping[str, str]) -> int:
     counts = (environ.get("JAX_NUM_CPU_DEVICES", ""), flag[1] if flag else "")
     set_in_jax = jax.config.values["jax_num_cpu_devices"]  # -1: not set
     return max(1, set_in_jax, *(int(word) for word in counts if word.isdigit()))
-
-
-def keep_compiled(folder: Path) -> None:
-    """Makes XLA keep what it compiles in a folder, so that a process that starts again need not
-    compile; a folder that is set already stays.
-    """
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import jax
 from rich.console import Console
 from rich.markup import escape
 
-from shardlib import api, models
+from shardlib import _jax_compat, api, models
 from shardlib.errors import ModelError, TopologyError
 from shardlib.lowering.program import Program
 from shardlib.lowering.step import Guards
 from shardlib.machines.topology import of_size
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
-from shardlib.processes.devices import cpu_devices_of_job, keep_compiled, simulate_cpu_devices
+from shardlib.processes.devices import HOST_DEVICES, simulate_cpu_devices
 from shardlib.training.run import RunFolder
 from shardlib.training.settings import TrainConfig, optimizer
 
@@ -38,6 +39,29 @@ def byte_model(config: TrainConfig) -> TransformerConfig:
             f"the model {model.name!r} has a vocabulary of {model.vocab_size}; bytes need 256"
         )
     return model
+
+
+#: CPU devices that are simulated by default.
+CPU_DEVICES = 8
+
+
+def cpu_devices_of_job() -> int:
+    """CPU devices to simulate where nobody says how many: those that the processes of the job were
+    given, or else `CPU_DEVICES`, as far as processes can share them evenly.
+    """
+    joined = _jax_compat.coordination()
+    processes = 1 if joined is None else joined[2]
+    each = os.environ.get(HOST_DEVICES)
+    return processes * (max(1, CPU_DEVICES // processes) if each is None else int(each))
+
+
+def keep_compiled(folder: Path) -> None:
+    """Makes XLA keep what it compiles in a folder, so that a process that starts again need not
+    compile; a folder that is set already stays.
+    """
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 
 
 def _machine(config: TrainConfig, console: Console) -> str:

@@ -356,19 +356,6 @@ def scalars(record: JsonMapping) -> dict[str, float]:
     }
 
 
-def validations(records: Iterable[JsonMapping]) -> dict[int, dict[str, float]]:
-    """The numbers of the last validation at every step."""
-    by_step: dict[int, dict[str, float]] = {}
-    for record in records:
-        if record.get("event") in ("resumed", "rolled-back"):
-            by_step = {step: numbers for step, numbers in by_step.items() if step <= record["step"]}
-        elif record.get("event") == VALIDATION:
-            numbers = scalars(record)
-            numbers.pop("seconds", None)
-            by_step[record["step"]] = numbers
-    return dict(sorted(by_step.items()))
-
-
 def number(record: JsonMapping, name: str) -> float:
     """A number of a record; 0 if it is missing or not finite."""
     value = record.get(name)

@@ -7,7 +7,7 @@ import math
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +61,7 @@ from shardlib.training.measures import (
     by_step,
     number,
     read_lines,
-    validations,
+    scalars,
 )
 from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
@@ -237,6 +237,19 @@ def meetings(plan: Plan, step: int) -> dict[str, int]:
 #
 # Metrics go to `metrics.jsonl` of the folder and to loggers, in the first process; losses and
 # seconds are known to all.
+
+
+def validations(records: Iterable[JsonMapping]) -> dict[int, dict[str, float]]:
+    """The numbers of the last validation at every step."""
+    by_step: dict[int, dict[str, float]] = {}
+    for record in records:
+        if record.get("event") in ("resumed", "rolled-back"):
+            by_step = {step: numbers for step, numbers in by_step.items() if step <= record["step"]}
+        elif record.get("event") == VALIDATION:
+            numbers = scalars(record)
+            numbers.pop("seconds", None)
+            by_step[record["step"]] = numbers
+    return dict(sorted(by_step.items()))
 
 
 class Records:

@@ -11,21 +11,15 @@ from dataclasses import replace
 import pytest
 
 from shardlib.cost.activations import (
+    fused,
     keep_operands,
     quantised,
     rematerialise_attention,
     rewritten,
 )
-from shardlib.cost.attention import (
-    BACKWARD,
-    FORWARD,
-    causal_share,
-    cores,
-    fused,
-    head_size,
-    head_widths,
-)
+from shardlib.cost.attention import BACKWARD, FORWARD, causal_share, cores
 from shardlib.cost.framework import XLA, framework_profile
+from shardlib.cost.items import head_size, head_widths
 from shardlib.graph import Graph, Op, StepGraph, check
 from shardlib.propagation.colours import colour
 from tests.cost.traced import BATCH, CONFIGS, SEQ, plain, problem, saved_bytes

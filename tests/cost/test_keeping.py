@@ -12,6 +12,7 @@ import pytest
 from shardlib.cost.activations import (
     Keeping,
     Life,
+    fused,
     in_halves,
     keep_named,
     keep_operands,
@@ -19,7 +20,7 @@ from shardlib.cost.activations import (
     quantised,
     rewritten,
 )
-from shardlib.cost.attention import FORWARD, fused
+from shardlib.cost.attention import FORWARD
 from shardlib.cost.experts import localised
 from shardlib.cost.facts import roles
 from shardlib.cost.framework import RESULTS, XLA, FrameworkProfile

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.facts import fuse, intervals, levels, points
+from shardlib.cost.facts import fuse, intervals
 from shardlib.cost.framework import FrameworkProfile, framework_profile
+from shardlib.cost.memory import levels, points
 from shardlib.cost.pricing import PIPELINE_ON_GPUS, Totals, heap_share, mapped_anew
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Pricer

@@ -248,7 +248,7 @@ def test_cross_entropy_equals_optax():
 
 
 def test_yarn_keeps_fast_pairs_and_stretches_slow_ones():
-    from shardlib.models.blocks import frequencies
+    from shardlib.models.transformer import frequencies
 
     for name in ("deepseek-v3", "llama-3.1-8b"):
         config = huggingface.read(PUBLISHED[name][0])

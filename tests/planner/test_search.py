@@ -20,7 +20,7 @@ from shardlib.graph import Problem
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
-from shardlib.planner import workload
+from shardlib.planner import space, workload
 from shardlib.planner.assembly import price
 from shardlib.planner.plan import Plan, source_of
 from shardlib.planner.stored import Candidate
@@ -122,7 +122,7 @@ def test_components_are_the_classes_of_tied_colours() -> None:
     colours = ("vocab", "mlp", "rope", "heads", "head_dim")
     together = (("vocab",), ("mlp",), ("rope", "heads", "head_dim"))
     assert workload.components(groups, colours) == together
-    assert workload.subsets(("a", "b")) == [(), ("a",), ("b",), ("a", "b")]
+    assert space.subsets(("a", "b")) == [(), ("a",), ("b",), ("a", "b")]
 
 
 def test_memory_may_be_filled_to_the_byte() -> None:

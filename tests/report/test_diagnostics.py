@@ -10,8 +10,8 @@ import optax
 from flax import linen as nn
 
 import shardlib
-from shardlib.annotation import tree
 from shardlib.findings import Finding, diagnostic
+from shardlib.frontend import model as reading
 
 #: Packages whose findings are about a model that is planned or lowered.
 ROOMS = ("annotation", "propagation", "planner", "frontend", "lowering", "verification")
@@ -37,7 +37,7 @@ def test_a_model_is_planned_though_a_diagnostic_raises(monkeypatch):
     def fails(jaxpr):
         raise ValueError("rank")
 
-    monkeypatch.setattr(tree, "pinned_activations", fails)
+    monkeypatch.setattr(reading, "pinned_activations", fails)
     module, x = nn.Dense(8), jnp.ones((16, 8))
     plan = shardlib.plan(
         shardlib.linen(module, x),

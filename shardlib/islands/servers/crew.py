@@ -26,7 +26,7 @@ from shardlib.errors import ArgumentError, LaunchError, raise_all
 from shardlib.islands.exchanges import BUCKET_BYTES, Asynchronous, wrong_bucket_bytes
 from shardlib.islands.servers.processes import ServerSettings
 from shardlib.islands.servers.server import write
-from shardlib.islands.servers.wire import STARTER, Ask, Link, joined
+from shardlib.islands.servers.wire import STARTER, Ask, Link
 from shardlib.islands.servers.worker import Reference
 from shardlib.islands.servers.worker_process import WorkerSettings, log_file
 from shardlib.processes.kin import Guard, finish, start
@@ -365,6 +365,18 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """The shapes of the trained parameters by path, as a worker has written them."""
     first = min(folder.glob("worker-*.shapes"))
     return {path: tuple(shape) for path, shape in json.loads(first.read_text()).items()}
+
+
+def joined(
+    parts: Sequence[Mapping[str, np.ndarray]], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
+    """Whole arrays, of the elements of all servers."""
+    return {
+        path: np.concatenate(
+            [np.zeros(0, np.float32), *(arrays[path] for arrays in parts if path in arrays)]
+        ).reshape(shape)
+        for path, shape in shapes.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

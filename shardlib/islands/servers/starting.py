@@ -29,7 +29,6 @@ from shardlib.islands.servers.wire import (
     Connection,
     Flat,
     address_file,
-    handed,
     listed,
     read_answer,
     read_ask,
@@ -37,7 +36,7 @@ from shardlib.islands.servers.wire import (
 from shardlib.islands.servers.worker import MAIN, MakeJob, Reference
 from shardlib.islands.servers.worker_process import SETTINGS, WorkerSettings, trained_by
 from shardlib.processes.console import LOOPBACK
-from shardlib.processes.wire import Outgoing, pack, unpack
+from shardlib.processes.wire import Outgoing, made, pack, unpack
 from shardlib.untrusted.data import JsonObject, fit, printable, shown
 
 # --------------------------------------------------------------------------------------------------
@@ -154,6 +153,17 @@ class WorkerActor:
         ]
         _say_pid(Path(folder), f"worker-{parsed.worker}")
         trained_by(parsed, Path(folder), links)
+
+
+def handed(answer: Answer, arrays: Outgoing, arrivals: Arrivals | None) -> tuple[Answer, Flat]:
+    """Returns the value of `Link.ask` for an answer that has come as a whole."""
+    arrays_made = made(arrays)
+    if arrivals is None:
+        return answer, arrays_made
+    arrivals.begin(answer)
+    for name, array in arrays_made.items():
+        arrivals.take(name, array)
+    return answer, Flat()
 
 
 @dataclass(kw_only=True)

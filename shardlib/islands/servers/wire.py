@@ -30,7 +30,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -50,7 +50,6 @@ from shardlib.processes.wire import (
     StrangerError,
     introduce,
     keep_alive,
-    made,
     receive,
     receive_in_order,
     send,
@@ -85,18 +84,6 @@ def divided(arrays: Mapping[str, np.ndarray], servers: int) -> list[Flat]:
         {part.path: flat[part.path][part.start : part.stop] for part in parts}
         for parts in owned({path: array.size for path, array in flat.items()}, servers)
     ]
-
-
-def joined(
-    parts: Sequence[Mapping[str, np.ndarray]], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, np.ndarray]:
-    """Whole arrays, of the elements of all servers."""
-    return {
-        path: np.concatenate(
-            [np.zeros(0, np.float32), *(arrays[path] for arrays in parts if path in arrays)]
-        ).reshape(shape)
-        for path, shape in shapes.items()
-    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -222,17 +209,6 @@ class Link(Protocol):
     def close(self) -> None:
         """Ends it."""
         ...
-
-
-def handed(answer: Answer, arrays: Outgoing, arrivals: Arrivals | None) -> tuple[Answer, Flat]:
-    """Returns the value of `Link.ask` for an answer that has come as a whole."""
-    arrays_made = made(arrays)
-    if arrivals is None:
-        return answer, arrays_made
-    arrivals.begin(answer)
-    for name, array in arrays_made.items():
-        arrivals.take(name, array)
-    return answer, Flat()
 
 
 # --------------------------------------------------------------------------------------------------

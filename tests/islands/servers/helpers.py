@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat, handed
+from shardlib.islands.servers.starting import handed
+from shardlib.islands.servers.wire import Answer, Arrivals, Ask, Flat
 from shardlib.processes.wire import Outgoing, made
 
 

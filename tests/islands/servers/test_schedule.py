@@ -13,8 +13,9 @@ import pytest
 
 from shardlib.errors import CheckpointError
 from shardlib.islands.exchanges import Asynchronous
+from shardlib.islands.servers.crew import joined
 from shardlib.islands.servers.server import Service
-from shardlib.islands.servers.wire import Ask, divided, joined
+from shardlib.islands.servers.wire import Ask, divided
 from tests.islands.servers.helpers import together
 
 Arrays = dict[str, np.ndarray]

@@ -13,8 +13,8 @@ import optax
 import pytest
 
 import shardlib
+from shardlib.islands.servers.crew import joined
 from shardlib.islands.servers.server import Service
-from shardlib.islands.servers.wire import joined
 from shardlib.islands.servers.worker import Computing, Job, Worker
 from tests.islands.servers.helpers import Direct
 from tests.islands.servers.jobs import job, loss, rows
