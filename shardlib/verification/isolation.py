@@ -8,7 +8,7 @@ turn.
 The machine that a compiler compiles for, and where its devices sit on the mesh.
 
 A `Target` is plain data, made without JAX, and travels to the process that compiles; only
-`compile_devices`, which runs there, loads a compiler.
+`child.compile_devices`, which runs there, loads a compiler.
 
 >>> from shardlib.machines import topology
 >>> from shardlib.layout import MeshShape
@@ -60,9 +60,6 @@ from shardlib.processes.kin import start as begin
 from shardlib.report.elements import bytes_text
 from shardlib.untrusted.data import JsonMapping, JsonObject
 
-#: Chips whose two TensorCores form one device only when libtpu is told so (as the catalogue counts
-#: them).
-MEGACORE: Mapping[str, str] = {"v4": "megacore"}
 #: What JAX calls the compiler of a chip's vendor.
 PLATFORMS: Mapping[str, str] = {"google": "tpu", "nvidia": "cuda", "cpu": "cpu"}
 GPU_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
@@ -256,49 +253,6 @@ def environment(platform: str, devices: int) -> dict[str, str]:
             "XLA_FLAGS": "--xla_gpu_autotune_level=0",
         }
     return {**common, "JAX_NUM_CPU_DEVICES": str(devices)}
-
-
-def compile_devices(target: Target) -> list[jax.Device]:
-    """The devices of a target in mesh order; loads the compiler."""
-    import jax
-    from jax.experimental import topologies
-
-    if target.platform == "cpu":
-        devices, key = list(jax.devices("cpu")), _number
-    elif target.platform == "cuda":
-        jax.devices("cpu")  # lets JAX discover its plugins before the topology is asked for
-        devices, key = (
-            topologies.get_topology_desc(
-                "", platform="cuda", target_config=target.spec, topology=target.name
-            ).devices,
-            _number,
-        )
-    else:
-        options: dict[str, Any] = {"num_slices": target.slices} if target.slices > 1 else {}
-        if target.name.split(":")[0] in MEGACORE:
-            options["chip_config_name"] = MEGACORE[target.name.split(":")[0]]
-        devices, key = (
-            topologies.get_topology_desc(
-                platform="tpu", topology_name=target.name, **options
-            ).devices,
-            _tpu_key,
-        )
-    by_key = {key(i, device): device for i, device in enumerate(devices)}
-    missing = [place for place in target.order if place not in by_key]
-    if missing or (len(devices) != target.devices and target.platform != "cpu"):
-        raise TopologyError(
-            f"the {target.platform} compiler makes {len(devices)} devices of {target.name!r}, the"
-            f" catalogue {target.devices}"
-        )
-    return [by_key[place] for place in target.order]
-
-
-def _number(i: int, device: jax.Device) -> tuple[int, ...]:
-    return (i,)
-
-
-def _tpu_key(i: int, device: Any) -> tuple[int, ...]:
-    return (getattr(device, "slice_index", 0), *device.coords, device.core_on_chip)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -101,7 +101,16 @@ from shardlib.islands.exchanges import (
 )
 from shardlib.islands.outer import narrow, outer_update, widen
 from shardlib.islands.servers.server import RefusedError, write
-from shardlib.islands.servers.wire import STARTER, Answer, Ask, Flat, OrderError, asked_for, owned
+from shardlib.islands.servers.wire import (
+    STARTER,
+    Answer,
+    Ask,
+    Flat,
+    OrderError,
+    gathered,
+    owned,
+    read_order,
+)
 from shardlib.processes.wire import Outgoing
 from shardlib.untrusted.data import JsonObject, Limits, construct, parse_json
 
@@ -975,9 +984,10 @@ class RoundService:
         last = state.last
         if last is None or last.number != ask.round or ask.worker not in last.sent:
             return late, {}
-        return Answer(round=self.table.number, islands=last.islands), asked_for(
-            last.arrays, ask.about
-        )
+        answer = Answer(round=self.table.number, islands=last.islands)
+        if not last.arrays or not ask.about:
+            return answer, last.arrays
+        return answer, gathered(last.arrays, read_order(ask.about))
 
     def _repeated(self, ask: Ask, arrays: Flat) -> Answer:
         """Runs a round once more that was closed before the server was started again."""

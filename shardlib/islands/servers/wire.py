@@ -397,11 +397,6 @@ def gathered(values: Mapping[str, np.ndarray], order: Order) -> dict[str, Later]
     return in_order(order, run, dtype)
 
 
-def asked_for(values: Flat, text: str) -> Outgoing:
-    """Values in the order of a text; as they are where there is none, of either."""
-    return gathered(values, read_order(text)) if values and text else values
-
-
 def in_order(
     order: Order, run: Callable[[Part], np.ndarray], dtype: np.dtype[np.generic] = FLOAT32
 ) -> dict[str, Later]:
