@@ -349,7 +349,7 @@ def test_a_filter_that_chooses_nothing_says_what_there_is():
 
 
 def test_a_filter_of_another_kind_is_refused():
-    assert "no filter of Flax" in refused(partial.Lora, partial.loss, 3)
+    assert "not a filter of Flax" in refused(partial.Lora, partial.loss, 3)
     assert "no types" in refused(shardlib.tree(partial.tree_init), partial.tree_loss, nnx.LoRAParam)
     assert "no types" in refused(
         shardlib.tree(partial.tree_init), partial.tree_loss, nnx.Not(nnx.Param)
