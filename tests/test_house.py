@@ -47,6 +47,7 @@ def test_modules_hang_together_as_promised(limits: dict[str, Any]) -> None:
     shape = read.shape(read.PACKAGE)
     assert shape["fillers in 1,000 names"] <= limits["fillers"]
     assert shape["modules with one importer, %"] <= limits["one-importer"]
+    assert shape["functions called once, from another file, %"] <= limits["called-once"]
 
 
 def test_lines_of_code_are_counted(tmp_path: Path) -> None:
