@@ -22,6 +22,11 @@ from typing import Any
 from shardlib.errors import MissingPackageError
 
 WINGS = ("launch", "serve", "islands")
+#: The commands of wings, for the message where the package of one is missing.
+COMMANDS_OF = {
+    "launch": ("doctor", "launch", "compare", "fit-model"),
+    "serve": ("edge", "edge-stage", "generate", "export", "serve", "bench-serve"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +138,17 @@ def face(file: str, package: str) -> tuple[list[str], Callable[[str], Any]]:
 def commands() -> dict[str, Callable[..., None]]:
     """The commands of all wings, by name."""
     return {name: command for module in _modules() for name, command in module.COMMANDS.items()}
+
+
+def require_command(name: str) -> None:
+    """Does nothing for a command that is there, or that no wing has.
+
+    Raises:
+        MissingPackageError: the command is one of a wing whose package is missing.
+    """
+    for wing, names in COMMANDS_OF.items():
+        if name in names:
+            required(f"shardlib.{wing}.commands", f"the command {name}")
 
 
 def extension(command: str) -> Extension:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -18,11 +19,8 @@ from shardlib import wings
 PACKAGE = Path(shardlib.__file__).parent
 #: Wing -> its commands, and an option that it adds to a command of another package.
 COMMANDS = {
-    "launch": (("doctor", "launch", "compare", "fit-model"), None),
-    "serve": (
-        ("edge", "edge-stage", "generate", "export", "serve", "bench-serve"),
-        ("plan", "--serve"),
-    ),
+    "launch": (wings.COMMANDS_OF["launch"], None),
+    "serve": (wings.COMMANDS_OF["serve"], ("plan", "--serve")),
     "islands": ((), ("launch", "--islands")),
 }
 #: Wing -> public names that it defines.
@@ -134,6 +132,8 @@ def without(
         "plan": ({}, plan),
         "explain": ({}, ("explain", "plan.json")),
     }
+    for name in COMMANDS[wing][0][-1:]:
+        commands["missing"] = {}, (name, "runs/a")
     if option := COMMANDS[wing][1]:
         commands["option"] = {}, (option[0], "--help")
     if wing == "islands":
@@ -211,11 +211,23 @@ def lacks_the_commands_of_the_wing(
     every = commands_of(help_texts[""])
     assert set(own) <= set(every)
     assert commands_of(results["help"]["out"]) == [name for name in every if name not in own]
+    for name in own[-1:]:
+        refused = results["missing"]
+        assert refused["status"] == 2
+        said = " ".join((refused["out"] + refused["err"]).split())
+        assert f"the command {name} is part of shardlib.{wing}, and that package is" in said
     if option is not None:
         command, name = option
         assert name in help_texts[command]
         text = results["option"]
         assert text["status"] == 0 and name not in text["out"], text
+
+
+def test_commands_of_wings_are_known():
+    modules = {wing: importlib.import_module(f"shardlib.{wing}.commands") for wing in wings.WINGS}
+    assert {
+        wing: tuple(m.COMMANDS) for wing, m in modules.items() if m.COMMANDS
+    } == wings.COMMANDS_OF
 
 
 @pytest.mark.parametrize("wing", ["launch", "serve", "islands"])
