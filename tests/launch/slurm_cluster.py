@@ -177,7 +177,7 @@ def _user() -> str:
 
 
 def _until_idle(found: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while time.monotonic() < end and all(one.poll() is None for one in daemons):
         done = subprocess.run(
             ["sinfo", "--noheader", "--format=%D %t"],
@@ -206,7 +206,7 @@ def _stop(found: Cluster, daemons: list[subprocess.Popen[bytes]]) -> None:
         check=False,
         timeout=30,
     )
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while (
         time.monotonic() < end
         and subprocess.run(

@@ -199,7 +199,7 @@ def test_no_request_fails_the_server(
 
 @pytest.mark.long
 def test_nothing_is_left_of_all_that(folder_url: str, folder: Deployment):
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while folder.worker.taken and time.monotonic() < end:
         time.sleep(0.05)
     pool = folder.worker.engine.schedule.pool
