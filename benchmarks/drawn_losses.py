@@ -27,24 +27,15 @@ os.environ.setdefault(
 
 import flax
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 
 import shardlib
 from benchmarks.environment import RESULTS, command_line, show, stored, table
 from tests.zoo import losses, random_losses
+from tests.zoo.parity import capture
 
 BOUND = 1e-5
 MESHES = table("drawn_losses")
-
-
-def gradients_kept() -> optax.GradientTransformation:
-    """An optimizer that changes nothing, and whose state is the gradients."""
-    return optax.GradientTransformation(
-        lambda params: jax.tree.map(jnp.zeros_like, params),
-        lambda gradients, state, params=None: (jax.tree.map(jnp.zeros_like, gradients), gradients),
-    )
 
 
 def drawn_pin(rng: random.Random) -> dict[str, Any]:
@@ -106,7 +97,7 @@ def case(seed: int) -> dict[str, Any]:
         return shardlib.compile(
             shardlib.tree(losses.params, losses.AXES),
             drawn.loss,
-            gradients_kept(),
+            capture(),
             batch,
             topology="cpu:8",
             pin=pin,
@@ -122,7 +113,6 @@ def case(seed: int) -> dict[str, Any]:
             }
         except shardlib.PinError as error:
             row["refused"] = str(error).splitlines()[0]
-    if drawn.coupled:
         parts = ("microbatches", "schedule", "pipeline")
         pin = {name: value for name, value in pin.items() if name not in parts}
     program = compiled(pin)
@@ -151,7 +141,7 @@ def random_case(seed: int) -> dict[str, Any]:
         return shardlib.compile(
             shardlib.tree(random_losses.params),
             drawn.loss,
-            gradients_kept(),
+            capture(),
             drawn.batch,
             batch_axes=drawn.axes,
             topology="cpu:8",

@@ -16,8 +16,8 @@ long as the code of the package is the same.
 
 from __future__ import annotations
 
-import functools
 import json
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -40,14 +40,14 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0"  # they compile, 
 import jax
 import numpy as np
 
-import shardlib
 from shardlib.errors import ShardlibError
 from tests.frontend import examples
+from tests.frontend.equality import compiled, plain, reference
 from tests.frontend.examples import EXAMPLES
 from tests.frontend.marked import MARKED
 
 AXES = ("data", "fsdp", "tensor")
-STEPS, ROWS, TOLERANCE = 3, 16, 1e-5
+ROWS, TOLERANCE = 16, 1e-5
 Arrays = list[np.ndarray]
 
 
@@ -70,31 +70,6 @@ def cases(marked: bool) -> Iterator[dict[str, Any]]:
             yield {"step": name, "pin": pin | ({"microbatches": 2} if marked else {})}
 
 
-def plain(tree: Any) -> Arrays:
-    """Arrays of a tree, random keys as the integers that they are made of."""
-    return [
-        np.asarray(
-            jax.random.key_data(leaf)
-            if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-            else leaf,
-            np.float64,
-        )
-        for leaf in jax.tree.leaves(tree)
-    ]
-
-
-@functools.lru_cache(maxsize=4)
-def reference(name: str, rows: int) -> list[Arrays]:
-    """States and metrics of plain JAX; `examples.ROWS` is `rows`."""
-    example = EXAMPLES[name]()
-    step, state = jax.jit(example.step), jax.jit(example.init)(jax.random.key(3))
-    found = []
-    for _ in range(STEPS):
-        state, metrics = step(state, example.batch)
-        found.append(plain((state, metrics)))
-    return found
-
-
 def worst(mine: Arrays, wanted: Arrays) -> float:
     """The largest difference, of the largest element of the array or of one."""
     return max(
@@ -109,18 +84,11 @@ def compared(case: dict[str, Any], rows: int, marked: bool) -> dict[str, Any]:
     example = (MARKED if marked else EXAMPLES)[case["step"]]()
     start = time.monotonic()
     try:
-        program = shardlib.compile_step(
-            example.init,
-            example.step,
-            example.batch,
-            topology=f"cpu:{np.prod(list(case['pin']['mesh'].values()))}",
-            pin=case["pin"],
-            batch_axes=example.batch_axes,
-        )
+        program = compiled(example, case["pin"], math.prod(case["pin"]["mesh"].values()))
     except ShardlibError as error:
         return {"rows": rows, "refused": f"{type(error).__name__}: {error}"}
     state, found = program.init(seed=3), 0.0
-    for wanted in reference(case["step"], rows):
+    for wanted in reference(EXAMPLES[case["step"]], rows):
         state, metrics = program.step(state, example.batch)
         found = max(found, worst(plain((state, metrics)), wanted))
     return {"rows": rows, "error": found, "seconds": round(time.monotonic() - start, 1)}

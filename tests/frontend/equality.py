@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
 
 import shardlib
+from tests.frontend import examples
 from tests.frontend.examples import Example
 
 STEPS = 3
@@ -28,9 +29,11 @@ def plain(tree: Any) -> list[np.ndarray]:
     ]
 
 
-@cache
-def reference(make: Callable[..., Example]) -> list[list[np.ndarray]]:
-    """States and metrics after each step of an example in plain JAX."""
+@lru_cache(maxsize=16)
+def reference(make: Callable[..., Example], rows: int = examples.ROWS) -> list[list[np.ndarray]]:
+    """States and metrics after each step of an example in plain JAX, with batches of
+    `examples.ROWS`, which is `rows`.
+    """
     example = make(jax.value_and_grad)
     step, state = jax.jit(example.step), jax.jit(example.init)(jax.random.key(3))
     results = []
@@ -40,12 +43,12 @@ def reference(make: Callable[..., Example]) -> list[list[np.ndarray]]:
     return results
 
 
-def compiled(example: Example, pin: dict[str, Any]) -> Any:
+def compiled(example: Example, pin: dict[str, Any], devices: int = 8) -> Any:
     return shardlib.compile_step(
         example.init,
         example.step,
         example.batch,
-        topology="cpu:8",
+        topology=f"cpu:{devices}",
         pin=pin,
         batch_axes=example.batch_axes,
     )
