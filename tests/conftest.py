@@ -8,9 +8,10 @@ without its long tests (`pytest.mark.long`): searches over large spaces, and que
 searches, that take a second or more. A unit test that compiles a program or starts a process fails.
 
 Of what takes long and of large matrices a run draws some (`drawing.py`). The draw changes with the
-commit and is named when a run begins; `--draw NAME` draws the same again, `--every-case` runs all,
-and `--one-in N` draws from the cases of all other tests, too, for a second Python whose libraries
-every test should meet, but not with every case.
+commit and the Python, and is named when a run begins; `--draw NAME` draws the same again,
+`--every-case` runs all, and `--one-in N` draws from the cases of all other tests, too, for a second
+Python whose libraries every test should meet, but not with every case. Tests that need the compiler
+of a vendor take long.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--one-in",
         type=int,
         metavar="N",
-        help="of the cases of every test that is not a matrix, draw one in N, at least one",
+        help="of the cases of every test that is not a matrix, and of the long tests, draw one in N,"
+        " at least one",
     )
 
 
@@ -109,9 +111,9 @@ def pytest_configure(config: pytest.Config) -> None:
         " --quick",
     )
     if not hasattr(config, "workerinput"):
-        config.option.draw = config.option.draw or _commit(
-            config.rootpath
-        )  # workers are given the options
+        # Workers are given the options.
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        config.option.draw = config.option.draw or f"{_commit(config.rootpath)}-{version}"
     if (
         importlib.metadata.version("jaxlib") < "0.11"
     ):  # has two code generators; the older one takes half of the time
@@ -317,7 +319,7 @@ def _quick(item: pytest.Item) -> bool:
 def _draw(config: pytest.Config) -> Draw:
     draw = Draw(config.option.draw)
     sparse = config.option.one_in
-    return draw if sparse is None else replace(draw, others=sparse, units=sparse)
+    return draw if sparse is None else replace(draw, long=sparse, others=sparse, units=sparse)
 
 
 def _case(item: pytest.Item) -> Case:
@@ -325,7 +327,7 @@ def _case(item: pytest.Item) -> Case:
         item.nodeid,
         tier(item) or "compile",
         matrix=item.get_closest_marker("matrix") is not None,
-        long=item.get_closest_marker("long") is not None,
+        long=any(item.get_closest_marker(name) for name in ("long", "compiler")),
     )
 
 
