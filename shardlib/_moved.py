@@ -4,13 +4,14 @@ its contents now.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from shardlib import wings
 
 MOVED = {
     "shardlib.booking": "shardlib.launch.booking",
@@ -53,7 +54,7 @@ class Moved(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self) if _today(fullname) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(_today(spec.name))
+        module = wings.required(_today(spec.name), spec.name)
         spec.loader_state = module.__spec__
         return module
 

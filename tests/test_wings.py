@@ -185,6 +185,10 @@ def test_core_works_without_a_wing(
         said = " ".join((refused["out"] + refused["err"]).split())
         missing = "is part of shardlib.islands, and that package is missing"
         assert f"exchange='diloco:2:100' {missing}" in said
+    if wing == "serve":
+        earlier = python(folder, "-c", "import shardlib.serving")
+        missing = "shardlib.serving is part of shardlib.serve, and that package is missing here"
+        assert f"MissingPackageError: {missing}\nTry: pip install" in earlier.stderr
     if wing == "launch":  # which joins processes
         alone, several = (data["commands"][name] for name in ("train", "train as one of several"))
         assert alone["status"] == 0 and json.loads(alone["out"])["validation_loss"] > 0, alone

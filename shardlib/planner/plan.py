@@ -27,6 +27,7 @@ from shardlib.cost.pricing import LARGEST, Estimate
 from shardlib.decisions.pins import PinMapping, Pins, aliased
 from shardlib.decisions.table import Decisions, PinValue, identity, illegal, plain
 from shardlib.errors import (
+    ArgumentError,
     InfeasibleError,
     MissingFileError,
     PinError,
@@ -463,7 +464,7 @@ class Plan(Decisions):
         forward = None if self.source is None else self.source.load.problem.forward
         return predicted(self, forward)
 
-    def why_not(self, **pin: PinValue) -> str:
+    def why_not(self, *unnamed: object, **pin: PinValue) -> str:
         """The best plan under other pins, and its cost: `plan.why_not(tensor=16)`,
         `plan.why_not(remat="full")`.
 
@@ -475,9 +476,11 @@ class Plan(Decisions):
             The difference to this plan as text, or the reason why there is no such plan.
 
         Raises:
+            ArgumentError: a value without the name of its decision.
             PinError: a pin is misspelt, contradicts a pin of this plan that stays, or allows no
                 plan; or the plan was read from a file and does not carry its model.
         """
+        require_named("why_not", unnamed)
         if self.source is None:
             raise PinError(
                 "this plan was read from a file and does not carry its model\nTry: `shardlib"
@@ -638,6 +641,15 @@ class Plan(Decisions):
         """
         hint = "the text itself, as shardlib.Plan.from_json(Path('plan.json').read_text())"
         return plan_from_data(parse_json(text, "the plan", PlanError, hint=hint), changed=changed)
+
+
+def require_named(method: str, unnamed: tuple[object, ...]) -> None:
+    """Refuses pins without names, such as those of `plan.why_not(16)`."""
+    if unnamed:
+        raise ArgumentError(
+            f"{method} takes pins by name; {shown(unnamed[0])} has none"
+            f"\nTry: plan.{method}(tensor=16)"
+        )
 
 
 def plan_to_data(plan: Plan) -> JsonObject:

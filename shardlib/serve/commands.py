@@ -20,7 +20,6 @@ from shardlib.cli.output import echo, quiet_stdout, read_text, status, writable,
 from shardlib.errors import (
     ArgumentError,
     DataError,
-    MissingPackageError,
     ModelError,
     PinError,
     PlanError,
@@ -119,12 +118,8 @@ def bench_serve_command(
         raise ArgumentError(
             "one of --url and --serve says who is asked\nTry: --url http://127.0.0.1:8000/v1"
         )
-    try:
-        from shardlib.serve.measuring import Target, figures, read_workload
-    except ModuleNotFoundError as error:
-        raise MissingPackageError(
-            f"asking needs the package {error.name}\nTry: pip install 'shardlib[serve]'"
-        ) from error
+    from shardlib.serve.measuring import Target, figures, read_workload
+
     limits = {
         f"{name}_limit": None if text is None else duration(text, f"--{name}")
         for name, text in (("ttft", timing.ttft), ("tpot", timing.tpot))
@@ -1198,13 +1193,9 @@ def serve_command(
     """Serve models to any client of OpenAI's interface. A run may still be training: its newest
     checkpoint is served, without dropping a request.
     """
-    try:
-        from shardlib.serve.http import server, settings
-        from shardlib.serve.http.app import application
-    except ModuleNotFoundError as error:
-        raise MissingPackageError(
-            f"serving needs the package {error.name}\nTry: pip install 'shardlib[serve]'"
-        ) from error
+    from shardlib.serve.http import server, settings
+    from shardlib.serve.http.app import application
+
     tokens = () if place.token_file is None else settings.read_tokens(place.token_file)
     limits = settings.Settings(
         tokens=tokens,

@@ -179,9 +179,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
                 f"the folder {folder} has no {required.name}\nTry: model.save_pretrained(folder) of"
                 " the library peft, which writes one"
             )
-    settings = read_json(path, "adapter configuration", ModelError, limits=CONFIG)
-    if not isinstance(settings, Mapping):
-        raise ModelError(f"{path} holds {type(settings).__name__}, not a JSON object")
+    settings = _read_object(path, "adapter configuration", CONFIG)
     failures = [
         f"{key} is {shown(settings[key])}; {shown(allowed[0])} is served"
         for key, allowed in PLAIN.items()
@@ -286,7 +284,7 @@ def read_generation(folder: Path) -> Generation:
     """
     path = folder / "generation_config.json"
     if path.is_file():
-        data = read_json(path, "generation configuration", ModelError, limits=LIMITS)
+        data = _read_object(path, "generation configuration", LIMITS)
     else:
         path = folder / "config.json"
         config = read_json(path, "model configuration", ModelError, limits=Limits(bytes=1 << 24))
@@ -294,9 +292,14 @@ def read_generation(folder: Path) -> Generation:
         nested = config.get("text_config")
         inner: JsonMapping = nested if isinstance(nested, Mapping) else {}
         data = {"eos_token_id": config.get("eos_token_id", inner.get("eos_token_id"))}
+    return generation(data, str(path))
+
+
+def _read_object(path: Path, what: str, limits: Limits) -> JsonMapping:
+    data = read_json(path, what, ModelError, limits=limits)
     if not isinstance(data, Mapping):
         raise ModelError(f"{path} holds {type(data).__name__}, not a JSON object")
-    return generation(data, str(path))
+    return data
 
 
 def generation(data: JsonMapping, source: str) -> Generation:
@@ -456,11 +459,7 @@ def spelt(tokenizer: Path) -> list[bytes]:
 
 def _read(path: Path) -> tuple[Confined, list[str | None], Tokenizer | None]:
     """A file in its process, its tokens, and what decodes them here."""
-    if find_spec("tokenizers") is None:
-        raise MissingPackageError(
-            "tokenizers of Hugging Face need the library tokenizers\nTry: pip install"
-            " 'shardlib[serve]'"
-        )
+    _require_tokenizers()
     data = read_bytes(path, "tokenizer", ModelError, limit=MOST_BYTES)
     confined = Confined(Path(__file__).with_name("tokenizing.py"), body=data, limits=TEXT_LIMITS)
     try:
@@ -471,6 +470,14 @@ def _read(path: Path) -> tuple[Confined, list[str | None], Tokenizer | None]:
     special = header["special"]
     assert isinstance(special, list)
     return confined, tokens, _table(tokens, special, header["decoder"])
+
+
+def _require_tokenizers() -> None:
+    if find_spec("tokenizers") is None:
+        raise MissingPackageError(
+            "tokenizers of Hugging Face need the library tokenizers\nTry: pip install"
+            " 'shardlib[serve]'"
+        )
 
 
 def _table(tokens: list[str | None], special: list[Json], decoder: Json) -> Tokenizer | None:
@@ -529,12 +536,7 @@ def _unpacked(data: bytes) -> Iterator[bytes | None]:
 
 def _settings(folder: Path) -> JsonMapping:
     path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    data = read_json(path, "tokenizer configuration", ModelError, limits=TEXT_CONFIG)
-    if not isinstance(data, Mapping):
-        raise ModelError(f"{path} holds {type(data).__name__}, not a JSON object")
-    return data
+    return _read_object(path, "tokenizer configuration", TEXT_CONFIG) if path.is_file() else {}
 
 
 def _token(value: Json) -> str | None:
@@ -715,14 +717,10 @@ def _write(path: Path, data: JsonObject) -> None:
 
 def byte_tokenizer() -> str:
     """A `tokenizer.json` with a token for every byte of UTF-8."""
-    try:
-        from tokenizers import Tokenizer, decoders, pre_tokenizers
-        from tokenizers.models import BPE
-    except ImportError as error:
-        raise MissingPackageError(
-            "tokenizers of Hugging Face need the library tokenizers\nTry: pip install"
-            " 'shardlib[serve]'"
-        ) from error
+    _require_tokenizers()
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
     tokenizer = Tokenizer(BPE(vocab=_characters(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

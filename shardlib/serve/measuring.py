@@ -9,11 +9,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import httpx2
 import numpy as np
 
-from shardlib.errors import DataError, LaunchError
+from shardlib.errors import DataError, LaunchError, MissingPackageError
 from shardlib.untrusted.data import JsonObject, construct, parse_json
+
+try:
+    import httpx2
+except ModuleNotFoundError as error:
+    raise MissingPackageError(
+        f"asking needs the package {error.name}\nTry: pip install 'shardlib[serve]'"
+    ) from error
 
 # --------------------------------------------------------------------------------------------------
 # Requests with their times: a workload that can be asked again.

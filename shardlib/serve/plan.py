@@ -13,6 +13,7 @@ from typing import cast
 from shardlib.errors import PlanError
 from shardlib.findings import Finding
 from shardlib.machines.topology import TopologyLike
+from shardlib.planner.plan import require_named
 from shardlib.report.elements import (
     aligned,
     bytes_text,
@@ -267,12 +268,13 @@ class ServingPlan:
 
         return two_meshes(asked_of(self))
 
-    def why_not(self, **pin: ServingPin) -> str:
+    def why_not(self, *unnamed: object, **pin: ServingPin) -> str:
         """Returns the best plan under other pins, and its predictions:
         `plan.why_not(tensor=16)`.
         """
         from shardlib.serve.search import why_not
 
+        require_named("why_not", unnamed)
         return why_not(self, pin)
 
     def diff(self, other: ServingPlan) -> str:

@@ -15,7 +15,7 @@ import pytest
 from shardlib.cost.framework import XLA
 from shardlib.cost.roofline import fitting_bytes, without_margin
 from shardlib.decisions.table import Decisions
-from shardlib.errors import InfeasibleError, PinError
+from shardlib.errors import ArgumentError, InfeasibleError, PinError
 from shardlib.graph import Problem
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
@@ -324,6 +324,8 @@ def test_why_not_says_the_rule_that_the_pins_break() -> None:
         " zero=0"
     )
     assert "ZeRO 0" in plan.why_not(fsdp=1, zero=0)
+    with pytest.raises(ArgumentError, match=r"by name; 16 has none\nTry: plan.why_not\(tensor=16"):
+        plan.why_not(16)
 
 
 @pytest.mark.long

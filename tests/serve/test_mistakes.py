@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shardlib.errors import MissingPackageError
 
 pytestmark = pytest.mark.unit
 
@@ -60,3 +64,16 @@ def test_mistakes_are_one_message(shell: Any, tmp_path: Path, words: str, said: 
         (tmp_path / name).write_text(text, "utf-8")
     code, _, err = shell(*words.format(**{name: tmp_path / name for name in files}).split())
     assert (code, said in err) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("shardlib.serve.http", "fastapi"), ("shardlib.serve.measuring", "httpx2")],
+)
+def test_extra_that_is_not_installed(
+    module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=rf"{package}\nTry: pip install 'shardlib\[serve"):
+        importlib.import_module(module)
