@@ -469,6 +469,7 @@ class Plan(Decisions):
         `plan.why_not(remat="full")`.
 
         Args:
+            unnamed: refused; pins are keywords.
             pin: decisions by name, as for `shardlib.plan`; a mesh axis by its own name. They
                 replace pins of the same name (an axis replaces that axis); other pins stay.
 
