@@ -11,7 +11,7 @@ How much of the peak large matmuls reach is each generation's own, from the TPU 
 generations, by which whole programs are slower than their matmuls alone. "vendor" is the error under
 the vendor's figures, "unseen" that of every source under the factor fitted to all other sources,
 "fitted" under the one fitted to all rows, which `--write` puts into
-`shardlib/cost/framework_profiles/curves/CHIP.xla.json`. More figures (memory, attention) predict
+`shardlib/cost/curves/CHIP.xla.json`. More figures (memory, attention) predict
 unseen sources no better. Of the collectives over tensor half is behind matmuls, as in the profile of
 MaxText, which asks the compiler to take them apart; "tensor exposed" is "fitted" without, as users'
 plans are priced, whose programs do not ask for it.
@@ -41,7 +41,7 @@ from shardlib.cost.framework import XLA
 from shardlib.cost.roofline import efficiency
 
 VENDOR = "google"
-CURVES = Path(shardlib.cost.__file__).parent / "framework_profiles" / "curves"
+CURVES = Path(shardlib.cost.__file__).parent / "curves"
 #: Errors that a curve tells.
 KINDS = ("vendor", "unseen", "fitted")
 #: Facts that a row says of itself.

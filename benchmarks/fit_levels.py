@@ -1,5 +1,5 @@
 """Fits what chips reach under frameworks to published training runs, level by level, and writes
-`shardlib/cost/framework_profiles/curves/CHIP.FRAMEWORK.json`.
+`shardlib/frameworks/curves/CHIP.FRAMEWORK.json`.
 
     python -m benchmarks fit_levels FILE.yaml... [--unseen published_unseen.json] [--write]
 
@@ -23,13 +23,14 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import shardlib.cost
+import shardlib.frameworks
 from benchmarks.environment import RESULTS, command_line, table
 from benchmarks.published.unseen.levels import SOURCED, Fit, Level, by_level, figures_of
 from benchmarks.published.unseen.runs import PRODUCTS, Figures, Run, complete, runs_of
 from shardlib.cost.roofline import curves, efficiency
+from shardlib.frameworks import catalog
 
-CURVES = Path(shardlib.cost.__file__).parent / "framework_profiles" / "curves"
+CURVES = Path(shardlib.frameworks.__file__).parent / "curves"
 #: Physical meaning of each figure that is fitted, for the files.
 MEANING: Mapping[str, str] = table("fit_levels")
 #: Levels from the widest on, as files call them.
@@ -138,7 +139,9 @@ def main() -> None:
     stored = json.loads(args.unseen.read_text(encoding="utf-8"))["rows"]
     unseen = {row["id"]: row["error"] for row in stored if row["error"] is not None}
     wanted = {run.group for run in runs} - {
-        f"{chip}.{stack}" for (chip, stack), one in curves().items() if not one.fitted
+        f"{chip}.{stack}"
+        for (chip, stack), one in {**curves(), **catalog.curves()}.items()
+        if not one.fitted
     }
     if args.only:
         wanted = {name for name in wanted if name.split(".", 1)[1] in args.only}

@@ -37,6 +37,7 @@ from benchmarks.published.unseen.levels import (
 )
 from benchmarks.published.unseen.runs import Run, runs_of
 from shardlib.cost.roofline import curves
+from shardlib.frameworks import catalog
 
 #: How constants are fitted: level by level, or for each pair of chip and framework alone.
 METHODS: tuple[str, ...] = ("levels", "pairs")
@@ -76,9 +77,10 @@ def unseen(runs: list[Run], sources: list[str], method: str) -> dict[str, list[R
 
 def shipped(runs: list[Run]) -> dict[str, list[Result]]:
     """All rows by source under the figures that come with shardlib."""
+    known = {**curves(), **catalog.curves()}
     found: dict[str, list[Result]] = {}
     for run in runs:
-        one = curves().get((run.chip, run.stack))
+        one = known.get((run.chip, run.stack))
         values = {**run.start, **run.fixed, **(dict(one.values) if one else {})}
         (seconds,) = run.priced.many([values])
         result = replace(run.result, predicted_s=float(seconds))

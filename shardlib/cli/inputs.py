@@ -30,6 +30,7 @@ from typer.models import OptionInfo
 from shardlib.cli.output import read_text, status
 from shardlib.errors import BatchError, InfeasibleError, PinError, PlanError, raise_all
 from shardlib.untrusted.data import JsonObject, parse_json, shown
+from shardlib.wings import required
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -56,12 +57,12 @@ def make_plan(
     Args:
         framework: the training framework that will run the plan; None for programs of shardlib.
     """
-    from shardlib.cost.framework import framework as find_framework
     from shardlib.machines.topology import topology as find_topology
 
     vendor = find_topology(topology).chip.vendor
     if framework is not None:  # what is misspelt is said before anything is traced
-        find_framework(framework, vendor)
+        catalog = required("shardlib.frameworks.catalog", f"framework {framework!r}")
+        catalog.framework(framework, vendor)
     with status(
         f"planning {spec} for {topology}" + (f", compiling the {refine} best" if refine else "")
     ):

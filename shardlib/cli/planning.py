@@ -38,7 +38,7 @@ from shardlib.planner.plan import Plan
 from shardlib.report.elements import seconds_text
 from shardlib.report.timelines import Timeline
 from shardlib.untrusted.data import JsonObject, parse_json, shown
-from shardlib.wings import extension
+from shardlib.wings import extension, required
 
 if TYPE_CHECKING:
     from shardlib.planner.answers import Answers
@@ -476,7 +476,6 @@ def plan_command(
 ) -> None:
     """Find the best way to spread a model over a topology."""
     from shardlib.planner.plan import plan_to_data
-    from shardlib.report.emission import require_written
     from shardlib.report.text import explain
 
     training = {
@@ -496,7 +495,8 @@ def plan_command(
     pins = {**parse_pins(pin), **parse_allow(searching.allow or [])}
     plain = _plain_file(searching.emit) if searching.framework is None else None
     if searching.emit is not None and plain is None:
-        require_written(searching.framework)
+        what = "the configuration of a plan"
+        required("shardlib.frameworks.configurations", what).require_written(searching.framework)
     with quiet_stdout(as_json):
         plan = make_plan(
             model,

@@ -4,37 +4,25 @@ chips, as tables of facts with their sources.
 A traced program says what is computed. How often gradients are reduced, whether attention scores
 are written to memory, what an optimizer keeps, and which communication is hidden depend on the
 software that runs it: a `FrameworkProfile`. `XLA` is the default and changes nothing; the profiles
-of published training runs are data, `framework_profiles/NAME.json`.
+of other frameworks are data of `shardlib.frameworks`.
 
->>> XLA.attention, framework_profile("megatron-core").attention
-('traced', 'fused')
->>> megatron = framework_profile("megatron-core")
->>> FrameworkProfile.from_json(megatron.to_json()) == megatron
+>>> FrameworkProfile.from_json(XLA.to_json()) == XLA
 True
 >>> FrameworkProfile(name="ours").reduction, FrameworkProfile(name="ours", scaling="rows").scaling
 ('microbatch', 'rows')
 
-`Abilities` are the decisions that a training framework can implement. A `Framework`,
-`shardlib/cost/frameworks/NAME.json`, has abilities and the profile that it is priced as. Profiles
-of older releases, and of frameworks without such a file, can also be named.
+`Abilities` are the decisions that a training framework can implement. A `Framework` has abilities
+and the profile that it is priced as.
 
 >>> able = Abilities(axes=("data", "tensor"), zero=(0, 1), remat=("none", "full"))
 >>> able.refusals({"zero": 3, "mesh": {"data": 8}}, {"data": 8})
 ['zero=3 (it has zero 0, 1)']
->>> framework("torchtitan", "nvidia").able.zero
-(0, 3)
->>> framework("maxtext", "google").profile, framework("maxtext", "nvidia").profile
-('maxtext-tpu', 'maxtext-gpu')
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
-from importlib import resources
+from dataclasses import dataclass, fields
 from typing import Any
 
 from shardlib.decisions.table import PinValue
@@ -43,6 +31,7 @@ from shardlib.graph import ITEMSIZE
 from shardlib.layout import INNER_AXES
 from shardlib.schedules import SCHEDULES
 from shardlib.untrusted.data import JsonMapping, JsonObject, construct, shown
+from shardlib.wings import required
 
 #: Legal values of the fields that are words.
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -342,31 +331,14 @@ XLA = FrameworkProfile(
 )
 
 
-@lru_cache(maxsize=1)
-def framework_profiles() -> Mapping[str, FrameworkProfile]:
-    """The framework profiles shipped with shardlib, by name."""
-    folder = resources.files("shardlib.cost") / "framework_profiles"
-    loaded = [
-        FrameworkProfile.from_json(json.loads(file.read_text(encoding="utf-8")))
-        for file in folder.iterdir()
-        if file.name.endswith(".json")
-    ]
-    return {
-        XLA.name: XLA,
-        **{profile.name: profile for profile in sorted(loaded, key=lambda profile: profile.name)},
-    }
-
-
 def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
     """The framework profile with this name; a `FrameworkProfile` is returned unchanged."""
     if isinstance(name, FrameworkProfile):
         return name
-    profiles = framework_profiles()
-    if name not in profiles:
-        raise PinError(
-            f"framework profile {name!r} is unknown; framework profiles are {', '.join(profiles)}"
-        )
-    return profiles[name]
+    if name == XLA.name:
+        return XLA
+    catalog = required("shardlib.frameworks.catalog", f"framework profile {name!r}")
+    return catalog.framework_profile(name)
 
 
 #: Constraints between decisions, by the name of a rule.
@@ -513,7 +485,8 @@ class Framework:
         profile: name of the profile that it is priced as on the given chips.
         profiles: (vendor, profile) pairs.
         releases: profiles of other releases with the same abilities.
-        emits: format of its configuration (`shardlib.report`); "" if none is written.
+        emits: format of its configuration (`shardlib.frameworks.configurations`); "" if none is
+            written.
         release: the release whose options are written.
         param_dtype: dtype of stored parameters; "" as in the model.
         able: its abilities.
@@ -529,61 +502,3 @@ class Framework:
     param_dtype: str = ""
     able: Abilities = ANYTHING
     sources: tuple[str, ...] = ()
-
-
-@lru_cache(maxsize=1)
-def frameworks() -> Mapping[str, Framework]:
-    """The frameworks that have files, by name."""
-    folder = resources.files("shardlib.cost") / "frameworks"
-    loaded = [
-        construct(Framework, json.loads(file.read_text(encoding="utf-8")), file.name, PinError)
-        for file in folder.iterdir()
-        if file.name.endswith(".json")
-    ]
-    return {entry.name: entry for entry in sorted(loaded, key=lambda entry: entry.name)}
-
-
-def framework(name: str, vendor: str) -> Framework:
-    """The framework with this name, for the chips of a vendor."""
-    known_frameworks = frameworks()
-    if name in known_frameworks:
-        entry = known_frameworks[name]
-        profile = dict(entry.profiles).get(vendor)
-        if profile is None:
-            raise PinError(
-                f"framework {name!r} runs on chips of {' and '.join(dict(entry.profiles))}, and"
-                f" these are of {vendor}\nTry: {_others(vendor)}"
-            )
-        return replace(entry, profile=profile)
-    if name in framework_profiles() and name != XLA.name:
-        family = next(
-            (entry for entry in known_frameworks.values() if name in entry.releases),
-            Framework(name=name),
-        )
-        vendors = dict(family.profiles)
-        if vendors and vendor not in vendors:
-            raise PinError(
-                f"framework {name!r} runs on chips of {' and '.join(vendors)}, and these are of"
-                f" {vendor}\nTry: {_others(vendor)}"
-            )
-        return replace(family, name=name, profile=name)
-    names = [
-        *known_frameworks,
-        *(
-            profile_name
-            for profile_name in framework_profiles()
-            if profile_name not in known_frameworks
-        ),
-    ]
-    names.remove(XLA.name)
-    near = difflib.get_close_matches(name.lower(), names, n=1)
-    meant = f"; did you mean {near[0]!r}?" if near else ""
-    raise PinError(f"framework {name!r} is unknown{meant} (frameworks are {', '.join(names)})")
-
-
-def _others(vendor: str) -> str:
-    """A hint for a framework that does not run on the chips of a vendor."""
-    able = [entry.name for entry in frameworks().values() if vendor in dict(entry.profiles)]
-    if able:
-        return " or ".join(able)
-    return "a machine with chips that it runs on, or no framework for programs of shardlib"

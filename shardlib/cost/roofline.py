@@ -30,14 +30,14 @@ much memory they share is not known that exactly.
 [('margin', 1.1, 0), ('temporaries', 1.2, 24)]
 
 Efficiencies are the fractions of data-sheet rates that a chip reaches. The vendor's figures are the
-default, and nearly all that the framework profile "xla" uses. *Curves* override them for a chip, or
-for a chip under a framework profile (`framework_profiles/curves/CHIP.json`, `CHIP.FRAMEWORK.json`),
-with sources or with the measurements that they were fitted to. A user's own measurements override
-both.
+default, and nearly all that the framework profile "xla" uses. *Curves* override them for a chip
+(`curves/CHIP.json`), or for a chip under a framework profile (`curves/CHIP.xla.json`; those under
+other profiles belong to `shardlib.frameworks`), with sources or with the measurements that they
+were fitted to. A user's own measurements override both.
 
 >>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla") == efficiency("nvidia")
 (0.8, True)
->>> efficiency_of("h100", "nvidia", "megatron-core", {"matmul": 0.7}).matmul
+>>> efficiency_of("h100", "nvidia", "xla", {"matmul": 0.7}).matmul
 0.7
 """
 
@@ -50,6 +50,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import resources
+from importlib.resources.abc import Traversable
 from statistics import NormalDist
 from typing import Any
 
@@ -65,6 +66,7 @@ from shardlib.machines.catalog import CATALOG
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import CORRECTABLE, Topology
 from shardlib.untrusted.data import JsonMapping, JsonObject, bounded, construct, shown
+from shardlib.wings import wing_module
 
 #: The margin if nothing was learned for the chip or its vendor.
 UNKNOWN_MARGIN = 1.1
@@ -520,10 +522,6 @@ def linked(topology: Topology, constants: Efficiency) -> Topology:
     return replace(topology, tiers=tuple(tiers))
 
 
-#: Least number of published runs per fitted figure for its value to generalise.
-ROWS_A_FIGURE = 3
-
-
 @dataclass(frozen=True, kw_only=True)
 class Curve:
     """Figures of a chip, or of a chip under a framework profile, that override its vendor's.
@@ -543,11 +541,6 @@ class Curve:
     evidence: str = ""
 
     @property
-    def rows(self) -> int:
-        """Number of published runs that figures were fitted to; 0 if all are sourced."""
-        return len(json.loads(self.evidence or "{}").get("rows", ()))
-
-    @property
     def fitted(self) -> tuple[str, ...]:
         """Names of the figures that were fitted to published runs."""
         return tuple(
@@ -556,23 +549,9 @@ class Curve:
             if any(source.startswith(f"{name}: fitted") for source in self.sources)
         )
 
-    @property
-    def pooled(self) -> tuple[str, ...]:
-        """Names of the figures that were also fitted to runs of other chips or frameworks."""
-        return tuple(
-            name
-            for name, _ in self.values
-            if any(source.startswith(f"{name}: pooled") for source in self.sources)
-        )
-
-    @property
-    def well_founded(self) -> bool:
-        """True if there are at least `ROWS_A_FIGURE` runs per fitted figure."""
-        return self.rows >= ROWS_A_FIGURE * len(self.fitted)
-
     @classmethod
     def from_json(cls, data: JsonMapping) -> Curve:
-        """Reads a file of `framework_profiles/curves`."""
+        """Reads a file of a folder `curves`."""
         return construct(
             cls,
             {**data, "evidence": json.dumps(data.get("evidence", {}), sort_keys=True)},
@@ -581,10 +560,8 @@ class Curve:
         )
 
 
-@lru_cache(maxsize=1)
-def curves() -> Mapping[tuple[str, str], Curve]:
-    """The curves shipped with shardlib, by chip and framework profile."""
-    folder = resources.files("shardlib.cost") / "framework_profiles" / "curves"
+def read_curves(folder: Traversable) -> Mapping[tuple[str, str], Curve]:
+    """The curves that are files of a folder, by chip and framework profile."""
     loaded = [
         Curve.from_json(json.loads(file.read_text(encoding="utf-8")))
         for file in folder.iterdir()
@@ -596,13 +573,10 @@ def curves() -> Mapping[tuple[str, str], Curve]:
     }
 
 
-def evidence_of(stack: str) -> tuple[Curve, ...]:
-    """The curves of a framework profile that were fitted to published runs, by chip.
-
-    >>> [(one.chip, one.rows, len(one.fitted)) for one in evidence_of("nanotron")]
-    [('h100', 373, 6)]
-    """
-    return tuple(curve for curve in curves().values() if curve.stack == stack and curve.rows)
+@lru_cache(maxsize=1)
+def curves() -> Mapping[tuple[str, str], Curve]:
+    """The curves of chips, and of chips under the framework profile "xla"."""
+    return read_curves(resources.files("shardlib.cost") / "curves")
 
 
 def efficiency_of(
@@ -611,10 +585,12 @@ def efficiency_of(
     """The figures of a chip under a framework profile: the vendor's, overridden by the chip's, by
     those of both, and by the user's own.
     """
-    figures = efficiency(vendor)
+    figures, known = efficiency(vendor), curves()
+    if stack != "xla" and (catalog := wing_module("shardlib.frameworks.catalog")) is not None:
+        known = {**known, **catalog.curves()}
     for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
-        if key in curves():
-            figures = figures.with_values(dict(curves()[key].values))
+        if key in known:
+            figures = figures.with_values(dict(known[key].values))
     return figures.with_values(measured or {})
 
 

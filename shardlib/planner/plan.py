@@ -51,6 +51,7 @@ from shardlib.untrusted.data import (
     parse_json,
     shown,
 )
+from shardlib.wings import required
 
 if TYPE_CHECKING:
     from shardlib.planner.answers import (
@@ -61,9 +62,9 @@ if TYPE_CHECKING:
         RunCost,
         Sensitivity,
     )
+    from shardlib.planner.layouts import AxisSizes, PlanShardings
     from shardlib.planner.stored import Candidate
     from shardlib.planner.workload import Workload
-    from shardlib.report.emission import AxisSizes, PlanShardings
     from shardlib.report.timelines import Timeline
 
 #: Version of the JSON form; readers refuse others.
@@ -595,9 +596,26 @@ class Plan(Decisions):
             PlanError: there is no framework, or it cannot express the plan; or the plan has what
                 plain JAX cannot express, or carries no model; all reasons are listed.
         """
-        from shardlib.report.emission import emit
-
-        return emit(self, form, mode=mode)
+        if mode not in ("auto", "explicit"):
+            raise ArgumentError(f"mode is {mode!r}\nTry: 'auto' or 'explicit'")
+        if form is None:
+            module = required("shardlib.frameworks.configurations", "the configuration of a plan")
+            return module.configuration(self)
+        if form != "jax":
+            raise PlanError(f"no plan is written as {form!r}\nTry: 'jax'")
+        if self.framework is not None:
+            raise PlanError(
+                f"the plan is made for {self.framework.name}\nTry: plan.emit(), or a plan without"
+                " framework="
+            )
+        written = source_of(self).written
+        if written is None:
+            raise PlanError(
+                "only plans of a model and its loss, or of a step, are written as plain JAX\nTry:"
+                " shardlib.plan(init, loss, ...).emit('jax'), or"
+                " shardlib.compile_step(init, step, ...).plan.emit('jax')"
+            )
+        return written(self, mode)
 
     def shardings(self, mesh: AxisSizes) -> PlanShardings:
         """The sharding of every parameter, gradient, optimizer state and array of the batch by
@@ -611,7 +629,7 @@ class Plan(Decisions):
         Raises:
             LayoutError: the mesh lacks axes of the plan, or has them in other sizes.
         """
-        from shardlib.report.emission import plan_shardings
+        from shardlib.planner.layouts import plan_shardings
 
         return plan_shardings(self, mesh)
 

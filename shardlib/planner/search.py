@@ -22,7 +22,7 @@ import threadpoolctl  # pyright: ignore[reportMissingTypeStubs]
 from shardlib import wings
 from shardlib.compact import compact
 from shardlib.cost.facts import traits
-from shardlib.cost.framework import XLA, FrameworkProfile, framework, framework_profile
+from shardlib.cost.framework import XLA, FrameworkProfile, framework_profile
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.decisions.lowerings import along, facts, lowered
 from shardlib.decisions.pins import PinMapping, Pins, require_obeyed
@@ -788,7 +788,8 @@ def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
     stores them; a search for it stays within what the framework supports.
     """
     vendor = topology.chip.vendor
-    chosen = framework(name, vendor)
+    catalog = wings.required("shardlib.frameworks.catalog", f"framework {name!r}")
+    chosen = catalog.framework(name, vendor)
     profile = framework_profile(chosen.profile)
     stored = (("param_dtype", chosen.param_dtype),) if chosen.param_dtype else ()
     problem, profile = under(effective(stored, problem, profile), problem, profile)

@@ -2,7 +2,6 @@
 
 changes.py    differences between two plans, as text and as numbers
 elements.py   figures and tables as text
-emission.py   the configuration of a plan for its training framework, and its shardings
 markup.py     HTML and SVG from templates, and cards of notebooks
 pages.py      a plan, or two side by side, as a web page; its pictures; a scaling curve
 text.py       the explanation of a plan as text

@@ -13,21 +13,18 @@ from hypothesis import strategies as st
 
 from benchmarks.environment import RESULTS
 from benchmarks.published.machines import PRODUCTS
-from benchmarks.published.unseen.levels import RANGES
 from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.framework import (
     CHOICES,
     XLA,
     FrameworkProfile,
     framework_profile,
-    framework_profiles,
 )
 from shardlib.cost.roofline import (
     Efficiency,
     curves,
     efficiency,
     efficiency_of,
-    evidence_of,
     kernel_seconds,
     linked,
     load_factor,
@@ -35,6 +32,7 @@ from shardlib.cost.roofline import (
 )
 from shardlib.cost.terms import Amount, AttentionCore, Compute, Elements, Matmul, Routed
 from shardlib.errors import PinError, TopologyError
+from shardlib.frameworks import catalog
 from shardlib.lowering.experts import Where
 from shardlib.machines.catalog import CATALOG
 from shardlib.machines.topology import Topology, topology
@@ -42,7 +40,7 @@ from shardlib.machines.topology import Topology, topology
 H100 = CATALOG["h100"].chip
 CURVES = [
     efficiency_of(chip, CATALOG[PRODUCTS.get(chip, chip)].chip.vendor, stack or "megatron-2021")
-    for chip, stack in curves()
+    for chip, stack in {**curves(), **catalog.curves()}
 ]
 SIZES = st.integers(1, 1 << 16)
 
@@ -296,41 +294,6 @@ def test_all_wait_for_the_busiest_device_of_experts() -> None:
 # Figures of chips and stacks: where they come from and which of them hold.
 
 
-@pytest.mark.parametrize("key", curves(), ids=str)
-def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
-    curve, (chip, stack) = curves()[key], key
-    product = CATALOG[PRODUCTS.get(chip, chip)]  # variants of a product have curves of their own
-    assert chip in CATALOG or stack
-    assert not stack or stack in framework_profiles()
-    text = " ".join(curve.sources)
-    shared = {"attention_backward": "attention", "eight_bit": "float8"}
-    for name, _ in curve.values:
-        assert shared.get(name, name) in text, name
-    found = efficiency_of(chip, product.chip.vendor, stack or "megatron-2021")
-    assert Efficiency.from_json(found.to_json()) == found != efficiency(product.chip.vendor)
-
-
-def test_a_fitted_figure_rests_on_three_runs() -> None:
-    fitted = [one for one in curves().values() if one.fitted]
-    assert fitted
-    for curve in fitted:
-        assert curve.well_founded and not set(curve.fitted) & set(curve.pooled)
-        told = json.loads(curve.evidence)
-        assert all(3 * len(one["figures"]) <= one["rows"] for one in told.get("levels", ()))
-        assert {"median_error_fitted", "median_error_after"} & set(told)
-        assert "median_error_unseen" in told, "how well it predicts what it was not fitted to"
-
-
-def test_figures_of_frameworks_are_in_physical_ranges() -> None:
-    # an eager layer launches some 60 kernels, in 4.4 ms; a step of a ring crosses a network
-    ranges = {**RANGES, "dispatch_s": (0.0, 1e-4), "ring_step_s": (1e-6, 1e-4)}
-    for one in curves().values():
-        for name, value in one.values:
-            if name in (*one.fitted, *one.pooled):
-                low, high = ranges[name]
-                assert low <= value <= max(high, 1.0), (one.chip, one.stack, name)
-
-
 def test_the_default_stack_has_the_constants_of_the_vendor_and_matmuls_of_the_compiler() -> None:
     stored = [
         json.loads((RESULTS / name).read_text(encoding="utf-8"))
@@ -346,7 +309,6 @@ def test_the_default_stack_has_the_constants_of_the_vendor_and_matmuls_of_the_co
             continue
         share = round(shares[chip.name] * stored[1]["factor"], 4)
         assert found == replace(vendor, matmul=share) and share < vendor.matmul
-        assert curves()[chip.name, "xla"].well_founded
     assert efficiency_of("unknown", "nvidia", "megatron-core") == efficiency("nvidia")
 
 
@@ -354,7 +316,7 @@ def test_measured_figures_come_last() -> None:
     found = efficiency_of(
         "h100", "nvidia", "nanotron", {"matmul": 0.61, "tiles": [[128, 128, 0.9]]}
     )
-    fitted = dict(curves()["h100", "nanotron"].values)["attention"]
+    fitted = efficiency_of("h100", "nvidia", "nanotron").attention
     assert (found.matmul, found.tiles, found.attention) == (
         0.61,
         ((128.0, 128.0, 0.9),),
@@ -392,34 +354,6 @@ def test_a_topology_brings_its_own_figures(tmp_path: Path) -> None:
         Topology.from_json({**place.to_json(), "efficiency": 3})
 
 
-def test_the_docs_say_how_many_runs_every_profile_rests_on() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "cost_model.md").read_text(encoding="utf-8")
-    for name in framework_profiles():
-        cell = ", ".join(
-            f"{one.chip} {one.rows} / {len(one.fitted)}{'' if one.well_founded else ' (few)'}"
-            for one in evidence_of(name)
-        )
-        assert f"| {name} | {cell or NO_RUNS} |" in text, name
-    assert sum(len(evidence_of(name)) for name in framework_profiles()) == sum(
-        bool(one.rows) for one in curves().values()
-    )
-
-
-#: What the docs say of a profile without runs.
-NO_RUNS = "none: pooled figures, or the chip's own"
-
-
-# Stacks: facts about software, read from data.
-
-
-@pytest.mark.parametrize("name", sorted(framework_profiles()))
-def test_shipped_stacks_have_sources_and_survive_json(name: str) -> None:
-    one = framework_profile(name)
-    assert one.name == name and one.sources
-    assert FrameworkProfile.from_json(one.to_json()) == one
-    assert hash(one) == hash(FrameworkProfile.from_json(one.to_json()))
-
-
 def test_the_default_says_nothing_but_what_lowering_does_with_experts_gathers_and_gradients() -> (
     None
 ):
@@ -433,34 +367,6 @@ def test_the_default_says_nothing_but_what_lowering_does_with_experts_gathers_an
     ) == FrameworkProfile(name="xla")
     assert XLA.exchange_room == Where(expert=(), ways=1).slack
     assert framework_profile("xla") is XLA is framework_profile(XLA)
-
-
-def test_facts_of_published_stacks() -> None:
-    assert (
-        framework_profile("megatron-2021").attention,
-        framework_profile("megatron-flash").attention,
-    ) == (
-        "traced",
-        "fused",
-    )
-    assert framework_profile("llm-foundry").reduction == "microbatch"
-    assert framework_profile("megatron-core").reduction == "step"
-    # arXiv:1910.02054, section 3.1: 16 bytes a parameter with float16, of which 12 are the
-    # optimizer's
-    assert (
-        2
-        + framework_profile("deepspeed-zero3").gradient_bytes(2)
-        + (framework_profile("deepspeed-zero3").state_bytes or 0)
-        == 16
-    )
-    # arXiv:2205.05198 and Megatron-LM: 18 bytes with float32 gradients
-    assert (
-        2
-        + framework_profile("megatron-2021").gradient_bytes(2)
-        + (framework_profile("megatron-2021").state_bytes or 0)
-        == 18
-    )
-    assert XLA.gradient_bytes(4) == 4
 
 
 def test_all_faults_are_listed() -> None:
@@ -492,7 +398,5 @@ def test_every_word_is_checked(field: str) -> None:
 
 
 def test_unknown_names_and_fields() -> None:
-    with pytest.raises(PinError, match="framework profiles are xla, alpa, "):
-        framework_profile("caffe")
     with pytest.raises(PinError, match="'speed' is not a field"):
         FrameworkProfile.from_json({"name": "mine", "speed": 1})

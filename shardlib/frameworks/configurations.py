@@ -1,24 +1,23 @@
-"""The configuration of a plan in the form of its framework, an error for decisions that the
-framework cannot express, and the plan's layouts as JAX's shardings.
+"""The configuration of a plan in the form of its framework, and an error for decisions that the
+framework cannot express.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import tomli_w
 import yaml
 
-from shardlib.cost.framework import Framework, framework, framework_profiles, frameworks
 from shardlib.decisions.table import TABLE
-from shardlib.errors import ArgumentError, LayoutError, PlanError, raise_all
-from shardlib.layout import BATCH_AXES, MESH_AXES, STORED_AXES, Layout
-from shardlib.planner.plan import FrameworkJob, Plan, source_of
+from shardlib.errors import PlanError, raise_all
+from shardlib.frameworks.catalog import framework, framework_profiles, frameworks
+from shardlib.layout import BATCH_AXES, MESH_AXES, STORED_AXES
+from shardlib.planner.plan import FrameworkJob, Plan
 from shardlib.untrusted.data import JsonObject
 
 #: Kind of the slowest links, between slices or hosts.
@@ -370,7 +369,7 @@ def _torchtitan(job: Job, failures: list[str]) -> JsonObject:
 
 
 # --------------------------------------------------------------------------------------------------
-# The configuration of the framework of a plan, or the plan as a file of plain JAX.
+# The configuration of the framework of a plan.
 
 
 def _flags(job: Job, options: JsonObject) -> str:
@@ -406,61 +405,35 @@ _FORMS: Mapping[
 }
 
 
-def emit(plan: Plan, form: str | None = None, *, mode: str = "auto") -> str:
-    """The configuration of a plan's framework (Megatron-Core's flags, torchtitan's TOML, MaxText's
-    or Levanter's YAML, DeepSpeed's JSON), or the plan as a file of plain JAX; see `Plan.emit`.
+def configuration(plan: Plan) -> str:
+    """The configuration of a plan's framework: Megatron-Core's flags, torchtitan's TOML, MaxText's
+    or Levanter's YAML, DeepSpeed's JSON.
+
+    Raises:
+        PlanError: there is no framework, or it cannot express the plan; all reasons are listed.
     """
-    if mode not in ("auto", "explicit"):
-        raise ArgumentError(f"mode is {mode!r}\nTry: 'auto' or 'explicit'")
-    if form is None:
-        return _configuration(plan)
-    if form != "jax":
-        raise PlanError(f"no plan is written as {form!r}\nTry: 'jax'")
-    if plan.framework is not None:
-        raise PlanError(
-            f"the plan is made for {plan.framework.name}\nTry: plan.emit(), or a plan without"
-            " framework="
-        )
-    written = source_of(plan).written
-    if written is None:
-        raise PlanError(
-            "only plans of a model and its loss, or of a step, are written as plain JAX\nTry:"
-            " shardlib.plan(init, loss, ...).emit('jax'), or"
-            " shardlib.compile_step(init, step, ...).plan.emit('jax')"
-        )
-    return written(plan, mode)
-
-
-def _configuration(plan: Plan) -> str:
-    emitting = emitter(plan)
-    assert plan.framework is not None
-    job = Job(plan=plan, sizes=plan.framework)
+    sizes = plan.framework
+    require_written(sizes.name if sizes is not None else None)
+    assert sizes is not None
+    job, chosen = Job(plan=plan, sizes=sizes), framework(sizes.name, sizes.vendor)
     failures = [
-        *emitting.able.refusals(_unusual(plan), {axis: plan.mesh[axis] for axis in MESH_AXES}),
+        *chosen.able.refusals(_unusual(plan), {axis: plan.mesh[axis] for axis in MESH_AXES}),
         *job.indivisible(),
     ]
-    options, write = _FORMS[emitting.emits]
+    options, write = _FORMS[chosen.emits]
     written: JsonObject = {} if failures else options(job, failures)
     if failures:
         raise_all(
             PlanError,
-            f"{emitting.release} has no words for this plan",
+            f"{chosen.release} has no words for this plan",
             failures,
             hint="plan again with framework=, which keeps to what it can do",
         )
     return write(job, written)
 
 
-def emitter(plan: Plan) -> Framework:
-    """The framework of a plan whose configuration can be written."""
-    job = plan.framework
-    require_written(job.name if job is not None else None)
-    assert job is not None
-    return framework(job.name, job.vendor)
-
-
 def require_written(name: str | None) -> None:
-    """Returns whether the configuration of a framework can be written.
+    """Raises a `PlanError` if no configuration of a framework can be written.
 
     Args:
         name: of the framework; None for programs of shardlib.
@@ -492,78 +465,3 @@ def _unusual(plan: Plan) -> Mapping[str, Any]:
         and (value := getattr(plan, word)) != entry.default
         and not (word == "gather" and "stage" not in plan.mesh)
     } | ({"sequence_parallel": plan.sequence_parallel} if "tensor" in plan.mesh else {})
-
-
-# --------------------------------------------------------------------------------------------------
-# The layouts of a plan as JAX's shardings over a mesh of the user's.
-
-#: A `jax.sharding.NamedSharding`.
-NamedSharding = Any
-
-
-class AxisSizes(Protocol):
-    """The attributes read of a `jax.sharding.Mesh` or an abstract one."""
-
-    @property
-    def shape(self) -> Mapping[str, int]:
-        """Size of every axis by its name."""
-        ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanShardings:
-    """The shardings of a plan, by path.
-
-    Attributes:
-        parameters: of every parameter as it is stored.
-        compute: of every parameter while it is used.
-        gradients: of the gradient of every trained parameter.
-        optimizer: of the optimizer state of every trained parameter, of the arrays that have its
-            shape; all others are replicated.
-        batch: of every array of the batch; "batch" where it is one array, otherwise "batch.x".
-    """
-
-    parameters: Mapping[str, NamedSharding]
-    compute: Mapping[str, NamedSharding]
-    gradients: Mapping[str, NamedSharding]
-    optimizer: Mapping[str, NamedSharding]
-    batch: Mapping[str, NamedSharding]
-
-
-def plan_shardings(plan: Plan, mesh: AxisSizes) -> PlanShardings:
-    """The shardings of a plan over a mesh that has its axes."""
-    if not isinstance(getattr(mesh, "shape", None), Mapping):
-        raise ArgumentError(
-            f"mesh is {type(mesh).__name__}; it is a jax.sharding.Mesh\nTry:"
-            " plan.shardings(jax.make_mesh((4, 2), ('fsdp', 'tensor')))"
-        )
-    here = dict(mesh.shape)
-    wrong = [
-        f"{axis} is {size} in the plan and {here.get(axis, 'missing')} in the mesh"
-        for axis, size in plan.mesh.items()
-        if size > 1 and here.get(axis) != size
-    ]
-    if wrong:
-        sizes = {axis: size for axis, size in plan.mesh.items() if size > 1}
-        raise_all(
-            LayoutError,
-            f"the mesh {here} is not that of the plan, {plan.mesh}",
-            wrong,
-            hint=f"jax.make_mesh({tuple(sizes.values())}, {tuple(sizes)})",
-        )
-    sharding: Any = sys.modules["jax"].sharding  # who has a mesh has loaded JAX; planning has not
-
-    def over(layout: Layout) -> NamedSharding:
-        dims = [tuple(axis for axis in dim if plan.mesh[axis] > 1) for dim in layout]
-        spec = (None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
-        return sharding.NamedSharding(mesh, sharding.PartitionSpec(*spec))
-
-    parameters = [parameter for parameter in plan.parameters if parameter.role != "updated"]
-    trained = [parameter for parameter in parameters if parameter.trained]
-    return PlanShardings(
-        parameters={parameter.path: over(parameter.rest) for parameter in parameters},
-        compute={parameter.path: over(parameter.compute) for parameter in parameters},
-        gradients={parameter.path: over(parameter.gradient) for parameter in trained},
-        optimizer={parameter.path: over(parameter.state) for parameter in trained},
-        batch={path: over(layout) for path, layout in plan.batch_layouts},
-    )
