@@ -23,14 +23,13 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import shardlib.frameworks
 from benchmarks.environment import RESULTS, command_line, table
 from benchmarks.published.unseen.levels import SOURCED, Fit, Level, by_level, figures_of
 from benchmarks.published.unseen.runs import PRODUCTS, Figures, Run, complete, runs_of
+from shardlib import frameworks
 from shardlib.cost.roofline import curves, efficiency
-from shardlib.frameworks import catalog
 
-CURVES = Path(shardlib.frameworks.__file__).parent / "curves"
+CURVES = Path(frameworks.__file__).parent / "curves"
 #: Physical meaning of each figure that is fitted, for the files.
 MEANING: Mapping[str, str] = table("fit_levels")
 #: Levels from the widest on, as files call them.
@@ -140,7 +139,7 @@ def main() -> None:
     unseen = {row["id"]: row["error"] for row in stored if row["error"] is not None}
     wanted = {run.group for run in runs} - {
         f"{chip}.{stack}"
-        for (chip, stack), one in {**curves(), **catalog.curves()}.items()
+        for (chip, stack), one in {**curves(), **frameworks.curves()}.items()
         if not one.fitted
     }
     if args.only:

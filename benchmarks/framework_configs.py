@@ -224,7 +224,7 @@ def main() -> None:
         return
     import tempfile
 
-    from shardlib.frameworks.catalog import frameworks
+    from shardlib.frameworks import frameworks
 
     pythons = dict(one.rsplit("=", 1) if "=" in one else ("", one) for one in options.python)
     result: dict[str, Any] = {}

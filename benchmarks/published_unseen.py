@@ -36,8 +36,8 @@ from benchmarks.published.unseen.levels import (
     spread,
 )
 from benchmarks.published.unseen.runs import Run, runs_of
+from shardlib import frameworks
 from shardlib.cost.roofline import curves
-from shardlib.frameworks import catalog
 
 #: How constants are fitted: level by level, or for each pair of chip and framework alone.
 METHODS: tuple[str, ...] = ("levels", "pairs")
@@ -77,7 +77,7 @@ def unseen(runs: list[Run], sources: list[str], method: str) -> dict[str, list[R
 
 def shipped(runs: list[Run]) -> dict[str, list[Result]]:
     """All rows by source under the figures that come with shardlib."""
-    known = {**curves(), **catalog.curves()}
+    known = {**curves(), **frameworks.curves()}
     found: dict[str, list[Result]] = {}
     for run in runs:
         one = known.get((run.chip, run.stack))

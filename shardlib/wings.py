@@ -4,7 +4,7 @@ A wing may have a module `commands`: its `COMMANDS` maps names of commands to fu
 `EXTENSIONS` maps a command of another package to the options that the wing adds to it. Of `launch`
 the core also uses `joining` (the public name `shardlib.join`, and `leave`) and `doctor`
 (`host_findings`); of `islands`, where a plan or a checkpoint has several, the modules that
-`islands` gives; of `frameworks`, for plans and prices of another training framework, `catalog` and
+`islands` gives; of `frameworks`, for plans and prices of another training framework, its facts and
 `configurations`.
 """
 

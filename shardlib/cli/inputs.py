@@ -61,8 +61,8 @@ def make_plan(
 
     vendor = find_topology(topology).chip.vendor
     if framework is not None:  # what is misspelt is said before anything is traced
-        catalog = required("shardlib.frameworks.catalog", f"framework {framework!r}")
-        catalog.framework(framework, vendor)
+        frameworks = required("shardlib.frameworks", f"framework {framework!r}")
+        frameworks.framework(framework, vendor)
     with status(
         f"planning {spec} for {topology}" + (f", compiling the {refine} best" if refine else "")
     ):

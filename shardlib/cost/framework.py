@@ -337,8 +337,8 @@ def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
         return name
     if name == XLA.name:
         return XLA
-    catalog = required("shardlib.frameworks.catalog", f"framework profile {name!r}")
-    return catalog.framework_profile(name)
+    frameworks = required("shardlib.frameworks", f"framework profile {name!r}")
+    return frameworks.framework_profile(name)
 
 
 #: Constraints between decisions, by the name of a rule.

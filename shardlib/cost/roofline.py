@@ -586,8 +586,8 @@ def efficiency_of(
     those of both, and by the user's own.
     """
     figures, known = efficiency(vendor), curves()
-    if stack != "xla" and (catalog := wing_module("shardlib.frameworks.catalog")) is not None:
-        known = {**known, **catalog.curves()}
+    if stack != "xla" and (frameworks := wing_module("shardlib.frameworks")) is not None:
+        known = {**known, **frameworks.curves()}
     for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
         if key in known:
             figures = figures.with_values(dict(known[key].values))

@@ -15,7 +15,7 @@ import yaml
 
 from shardlib.decisions.table import TABLE
 from shardlib.errors import PlanError, raise_all
-from shardlib.frameworks.catalog import framework, framework_profiles, frameworks
+from shardlib.frameworks import framework, framework_profiles, frameworks
 from shardlib.layout import BATCH_AXES, MESH_AXES, STORED_AXES
 from shardlib.planner.plan import FrameworkJob, Plan
 from shardlib.untrusted.data import JsonObject

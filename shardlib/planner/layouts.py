@@ -597,6 +597,7 @@ class AxisSizes(Protocol):
     @property
     def shape(self) -> Mapping[str, int]:
         """Size of every axis by its name."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -788,8 +788,8 @@ def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
     stores them; a search for it stays within what the framework supports.
     """
     vendor = topology.chip.vendor
-    catalog = wings.required("shardlib.frameworks.catalog", f"framework {name!r}")
-    chosen = catalog.framework(name, vendor)
+    frameworks = wings.required("shardlib.frameworks", f"framework {name!r}")
+    chosen = frameworks.framework(name, vendor)
     profile = framework_profile(chosen.profile)
     stored = (("param_dtype", chosen.param_dtype),) if chosen.param_dtype else ()
     problem, profile = under(effective(stored, problem, profile), problem, profile)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks.environment import RESULTS
 from benchmarks.published.machines import PRODUCTS
+from shardlib import frameworks
 from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.framework import (
     CHOICES,
@@ -32,7 +33,6 @@ from shardlib.cost.roofline import (
 )
 from shardlib.cost.terms import Amount, AttentionCore, Compute, Elements, Matmul, Routed
 from shardlib.errors import PinError, TopologyError
-from shardlib.frameworks import catalog
 from shardlib.lowering.experts import Where
 from shardlib.machines.catalog import CATALOG
 from shardlib.machines.topology import Topology, topology
@@ -40,7 +40,7 @@ from shardlib.machines.topology import Topology, topology
 H100 = CATALOG["h100"].chip
 CURVES = [
     efficiency_of(chip, CATALOG[PRODUCTS.get(chip, chip)].chip.vendor, stack or "megatron-2021")
-    for chip, stack in {**curves(), **catalog.curves()}
+    for chip, stack in {**curves(), **frameworks.curves()}
 ]
 SIZES = st.integers(1, 1 << 16)
 

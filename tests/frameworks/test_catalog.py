@@ -11,14 +11,14 @@ import pytest
 
 from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.unseen.levels import RANGES
+from shardlib import frameworks
 from shardlib.cost.framework import XLA, FrameworkProfile
 from shardlib.cost.roofline import Curve, Efficiency, curves, efficiency, efficiency_of
 from shardlib.errors import PinError
-from shardlib.frameworks import catalog
-from shardlib.frameworks.catalog import framework_profile, framework_profiles
+from shardlib.frameworks import framework_profile, framework_profiles
 from shardlib.machines.catalog import CATALOG
 
-CURVES = {**curves(), **catalog.curves()}
+CURVES = {**curves(), **frameworks.curves()}
 
 
 def rows(curve: Curve) -> int:

@@ -18,7 +18,7 @@ import yaml
 
 from shardlib import models
 from shardlib.errors import PinError, PlanError
-from shardlib.frameworks.catalog import framework, framework_profiles, frameworks
+from shardlib.frameworks import framework, framework_profiles, frameworks
 from shardlib.frontend.model import read_and_trace
 from shardlib.graph import Problem
 from shardlib.layout import MeshShape
