@@ -60,7 +60,7 @@ def agreed(process: int) -> None:
             process,
             str(error).partition("\n")[0],
             error.again,
-            f"{time.monotonic() - begin:.1f}" < "2.5",
+            time.monotonic() - begin < 30,
             flush=True,
         )
 

@@ -33,15 +33,15 @@ def test_the_last_of_several_threads_restores_them():
     def other() -> None:
         with garbage_put_off():
             inside.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=other)
     with garbage_put_off():
         thread.start()
-        assert inside.wait(10)
+        assert inside.wait(60)
     assert gc.get_threshold() == THRESHOLDS
     leave.set()
-    thread.join(10)
+    thread.join(60)
     assert gc.get_threshold() == (700, 10, 10)
 
 

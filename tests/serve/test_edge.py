@@ -122,7 +122,7 @@ def test_a_lost_stage_is_an_error_within_seconds(small: Any, how: str):
     assert caught.value.stage == 1
     host, port = workers.addresses[1]
     assert f"stage 1 of the chain, at {host}:{port}, " in str(caught.value)
-    assert time.monotonic() - struck[0] < 12
+    assert time.monotonic() - struck[0] < 60
 
 
 @pytest.mark.long

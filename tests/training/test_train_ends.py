@@ -128,14 +128,13 @@ with Watchdog(Path(sys.argv[1]), rank=3, seconds=0.5).phase("step", 41):
 
 
 def test_a_hang_ends_the_process_and_says_where(tmp_path: Path):
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", HANG, str(tmp_path / "rank-3.json")],
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == HUNG and time.monotonic() - begin < 30
+    assert done.returncode == HUNG
     assert "error: rank 3 (process " in done.stderr
     assert "has been in the phase 'step' of step 42 for " in done.stderr
     assert "stuck_in_a_collective" in done.stderr

@@ -70,7 +70,7 @@ def test_json_that_is_refused(what: str):
         parse_json(text, "the plan", PlanError)
     assert str(caught.value).startswith("the plan is not valid JSON: ")
     assert len(str(caught.value)) < 500
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 @pytest.mark.parametrize("what", TOML)
@@ -81,7 +81,7 @@ def test_toml_that_is_refused(what: str):
         parse_toml(text, "the file", TopologyError)
     assert str(caught.value).startswith("the file is not valid TOML: ")
     assert len(str(caught.value)) < 500
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_honest_documents_are_what_json_makes_of_them():

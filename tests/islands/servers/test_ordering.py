@@ -74,7 +74,7 @@ def test_arrays_are_there_before_the_last_one_is_made() -> None:
     heard = Heard()
 
     def last() -> np.ndarray:
-        assert heard.first.wait(10), "the first array has been taken"
+        assert heard.first.wait(60), "the first array has been taken"
         return np.array([2, 3], np.float32)
 
     arrays = {"z": np.array([1], np.float32), "a": Later(size=2, make=last)}
