@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +11,7 @@ from flax import nnx
 
 from shardlib._jax_compat import unsharded_variables
 from shardlib.annotation.trees import path_text
+from tests.zoo.case import leaves_by_path
 
 OPTIMIZER = optax.adamw(1e-2)
 STEPS, ROWS, EMBED = 5, 16, 16
@@ -144,14 +143,6 @@ def tree_loss(params, batch):
     return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
 
 
-def flat(tree):
-    return {
-        path_text(path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-@functools.cache
 def by_flax(constructor, loss, wrt, optimizer=OPTIMIZER):
     """Losses of five steps, and all variables after them, with `nnx.value_and_grad` and optax,
     unsharded.
@@ -187,7 +178,7 @@ def by_optax(params, loss, trained, optimizer=OPTIMIZER):
     """The same for a tree, of which the top-level or second-level keys in `trained` are trained."""
     paths = [
         path
-        for path in flat(params)
+        for path in leaves_by_path(params)
         if path.split(".")[-1] in trained or path.split(".")[0] in trained
     ]
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
@@ -210,7 +201,7 @@ def by_optax(params, loss, trained, optimizer=OPTIMIZER):
     for _ in range(STEPS):
         value, some, state = step(some, state)
         losses.append(float(value))
-    return losses, flat(joined(some))
+    return losses, leaves_by_path(joined(some))
 
 
 def trains_like(program, reference, numbers=None):

@@ -18,6 +18,7 @@ from shardlib._jax_compat import unsharded_variables
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import AnnotationError, LayoutError
 from tests.lowering import partial
+from tests.zoo.case import leaves_by_path
 
 LORA = [
     {
@@ -61,13 +62,13 @@ def argument_bytes(program):
 def test_adapters_are_trained_as_flax_trains_them(pin):
     reference = partial.by_flax(partial.Lora, partial.loss, nnx.LoRAParam)
     program = compiled(partial.Lora, partial.loss, pin, wrt=nnx.LoRAParam)
-    before = partial.flat(program.init(0).params)
+    before = leaves_by_path(program.init(0).params)
     state = partial.trains_like(program, reference)
-    after = partial.flat(state.params)
+    after = leaves_by_path(state.params)
     for path, array in before.items():
         assert (array.tobytes() == after[path].tobytes()) == ("lora" not in path), path
     assert all(
-        "lora" in path for path in partial.flat(state.opt_state) if not path.endswith("count")
+        "lora" in path for path in leaves_by_path(state.opt_state) if not path.endswith("count")
     )
     assert program.memory()["arguments"] == argument_bytes(program)
 
@@ -163,7 +164,7 @@ def test_stages_hold_layers_with_frozen_and_trained_weights(pin):
     assert ("frozen-gathered-at-use" in {finding.code for finding in program.findings}) == (
         program.plan.gather == "once"
     )
-    partial.trains_like(program, reference, lambda state: partial.flat(state.params))
+    partial.trains_like(program, reference, lambda state: leaves_by_path(state.params))
 
 
 def test_a_linen_model_takes_a_predicate_over_paths():
@@ -189,8 +190,8 @@ def test_a_linen_model_takes_a_predicate_over_paths():
         updates, state = partial.OPTIMIZER.update(gradient, state, kernel)
         kernel = optax.apply_updates(kernel, updates)
         losses.append(float(value))
-    wanted = partial.flat({**first, "head": {**first["head"], "kernel": kernel}})
-    partial.trains_like(program, (losses, wanted), lambda state: partial.flat(state.params))
+    wanted = leaves_by_path({**first, "head": {**first["head"], "kernel": kernel}})
+    partial.trains_like(program, (losses, wanted), lambda state: leaves_by_path(state.params))
 
 
 @pytest.mark.parametrize(

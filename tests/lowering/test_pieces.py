@@ -265,8 +265,8 @@ def test_each_device_computes_its_part_and_weights_alone_move_as_predicted() -> 
     assert {size for kind, size in compiled if kind == "all-to-all"} == columns
     assert all(size <= 8 * EMBED * 4 for kind, size in compiled if kind == "all-gather")
     shards = {
-        path: leaf.sharding.shard_shape(leaf.shape)
-        for path, leaf in flat(program.state.params).items()
+        path_text(path): leaf.sharding.shard_shape(leaf.shape)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(program.state.params)
     }
     kernels = {"qkv.kernel": (32, 24), "up.kernel": (32, 64), "down.kernel": (32, 32)}
     assert {path: shards[path] for path in kernels} == kernels
@@ -274,10 +274,6 @@ def test_each_device_computes_its_part_and_weights_alone_move_as_predicted() -> 
     dots = set(re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text))
     assert f"{rows},{3 * EMBED}" not in dots and f"{rows},{8 * EMBED}" not in dots
     assert f"{rows},{3 * EMBED // 4}" in dots and f"{rows},{8 * EMBED // 4}" in dots
-
-
-def flat(tree: Any) -> dict[str, Any]:
-    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 @pytest.mark.long

@@ -33,9 +33,10 @@ from tests.lowering import models
 from tests.lowering.hand_plan import RULES, hand_plan
 from tests.lowering.steps import DENSE
 from tests.lowering.test_gradients import in_parts, steps_like_one_device
-from tests.lowering.test_step import close, flat, unsharded
+from tests.lowering.test_step import close, unsharded
 from tests.lowering.test_step import program as step_program
 from tests.zoo import decoder, decoder_scan, encoder_decoder, linen_transformer
+from tests.zoo.case import leaves_by_path
 from tests.zoo.parity import capture, errors, relative_errors, run_sharded
 
 PIPELINES = ("lockstep", "programs")
@@ -109,7 +110,7 @@ def steps_like_the_unsharded_model(p):
     state, metrics = p.step(p.init(3), models.transformer_batch())
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
     assert float(metrics["accuracy"]) == pytest.approx(accuracy, rel=1e-6)
-    close(flat(state.opt_state), gradients)
+    close(leaves_by_path(state.opt_state), gradients)
 
 
 def evaluates_like_the_unsharded_model(p):
@@ -357,7 +358,7 @@ def trained(init, loss, batch, topology, pin):
         jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
         for leaf in jax.tree.leaves(state.model_state)
     ]
-    return losses, flat(state.params), list(map(np.asarray, drawn))
+    return losses, leaves_by_path(state.params), list(map(np.asarray, drawn))
 
 
 @pytest.mark.long

@@ -14,10 +14,10 @@ from flax import nnx
 
 from shardlib._jax_compat import unsharded_variables
 from shardlib.annotation.tree import read
-from shardlib.annotation.trees import path_text
 from shardlib.lowering.program import build_program
 from tests.lowering import models
 from tests.lowering.hand_plan import hand_plan
+from tests.zoo.case import leaves_by_path
 from tests.zoo.parity import capture
 
 MESHES = [
@@ -29,13 +29,6 @@ MESHES = [
     {"fsdp": 4, "tensor": 2},
     {"data": 2, "fsdp": 2, "tensor": 2},
 ]
-
-
-def flat(tree):
-    return {
-        path_text(path): np.asarray(leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
 
 
 @functools.cache
@@ -55,8 +48,8 @@ def unsharded(seed, rows):
     return (
         float(loss),
         float(metrics["accuracy"]),
-        flat(nnx.to_pure_dict(gradients)),
-        flat(nnx.to_pure_dict(params)),
+        leaves_by_path(nnx.to_pure_dict(gradients)),
+        leaves_by_path(nnx.to_pure_dict(params)),
     )
 
 
@@ -88,8 +81,8 @@ def test_loss_metrics_and_gradients_equal_the_unsharded_model(mesh):
     state, metrics = p.step(p.init(3), models.transformer_batch())
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
     assert float(metrics["accuracy"]) == pytest.approx(accuracy, rel=1e-6)
-    close(flat(state.opt_state), gradients)
-    close(flat(state.params), params, 0)  # bit for bit those of the user's constructor
+    close(leaves_by_path(state.opt_state), gradients)
+    close(leaves_by_path(state.params), params, 0)  # bit for bit those of the user's constructor
     assert int(state.step) == 1
 
 
@@ -128,7 +121,7 @@ def test_four_microbatches_equal_one(mesh):
     state, metrics = p.step(p.init(3), models.transformer_batch())
     assert float(metrics["loss"]) == pytest.approx(loss, rel=1e-5)
     assert float(metrics["accuracy"]) == pytest.approx(accuracy, rel=1e-5)
-    close(flat(state.opt_state), gradients)
+    close(leaves_by_path(state.opt_state), gradients)
     assert float(p.evaluate(state, models.transformer_batch())["loss"]) == pytest.approx(
         loss, rel=1e-5
     )
@@ -139,7 +132,7 @@ def test_remat_changes_memory_and_no_numbers(remat):
     p = program({"data": 2, "fsdp": 2}, remat=remat, zero=3)
     _, _, gradients, _ = unsharded(3, 16)
     state, _ = p.step(p.init(3), models.transformer_batch())
-    close(flat(state.opt_state), gradients)
+    close(leaves_by_path(state.opt_state), gradients)
     assert (
         p.memory()["temporaries"] < program({"data": 2, "fsdp": 2}, zero=3).memory()["temporaries"]
     )
@@ -192,6 +185,6 @@ def test_model_state_is_carried_through_steps_and_microbatches():
             found.append(float(metrics["loss"]))
         if parts == 1:
             assert found == pytest.approx(losses, rel=1e-5)
-            close(flat(state.model_state["norm"]), flat(wanted["norm"]))
+            close(leaves_by_path(state.model_state["norm"]), leaves_by_path(wanted["norm"]))
         assert int(state.model_state["drop"]["rngs"]["count"]) == 2  # one draw a microbatch
         assert isinstance(p.module(state), Noisy)

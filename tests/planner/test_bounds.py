@@ -146,6 +146,7 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(
     assert checked > 5
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("world", "software"),

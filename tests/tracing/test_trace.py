@@ -102,6 +102,7 @@ def test_126_layers_are_found(wrapped: bool) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"scale": True}, {"wrapped": True}, {"skip": 2}], ids=str)
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_folded_equals_written_out(options: dict[str, Any], remat: str) -> None:

@@ -67,6 +67,7 @@ def test_it_learns_more_than_pairs(run: tuple[TrainResult, str]):
     assert result.losses[0] > 5 > result.bigram_loss > result.validation_loss
 
 
+@pytest.mark.long
 def test_it_says_what_it_did(run: tuple[TrainResult, str]):
     result, shown = run
     for text in (

@@ -152,6 +152,7 @@ def close(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
         np.testing.assert_allclose(found[name], number, rtol=2e-6, atol=2e-6, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("microbatches", [1, pytest.param(4, marks=pytest.mark.matrix)])
 def test_the_metrics_of_a_step_are_those_of_the_whole_batch(microbatches: int):
     trained, batch = program(microbatches=microbatches), rows_of(1, ROWS)

@@ -109,6 +109,7 @@ def close(found: Mapping[str, float], wanted: Mapping[str, float]) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [0, 10, None])
 def test_rows_that_do_not_divide_are_validated_exactly(trained: Program, rows: int | None):
     held, state = rows_of(9, ROWS), trained.init(3)

@@ -259,6 +259,7 @@ def entries():
     return copy.copy(ranking())
 
 
+@pytest.mark.long
 def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
     first = [entry.make() for entry, _ in zip(entries(), range(4), strict=False)]
     compiler = MadeUp(kernels=lambda plan: 1e-3 if plan.decisions == first[2].decisions else 5e-3)
@@ -283,6 +284,7 @@ def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
     )
 
 
+@pytest.mark.long
 def test_the_fastest_of_each_remat_policy_has_its_turn_first():
     policies = ["dots", "full", "dots", "none", "full"]
     decisions = replace(next(iter(entries())).candidate.decisions, remat="dots")

@@ -203,6 +203,7 @@ def converted(run: Path) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.long
 def test_operations_are_those_of_the_converter(recorded):
     program, run = recorded
     steps = recorded_steps(newest_profile(run), program.plan.digest)

@@ -77,6 +77,7 @@ def test_the_program_compiled_apart_is_the_program_that_runs(program, verified):
     assert abs(apart.device_bytes["peak"] - memory["peak"]) < 0.02 * memory["peak"]
 
 
+@pytest.mark.long
 def test_the_state_has_the_bytes_that_its_layouts_say(program, verified):
     local = [
         np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
