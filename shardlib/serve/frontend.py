@@ -24,7 +24,7 @@ from shardlib.serve.layers import CachedCall
 from shardlib.serve.plan import ServingPlan
 from shardlib.serve.program import Forward, traced_forward
 from shardlib.serve.search import plan_served
-from shardlib.serve.space import Asked, ServingPin, ServingPins, ServingWorkload
+from shardlib.serve.space import ServingPin, ServingPins, ServingProblem, ServingWorkload
 from shardlib.tracing.trace import graph_from_program, served_problem
 
 
@@ -90,7 +90,7 @@ def plan_serving(
         model = replace(model, name=name)
     served = traced_served(model, forward, longest=load.tokens)
     return plan_served(
-        Asked(
+        ServingProblem(
             model=served,
             cut=cuts(served),
             topology=machine,

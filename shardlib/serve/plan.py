@@ -29,9 +29,10 @@ from shardlib.serve.cost import ServingBytes
 from shardlib.serve.space import (
     CHUNK_SIZES,
     MOST_REQUESTS,
-    Asked,
     ServingPin,
     ServingPins,
+    ServingPoint,
+    ServingProblem,
     ServingWorkload,
     TwoMeshes,
 )
@@ -108,41 +109,6 @@ class ServingEstimate:
         }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ServingPoint:
-    """A choice, and what it is predicted to do.
-
-    Attributes:
-        tensor: devices that share every layer.
-        replicas: groups of them.
-        batch: requests that a replica serves at a time.
-        chunk: tokens of prompts that a step computes at most.
-        running: requests that are served at a time on average; less than `batch` where a rate is
-            given.
-        tpot_seconds, ttft_seconds: see `ServingEstimate`.
-        requests_per_second: of all replicas.
-        output_tokens_per_second_per_chip: of the devices that are used.
-        chips: devices that are used.
-    """
-
-    tensor: int
-    replicas: int
-    batch: int
-    chunk: int
-    running: int
-    tpot_seconds: float
-    ttft_seconds: float
-    requests_per_second: float
-    output_tokens_per_second_per_chip: float
-    chips: int
-
-    def to_json(self) -> JsonObject:
-        """The point as plain data."""
-        data = asdict(self)
-        del data["running"]
-        return {"mesh": {"tensor": data.pop("tensor")}, **data}
-
-
 # --------------------------------------------------------------------------------------------------
 # The plan, its predictions, and the record of its search.
 #
@@ -214,7 +180,7 @@ class ServingPlan:
         estimate: what that is predicted to do.
         search: how it was found.
         findings: what is worth knowing before it is used.
-        asked: what it was made from; not part of the value, and absent from JSON.
+        source: what it was made from; not part of the value, and absent from JSON.
     """
 
     model: str
@@ -226,7 +192,7 @@ class ServingPlan:
     estimate: ServingEstimate
     search: ServingSearch
     findings: tuple[Finding, ...] = ()
-    asked: Asked | None = field(default=None, compare=False, repr=False)
+    source: ServingProblem | None = field(default=None, compare=False, repr=False)
 
     def __repr__(self) -> str:
         choice, estimate = self.choice, self.estimate
@@ -239,7 +205,7 @@ class ServingPlan:
         )
 
     def _repr_html_(self) -> str:
-        return serving_card(self, self.pareto() if self.asked is not None else ())
+        return serving_card(self, self.pareto() if self.source is not None else ())
 
     def explain(self) -> str:
         """Returns the decisions, the predictions and their limits, as text of at most 100
@@ -258,7 +224,7 @@ class ServingPlan:
         """
         from shardlib.serve.search import search
 
-        return search(asked_of(self)).front()
+        return search(source_of(self)).front()
 
     def two_meshes(self) -> TwoMeshes | None:
         """Returns the predictions of prompts on a mesh of their own, within the limits and with as
@@ -266,7 +232,7 @@ class ServingPlan:
         """
         from shardlib.serve.space import two_meshes
 
-        return two_meshes(asked_of(self))
+        return two_meshes(source_of(self))
 
     def why_not(self, *unnamed: object, **pin: ServingPin) -> str:
         """Returns the best plan under other pins, and its predictions:
@@ -345,21 +311,21 @@ class ServingPlan:
         choice = {name: table.get(name) for name in ServingChoice.__dataclass_fields__}
         return construct(
             ServingPlan,
-            {**table, "choice": choice, "asked": None},
+            {**table, "choice": choice, "source": None},
             "the plan",
             PlanError,
             least=0.0,
         )
 
 
-def asked_of(plan: ServingPlan) -> Asked:
-    """Returns the problem that a plan was made from."""
-    if plan.asked is None:
+def source_of(plan: ServingPlan) -> ServingProblem:
+    """The problem that a plan was made from."""
+    if plan.source is None:
         raise PlanError(
             "this plan was read from a file and does not carry its model\nTry:"
             " shardlib.plan_serving again"
         )
-    return plan.asked
+    return plan.source
 
 
 def to_data(plan: ServingPlan) -> JsonObject:

@@ -6,14 +6,15 @@ import bisect
 import difflib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shardlib.cost.collectives import FREE, LinearCost, collective_cost
+from shardlib.cost.terms import ArrayTable
 from shardlib.errors import ArgumentError, PinError, raise_all
 from shardlib.graph import Problem
 from shardlib.layout import MeshShape
@@ -194,15 +195,15 @@ CHUNK_SIZES: tuple[int, ...] = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """The problem of a serving plan: a model on a machine.
+class ServingProblem:
+    """A model, a machine and a workload, for which a serving plan is made.
 
     Attributes:
         model: the forward pass.
         cut: colours of its dims that are sharded.
         topology: the machine.
-        workload: what is asked of it.
-        pins: what is fixed.
+        workload: requests, and limits of their answers.
+        pins: decisions fixed by hand.
         problem: the same forward pass, of which programs lay out the weights; None to follow `cut`.
     """
 
@@ -265,7 +266,13 @@ class Asked:
             if spans is None:
                 return None
             reduce = collective_cost("all-reduce", spans["tensor"], self.topology)
-        return Replica(asked=self, tensor=tensor, reduce=reduce)
+        return Replica(problem=self, tensor=tensor, reduce=reduce)
+
+    def replicas(self) -> list[Replica]:
+        """A replica of each possible size, rising."""
+        return [
+            replica for tensor in self.tensors() if (replica := self.replica(tensor)) is not None
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,50 +280,69 @@ class Replica:
     """Devices that share every layer.
 
     Attributes:
-        asked: what is planned.
+        problem: what is planned.
         tensor: devices.
         reduce: an all-reduce over them.
     """
 
-    asked: Asked
+    problem: ServingProblem
     tensor: int
     reduce: LinearCost
 
     @cached_property
     def pricing(self) -> Pricing:
         """The prices of its steps."""
-        request = self.asked
+        problem = self.problem
         return Pricing(
             split=split(
-                request.model,
-                request.cut,
+                problem.model,
+                problem.cut,
                 self.tensor,
-                weights=request.workload.weights,
-                cache=request.workload.cache,
-                parts=request.parts(self.tensor),
+                weights=problem.workload.weights,
+                cache=problem.workload.cache,
+                parts=problem.parts(self.tensor),
             ),
-            chip=request.topology.chip,
+            chip=problem.topology.chip,
             reduce=self.reduce,
             constants=learned(),
-            dtype=request.dtype,
+            dtype=problem.dtype,
         )
+
+    @property
+    def counts(self) -> range:
+        """Numbers of replicas that the devices and the pins allow."""
+        limit, pinned = self.problem.topology.devices // self.tensor, self.problem.pins.replicas
+        if pinned is None:
+            return range(1, limit + 1)
+        return range(pinned, pinned + 1) if pinned <= limit else range(0)
+
+    def steps(self, rows: Numbers | float, chunk: int) -> tuple[Load, Load]:
+        """The work of a step with a next token of each of `rows` requests, alone and beside a chunk
+        of prompts.
+        """
+        load = self.problem.workload
+        alone = Load(rows=rows, context=load.context)
+        beside = replace(
+            alone, prompt=float(chunk), before=load.prompt / 2, ended=chunk / load.prompt
+        )
+        return alone, beside
 
     @property
     def page(self) -> int:
         """Tokens of a page: `PAGE`, or more where more devices share them."""
-        shared = self.asked.shared(self.tensor)
-        return self.asked.pins.page or -(-PAGE // shared) * shared
+        shared = self.problem.shared(self.tensor)
+        return self.problem.pins.page or -(-PAGE // shared) * shared
 
     @property
     def pages_each(self) -> int:
         """Pages of a request at its end."""
-        return -(-self.asked.workload.tokens // self.page)
+        return -(-self.problem.workload.tokens // self.page)
 
     @cached_property
     def windows(self) -> tuple[int, ...]:
         """Tokens that layers keep, the most first; 0 for all."""
         windows = (entry.window for entry in self.pricing.split.cached)
-        return ordered(windows, longest=self.asked.workload.tokens)
+        return ordered(windows, longest=self.problem.workload.tokens)
 
     def pages(self, batch: int, chunk: int) -> tuple[int, ...]:
         """Pages of each cache group, as `shardlib.serve.Capacity` has them."""
@@ -337,7 +363,7 @@ class Replica:
         """Bytes that a device lacks; none where it is not above 0."""
         split_ = self.pricing.split
         used_bytes = split_.weights + temporaries(split_, tokens=batch + chunk, rows=batch)
-        return used_bytes + self.cache_bytes(batch, chunk) - limit(self.asked.topology.chip)
+        return used_bytes + self.cache_bytes(batch, chunk) - limit(self.problem.topology.chip)
 
     def most(self, chunk: int) -> int:
         """Requests that fit at a time."""
@@ -364,72 +390,147 @@ BUSY = 0.95
 
 
 @dataclass(frozen=True, kw_only=True)
-class Priced:
-    """Batches of one replica under one chunk, side by side.
+class ServingPoint:
+    """A choice with its predictions.
 
     Attributes:
-        replica: the devices.
-        chunk: tokens of prompts in a step.
-        batch: requests at a time.
-        tpot: seconds from token to token.
-        ttft: seconds from a request's begin to its first token.
-        requests: that a replica serves a second.
-        share: of the steps that compute a chunk of prompts.
+        tensor: devices that share every layer.
+        replicas: groups of them.
+        batch: requests that a replica serves at a time.
+        chunk: tokens of prompts that a step computes at most.
+        running: requests that are served at a time on average; less than `batch` where a rate is
+            given.
+        tpot_seconds, ttft_seconds: see `ServingEstimate`.
+        requests_per_second: of all replicas.
+        output_tokens_per_second_per_chip: of the devices that are used.
+        chips: devices that are used.
     """
 
-    replica: Replica
+    tensor: int
+    replicas: int
+    batch: int
     chunk: int
+    running: int
+    tpot_seconds: float
+    ttft_seconds: float
+    requests_per_second: float
+    output_tokens_per_second_per_chip: float
+    chips: int
+
+    def to_json(self) -> JsonObject:
+        """The point as plain data."""
+        data = asdict(self)
+        del data["running"]
+        return {"mesh": {"tensor": data.pop("tensor")}, **data}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices(ArrayTable):
+    """Choices with their predictions, as arrays; the fields are those of `ServingPoint`."""
+
+    tensor: Numbers
+    replicas: Numbers
     batch: Numbers
-    tpot: Numbers
-    ttft: Numbers
-    requests: Numbers
-    share: Numbers
+    chunk: Numbers
+    running: Numbers
+    tpot_seconds: Numbers
+    ttft_seconds: Numbers
+    requests_per_second: Numbers
+    output_tokens_per_second_per_chip: Numbers
+    chips: Numbers
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    def point(self, row: int) -> ServingPoint:
+        """One choice."""
+        values: dict[str, Any] = {
+            field.name: (int if field.type == "int" else float)(getattr(self, field.name)[row])
+            for field in fields(ServingPoint)
+        }
+        return ServingPoint(**values)
+
+    def on(self, replicas: Numbers | int, requests: Numbers, output: int) -> Choices:
+        """The same on several replicas.
+
+        Args:
+            requests: a second that they serve together.
+            output: tokens of an answer.
+        """
+        chips = self.tensor * replicas
+        return replace(
+            self,
+            replicas=np.ones_like(self.batch) * replicas,
+            requests_per_second=requests,
+            output_tokens_per_second_per_chip=requests * output / chips,
+            chips=chips,
+        )
 
 
-def priced(replica: Replica, chunk: int) -> Priced:
-    """All batches that fit."""
-    load, pinned = replica.asked.workload, replica.asked.pins.batch
-    limit = replica.most(chunk)
-    batch = np.arange(1, limit + 1, dtype=float)
+NO_CHOICES = Choices(**{field.name: np.zeros(0) for field in fields(Choices)})
+
+
+def priced(replica: Replica, chunk: int) -> Choices:
+    """All batches that fit one replica, rising, with a request in every slot."""
+    load, pinned = replica.problem.workload, replica.problem.pins.batch
+    batch = np.arange(1, replica.most(chunk) + 1, dtype=float)
     if pinned is not None:
         batch = batch[batch == pinned]
     share = batch * load.prompt / (load.output * chunk)
     keep = share <= BUSY
     batch, share = batch[keep], share[keep]
-    pricing, chunks = replica.pricing, math.ceil(load.prompt / chunk)
-    alone = pricing.seconds(Load(rows=batch, context=load.context))
-    beside = pricing.seconds(
-        Load(
-            rows=batch,
-            context=load.context,
-            prompt=float(chunk),
-            before=load.prompt / 2,
-            ended=chunk / load.prompt,
-        )
-    )
+    alone, beside = map(replica.pricing.seconds, replica.steps(batch, chunk))
     tpot = (1 - share) * alone + share * beside
-    service = chunks * beside
+    service = math.ceil(load.prompt / chunk) * beside
     waiting = share / (2 * (1 - share)) * service
-    return Priced(
-        replica=replica,
-        chunk=chunk,
+    every = np.ones_like(batch)
+    choices = Choices(
+        tensor=replica.tensor * every,
+        replicas=every,
         batch=batch,
-        tpot=tpot,
-        ttft=tpot / 2 + waiting + service,
-        requests=batch / (load.output * tpot),
-        share=share,
+        chunk=chunk * every,
+        running=batch,
+        tpot_seconds=tpot,
+        ttft_seconds=tpot / 2 + waiting + service,
+        requests_per_second=every,
+        output_tokens_per_second_per_chip=every,
+        chips=every,
     )
+    return choices.on(1, batch / (load.output * tpot), load.output)
 
 
-def all_priced(request: Asked) -> Iterator[Priced]:
-    """Every choice, by tensor and chunk."""
-    for tensor in request.tensors():
-        replica = request.replica(tensor)
-        if replica is not None:
-            for chunk in request.chunks():
-                prices = priced(replica, chunk)
-                if len(prices.batch):
-                    yield prices
+def all_priced(problem: ServingProblem) -> Iterator[tuple[Replica, Choices]]:
+    """Every batch of one replica, by tensor and chunk."""
+    for replica in problem.replicas():
+        for chunk in problem.chunks():
+            choices = priced(replica, chunk)
+            if len(choices):
+                yield replica, choices
+
+
+def saturated(replica: Replica, choices: Choices) -> Choices:
+    """The same on all devices, with a request in every slot."""
+    count = max(replica.counts, default=0)
+    if not count:
+        return NO_CHOICES
+    requests = count * choices.requests_per_second
+    return choices.on(count, requests, replica.problem.workload.output)
+
+
+def sustained(replica: Replica, choices: Choices, rate: float) -> Choices:
+    """For each number of replicas the fewest requests at a time that sustain a rate; slots are kept
+    for chance, three standard deviations of a Poisson number.
+    """
+    replicas = np.array(replica.counts, float)
+    reached = np.maximum.accumulate(choices.requests_per_second)
+    rows = np.searchsorted(reached, rate / replicas)
+    feasible = rows < len(reached)
+    running, replicas = choices.take(rows[feasible]), replicas[feasible]
+    slots = np.ceil(running.batch + 3 * np.sqrt(running.batch))
+    pinned = replica.problem.pins.batch
+    slots = slots if pinned is None else np.full_like(slots, pinned)
+    on_all = running.on(replicas, np.full_like(slots, rate), replica.problem.workload.output)
+    return replace(on_all, batch=slots).take(slots <= replica.most(int(choices.chunk[0])))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -491,7 +592,7 @@ class TwoMeshes:
 
 def prefill_seconds(replica: Replica) -> float:
     """Seconds of one prompt alone."""
-    prompt, chunk = replica.asked.workload.prompt, CHUNKS[1]
+    prompt, chunk = replica.problem.workload.prompt, CHUNKS[1]
     seconds = 0.0
     for begin in range(0, prompt, chunk):
         count = min(chunk, prompt - begin)
@@ -500,23 +601,20 @@ def prefill_seconds(replica: Replica) -> float:
     return seconds
 
 
-def two_meshes(request: Asked) -> TwoMeshes | None:
+def two_meshes(problem: ServingProblem) -> TwoMeshes | None:
     """The plan of two meshes with the most tokens a second within the limits, without a rate of
     requests; None where there is none.
     """
-    load, devices = request.workload, request.topology.devices
-    replicas = [
-        replica for degree in request.tensors() if (replica := request.replica(degree)) is not None
-    ]
-    sizes = [replica for replica in replicas if replica.most(CHUNKS[0]) > 0]
-    moved = request.model.kept_bytes(load.cache, load.prompt)
+    load, devices = problem.workload, problem.topology.devices
+    sizes = [replica for replica in problem.replicas() if replica.most(CHUNKS[0]) > 0]
+    moved = problem.model.kept_bytes(load.cache, load.prompt)
     best: TwoMeshes | None = None
     for first in sizes:
         alone = prefill_seconds(first)
         for second in sizes:
             batch = np.arange(1, second.most(0) + 1, dtype=float)
             tpot = second.pricing.seconds(Load(rows=batch, context=load.context))
-            rate = request.topology.tiers[0].reached_bytes_per_s * min(first.tensor, second.tensor)
+            rate = problem.topology.tiers[0].reached_bytes_per_s * min(first.tensor, second.tensor)
             for count in range(1, (devices - first.tensor) // second.tensor + 1):
                 before = (devices - count * second.tensor) // first.tensor
                 served = np.minimum(before / alone, count * batch / (load.output * tpot))

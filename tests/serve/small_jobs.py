@@ -16,7 +16,7 @@ from shardlib.models.presets import PRESETS
 from shardlib.serve.cost import ServedModel, cuts
 from shardlib.serve.frontend import traced_served
 from shardlib.serve.propagation import serving_layouts
-from shardlib.serve.space import Asked, ServingPins, ServingWorkload
+from shardlib.serve.space import ServingPins, ServingProblem, ServingWorkload
 from shardlib.tracing.trace import served_problem
 
 
@@ -42,10 +42,12 @@ def problem_of(name: str) -> Problem:
     )
 
 
-def asked(name: str, machine: str, pins: dict[str, int] | None = None, **load: object) -> Asked:
+def asked(
+    name: str, machine: str, pins: dict[str, int] | None = None, **load: object
+) -> ServingProblem:
     """What is planned."""
     given = {"prompt": 512, "output": 128, **load}
-    return Asked(
+    return ServingProblem(
         model=served(name),
         cut=cuts(served(name)),
         topology=topology(machine),

@@ -14,11 +14,11 @@ from shardlib.serve.plan import ServingPlan
 from shardlib.serve.requests import Capacity, Request
 from shardlib.serve.scheduling import Schedule
 from shardlib.serve.search import all_choices, plan_served, search
-from shardlib.serve.space import BUSY, Asked
+from shardlib.serve.space import BUSY, ServingProblem
 from tests.serve.small_jobs import asked
 
 
-def one_by_one(given: Asked) -> list[tuple[float, float, float]]:
+def one_by_one(given: ServingProblem) -> list[tuple[float, float, float]]:
     """(tokens a second and chip, seconds a token, seconds to the first) of every choice."""
     load, found = given.workload, []
     for tensor, chunk in itertools.product(given.tensors(), given.chunks()):
@@ -87,8 +87,8 @@ def test_no_choice_is_better(limits: dict[str, float], objective: str):
 def simulated(plan: ServingPlan, *, rate: float | None, count: int) -> dict[str, float]:
     """Requests through the schedule of the engine, with the seconds of each step as priced."""
     load, choice = plan.workload, plan.choice
-    assert plan.asked is not None
-    replica = plan.asked.replica(choice.tensor)
+    assert plan.source is not None
+    replica = plan.source.replica(choice.tensor)
     assert replica is not None
     sizes = Capacity(
         longest=load.tokens,
