@@ -40,7 +40,7 @@ def forward(model: Any, tokens: jax.Array) -> jax.Array:
 
 
 def served(
-    engine: serve.Engine, asked: Sequence[serve.Asked], group: int
+    engine: serve.Engine, asked: Sequence[serve.GenerationRequest], group: int
 ) -> tuple[int, list[list[int]]]:
     """Steps and answers, with so many requests added at a time."""
     steps, answers = engine.steps, list[list[int]]()
@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5, help="runs of each")
     args = parser.parse_args()
     workload = json.loads(WORKLOAD.read_text())
-    asked = [serve.Asked(prompt=tuple(one["prompt"]), most=one["most"]) for one in workload]
+    asked = [
+        serve.GenerationRequest(prompt=tuple(one["prompt"]), most=one["most"]) for one in workload
+    ]
     engine = serve.Engine(
         models.build(LLAMA)[0],
         forward,

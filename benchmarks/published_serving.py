@@ -36,7 +36,7 @@ from shardlib.cost.collectives import FREE, collective_cost
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, place, topology
 from shardlib.serve import cost as learned_constants
-from shardlib.serve.cost import Constants, Load, Pricing, Split, cuts, split
+from shardlib.serve.cost import Constants, ModelShard, Pricing, StepWork, cuts, split
 
 ROWS = Path(__file__).parent / "published" / "inference_rows.yaml"
 _TABLE = table("published_serving")
@@ -83,7 +83,7 @@ class Sample:
 
     row: Mapping[str, Any]
     machine: Topology
-    split: Split
+    split: ModelShard
     dtype: str
     batch: float
 
@@ -103,8 +103,8 @@ class Sample:
         """(predicted, published) seconds of what was measured."""
         row, found, price = self.row, self.row["measured"], self.pricing(constants)
         prompt, output, batch = row["input_len"], row["output_len"], self.batch
-        first = Load(prompt=batch * prompt, before=prompt / 2, ended=batch)
-        then = Load(rows=batch, context=prompt + output / 2)
+        first = StepWork(prompt=batch * prompt, before=prompt / 2, ended=batch)
+        then = StepWork(rows=batch, context=prompt + output / 2)
         if row["phase"] == "prefill":
             known = found.get("latency_s") or found["first_token_latency_ms"] / 1e3
             return float(price.seconds(first)), known
@@ -119,7 +119,7 @@ class Sample:
                 found["latency_s"] if rate is None else (batch * output / (rate * row["num_chips"]))
             )
             return float(whole), known
-        mixed = Load(
+        mixed = StepWork(
             rows=batch,
             context=prompt + output / 2,
             prompt=batch * prompt / output,

@@ -41,7 +41,7 @@ def step_ms(served: serve.Engine) -> float:
     """Milliseconds of a step of eight next tokens."""
     served.schedule.pool.forget()
     for prompt in np.random.default_rng(0).integers(0, WIDE.vocab_size, (ROWS, PROMPT)).tolist():
-        served.add(serve.Asked(prompt=tuple(prompt), most=MOST))
+        served.add(serve.GenerationRequest(prompt=tuple(prompt), most=MOST))
     times: list[float] = []
     while served.schedule.running or served.schedule.waiting:
         start = time.perf_counter()

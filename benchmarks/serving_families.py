@@ -32,7 +32,7 @@ from shardlib.checkpointing.huggingface import save_weights
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from shardlib.models.presets import described
 from shardlib.serve.folders import adapted, read_folder, write_folder
-from shardlib.serve.requests import Asked, Capacity
+from shardlib.serve.requests import Capacity, GenerationRequest
 from shardlib.serve.served import ByteText, Served
 from tests.models.configs import PUBLISHED, tiny
 from tests.serve.hf_folders import write_tokenizer
@@ -146,7 +146,8 @@ def served_adapters(folder: Path) -> dict[str, list[list[int]]]:
         engine.adapt(name, params)
     asked = {
         name: [
-            engine.add(Asked(prompt=tuple(prompt), most=MOST, adapter=name)) for prompt in PROMPTS
+            engine.add(GenerationRequest(prompt=tuple(prompt), most=MOST, adapter=name))
+            for prompt in PROMPTS
         ]
         for name in ADAPTERS
     }

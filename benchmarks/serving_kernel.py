@@ -31,7 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks.environment import command_line, write
 from shardlib.functions.attention import Attention
 from shardlib.layout import MeshShape
-from shardlib.serve.cache import Grid, Where, attending
+from shardlib.serve.cache import Grid, LayerPlacement, attending
 from shardlib.verification.traffic import read_traffic
 
 #: Layers, pages, tokens of a page, requests, pages of a request, heads, key heads, width.
@@ -58,7 +58,7 @@ def gathered(grid: Grid) -> Callable[..., Any]:
         size = pages[0].shape[2]
         row = jnp.arange(len(position))
         entry = table[row, position // size] * size + position % size
-        where = Where(
+        where = LayerPlacement(
             position=position,
             entry=entry,
             table=table,

@@ -54,7 +54,9 @@ def scored(
             longest=128, slots=4, storage=serve.Storage(weights=weights, cache=cache)
         ),
     )
-    asked = [serve.Asked(prompt=tuple(one), most=0, scored=True, top=1) for one in texts]
+    asked = [
+        serve.GenerationRequest(prompt=tuple(one), most=0, scored=True, top=1) for one in texts
+    ]
     requests = [engine.add(one) for one in asked]
     engine.run()
     told = [one for request in requests for one in request.scores]

@@ -88,7 +88,7 @@ def main() -> None:
     for temperature in (0.0, 0.8):
         how = serve.Sampling(temperature=temperature)
         asked = [
-            serve.Asked(
+            serve.GenerationRequest(
                 prompt=tuple(records(5000 + 37 * n, 3)[: -20 - n]),
                 most=MOST,
                 sampling=replace(how, seed=n),

@@ -7,7 +7,9 @@ from shardlib.serve.requests import Asked as Asked
 from shardlib.serve.requests import Capacity as Capacity
 from shardlib.serve.requests import Event as Event
 from shardlib.serve.requests import Form as Form
+from shardlib.serve.requests import GenerationRequest as GenerationRequest
 from shardlib.serve.requests import Request as Request
+from shardlib.serve.requests import SampledToken as SampledToken
 from shardlib.serve.requests import Sampling as Sampling
 from shardlib.serve.requests import Storage as Storage
 from shardlib.serve.requests import Told as Told

@@ -28,7 +28,7 @@ from shardlib.untrusted.data import JsonObject, fit, printable, shown
 #: Tokens of a row where nobody says how many.
 ROW = 128
 #: (model, inputs by name) -> outputs by name, or one array; rows in the first dim of all.
-Pass = Callable[[Tree, Mapping[str, jax.Array]], Tree]
+PassFunction = Callable[[Tree, Mapping[str, jax.Array]], Tree]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +46,13 @@ class SinglePass:
     name: str
     model: Model
     weights: tuple[Tree, Tree]
-    run: Pass
+    run: PassFunction
     inputs: Mapping[str, jax.ShapeDtypeStruct]
 
 
 def single_pass(
     init: Init,
-    forward: Pass,
+    forward: PassFunction,
     inputs: Mapping[str, jax.ShapeDtypeStruct],
     *,
     weights: Tree | int = 0,
@@ -149,7 +149,7 @@ PROGRAM, WEIGHTS, ABOUT = "forward.jax", "weights.safetensors", "about.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class RowShape:
     """The shape of a row of an input or output.
 
     Attributes:
@@ -172,8 +172,8 @@ class Artefact:
     """
 
     name: str
-    inputs: Mapping[str, Shape]
-    outputs: Mapping[str, Shape]
+    inputs: Mapping[str, RowShape]
+    outputs: Mapping[str, RowShape]
     batch: int | None
 
 
@@ -290,12 +290,12 @@ def _outputs(program: export.Exported, batch: int | None) -> dict[str, jax.Shape
     return outputs
 
 
-def _row(shape: jax.ShapeDtypeStruct) -> Shape:
-    return Shape(dims=tuple(shape.shape[1:]), dtype=str(shape.dtype))
+def _row(shape: jax.ShapeDtypeStruct) -> RowShape:
+    return RowShape(dims=tuple(shape.shape[1:]), dtype=str(shape.dtype))
 
 
 def _json(artefact: Artefact, names: list[str], platforms: Sequence[str]) -> JsonObject:
-    def shapes(rows: Mapping[str, Shape]) -> JsonObject:
+    def shapes(rows: Mapping[str, RowShape]) -> JsonObject:
         return {
             key: {"shape": [artefact.batch, *row.dims], "dtype": row.dtype}
             for key, row in rows.items()

@@ -69,7 +69,7 @@ _LOW = float(jnp.finfo(jnp.float32).min) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sets:
+class TokenSets:
     """Tokens by what they look at.
 
     Attributes:
@@ -95,7 +95,7 @@ Partial = tuple[Value, Value, Value]
 
 def over_pages(
     form: Attention,
-    sets_of_tokens: Sets,
+    sets_of_tokens: TokenSets,
     read: Callable[[Value], tuple[Value, ...]],
     *,
     size: int,
@@ -183,7 +183,7 @@ def joined(parts: Partial) -> Value:
     return jnp.sum(mixed * factor[..., None], axis=0) / jnp.maximum(total_weight, 1e-30)[..., None]
 
 
-def _range(form: Attention, sets: Sets, size: int) -> tuple[Value, Value]:
+def _range(form: Attention, sets: TokenSets, size: int) -> tuple[Value, Value]:
     """The first page that a set needs, and the one after its last, [A] each."""
     end = jnp.max(sets.position, axis=1) // size + 1
     if not form.window:
@@ -195,7 +195,7 @@ def _range(form: Attention, sets: Sets, size: int) -> tuple[Value, Value]:
     return jnp.minimum(start, end), end
 
 
-def _seen(form: Attention, sets: Sets, column: Value) -> Value:
+def _seen(form: Attention, sets: TokenSets, column: Value) -> Value:
     """Returns which keys each token sees, [A, C, U]."""
     row = sets.position[..., None]
     seen = column <= row
@@ -205,7 +205,7 @@ def _seen(form: Attention, sets: Sets, column: Value) -> Value:
     return seen
 
 
-def _added(form: Attention, sets: Sets, column: Value) -> Value | None:
+def _added(form: Attention, sets: TokenSets, column: Value) -> Value | None:
     """Returns the bias that distances add to scores, [A, C, N, U]; None for nothing."""
     if form.bias is None or sets.offsets is None:
         return None
@@ -826,7 +826,7 @@ class CacheGroup:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Token:
+class TokenPlacement:
     """The places of tokens, int32. Of each group of devices those come first that are the next one
     of a request each, R of them, and then chunks of prompts, all of one length.
 
@@ -850,11 +850,11 @@ class Token:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class LayerPlacement:
     """The places of tokens in one layer.
 
     Attributes:
-        position, entry, table, chunks: see `Token`.
+        position, entry, table, chunks: see `TokenPlacement`.
         first: the first page of the layer, a scalar.
         pages: how many it has, a scalar.
         columns: of the tables that count, a scalar.
@@ -874,7 +874,7 @@ class Where:
         many = dict.fromkeys(("position", "entry", "table", "chunks"), tokens)
         replicated = dict.fromkeys(("first", "pages", "columns"), PartitionSpec())
         specs: dict[str, Tree] = {**many, **replicated}
-        return Where(**specs)
+        return LayerPlacement(**specs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -910,7 +910,7 @@ class Layers:
             return len(self.groups), self.pages[self.groups[0]]
         return 1, sum(self.pages[group] for group in self.groups)
 
-    def where(self, layer: Index, token: Token) -> tuple[Index, Where]:
+    def where(self, layer: Index, token: TokenPlacement) -> tuple[Index, LayerPlacement]:
         """The row of the arrays that holds a layer, and where tokens stand in it."""
         if self.alike:
             return layer, _in_group(token, self.groups[0], 0, self.pages)
@@ -927,7 +927,7 @@ class Layers:
         def number(of: Sequence[int]) -> Value:
             return jnp.asarray([of[group] for group in used], jnp.int32)[which]
 
-        return 0, Where(
+        return 0, LayerPlacement(
             position=jnp.asarray(token.position),
             entry=chosen(token.entry),
             table=chosen(token.table),
@@ -944,9 +944,11 @@ def _padded(array: Numbers, wide: int) -> Value:
     return jnp.pad(array, ((0, 0), (0, wide - array.shape[-1]))) if wide else array
 
 
-def _in_group(token: Token, group: int, first: int, pages: Sequence[int]) -> Where:
+def _in_group(
+    token: TokenPlacement, group: int, first: int, pages: Sequence[int]
+) -> LayerPlacement:
     """Returns the places of tokens in a layer of a group, whose pages begin at an offset."""
-    return Where(
+    return LayerPlacement(
         position=jnp.asarray(token.position),
         entry=jnp.asarray(token.entry[group]),
         table=jnp.asarray(token.table[group]),
@@ -967,8 +969,8 @@ def _in_group(token: Token, group: int, first: int, pages: Sequence[int]) -> Whe
 Pages = tuple[Page, ...]
 
 
-#: Which dims of `Token` a program of one token is mapped over.
-TOKEN_DIMS = Token(position=0, entry=0, table=None, chunks=None)  # type: ignore[arg-type]
+#: Which dims of `TokenPlacement` a program of one token is mapped over.
+TOKEN_DIMS = TokenPlacement(position=0, entry=0, table=None, chunks=None)  # type: ignore[arg-type]
 
 
 def attending(
@@ -982,7 +984,9 @@ def attending(
     """
 
     @custom_vmap
-    def attend(pages: Pages, row: Index, location: Where, *operands: Value) -> tuple[Value, Pages]:
+    def attend(
+        pages: Pages, row: Index, location: LayerPlacement, *operands: Value
+    ) -> tuple[Value, Pages]:
         batched = replace(
             location,
             position=location.position[None],
@@ -1001,7 +1005,7 @@ def attending(
         mapped: tuple[object, ...],
         pages: Pages,
         row: Index,
-        location: Where,
+        location: LayerPlacement,
         *operands: Value,
     ) -> tuple[tuple[Value, Pages], tuple[bool, object]]:
         assert not any(jax.tree.leaves(mapped[:2])), "all tokens share their pages"
@@ -1019,7 +1023,7 @@ def _attend(
     call: tuple[Attention, Grid, int | None],
     pages: Pages,
     row: Index,
-    location: Where,
+    location: LayerPlacement,
     operands: list[Value],
 ) -> tuple[Value, Pages]:
     """Operands [T, 1, 1, ...], one token of one row each; returns [T, 1, 1, N, V]."""
@@ -1043,7 +1047,7 @@ def _attend(
     def local(
         pages: Pages,
         row: Index,
-        location: Where,
+        location: LayerPlacement,
         queries: tuple[Value, ...],
         new: tuple[Value, ...],
         everywhere: Value | None,
@@ -1061,7 +1065,7 @@ def _attend(
 
         def mixed(table: Value, start: int, chunk: int) -> Partial:
             here = slice(start, start + table.shape[0] * chunk)
-            sets = Sets(
+            sets = TokenSets(
                 table=table,
                 columns=location.columns,
                 position=position[here].reshape(-1, chunk),
@@ -1101,7 +1105,7 @@ def _attend(
         (
             page_specs,
             PartitionSpec(),
-            Where.specs(data),
+            LayerPlacement.specs(data),
             tuple(by_head for _ in arguments.queries),
             tuple(map(operand, new)),
             data,
@@ -1123,7 +1127,13 @@ def _attend(
 
 
 def _written(
-    pages: Pages, row: Index, location: Where, new: tuple[Value, ...], *, size: int, first: Index
+    pages: Pages,
+    row: Index,
+    location: LayerPlacement,
+    new: tuple[Value, ...],
+    *,
+    size: int,
+    first: Index,
 ) -> Pages:
     """Pages with the keys and values of tokens, of which a device writes those that it has."""
     tokens_per_page, number, place = (

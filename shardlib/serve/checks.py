@@ -21,7 +21,7 @@ from shardlib.serve.cache import Pages
 from shardlib.serve.program import Forward, TracedForward, traced_forward
 from shardlib.serve.requests import Capacity, Shape
 from shardlib.serve.sampling import choices
-from shardlib.serve.step import Placed, arranged, operands, placed, step_function
+from shardlib.serve.step import PlacedModel, arranged, operands, placed, step_function
 from shardlib.untrusted.data import JsonObject
 from shardlib.verification.isolation import (
     Compiled,
@@ -39,7 +39,12 @@ from shardlib.verification.verify import read_compiled
 
 
 def exported_step(
-    model: Model, traced: TracedForward, on: Placed, size: Capacity, shape: Shape, platform: str
+    model: Model,
+    traced: TracedForward,
+    on: PlacedModel,
+    size: Capacity,
+    shape: Shape,
+    platform: str,
 ) -> tuple[ExportedStep, dict[str, int]]:
     """The program of a step, and bytes that a device has of weights and pages."""
 

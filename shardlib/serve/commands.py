@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from shardlib.serve.edge import Workers
     from shardlib.serve.edge_plan import EdgePlan
     from shardlib.serve.engine import Engine
-    from shardlib.serve.hosting import Beside, Deployment
+    from shardlib.serve.hosting import Companions, Deployment
     from shardlib.serve.http.settings import Settings
-    from shardlib.serve.measuring import Job, Seen, Target
+    from shardlib.serve.measuring import Job, MeasuredAnswer, Target
     from shardlib.serve.plan import ServingPlan
     from shardlib.serve.requests import Capacity, Request
     from shardlib.serve.served import Served, Text
@@ -56,7 +56,7 @@ Average = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class ServerOptions:
     """Options of the server that is measured."""
 
     url: Annotated[
@@ -77,7 +77,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchHow:
+class BenchOptions:
     """Options of times: of requests, and limits of their answers."""
 
     rate: Annotated[
@@ -105,8 +105,8 @@ def bench_serve_command(
         typer.Argument(metavar="WORKLOAD", help="JSON: requests with lengths and times."),
     ],
     *,
-    server: Asked,
-    timing: BenchHow,
+    server: ServerOptions,
+    timing: BenchOptions,
     out: Annotated[
         Path | None,
         typer.Option("--out", "-o", callback=writable, help="Write figures and requests there."),
@@ -144,7 +144,7 @@ def bench_serve_command(
     echo(json.dumps(measured) if as_json else told(measured))
 
 
-def _replayed(jobs: list[Job], target: Target) -> list[Seen]:
+def _replayed(jobs: list[Job], target: Target) -> list[MeasuredAnswer]:
     import asyncio
 
     from shardlib.serve.measuring import replay
@@ -152,7 +152,7 @@ def _replayed(jobs: list[Job], target: Target) -> list[Seen]:
     return asyncio.run(replay(jobs, target))
 
 
-def _served(jobs: list[Job], target: Target, options: Asked) -> list[Seen]:
+def _served(jobs: list[Job], target: Target, options: ServerOptions) -> list[MeasuredAnswer]:
     """Asks a server of this process."""
     from shardlib.serve.hosting import deploy
     from shardlib.serve.http.app import application
@@ -204,7 +204,7 @@ DRAFTS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Guesses:
+class DraftOptions:
     """Tokens that are guessed ahead, which changes how fast an answer comes, and nothing of it."""
 
     draft: Annotated[
@@ -229,7 +229,7 @@ class Guesses:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapted:
+class AdapterOptions:
     """Adapters of the model."""
 
     adapters: Annotated[
@@ -243,23 +243,23 @@ class Adapted:
 
 
 def beside(
-    word: str, served: Served, guesses: Guesses, adapters: Mapping[str, str]
-) -> tuple[Served, Beside]:
+    word: str, served: Served, guesses: DraftOptions, adapters: Mapping[str, str]
+) -> tuple[Served, Companions]:
     """A model with what is served beside it."""
     from shardlib.serve.folders import adapted, is_folder
-    from shardlib.serve.hosting import Beside
+    from shardlib.serve.hosting import Companions
     from shardlib.serve.loading import named
 
     draft = None if guesses.draft is None else named(guesses.draft)
     if not adapters:
-        return served, Beside(draft=draft)
+        return served, Companions(draft=draft)
     if not is_folder(Path(word)):
         raise ArgumentError(
             f"adapters are for folders of Hugging Face, and {word} is none\nTry: shardlib export"
             f" {word} --huggingface FOLDER"
         )
     served, arrays = adapted(served, word, adapters)
-    return served, Beside(draft=draft, adapters=arrays)
+    return served, Companions(draft=draft, adapters=arrays)
 
 
 def folders_of(words: list[str] | None) -> dict[str, str]:
@@ -280,7 +280,7 @@ def folders_of(words: list[str] | None) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class EdgeRunOptions:
     """Options of running a plan."""
 
     run: Annotated[
@@ -381,7 +381,7 @@ def edge_command(
         int | None, typer.Option("--seq", "-s", min=1, help="Tokens of a sequence.")
     ] = None,
     *,
-    running: Running,
+    running: EdgeRunOptions,
     as_json: AsJson = False,
 ) -> None:
     """Spread a model's forward pass over a chain of unlike devices, for inference."""
@@ -424,7 +424,7 @@ def edge_command(
 def _ran(
     plan: EdgePlan,
     inputs: Mapping[str, Any],
-    running: Running,
+    running: EdgeRunOptions,
     again: Callable[[str], EdgePlan] | None,
 ) -> JsonObject:
     """Runs batches of tokens, all different."""
@@ -479,7 +479,7 @@ def _fewer(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Into:
+class ExportTarget:
     """Options of the folder that is written."""
 
     huggingface: Annotated[
@@ -509,7 +509,7 @@ def export_command(
             " package.module:function, whose `outputs` are written.",
         ),
     ],
-    into: Into,
+    into: ExportTarget,
     dtype: Annotated[
         str | None,
         typer.Option("--dtype", help="Of --huggingface: float32, bfloat16, float16."),
@@ -581,7 +581,7 @@ def _jax(model: str, folder: Path, seq: int | None, batch: int | None) -> JsonOb
     }
 
 
-def _triton(model: str, into: Into, seq: int | None, batch: int | None) -> JsonObject:
+def _triton(model: str, into: ExportTarget, seq: int | None, batch: int | None) -> JsonObject:
     from shardlib import models
     from shardlib.models.presets import UserModel
     from shardlib.serve.artefacts import row_length, user_pass
@@ -616,7 +616,7 @@ ADAPTER = "adapter"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GeneratingHow:
+class SamplingOptions:
     """Options of sampling, and of the time that the answer may take."""
 
     temperature: Annotated[
@@ -654,8 +654,8 @@ def generate_command(
         int, typer.Option("--most", "-n", min=1, help="Tokens of the answer; bytes, of a run.")
     ] = 200,
     *,
-    choosing: GeneratingHow,
-    guesses: Guesses,
+    choosing: SamplingOptions,
+    guesses: DraftOptions,
     adapter: Annotated[
         str | None, typer.Option("--adapter", help="Folder of PEFT with an adapter of the model.")
     ] = None,
@@ -666,7 +666,7 @@ def generate_command(
     written. A run may still be training; its newest whole checkpoint counts.
     """
     from shardlib.processes.devices import cpu_without_accelerators
-    from shardlib.serve.requests import Asked, Sampling
+    from shardlib.serve.requests import GenerationRequest, Sampling
 
     options = {name: value for name, value in vars(choosing).items() if value is not None}
     seconds = options.pop("seconds", None)
@@ -700,7 +700,7 @@ def generate_command(
     if served.sampling is not None:
         sampling = replace(served.sampling, **options)
     request = engine.add(
-        Asked(
+        GenerationRequest(
             prompt=tokens,
             most=most,
             sampling=sampling,
@@ -745,7 +745,7 @@ def _longest_request(tokens: int, longest: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serving:
+class ServingPlanOptions:
     """Options of a plan of a server."""
 
     serve: Annotated[
@@ -796,7 +796,7 @@ class Serving:
         if not self.serve:
             serving_options = [
                 f"--{name}"
-                for name, default in vars(Serving()).items()
+                for name, default in vars(ServingPlanOptions()).items()
                 if getattr(self, name) != default
             ]
             if serving_options:
@@ -809,7 +809,7 @@ class Serving:
 def plan_to_serve(
     spec: str,
     topology: str,
-    serving: Serving,
+    serving: ServingPlanOptions,
     pins: list[str],
     out: Path | None,
     as_json: bool,
@@ -930,7 +930,7 @@ BY_PLAN = ("groups", "slots", "page", "pages", "budget", "prefixes")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class CapacityOptions:
     """Options of the capacity of each model."""
 
     topology: Annotated[
@@ -960,7 +960,7 @@ class Room:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlanOptions:
     """A plan that says how much room there is, in place of such options."""
 
     plan: Annotated[
@@ -988,7 +988,7 @@ class Planned:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ServerSizes:
     """Capacity and devices of a served model.
 
     Attributes:
@@ -1004,7 +1004,7 @@ class Sizes:
     says: str = ""
 
 
-def devices_of(space: Room) -> int:
+def devices_of(space: CapacityOptions) -> int:
     """Devices that each model has; simulated ones are there afterwards."""
     if space.topology is None:
         if space.groups > 1:
@@ -1026,7 +1026,9 @@ def devices_of(space: Room) -> int:
     return topology.devices
 
 
-def sizes_of(served: Served, space: Room, planned: Planned, devices: int) -> Sizes:
+def sizes_of(
+    served: Served, space: CapacityOptions, planned: PlanOptions, devices: int
+) -> ServerSizes:
     """Capacity and devices of a model, from options or from a plan."""
     from shardlib.serve.requests import Capacity
 
@@ -1037,7 +1039,11 @@ def sizes_of(served: Served, space: Room, planned: Planned, devices: int) -> Siz
             " looks at"
         )
     if planned.wanted:
-        options = [f"--{name}" for name in BY_PLAN if getattr(space, name) != getattr(Room(), name)]
+        options = [
+            f"--{name}"
+            for name in BY_PLAN
+            if getattr(space, name) != getattr(CapacityOptions(), name)
+        ]
         if options:
             raise PlanError(
                 f"a plan says what {', '.join(options)} would\nTry: leave {', '.join(options)} out"
@@ -1053,7 +1059,7 @@ def sizes_of(served: Served, space: Room, planned: Planned, devices: int) -> Siz
         budget=space.budget,
         prefixes=space.prefixes,
     )
-    return Sizes(capacity=capacity, tensor=devices // space.groups, groups=space.groups)
+    return ServerSizes(capacity=capacity, tensor=devices // space.groups, groups=space.groups)
 
 
 def _require_fit(plan: ServingPlan, served: Served) -> None:
@@ -1084,7 +1090,7 @@ def _require_fit(plan: ServingPlan, served: Served) -> None:
         )
 
 
-def _planned(plan: ServingPlan, devices: int, longest: int) -> Sizes:
+def _planned(plan: ServingPlan, devices: int, longest: int) -> ServerSizes:
     from shardlib.serve.requests import Capacity
 
     choice = plan.choice
@@ -1093,7 +1099,7 @@ def _planned(plan: ServingPlan, devices: int, longest: int) -> Sizes:
             f"the plan has {choice.replicas} replicas of {choice.tensor} devices, and there are"
             f" {devices}\nTry: --topology {plan.topology}"
         )
-    return Sizes(
+    return ServerSizes(
         capacity=Capacity.of(plan, longest=max(longest, plan.workload.tokens)),
         tensor=choice.tensor,
         groups=choice.replicas,
@@ -1105,7 +1111,9 @@ def _planned(plan: ServingPlan, devices: int, longest: int) -> Sizes:
     )
 
 
-def _plan(served: Served, space: Room, planned: Planned, longest: int) -> ServingPlan:
+def _plan(
+    served: Served, space: CapacityOptions, planned: PlanOptions, longest: int
+) -> ServingPlan:
     if planned.plan is not None:
         if planned.ttft or planned.tpot:
             raise PlanError("--plan is a plan already\nTry: leave --ttft and --tpot out")
@@ -1139,7 +1147,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class AddressOptions:
     """Options of the address of the server, and of its clients."""
 
     host: Annotated[str, typer.Option("--host", help="Address to listen at.")] = "127.0.0.1"
@@ -1182,11 +1190,11 @@ def serve_command(
         ),
     ] = None,
     *,
-    place: Place,
-    room: Room,
-    planned: Planned,
-    guesses: Guesses,
-    adapted: Adapted,
+    place: AddressOptions,
+    room: CapacityOptions,
+    planned: PlanOptions,
+    guesses: DraftOptions,
+    adapted: AdapterOptions,
     average: Average = False,
     as_json: AsJson = False,
 ) -> None:
@@ -1230,9 +1238,9 @@ def serve_command(
 
 def _deployed(
     models: list[str],
-    space: Room,
-    planned: Planned,
-    extra: tuple[Guesses, Adapted],
+    space: CapacityOptions,
+    planned: PlanOptions,
+    extra: tuple[DraftOptions, AdapterOptions],
     settings: Settings,
     *,
     average: bool,
@@ -1300,7 +1308,7 @@ COMMANDS: Mapping[str, Callable[..., None]] = {
 #: `plan` and `explain` go on with their own work where these return False.
 EXTENSIONS: Mapping[str, Extension] = {
     "plan": Extension(
-        options=Serving,
+        options=ServingPlanOptions,
         run=plan_to_serve,
         help="Find the best way to spread a model over a topology, or with --serve to answer"
         " requests there.",

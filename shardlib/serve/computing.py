@@ -21,10 +21,18 @@ from shardlib.errors import ArgumentError, ModelError, raise_all
 from shardlib.jax_types import Leaf
 from shardlib.lowering.mesh import device_mesh
 from shardlib.processes.values import processes_text
-from shardlib.serve.cache import CacheGroup, Columns, Layered, Token, all_plain, is_held, is_stored
-from shardlib.serve.layers import Adapted, bodies
+from shardlib.serve.cache import (
+    CacheGroup,
+    Columns,
+    Layered,
+    TokenPlacement,
+    all_plain,
+    is_held,
+    is_stored,
+)
+from shardlib.serve.layers import AdaptedParams, bodies
 from shardlib.serve.program import Forward, TracedForward, traced_forward
-from shardlib.serve.requests import Asked, Capacity, Request, Told, whole
+from shardlib.serve.requests import Capacity, GenerationRequest, Request, SampledToken, whole
 from shardlib.serve.sampling import (
     Choices,
     Chosen,
@@ -35,7 +43,7 @@ from shardlib.serve.sampling import (
     rows_of,
     told,
 )
-from shardlib.serve.scheduling import Share
+from shardlib.serve.scheduling import ScheduledChunk
 from shardlib.serve.step import Step, arranged, both, placed
 from shardlib.tracing.program import Program
 from shardlib.untrusted.data import bounded
@@ -49,7 +57,7 @@ from shardlib.untrusted.data import bounded
 # et al., "Punica", arXiv:2310.18547), and W is read once for all.
 
 #: Dotted path of a parameter -> the array that an adapter has in its place.
-Parts = dict[str, jax.Array]
+AdapterArrays = dict[str, jax.Array]
 
 
 class Adapters:
@@ -67,7 +75,7 @@ class Adapters:
         self.rows: dict[str, int] = {}
         self._stacks: dict[int, jax.Array] = {}
 
-    def failures(self, request: Asked) -> list[str]:
+    def failures(self, request: GenerationRequest) -> list[str]:
         """Lists the reasons why the adapter of a request cannot be served; empty where it can."""
         if not request.adapter or request.adapter in self.rows:
             return []
@@ -78,7 +86,7 @@ class Adapters:
         """Weights with those of all adapters."""
         if not self._stacks:
             return weights
-        return Adapted(params=weights[0], stacks=self._stacks), weights[1]
+        return AdaptedParams(params=weights[0], stacks=self._stacks), weights[1]
 
     def add(self, name: str, arrays: Tree, weights: tuple[Tree, Tree]) -> None:
         """One more adapter."""
@@ -123,7 +131,7 @@ class Adapters:
         self.rows[name] = row
 
 
-def parts_of(tree: Tree) -> Parts:
+def parts_of(tree: Tree) -> AdapterArrays:
     """Arrays by dotted path."""
     if isinstance(tree, Mapping) and all(hasattr(array, "shape") for array in tree.values()):
         return {str(path): array for path, array in tree.items()}
@@ -170,11 +178,11 @@ class Ngrams:
         waiting = [request for request in running if request.waiting == 1]
         return {request.number: self._after(request.tokens, count) for request in waiting}
 
-    def filled(self, shares: Sequence[Share]) -> list[Share]:
+    def filled(self, shares: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
         """The shares of a step with their guesses, which they have."""
         return list(shares)
 
-    def done(self, shares: Sequence[Share], accepted: Mapping[int, int]) -> None:
+    def done(self, shares: Sequence[ScheduledChunk], accepted: Mapping[int, int]) -> None:
         """A step has computed them."""
 
     def _after(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -206,7 +214,7 @@ class DraftModel:
         """As many tokens as guesses, of any kind: `filled` guesses."""
         return {request.number: (0,) * count for request in running if request.waiting == 1}
 
-    def filled(self, shares: Sequence[Share]) -> list[Share]:
+    def filled(self, shares: Sequence[ScheduledChunk]) -> list[ScheduledChunk]:
         """The shares of a step with their guesses."""
         now = [self._own(share) for share in shares]
         if not self.step.holds(now):
@@ -230,7 +238,7 @@ class DraftModel:
             ]
         return [replace(share, drafted=guesses[share.request.number]) for share in shares]
 
-    def done(self, shares: Sequence[Share], accepted: Mapping[int, int]) -> None:
+    def done(self, shares: Sequence[ScheduledChunk], accepted: Mapping[int, int]) -> None:
         """A step has computed them."""
         self._behind = {
             share.request.number: share.first + share.count
@@ -238,7 +246,7 @@ class DraftModel:
             if share.drafted and accepted[share.request.number] == len(share.drafted)
         }
 
-    def _own(self, share: Share, behind: bool = True) -> Share:
+    def _own(self, share: ScheduledChunk, behind: bool = True) -> ScheduledChunk:
         """Returns the part of a share that this model computes: no guesses, but the last one of the
         step before, which it has not seen yet.
         """
@@ -364,8 +372,10 @@ class SlotStep:
             self._run(self._empty(columns), [], {})
 
     def __call__(
-        self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
-    ) -> list[list[Told]]:
+        self,
+        shares: Sequence[ScheduledChunk],
+        allowed: Mapping[int, Sequence[np.ndarray]] | None = None,
+    ) -> list[list[SampledToken]]:
         """Computes a step; returns what is chosen in the rows of each share."""
         columns = 1 if all(share.count == 1 for share in shares) else self.chunk
         tokens, live, fresh, row = self._empty(columns)
@@ -395,7 +405,7 @@ class SlotStep:
 
     def _run(
         self, operands: tuple[np.ndarray, ...], rows: Sequence[Row], masks: Mapping[int, np.ndarray]
-    ) -> list[Told]:
+    ) -> list[SampledToken]:
         row_choices = choices(
             [*rows, *[None] * (self.sizes.slots - len(rows))],
             vocab=self.forward.vocab,
@@ -474,11 +484,11 @@ def _run(
 
 
 #: What computes the steps of an engine.
-Computes: TypeAlias = Step | SlotStep
+StepProgram: TypeAlias = Step | SlotStep
 
 
 @dataclass(frozen=True, kw_only=True)
-class Built:
+class EngineParts:
     """The computation of the steps of an engine.
 
     Attributes:
@@ -489,7 +499,7 @@ class Built:
         chunk: tokens of a prompt that a step computes at most.
     """
 
-    compute: Computes
+    compute: StepProgram
     capacity: Capacity
     forward: TracedForward | OwnCache
     place: Callable[[Tree | int], tuple[Tree, Tree]]
@@ -523,7 +533,7 @@ def compare(
         for name, arrays in traced.new_pages(groups, page).items()
     }
     position = np.arange(count, dtype=np.int32)
-    placement = Token(
+    placement = TokenPlacement(
         position=position,
         entry=(position,),
         table=(np.zeros((0, used), np.int32),),
@@ -611,7 +621,7 @@ def built(
     devices: Sequence[jax.Device],
     check: bool,
     windows: Iterable[int] | None = None,
-) -> Built:
+) -> EngineParts:
     """Makes what computes the steps of an engine.
 
     Args:
@@ -642,7 +652,7 @@ def built(
     stored, pages = place(weights), placement.pages(traced, capacity.groups, capacity.page)
     if check:
         compare(model, forward, traced, stored, page=capacity.page)
-    return Built(
+    return EngineParts(
         compute=Step(traced, stored, pages, capacity, placement.grid),
         capacity=capacity,
         forward=traced,
@@ -657,7 +667,7 @@ def _slotted(
     capacity: Capacity,
     grid: tuple[int, int],
     device: jax.Device,
-) -> Built:
+) -> EngineParts:
     if grid != (1, 1):
         raise ArgumentError(
             f"data is {grid[0]}, tensor is {grid[1]}; a model with a cache of its own is served by"
@@ -673,7 +683,9 @@ def _slotted(
         return jax.device_put(_weights(forward.model, weights), device)
 
     compute = SlotStep(forward, place(weights), sizes)
-    return Built(compute=compute, capacity=sizes, forward=forward, place=place, chunk=compute.chunk)
+    return EngineParts(
+        compute=compute, capacity=sizes, forward=forward, place=place, chunk=compute.chunk
+    )
 
 
 def _require_own(devices: Sequence[jax.Device], weights: Tree | int) -> None:
@@ -751,7 +763,7 @@ def shapes(weights: Tree) -> list[object]:
 
 
 def draft_model(
-    init: Init, forward: Forward, weights: Tree | int, *, beside: Computes, sizes: Capacity
+    init: Init, forward: Forward, weights: Tree | int, *, beside: StepProgram, sizes: Capacity
 ) -> DraftModel:
     """Makes a model that guesses, on the first device of the one that is served."""
     if not sizes.drafts:
@@ -869,7 +881,7 @@ class Sources:
             out_shardings={index: stack.sharding for index, stack in self._stacks.items()},
         )
 
-    def failures(self, request: Asked) -> list[str]:
+    def failures(self, request: GenerationRequest) -> list[str]:
         """Lists the reasons why the source of a request cannot be served; empty where it can."""
         if not 0 < len(request.source) <= self.longest:
             return [f"the source has {len(request.source)} tokens; it has from 1 to {self.longest}"]
@@ -882,7 +894,7 @@ class Sources:
         self._held = {}
 
     def wrapped(
-        self, weights: tuple[Tree, Tree], shares: Sequence[Share] = ()
+        self, weights: tuple[Tree, Tree], shares: Sequence[ScheduledChunk] = ()
     ) -> tuple[Tree, Tree]:
         """Weights with what the encoder makes of the sources of a step."""
         for share in shares:
@@ -894,7 +906,7 @@ class Sources:
             slot_and_length = np.asarray([share.slot, len(tokens)], np.int32)
             self._stacks = self._written(self._stacks, weights, source, slot_and_length)
             self._held[share.slot] = share.request
-        return Adapted(params=weights[0], stacks=self._stacks), weights[1]
+        return AdaptedParams(params=weights[0], stacks=self._stacks), weights[1]
 
 
 def _kind(leaf: Leaf) -> str:

@@ -215,7 +215,7 @@ class Lookup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attending:
+class AttentionLayers:
     """Layers of a call of attention that see as many tokens.
 
     Attributes:
@@ -265,7 +265,7 @@ class ServedModel:
     weights: tuple[Weight, ...]
     products: tuple[Product, ...]
     lookups: tuple[Lookup, ...]
-    attention: tuple[Attending, ...]
+    attention: tuple[AttentionLayers, ...]
     vocab: int
     chosen: int = 0
     dtype: str = "bfloat16"
@@ -308,7 +308,7 @@ _ADDED = frozenset({"add", "add_any", "sub"})
 
 
 def served_model(
-    graph: Graph, attention: Sequence[Attending], *, name: str, vocab: int
+    graph: Graph, attention: Sequence[AttentionLayers], *, name: str, vocab: int
 ) -> ServedModel:
     """Returns what a forward pass reads, computes and keeps per token."""
     return _Reader(graph).model(attention, name, vocab)
@@ -336,7 +336,7 @@ class _Reader:
         self.products: list[tuple[Op, int, tuple[Dim, ...], int]] = []
         self.lookups: list[Lookup] = []
 
-    def model(self, attention: Sequence[Attending], name: str, vocab: int) -> ServedModel:
+    def model(self, attention: Sequence[AttentionLayers], name: str, vocab: int) -> ServedModel:
         for op in self.graph.ops:
             self._visit(op)
         return ServedModel(
@@ -493,7 +493,7 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cached:
+class CachedLayers:
     """Keys and values that a device keeps for calls of attention.
 
     Attributes:
@@ -508,7 +508,7 @@ class Cached:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class ModelShard:
     """A model as one of `tensor` devices has it.
 
     Attributes:
@@ -531,7 +531,7 @@ class Split:
     flops: float
     moved: float
     sums: tuple[tuple[int, float], ...]
-    cached: tuple[Cached, ...]
+    cached: tuple[CachedLayers, ...]
     layers: int
     vocab: int
 
@@ -556,7 +556,7 @@ def split(
     weights: str,
     cache: str,
     parts: Mapping[str, int] | None = None,
-) -> Split:
+) -> ModelShard:
     """Returns the part of a model that one of several devices has.
 
     Args:
@@ -586,7 +586,7 @@ def split(
         if ways(lookup.summed, cut, tensor) > 1:
             key = lookup.runs, _size(lookup.written, cut, tensor) * lookup.itemsize
             sums[key] = sums.get(key, 0) + lookup.runs
-    return Split(
+    return ModelShard(
         tensor=tensor,
         weights=sum(size(weight) for weight in model.weights),
         read=sum(
@@ -605,7 +605,7 @@ def split(
         ),
         sums=tuple((count, nbytes) for (_, nbytes), count in sums.items()),
         cached=tuple(
-            Cached(
+            CachedLayers(
                 bytes=call.layers * call.kept_bytes(cache) / tensor,
                 flops=2.0 * call.layers * call.heads * call.width / tensor,
                 window=call.window,
@@ -730,7 +730,7 @@ def limit(chip: Chip) -> float:
     return chip.usable_bytes - MARGIN * chip.hbm_bytes
 
 
-def temporaries(split: Split, *, tokens: int, rows: int) -> float:
+def temporaries(split: ModelShard, *, tokens: int, rows: int) -> float:
     """Bytes of a step beside weights and pages: activations of one layer, read and written, and the
     logits, in float32.
     """
@@ -766,7 +766,7 @@ PARTS: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class StepWork:
     """The work of a step; numbers, or arrays of them that are priced side by side.
 
     Attributes:
@@ -796,13 +796,13 @@ class Pricing:
         dtype: that matmuls are computed in.
     """
 
-    split: Split
+    split: ModelShard
     chip: Chip
     reduce: LinearCost
     constants: Constants
     dtype: str
 
-    def parts(self, load: Load) -> Mapping[str, Numbers]:
+    def parts(self, load: StepWork) -> Mapping[str, Numbers]:
         """Seconds of a step by what they are for; of "weights" and "matmuls" one is 0, since
         whichever takes longer hides the other.
         """
@@ -841,7 +841,7 @@ class Pricing:
         }
         return {part: np.asarray(seconds, float) for part, seconds in parts.items()}
 
-    def seconds(self, load: Load) -> Numbers:
+    def seconds(self, load: StepWork) -> Numbers:
         """Seconds of a step."""
         parts = self.parts(load)
         return np.asarray(sum(parts.values()), float)

@@ -456,7 +456,7 @@ BROKEN = (OSError, FrameError, ClosedError, StrangerError)
 
 
 @dataclass(kw_only=True)
-class Part:
+class StagePart:
     """The part of a model that a stage was told to compute.
 
     Attributes:
@@ -581,7 +581,7 @@ def _one_chain(entrance: Entrance, driver: socket.socket, secret: str) -> None:
         part.close()
 
 
-def _connect(part: Part, secret: str) -> socket.socket:
+def _connect(part: StagePart, secret: str) -> socket.socket:
     stream = socket.create_connection(part.told.after, GREETING_SECONDS)
     keep_alive(stream)
     introduce(stream, secret, 0, part.told.stage)
@@ -589,7 +589,7 @@ def _connect(part: Part, secret: str) -> socket.socket:
     return stream
 
 
-def _sign(driver: socket.socket, ended: threading.Event, part: Part) -> None:
+def _sign(driver: socket.socket, ended: threading.Event, part: StagePart) -> None:
     """Says that this process lives, until the chain ends."""
     while not ended.wait(ALIVE_SECONDS):
         try:
@@ -598,7 +598,7 @@ def _sign(driver: socket.socket, ended: threading.Event, part: Part) -> None:
             return
 
 
-def _watch(driver: socket.socket, part: Part) -> None:
+def _watch(driver: socket.socket, part: StagePart) -> None:
     """Ends the chain when its driver is gone."""
     with contextlib.suppress(*BROKEN):
         receive(driver, limit=0)
@@ -625,7 +625,7 @@ class Instructions:
     least_s: float = 0.0
 
 
-def _part(frame: Frame) -> Part:
+def _part(frame: Frame) -> StagePart:
     """Returns the part that a driver's frame describes."""
     instructions, arrays = (
         construct(Instructions, frame.header, "the part", FrameError),
@@ -642,10 +642,10 @@ def _part(frame: Frame) -> Part:
         return [np.asarray(array) for array in program(weights, list(inputs))]
 
     compute(first)  # compiles
-    return Part(told=instructions, compute=compute)
+    return StagePart(told=instructions, compute=compute)
 
 
-def _batches(part: Part, came: socket.socket, after: socket.socket) -> None:
+def _batches(part: StagePart, came: socket.socket, after: socket.socket) -> None:
     """Computes batches until one end is gone; messages go beside the computation."""
     received: queue.Queue[Frame | None] = queue.Queue(WAITING)
     done: queue.Queue[tuple[dict[str, int], dict[str, np.ndarray]] | None] = queue.Queue(WAITING)
@@ -777,7 +777,7 @@ class StageError(LaunchError):
 
 
 @dataclass(kw_only=True)
-class Chain:
+class ConnectedChain:
     """Connected stages; to be closed.
 
     Attributes:
@@ -863,7 +863,7 @@ def connected(
     addresses: Sequence[tuple[str, int]],
     stages: Sequence[StageProgram],
     least_s: Sequence[float],
-) -> Chain:
+) -> ConnectedChain:
     """Hands every stage its part, and connects them.
 
     Args:
@@ -897,7 +897,7 @@ def connected(
             reason = f"does not answer ({error})"
             raise StageError(stage, addresses[stage], reason) from error
         opened.pop_all()
-    chain = Chain(
+    chain = ConnectedChain(
         addresses=list(addresses),
         drivers=drivers,
         first=first,
@@ -941,7 +941,7 @@ def _instructions(
     return asdict(instructions), arrays
 
 
-def _listen(chain: Chain, number: int) -> None:
+def _listen(chain: ConnectedChain, number: int) -> None:
     """Hears signs of life, and when a stage is gone."""
     stream = chain.drivers[number]
     try:

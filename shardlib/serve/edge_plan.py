@@ -36,7 +36,7 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class PieceGroup:
     """Equal pieces that follow each other.
 
     Attributes:
@@ -71,10 +71,10 @@ class Chain:
 
     Attributes:
         groups: runs of equal pieces, in order.
-        sizes: bytes of the parameters in `Group.shared`, by value.
+        sizes: bytes of the parameters in `PieceGroup.shared`, by value.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[PieceGroup, ...]
     sizes: dict[int, float]
 
     @property
@@ -456,7 +456,7 @@ def chain_of(problem: Problem, vendor: str) -> Chain:
     )
 
 
-def _groups(facts: Facts) -> list[Group]:
+def _groups(facts: Facts) -> list[PieceGroup]:
     """The groups of a program, with their ops."""
     layers, total = facts.layers, len(facts.graph.ops)
     spans: dict[int, tuple[int, int]] = {}
@@ -464,23 +464,25 @@ def _groups(facts: Facts) -> list[Group]:
         number = layers.segment(op.region)
         if number != OUTSIDE_LAYERS:
             spans[number] = (spans.get(number, (index, index))[0], index)
-    listed: list[Group] = []
+    listed: list[PieceGroup] = []
     start = 0
 
-    def outside(name: str, stop: int) -> list[Group]:
-        group = Group(name=name, count=1, layers=OUTSIDE_LAYERS, first=start, last=stop - 1)
+    def outside(name: str, stop: int) -> list[PieceGroup]:
+        group = PieceGroup(name=name, count=1, layers=OUTSIDE_LAYERS, first=start, last=stop - 1)
         return [group] if stop > start else []
 
     for number, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
         listed += outside("between layers" if listed else "before the layers", first)
         listed.append(
-            Group(name="layer", count=layers.counts[number], layers=number, first=first, last=last)
+            PieceGroup(
+                name="layer", count=layers.counts[number], layers=number, first=first, last=last
+            )
         )
         start = last + 1
     return [*listed, *outside("after the layers", total)]
 
 
-def _kernels(facts: Facts, groups: list[Group], owner: Array) -> dict[int, list[Compute]]:
+def _kernels(facts: Facts, groups: list[PieceGroup], owner: Array) -> dict[int, list[Compute]]:
     """Kernels of one piece of each group."""
     by_group: dict[int, list[Compute]] = defaultdict(list)
     for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
@@ -491,7 +493,7 @@ def _kernels(facts: Facts, groups: list[Group], owner: Array) -> dict[int, list[
     return by_group
 
 
-def _sliced(facts: Facts, group: Group) -> float:
+def _sliced(facts: Facts, group: PieceGroup) -> float:
     """Bytes of parameters of which every piece of a group has a slice."""
     values = facts.graph.values
     sliced = {
@@ -504,7 +506,7 @@ def _sliced(facts: Facts, group: Group) -> float:
     return sum(values[value].bytes for value in sliced) / group.count if group.layers >= 0 else 0.0
 
 
-def _shared(facts: Facts, groups: list[Group], owner: Array) -> dict[int, set[int]]:
+def _shared(facts: Facts, groups: list[PieceGroup], owner: Array) -> dict[int, set[int]]:
     """Parameters that the pieces of a group read whole."""
     read_whole: dict[int, set[int]] = defaultdict(set)
     slices: set[int] = set()
@@ -533,7 +535,7 @@ def _live(facts: Facts) -> Array:
     return np.cumsum(change)[:-1]
 
 
-def _handed(facts: Facts, group: Group | None, position: int) -> float:
+def _handed(facts: Facts, group: PieceGroup | None, position: int) -> float:
     """Bytes that are handed on where the program is cut: before op `position`, or, with a
     group, between two of its pieces.
     """
@@ -593,7 +595,7 @@ def _of_batch(facts: Facts) -> set[int]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class ChainCosts:
     """Costs of pieces on devices.
 
     Attributes:
@@ -617,14 +619,14 @@ class Costs:
         return np.where(np.isfinite(self.bytes), totals, np.inf)
 
 
-def costs_of(problem: Problem, devices: Sequence[Device]) -> Costs:
+def costs_of(problem: Problem, devices: Sequence[Device]) -> ChainCosts:
     """The costs of a model's forward pass."""
     chains: dict[str, Chain] = {}
     for device in devices:
         if device.chip.vendor not in chains:
             chains[device.chip.vendor] = chain_of(problem, device.chip.vendor)
     listed = [chains[device.chip.vendor] for device in devices]
-    return Costs(
+    return ChainCosts(
         names=listed[0].names,
         seconds=np.stack(
             [chain.seconds(device) for chain, device in zip(listed, devices, strict=True)]
@@ -635,7 +637,7 @@ def costs_of(problem: Problem, devices: Sequence[Device]) -> Costs:
 
 
 def plan_chain(
-    costs: Costs, devices: Sequence[Device], *, model: str = "", examples: int = 1
+    costs: ChainCosts, devices: Sequence[Device], *, model: str = "", examples: int = 1
 ) -> EdgePlan:
     """The plan with the least time between two batches, and among those the least from end to
     end.
@@ -666,7 +668,7 @@ def plan_chain(
     )
 
 
-def _stage(costs: Costs, devices: Sequence[Device], run: Run, before: Run | None) -> EdgeStage:
+def _stage(costs: ChainCosts, devices: Sequence[Device], run: Run, before: Run | None) -> EdgeStage:
     device, names = devices[run.device], costs.names[run.first : run.stop]
     size = float(costs.handed[run.first]) if before else 0.0
     return EdgeStage(
@@ -683,7 +685,7 @@ def _stage(costs: Costs, devices: Sequence[Device], run: Run, before: Run | None
 
 
 def _infeasible(
-    costs: Costs, devices: Sequence[Device], capacity: Array, counts: Sequence[int], model: str
+    costs: ChainCosts, devices: Sequence[Device], capacity: Array, counts: Sequence[int], model: str
 ) -> InfeasibleError:
     """Returns the error of lacking memory: for one piece that no device holds, or on every
     device.

@@ -7,7 +7,7 @@
 `Models` are several models at once in one process, each with pages of its own.
 
 >>> models = Models({"small": small, "large": large})                     # doctest: +SKIP
->>> models.add("small", Asked(prompt=(5, 2, 7)))                          # doctest: +SKIP
+>>> models.add("small", GenerationRequest(prompt=(5, 2, 7)))              # doctest: +SKIP
 >>> models.run()                                                          # doctest: +SKIP
 
 A name is a key, and nothing else. The models share the device: the next step is of the model that
@@ -42,12 +42,12 @@ from shardlib.serve.program import Forward, TracedForward
 from shardlib.serve.requests import (
     LATE,
     LENGTH,
-    Asked,
     Capacity,
     Event,
+    GenerationRequest,
     Request,
+    SampledToken,
     Sampling,
-    Told,
     whole,
     wrong_shares,
 )
@@ -55,7 +55,7 @@ from shardlib.serve.sampling import (
     Guided,
     Guides,
 )
-from shardlib.serve.scheduling import Groups, Schedule, Share
+from shardlib.serve.scheduling import Groups, Schedule, ScheduledChunk
 from shardlib.serve.step import Step
 
 #: Seconds that masks of forms are waited for where nothing else is to be done; and otherwise, as a
@@ -88,7 +88,7 @@ class Engine:
         schedule: requests that wait, and those that have a slot.
     """
 
-    def add_several(self, generation: Asked, count: int) -> list[Request]:
+    def add_several(self, generation: GenerationRequest, count: int) -> list[Request]:
         """Several answers to one prompt wait to be served. The pages that the prompt fills are
         computed once, and shared.
         """
@@ -120,7 +120,7 @@ class Engine:
         """
         options = sampling or Sampling()
         requests = [
-            self.add(Asked(prompt=_tokens(prompt), most=most, sampling=options))
+            self.add(GenerationRequest(prompt=_tokens(prompt), most=most, sampling=options))
             for prompt in prompts
         ]
         self.run()
@@ -135,7 +135,7 @@ class Engine:
             sampling: how each is chosen; by default the likeliest.
         """
         options = sampling or Sampling()
-        request = self.add(Asked(prompt=_tokens(prompt), most=most, sampling=options))
+        request = self.add(GenerationRequest(prompt=_tokens(prompt), most=most, sampling=options))
         try:
             while request.ended is None:
                 for event in self.step():
@@ -183,7 +183,7 @@ class Engine:
         self._numbers = itertools.count()
 
     def spell(self, tokens: Sequence[bytes], ends: Collection[int]) -> None:
-        """Says what tokens spell, so that answers may have a form (`Asked(form=)`).
+        """Says what tokens spell, so that answers may have a form (`GenerationRequest(form=)`).
 
         Args:
             tokens: bytes of each; empty for those that spell none.
@@ -191,8 +191,8 @@ class Engine:
         self._guided.guides = Guides(tokens, ends, vocab=self.forward.vocab)
 
     def adapt(self, name: str, params: Tree) -> None:
-        """Adds an adapter, which requests name (`Asked(adapter=)`), or another one under a
-        name that no request uses. Programs are compiled anew with the first.
+        """Adds an adapter, which requests name (`GenerationRequest(adapter=)`), or replaces one that
+        no request uses. Programs are compiled anew with the first.
         """
         others = [*self.schedule.running, *self.schedule.waiting]
         if any(request.asked.adapter == name for request in others):
@@ -213,7 +213,7 @@ class Engine:
 
     def encode_with(self, encode: Encode, *, longest: int) -> None:
         """Adds an encoder, whose results the forward pass looks at: each request has a source
-        (`Asked(source=)`), which is encoded once, when the request gets a slot.
+        (`GenerationRequest(source=)`), which is encoded once, when the request gets a slot.
 
         Args:
             encode: (model, int32 source [1, longest], how many of its tokens count) -> arrays by
@@ -266,7 +266,7 @@ class Engine:
             )
         self._fresh, self.schedule.closed = fresh, True
 
-    def add(self, generation: Asked) -> Request:
+    def add(self, generation: GenerationRequest) -> Request:
         """A request waits to be served."""
         failures = generation.failures(vocab=self.forward.vocab, room=self.room)
         failures += self._adapters.failures(generation)
@@ -334,7 +334,9 @@ class Engine:
             for request in [request for request, due in self._due.items() if due <= now]:
                 self.schedule.end(request, LATE)
 
-    def _take(self, share: Share, sampled: Sequence[Told], events: list[Event]) -> int:
+    def _take(
+        self, share: ScheduledChunk, sampled: Sequence[SampledToken], events: list[Event]
+    ) -> int:
         """A request takes what its rows tell; returns how many of the drafted tokens are kept."""
         request, accepted = share.request, 0
         if not share.ends:
@@ -406,7 +408,7 @@ class Models(Mapping[str, Engine]):
     def __len__(self) -> int:
         return len(self._engines)
 
-    def add(self, name: str, generation: Asked) -> Request:
+    def add(self, name: str, generation: GenerationRequest) -> Request:
         """A request waits to be served by a model."""
         if name not in self._engines:
             raise ArgumentError(

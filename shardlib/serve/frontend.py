@@ -17,7 +17,7 @@ from shardlib.annotation.trees import Tree, path_text
 from shardlib.frontend.choice import machine_of
 from shardlib.frontend.model import problem
 from shardlib.machines.topology import Device, TopologyLike, cluster
-from shardlib.serve.cost import Attending, ServedModel, cuts, served_model
+from shardlib.serve.cost import AttentionLayers, ServedModel, cuts, served_model
 from shardlib.serve.edge_plan import EdgePlan
 from shardlib.serve.edge_plan import plan_edge as spread
 from shardlib.serve.layers import CachedCall
@@ -117,10 +117,10 @@ def traced_served(model: Model, forward: Forward, *, longest: int) -> ServedMode
     )
 
 
-def _attending(call: CachedCall) -> list[Attending]:
+def _attending(call: CachedCall) -> list[AttentionLayers]:
     """The layers of a call, by how many tokens they keep."""
     return [
-        Attending(
+        AttentionLayers(
             layers=call.windows.count(window),
             heads=call.heads,
             width=call.width,

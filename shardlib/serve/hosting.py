@@ -3,13 +3,13 @@ streams of answers, stop strings, calls of functions, conversations as text.
 
 `Answer` makes the text of an answer of tokens, up to the first stop string.
 
->>> from shardlib.serve import Told
+>>> from shardlib.serve import SampledToken
 >>> from shardlib.serve.served import ByteText
 >>> answer = Answer(ByteText(), stop=("\n\n",))
->>> [answer.add(Told(token=byte, logprob=-1)).text for byte in b"a\nb\n"]
+>>> [answer.add(SampledToken(token=byte, logprob=-1)).text for byte in b"a\nb\n"]
 ['a', '', '\nb', '']
->>> answer.add(Told(token=10, logprob=-1))
-Part(text='', tokens=(), ended='stop', calls=())
+>>> answer.add(SampledToken(token=10, logprob=-1))
+AnswerPart(text='', tokens=(), ended='stop', calls=())
 
 `CallReader` takes calls of functions out of the text of an answer.
 
@@ -23,10 +23,10 @@ there on its arguments are given as they come. Where they end too early, or are 
 what the model wrote.
 
 >>> reader = CallReader(tagged({"f"}))
->>> part = reader.add(Part('So: <tool_call>{"name": "f", "arguments": {"a": ', (), None))
+>>> part = reader.add(AnswerPart('So: <tool_call>{"name": "f", "arguments": {"a": ', (), None))
 >>> part.text, [(one.name, one.arguments) for one in part.calls]
 ('So: ', [('f', '{"a": ')])
->>> part = reader.add(Part("1}}</tool_call>", (), "stop"))
+>>> part = reader.add(AnswerPart("1}}</tool_call>", (), "stop"))
 >>> part.text, [(one.begins, one.arguments) for one in part.calls], part.ended
 ('', [(False, '1}')], 'tool_calls')
 """
@@ -61,7 +61,7 @@ from shardlib.serve.cache import all_plain
 from shardlib.serve.engine import Engine
 from shardlib.serve.layers import base_of
 from shardlib.serve.program import Forward
-from shardlib.serve.requests import STOP, Asked, Capacity, Event, Request, Told
+from shardlib.serve.requests import STOP, Capacity, Event, GenerationRequest, Request, SampledToken
 from shardlib.serve.served import UNKNOWN, Pieces, Served, Text
 from shardlib.untrusted.confined import ChildLimits, Confined, Fork, RefusedError
 from shardlib.untrusted.data import JsonMapping
@@ -71,7 +71,7 @@ __path__: list[str] = []
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListedToken:
     """A token with its logarithm.
 
     Attributes:
@@ -88,7 +88,7 @@ class Listed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
+class AnswerToken:
     """A token of an answer.
 
     Attributes:
@@ -97,8 +97,8 @@ class Written:
         offset: characters of the answer before it.
     """
 
-    listed: Listed
-    likely: tuple[Listed, ...]
+    listed: ListedToken
+    likely: tuple[ListedToken, ...]
     offset: int
 
 
@@ -122,7 +122,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Part:
+class AnswerPart:
     """New text and tokens of an answer.
 
     Attributes:
@@ -133,26 +133,26 @@ class Part:
     """
 
     text: str
-    tokens: tuple[Written, ...]
+    tokens: tuple[AnswerToken, ...]
     ended: str | None
     calls: tuple[ToolCall, ...] = ()
 
 
-def written(text: Text, sampled: Told, offset: int) -> Written:
+def written(text: Text, sampled: SampledToken, offset: int) -> AnswerToken:
     """A token as text."""
-    return Written(
+    return AnswerToken(
         listed=_listed(text, sampled.token, sampled.logprob),
         likely=tuple(_listed(text, alternative, odds) for alternative, odds in sampled.likeliest),
         offset=offset,
     )
 
 
-def _listed(text: Text, token: int, logprob: float | None) -> Listed:
+def _listed(text: Text, token: int, logprob: float | None) -> ListedToken:
     decoded = text.decode([token])
     raw = text.raw(token) if UNKNOWN in decoded else None
     if raw is not None and raw.decode("utf-8", "ignore").encode() == raw:
         raw = None  # it says U+FFFD itself
-    return Listed(token=token, text=decoded, raw=raw, logprob=logprob)
+    return ListedToken(token=token, text=decoded, raw=raw, logprob=logprob)
 
 
 class Answer:
@@ -174,9 +174,9 @@ class Answer:
         self._given = before
         self._least = minimum
         self._safe = 0  # characters that are held, of the first tokens
-        self._tokens: list[Written] = []  # whose text has not begun
+        self._tokens: list[AnswerToken] = []  # whose text has not begun
 
-    def add(self, sampled: Told | None, *, ended: str | None = None) -> Part:
+    def add(self, sampled: SampledToken | None, *, ended: str | None = None) -> AnswerPart:
         """One more token, or the end.
 
         Args:
@@ -214,17 +214,17 @@ class Answer:
             default=0,
         )
 
-    def _give(self, size: int, *, last: bool) -> Part:
+    def _give(self, size: int, *, last: bool) -> AnswerPart:
         piece, self._held = self._held[:size], self._held[size:]
         self._given += size
         self._safe = max(0, self._safe - size)
         complete = [token for token in self._tokens if last or token.offset < self._given]
         self._tokens = self._tokens[len(complete) :]
-        return Part(text=piece, tokens=tuple(complete), ended=None)
+        return AnswerPart(text=piece, tokens=tuple(complete), ended=None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
+class Companions:
     """Models that are served beside a model.
 
     Attributes:
@@ -306,7 +306,7 @@ class StreamError(ShardlibError, RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Heard:
+class StreamEvent:
     """A request has one more token, or has ended.
 
     Attributes:
@@ -323,8 +323,8 @@ class Heard:
 
     index: int
     token: int | None
-    told: Told | None
-    scores: tuple[Told, ...]
+    told: SampledToken | None
+    scores: tuple[SampledToken, ...]
     ended: str | None
     reused: int
     version: str
@@ -347,18 +347,18 @@ class Stream:
         cancelled: whether nobody wants the answers any more.
     """
 
-    def __init__(self, requested: Sequence[Asked], *, buffer: int) -> None:
+    def __init__(self, requested: Sequence[GenerationRequest], *, buffer: int) -> None:
         self.asked = tuple(requested)
         self.requests: list[Request] = []
         self.begun = time.perf_counter()
         self.open = len(self.asked)
         self.cancelled = False
         self._buffer = buffer
-        self._heard: deque[Heard] = deque()
+        self._heard: deque[StreamEvent] = deque()
         self._news = asyncio.Event()
         self._error: StreamError | None = None
 
-    def take(self, heard: Heard) -> None:
+    def take(self, heard: StreamEvent) -> None:
         """Something is new."""
         self.open -= heard.ended is not None
         if self.cancelled:
@@ -389,7 +389,7 @@ class Stream:
         """Nobody wants more of one of the answers."""
         self.requests[index].cancelled = True
 
-    async def next(self) -> Heard:
+    async def next(self) -> StreamEvent:
         """Waits for the next event and returns it."""
         while not self._heard:
             if self._error is not None:
@@ -413,7 +413,7 @@ class FullError(ShardlibError, RuntimeError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Load:
+class EngineLoad:
     """Load of an engine.
 
     Attributes:
@@ -505,7 +505,7 @@ DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class BufferedText:
     """Text of an answer that is not given yet.
 
     Attributes:
@@ -522,7 +522,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Split:
+class ParsedText:
     """A text split into its parts.
 
     Attributes:
@@ -539,7 +539,7 @@ class Split:
 
 
 #: Tells text from calls. What is not a call of a function that was given is text.
-Splitter = Callable[[Held], Split]
+TextParser = Callable[[BufferedText], ParsedText]
 
 
 class CallReader:
@@ -550,16 +550,18 @@ class CallReader:
         ends: why an answer ends that has called functions, and would have stopped.
     """
 
-    def __init__(self, split: Splitter, *, ends: str = CALLED) -> None:
+    def __init__(self, split: TextParser, *, ends: str = CALLED) -> None:
         self._split, self._ends = split, ends
         self._rest, self._begun, self._calls = "", False, 0
         self._told: ToolCall | None = None  # the call that has begun
 
-    def add(self, part: Part) -> Part:
+    def add(self, part: AnswerPart) -> AnswerPart:
         """More of the answer."""
         last = part.ended is not None
         called = self._calls > (self._told is not None)
-        buffered = Held(text=self._rest + part.text, last=last, begun=self._begun, called=called)
+        buffered = BufferedText(
+            text=self._rest + part.text, last=last, begun=self._begun, called=called
+        )
         parsed = self._split(buffered)
         pieces = [piece for call in parsed.calls for piece in self._new(call, complete=True)]
         if parsed.begun is not None:
@@ -578,10 +580,10 @@ class CallReader:
         return [replace(announced, arguments=new, begins=begins)] if new or begins else []
 
 
-def tagged(names: Collection[str]) -> Splitter:
+def tagged(names: Collection[str]) -> TextParser:
     """Calls between tags; text before them is given as it comes. Blanks after a call are none."""
 
-    def split(buffered: Held) -> Split:
+    def split(buffered: BufferedText) -> ParsedText:
         text, calls, remaining = "", list[ToolCall](), buffered.text
 
         def given(piece: str) -> str:
@@ -591,7 +593,7 @@ def tagged(names: Collection[str]) -> Splitter:
             before, tag, after = remaining.partition(OPEN)
             if not tag:
                 size = len(remaining) - (0 if buffered.last else _waiting(remaining, OPEN))
-                return Split(
+                return ParsedText(
                     text=text + given(remaining[:size]), calls=calls, rest=remaining[size:]
                 )
             inner, close, after = after.partition(CLOSE)
@@ -599,21 +601,23 @@ def tagged(names: Collection[str]) -> Splitter:
                 inner, close = inner[:-waits], inner[-waits:]
             if close != CLOSE and not buffered.last:
                 begun, remaining = _begun(inner, 0, names), tag + inner + close
-                return Split(text=text + given(before), calls=calls, begun=begun, rest=remaining)
+                return ParsedText(
+                    text=text + given(before), calls=calls, begun=begun, rest=remaining
+                )
             call = _single_call(inner, names) or _begun(inner, 0, names)
             text += before + tag + inner + close if call is None else given(before)
             if call is not None:
                 calls.append(call)
             remaining = after
-        return Split(text=text, calls=calls)
+        return ParsedText(text=text, calls=calls)
 
     return split
 
 
-def plain(names: Collection[str]) -> Splitter:
+def plain(names: Collection[str]) -> TextParser:
     """Calls that the answer begins with, which is held back as long as it may be calls."""
 
-    def split(buffered: Held) -> Split:
+    def split(buffered: BufferedText) -> ParsedText:
         text, calls, position = buffered.text, list[ToolCall](), 0
         if buffered.begun or text.lstrip()[:1] not in (
             "",
@@ -621,12 +625,12 @@ def plain(names: Collection[str]) -> Splitter:
             "[",
             *(",;]" if buffered.called else ""),
         ):
-            return Split(text=text)
+            return ParsedText(text=text)
         try:
             while (position := _after_blanks(text, position)) < len(text):
                 call, end = _object(text, position, names)
                 if call is None:  # of none of the functions
-                    return Split(
+                    return ParsedText(
                         text=text[position:] if calls or buffered.called else text, calls=calls
                     )
                 calls, position = [*calls, call], end
@@ -637,22 +641,22 @@ def plain(names: Collection[str]) -> Splitter:
         called = bool(calls or begun or buffered.called)
         remaining = text[position:] if called else text
         if not buffered.last:
-            return Split(calls=calls, begun=begun, rest=remaining)
+            return ParsedText(calls=calls, begun=begun, rest=remaining)
         if begun is not None:
-            return Split(calls=[*calls, begun])
-        return Split(calls=calls, text=remaining)
+            return ParsedText(calls=[*calls, begun])
+        return ParsedText(calls=calls, text=remaining)
 
     return split
 
 
-def forced(name: str) -> Splitter:
+def forced(name: str) -> TextParser:
     """An answer that is the arguments of one function, by its form."""
 
-    def split(buffered: Held) -> Split:
+    def split(buffered: BufferedText) -> ParsedText:
         call = ToolCall(name=name, arguments=buffered.text)
         if buffered.last:
-            return Split(calls=[call])
-        return Split(begun=call if buffered.text else None, rest=buffered.text)
+            return ParsedText(calls=[call])
+        return ParsedText(begun=call if buffered.text else None, rest=buffered.text)
 
     return split
 
@@ -708,7 +712,7 @@ def _waiting(text: str, tag: str) -> int:
 #     worker = Worker(engine, waiting=64)
 #     worker.start(asyncio.get_running_loop())
 #     with worker.places(1):
-#         stream = worker.submit([Asked(prompt=(5, 2, 7))])
+#         stream = worker.submit([GenerationRequest(prompt=(5, 2, 7))])
 #         heard = await stream.next()
 #
 # Only the thread touches the engine. Every step's tokens go to the event loop in one call.
@@ -724,7 +728,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(kw_only=True)
-class _Open:
+class _OpenRequest:
     """A request that has not ended: the `index`-th of its stream, with so many events heard."""
 
     stream: Stream
@@ -750,7 +754,7 @@ class Worker:
         waiting: int = 64,
         buffer: int = 1024,
         version: str = "",
-        watch: Callable[[Stream, Heard], None] | None = None,
+        watch: Callable[[Stream, StreamEvent], None] | None = None,
     ) -> None:
         self.engine, self.version, self.watch = engine, version, watch
         self.slots = len(engine.schedule.slots)
@@ -759,7 +763,7 @@ class Worker:
         self.error = ""
         self._buffer = buffer
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._open: dict[Request, _Open] = {}
+        self._open: dict[Request, _OpenRequest] = {}
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -787,10 +791,10 @@ class Worker:
         return self.error
 
     @property
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         """The load of the engine; from another thread, as it was at some moment of its step."""
         schedule = self.engine.schedule
-        return Load(
+        return EngineLoad(
             running=len(schedule.running),
             waiting=len(schedule.waiting) + self._inbox.qsize(),
             open=self.taken,
@@ -819,7 +823,7 @@ class Worker:
         finally:
             self.taken -= count
 
-    def submit(self, requested: Sequence[Asked]) -> Stream:
+    def submit(self, requested: Sequence[GenerationRequest]) -> Stream:
         """Asks; in the event loop."""
         stream = Stream(requested, buffer=self._buffer)
         self._put(lambda: self._add(stream))
@@ -856,7 +860,7 @@ class Worker:
             for index, query in enumerate(stream.asked):
                 request = self.engine.add(query)
                 stream.requests.append(request)
-                self._open[request] = _Open(stream=stream, index=index)
+                self._open[request] = _OpenRequest(stream=stream, index=index)
         except ShardlibError as error:
             refusal = StreamError(str(error), refused=True)
             self._post(lambda: stream.fail(refusal))
@@ -901,7 +905,7 @@ class Worker:
             return
         now = time.perf_counter()
         last = {event.request: position for position, event in enumerate(events)}
-        messages: list[tuple[Stream, Heard]] = []
+        messages: list[tuple[Stream, StreamEvent]] = []
         for position, event in enumerate(events):
             open_one = self._open[event.request]
             messages.append((open_one.stream, self._heard(event, open_one, now)))
@@ -913,9 +917,9 @@ class Worker:
                 messages[-1] = messages[-1][0], replace(messages[-1][1], ended=None)
         self._post(lambda: self._hand_out(messages))
 
-    def _heard(self, event: Event, entry: _Open, now: float) -> Heard:
+    def _heard(self, event: Event, entry: _OpenRequest, now: float) -> StreamEvent:
         request = event.request
-        return Heard(
+        return StreamEvent(
             index=entry.index,
             token=event.token,
             told=None if event.token is None else request.told[entry.heard],
@@ -926,7 +930,7 @@ class Worker:
             at=now,
         )
 
-    def _hand_out(self, messages: Sequence[tuple[Stream, Heard]]) -> None:
+    def _hand_out(self, messages: Sequence[tuple[Stream, StreamEvent]]) -> None:
         for stream, heard in messages:
             if self.watch is not None:
                 self.watch(stream, heard)
@@ -1013,7 +1017,7 @@ def deploy(
     groups: int = 1,
     waiting: int = 64,
     buffer: int = 1024,
-    beside: Beside | None = None,
+    beside: Companions | None = None,
 ) -> Deployment:
     """Makes the engine of a model, and compiles everything that it will run.
 
@@ -1021,7 +1025,7 @@ def deploy(
         name: by which requests ask for it; by default its own.
     """
     renderer = Renderer(served.text)
-    others = beside or Beside()
+    others = beside or Companions()
     capacity = replace(capacity, adapters=len(others.adapters))
     engine = served.engine(capacity, tensor=tensor, data=groups)
     others.join(engine)

@@ -40,7 +40,7 @@ from shardlib.serve.cache import (
     Layered,
     Layers,
     Pages,
-    Token,
+    TokenPlacement,
     attending,
     is_held,
     layer,
@@ -53,7 +53,7 @@ from shardlib.tracing.rewriting import bind, carried_avals, strong
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Adapted:
+class AdaptedParams:
     """Parameters, and those of adapters.
 
     Attributes:
@@ -68,7 +68,7 @@ class Adapted:
 def base_of(weights: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
     """(params, state) of the model itself."""
     params, state = weights
-    return (params.params if isinstance(params, Adapted) else params), state
+    return (params.params if isinstance(params, AdaptedParams) else params), state
 
 
 def leaves_for(params: Tree, state: Tree, adapter: Value | np.ndarray | None) -> list[Value]:
@@ -77,7 +77,7 @@ def leaves_for(params: Tree, state: Tree, adapter: Value | np.ndarray | None) ->
     Args:
         adapter: int32, that of the token, from 1 on; 0, or None, for the base.
     """
-    if not isinstance(params, Adapted):
+    if not isinstance(params, AdaptedParams):
         return jax.tree.leaves((params, state), is_leaf=is_held)
     leaves = jax.tree.leaves((params.params, state), is_leaf=is_held)
     if adapter is None:
@@ -583,7 +583,7 @@ def _differs(shape: tuple[int, ...], more: tuple[int, ...], tokens: int) -> int 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cached:
+class TokenState:
     """The cache that runs beside the values of a forward pass.
 
     Attributes:
@@ -597,7 +597,7 @@ class Cached:
     """
 
     positions: Positions
-    token: Token
+    token: TokenPlacement
     pages: Mapping[str, Pages]
     layers: Mapping[str, Layers] = field(default_factory=dict[str, Layers])
     latents: Mapping[str, Latent] = field(default_factory=dict[str, Latent])
@@ -606,7 +606,7 @@ class Cached:
 
 
 def evaluate(
-    program: Program, arguments: Sequence[Value], cached: Cached, path: str = ""
+    program: Program, arguments: Sequence[Value], cached: TokenState, path: str = ""
 ) -> tuple[list[Value], Mapping[str, Pages]]:
     """Runs a forward pass of one token; returns its results, and the pages with the token's keys
     and values.
@@ -635,7 +635,7 @@ def evaluate(
     return [env[number] for number in program.outputs], cached.pages
 
 
-def _attended(call: Call, env: Mapping[int, Value], cached: Cached) -> tuple[Value, Cached]:
+def _attended(call: Call, env: Mapping[int, Value], cached: TokenState) -> tuple[Value, TokenState]:
     """Computes a call of attention, and the pages with the token's keys and values."""
     operands, form = [env[number] for number in call.inputs], call.form
     assert isinstance(form, Attention)
@@ -658,7 +658,7 @@ def _attended(call: Call, env: Mapping[int, Value], cached: Cached) -> tuple[Val
     return mixed, replace(cached, pages={**cached.pages, call.path: pages})
 
 
-def _constant(cached: Cached, path: str, number: int, value: Value) -> Value:
+def _constant(cached: TokenState, path: str, number: int, value: Value) -> Value:
     """A constant; of a table with a row a token, the row of this one."""
     entry = cached.positions.tables.get((path, number))
     if entry is None:
@@ -680,8 +680,8 @@ def looks(equation: Equation, places: Positions, calls: Iterable[str]) -> bool:
 
 
 def _equation(
-    equation: Equation, operands: list[Any], cached: Cached
-) -> tuple[Sequence[Any], Cached]:
+    equation: Equation, operands: list[Any], cached: TokenState
+) -> tuple[Sequence[Any], TokenState]:
     """Results of an equation, of arrays or of what stands for them."""
     places = cached.positions
     if any(isinstance(operand, Columns) for operand in operands):
@@ -719,7 +719,7 @@ def _in_order(equation: Equation) -> tuple[Any, Any]:
     return tuple(tuple(side) for side in zip(*pairs, strict=True)) or (left, right), batch
 
 
-def _row(equation: Equation, array: Value, dim: int, cached: Cached) -> Value:
+def _row(equation: Equation, array: Value, dim: int, cached: TokenState) -> Value:
     """Of a slice from the first row on, the row of the token."""
     start = list(equation.params["start_indices"])
     rows = jax.lax.dynamic_slice_in_dim(array, start[dim] + cached.token.position, 1, dim)
@@ -728,7 +728,7 @@ def _row(equation: Equation, array: Value, dim: int, cached: Cached) -> Value:
     return jax.lax.slice(rows, start, limits, equation.params["strides"])
 
 
-def _inside(equation: Equation, cached: Cached) -> bool:
+def _inside(equation: Equation, cached: TokenState) -> bool:
     """Returns whether a loop has attention in it, or looks at the position."""
     return looks(equation, cached.positions, cached.pages)
 
@@ -749,8 +749,8 @@ def written_out(
 
 
 def _scan(
-    equation: Equation, operands: list[Value], cached: Cached
-) -> tuple[Sequence[Value], Cached]:
+    equation: Equation, operands: list[Value], cached: TokenState
+) -> tuple[Sequence[Value], TokenState]:
     """A loop that carries pages: what it stacks would be a second copy of them."""
     params, path = equation.params, equation.path
     constants, carried = scan_counts(params)

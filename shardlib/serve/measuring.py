@@ -92,7 +92,7 @@ PATIENCE = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class MeasuredAnswer:
     """Times and result of a request.
 
     Attributes:
@@ -131,7 +131,7 @@ class Target:
     together: int = 1024
 
 
-async def replay(jobs: Sequence[Job], target: Target) -> list[Seen]:
+async def replay(jobs: Sequence[Job], target: Target) -> list[MeasuredAnswer]:
     """Asks everything, each request at its time."""
     headers = {"Authorization": f"Bearer {target.token}"} if target.token else {}
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
@@ -145,7 +145,7 @@ async def replay(jobs: Sequence[Job], target: Target) -> list[Seen]:
             raise LaunchError(f"nobody answers at {url} ({error})") from error
         turn, start = asyncio.Semaphore(target.together), time.perf_counter()
 
-        async def timed(job: Job) -> Seen:
+        async def timed(job: Job) -> MeasuredAnswer:
             await asyncio.sleep(job.at + start - time.perf_counter())
             begun = time.perf_counter()
             async with turn:
@@ -158,7 +158,7 @@ async def replay(jobs: Sequence[Job], target: Target) -> list[Seen]:
 
 async def _answered(
     client: httpx2.AsyncClient, url: str, name: str, job: Job, begun: float, start: float
-) -> Seen:
+) -> MeasuredAnswer:
     body = {
         "model": name,
         "prompt": list(job.prompt),
@@ -193,7 +193,7 @@ async def _answered(
                     error = f"the answer has {tokens} tokens, and {job.most} were asked for"
     except (httpx2.HTTPError, ValueError, LookupError, TypeError) as failure:
         error = f"{type(failure).__name__}: {failure}"
-    return Seen(
+    return MeasuredAnswer(
         begun=start,
         first=first,
         ended=time.perf_counter() - begun,
@@ -208,7 +208,7 @@ async def _answered(
 PERCENTILES = (50, 90, 99)
 
 
-def tpot(answer: Seen) -> float | None:
+def tpot(answer: MeasuredAnswer) -> float | None:
     """Seconds from token to token of an answer, in the mean; None for one of a single token."""
     if answer.first is None or answer.tokens < 2:
         return None
@@ -216,7 +216,10 @@ def tpot(answer: Seen) -> float | None:
 
 
 def figures(
-    seen: Sequence[Seen], *, ttft_limit: float | None = None, tpot_limit: float | None = None
+    seen: Sequence[MeasuredAnswer],
+    *,
+    ttft_limit: float | None = None,
+    tpot_limit: float | None = None,
 ) -> JsonObject:
     """Returns the figures of a replay, as plain data. An answer is in time when its first token and
     its tokens in the mean are; refused and failed ones never are.

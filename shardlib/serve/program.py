@@ -24,14 +24,14 @@ from shardlib.serve.cache import (
     Layers,
     Pages,
     StoredPages,
-    Token,
+    TokenPlacement,
 )
 from shardlib.serve.layers import (
     ROW,
-    Cached,
     CachedCall,
     Latent,
     Positions,
+    TokenState,
     beside_calls,
     cached_calls,
     ends,
@@ -145,7 +145,7 @@ class TracedForward:
         state: Tree,
         pages: Mapping[str, Pages],
         tokens: jax.Array,
-        location: Token,
+        location: TokenPlacement,
         rows: jax.Array,
         groups: Sequence[CacheGroup],
         grid: Grid | None = None,
@@ -165,13 +165,13 @@ class TracedForward:
         cut = ends(self.program, self._paths, self._varies)
 
         def one(
-            pages: Mapping[str, Pages], token: jax.Array, location: Token
+            pages: Mapping[str, Pages], token: jax.Array, location: TokenPlacement
         ) -> tuple[list[jax.Array], Mapping[str, Pages]]:
             leaves, location = (
                 leaves_for(params, state, location.adapter),
                 replace(location, adapter=None),
             )
-            cached = Cached(
+            cached = TokenState(
                 positions=self.positions,
                 token=location,
                 pages=pages,
@@ -182,12 +182,12 @@ class TracedForward:
             results, written = evaluate(cut.every, [*leaves, token[None, None]], cached)
             return results, dict(written)
 
-        def last(live: list[jax.Array], token: jax.Array, location: Token) -> jax.Array:
+        def last(live: list[jax.Array], token: jax.Array, location: TokenPlacement) -> jax.Array:
             leaves, location = (
                 leaves_for(params, state, location.adapter),
                 replace(location, adapter=None),
             )
-            cached = Cached(positions=self.positions, token=location, pages={}, grid=grid)
+            cached = TokenState(positions=self.positions, token=location, pages={}, grid=grid)
             results, _ = evaluate(cut.last, [*leaves, token[None, None], *live], cached)
             return results[0][0, 0]
 

@@ -421,7 +421,7 @@ def longest(window: int, size: int, there: Sequence[bool]) -> int:
 
 
 @dataclass(kw_only=True, eq=False)
-class Held:
+class GroupPages:
     """Pages that a request has in a cache group.
 
     Attributes:
@@ -450,7 +450,7 @@ BROKEN = "broken"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class GenerationRequest:
     """A request as it is asked.
 
     Attributes:
@@ -522,7 +522,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class SampledToken:
     """A token, as the model sees it.
 
     Attributes:
@@ -558,11 +558,11 @@ class Request:
     """
 
     number: int
-    asked: Asked
+    asked: GenerationRequest
     answer: list[int] = field(default_factory=list[int])
-    told: list[Told] = field(default_factory=list[Told])
-    scores: list[Told] = field(default_factory=list[Told])
-    held: tuple[Held, ...] = ()
+    told: list[SampledToken] = field(default_factory=list[SampledToken])
+    scores: list[SampledToken] = field(default_factory=list[SampledToken])
+    held: tuple[GroupPages, ...] = ()
     computed: int = 0
     digests: list[bytes] = field(default_factory=list[bytes])
     reused: int = 0
@@ -572,7 +572,7 @@ class Request:
 
     @property
     def logprobs(self) -> list[float]:
-        """Natural logarithms of the probabilities of the answer's tokens, see `Told`."""
+        """Natural logarithms of the probabilities of the answer's tokens, see `SampledToken`."""
         return [token.logprob for token in self.told]
 
     @property
@@ -621,7 +621,9 @@ class Request:
             self.ended = STOP
             return
         self.answer.append(token)
-        self.told.append(Told(token=token, logprob=logprob, likeliest=likeliest[: self.asked.top]))
+        self.told.append(
+            SampledToken(token=token, logprob=logprob, likeliest=likeliest[: self.asked.top])
+        )
         if len(self.answer) >= self.asked.most:
             self.ended = LENGTH
 
@@ -637,3 +639,7 @@ class Event:
 
     request: Request
     token: int | None
+
+
+#: Earlier names.
+Asked, Told = GenerationRequest, SampledToken

@@ -26,12 +26,12 @@ from shardlib.serve.requests import (
     MOST_BIASED,
     MOST_LISTED,
     STOP,
-    Asked,
     Form,
+    GenerationRequest,
     Request,
-    Told,
+    SampledToken,
 )
-from shardlib.serve.scheduling import Share
+from shardlib.serve.scheduling import ScheduledChunk
 from shardlib.untrusted.confined import ChildLimits, Confined, Fork, RefusedError
 from shardlib.untrusted.data import JsonMapping
 
@@ -74,7 +74,7 @@ class Edits:
 
 
 def edits(
-    rows: Sequence[tuple[Asked, Sequence[int], int] | None],
+    rows: Sequence[tuple[GenerationRequest, Sequence[int], int] | None],
     *,
     vocab: int,
     longest: int,
@@ -639,7 +639,7 @@ class Guided:
         self.guides: Guides | None = None
         self._guided: dict[Request, Guide] = {}
 
-    def request(self, number: int, generation: Asked) -> Request:
+    def request(self, number: int, generation: GenerationRequest) -> Request:
         """A request; one whose answer has a form ends with the tokens that end an answer."""
         if generation.form is None:
             return Request(number=number, asked=generation)
@@ -674,7 +674,7 @@ class Guided:
                 why[request] = STOP if guide.stopped else LENGTH
         return list(why.items())
 
-    def masks(self, shares: Sequence[Share]) -> dict[int, list[np.ndarray]]:
+    def masks(self, shares: Sequence[ScheduledChunk]) -> dict[int, list[np.ndarray]]:
         """Tokens that may come next in the rows of a step, by number of the request."""
         guides = {
             share: self._guided[share.request]
@@ -724,7 +724,7 @@ class Guided:
 UserForward = Callable[[Tree, jax.Array], Tree]
 
 
-def rows_of(share: Share) -> list[Row]:
+def rows_of(share: ScheduledChunk) -> list[Row]:
     """The rows of a share, in order."""
     request, end = share.request, share.first + share.count
     rows: list[Row] = []
@@ -737,7 +737,7 @@ def rows_of(share: Share) -> list[Row]:
     return rows
 
 
-def told(chosen: Chosen, rows: Mapping[int, Row]) -> dict[int, Told]:
+def told(chosen: Chosen, rows: Mapping[int, Row]) -> dict[int, SampledToken]:
     """Returns the tokens chosen in each row, on the host."""
     tokens, logprobs = np.asarray(chosen.token).tolist(), np.asarray(chosen.logprob).tolist()
     listed = any(row.request.asked.top for row in rows.values())
@@ -747,7 +747,7 @@ def told(chosen: Chosen, rows: Mapping[int, Row]) -> dict[int, Told]:
         else ([[]] * len(tokens), [[]] * len(tokens))
     )
     return {
-        index: Told(
+        index: SampledToken(
             token=tokens[index],
             logprob=logprobs[index],
             likeliest=tuple(zip(likeliest[index], values[index], strict=True))[

@@ -51,7 +51,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardlib.serve.cache import CacheGroup
-from shardlib.serve.requests import CANCELLED, Capacity, Held, Request, behind, longest
+from shardlib.serve.requests import CANCELLED, Capacity, GroupPages, Request, behind, longest
 
 
 class Counters:
@@ -300,21 +300,21 @@ class GroupedPool(Pools):
             self.pools[0].held(digests[gone:]), self._more(digests, tokens, gone)
         )
 
-    def admit(self, digests: Sequence[bytes], tokens: int) -> tuple[Held, ...]:
+    def admit(self, digests: Sequence[bytes], tokens: int) -> tuple[GroupPages, ...]:
         """The pages of a request that is admitted, by group."""
-        pages_by_group: list[Held] = []
+        pages_by_group: list[GroupPages] = []
         for number, pool in enumerate(self.pools):
             gone = self._gone(number, len(digests))
             pages = pool.held(digests[gone:])
             for page in pages:
                 pool.share(page)
-            pages_by_group.append(Held(gone=gone, pages=pages))
+            pages_by_group.append(GroupPages(gone=gone, pages=pages))
         first = pages_by_group[0]
         more = self._more(digests, tokens, first.gone)
         first.pages += [self.pools[0].take() for _ in range(more)]
         return tuple(pages_by_group)
 
-    def grow(self, pages: Sequence[Held], tokens: int) -> bool:
+    def grow(self, pages: Sequence[GroupPages], tokens: int) -> bool:
         """Takes pages for so many tokens of a request; whether there are enough."""
         for group, pool in zip(pages, self.pools, strict=True):
             while group.end * self.size < tokens:
@@ -323,17 +323,17 @@ class GroupedPool(Pools):
                 group.pages.append(pool.take())
         return True
 
-    def room(self, pages: Sequence[Held]) -> int:
+    def room(self, pages: Sequence[GroupPages]) -> int:
         """Tokens that the pages of a request have room for."""
         return min(group.end for group in pages) * self.size
 
-    def keep(self, pages: Sequence[Held], first: int, digests: Sequence[bytes]) -> None:
+    def keep(self, pages: Sequence[GroupPages], first: int, digests: Sequence[bytes]) -> None:
         """Pages of a request are full, and can be found again."""
         for group, pool in zip(pages, self.pools, strict=True):
             for number in range(max(first, group.gone), len(digests)):
                 pool.keep(group.at(number), digests[number])
 
-    def leave(self, pages: Sequence[Held], computed: int) -> None:
+    def leave(self, pages: Sequence[GroupPages], computed: int) -> None:
         """A request gives pages back that no token to come sees."""
         for group, group_pages, pool in zip(self.groups, pages, self.pools, strict=True):
             gone = behind(window=group.window, computed=computed, size=self.size)
@@ -345,7 +345,7 @@ class GroupedPool(Pools):
                 group_pages.pages[count:],
             )
 
-    def release(self, pages: Sequence[Held]) -> None:
+    def release(self, pages: Sequence[GroupPages]) -> None:
         """A request gives all its pages back; the last one is taken by others first, since the
         others are of no use without the first.
         """
@@ -389,7 +389,7 @@ def digests(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class ScheduledChunk:
     """The tokens that a step computes for one request.
 
     Attributes:
@@ -467,11 +467,11 @@ class Schedule:
         self.release(request)
         self.waiting = [waiting for waiting in self.waiting if waiting is not request]
 
-    def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Share]:
+    def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[ScheduledChunk]:
         """Schedules the next step; empty where there is nothing to do."""
         self._end_cancelled()
         self._admit()
-        shares: dict[int, Share] = {}
+        shares: dict[int, ScheduledChunk] = {}
         ready = [request for request in self.running if not request.late]
         running = sorted(ready, key=lambda request: (request.waiting > 1, self._order(request)))
         left, rows = self.budget, self.rows - len(running)
@@ -497,7 +497,7 @@ class Schedule:
                 drafted = drafted[: self._spare(request, 1 + len(drafted)) - 1]
             end = request.computed + count
             scored = end - unscored if request.unscored else int(end == request.count)
-            share = Share(
+            share = ScheduledChunk(
                 request=request,
                 slot=self.slots.index(request),
                 first=request.computed,
@@ -510,7 +510,7 @@ class Schedule:
             parts -= -(-share.count // self.part) if share.count > 1 else 0
         return list(shares.values())
 
-    def done(self, shares: Sequence[Share], kept: Mapping[int, int] | None = None) -> None:
+    def done(self, shares: Sequence[ScheduledChunk], kept: Mapping[int, int] | None = None) -> None:
         """A step has computed what `next` said; full pages can be shared from now on."""
         for share in shares:
             request = share.request
@@ -608,7 +608,7 @@ class Schedule:
         self.pool.grow(request.held, request.computed + count)
         return min(self.pool.room(request.held) - request.computed, count)
 
-    def _room(self, request: Request, tokens: int, shares: dict[int, Share]) -> bool:
+    def _room(self, request: Request, tokens: int, shares: dict[int, ScheduledChunk]) -> bool:
         """Takes pages for so many tokens; whether the request still has its slot then."""
         while not self.pool.grow(request.held, tokens):
             last = max(self.running, key=lambda candidate: candidate.rank)
@@ -689,16 +689,18 @@ class Groups:
         """Ends a request between steps."""
         self._group[request.number].end(request, why)
 
-    def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[Share]:
+    def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[ScheduledChunk]:
         """Schedules the next step."""
-        shares: list[Share] = []
+        shares: list[ScheduledChunk] = []
         for number, schedule in enumerate(self.each):
             first = number * len(schedule.slots)
             shares += [replace(share, slot=first + share.slot) for share in schedule.next(drafts)]
         self._forget()
         return shares
 
-    def done(self, shares: Sequence[Share], accepted: Mapping[int, int] | None = None) -> None:
+    def done(
+        self, shares: Sequence[ScheduledChunk], accepted: Mapping[int, int] | None = None
+    ) -> None:
         """A step has computed what `next` said."""
         for share in shares:
             self._group[share.request.number].done([share], accepted)

@@ -21,9 +21,9 @@ from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, place
 from shardlib.serve.cost import (
     STORED,
-    Load,
     Pricing,
     ServedModel,
+    StepWork,
     group_of,
     learned,
     limit,
@@ -316,12 +316,12 @@ class Replica:
             return range(1, limit + 1)
         return range(pinned, pinned + 1) if pinned <= limit else range(0)
 
-    def steps(self, rows: Numbers | float, chunk: int) -> tuple[Load, Load]:
+    def steps(self, rows: Numbers | float, chunk: int) -> tuple[StepWork, StepWork]:
         """The work of a step with a next token of each of `rows` requests, alone and beside a chunk
         of prompts.
         """
         load = self.problem.workload
-        alone = Load(rows=rows, context=load.context)
+        alone = StepWork(rows=rows, context=load.context)
         beside = replace(
             alone, prompt=float(chunk), before=load.prompt / 2, ended=chunk / load.prompt
         )
@@ -596,7 +596,7 @@ def prefill_seconds(replica: Replica) -> float:
     seconds = 0.0
     for begin in range(0, prompt, chunk):
         count = min(chunk, prompt - begin)
-        load = Load(prompt=float(count), before=begin + count / 2, ended=1.0)
+        load = StepWork(prompt=float(count), before=begin + count / 2, ended=1.0)
         seconds += float(replica.pricing.seconds(load))
     return seconds
 
@@ -613,7 +613,7 @@ def two_meshes(problem: ServingProblem) -> TwoMeshes | None:
         alone = prefill_seconds(first)
         for second in sizes:
             batch = np.arange(1, second.most(0) + 1, dtype=float)
-            tpot = second.pricing.seconds(Load(rows=batch, context=load.context))
+            tpot = second.pricing.seconds(StepWork(rows=batch, context=load.context))
             rate = problem.topology.tiers[0].reached_bytes_per_s * min(first.tensor, second.tensor)
             for count in range(1, (devices - first.tensor) // second.tensor + 1):
                 before = (devices - count * second.tensor) // first.tensor

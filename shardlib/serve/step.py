@@ -30,7 +30,7 @@ from shardlib.serve.cache import (
     Layered,
     Pages,
     Stored,
-    Token,
+    TokenPlacement,
     by_layer,
     in_columns,
     is_stored,
@@ -38,9 +38,9 @@ from shardlib.serve.cache import (
 )
 from shardlib.serve.program import Forward, TracedForward
 from shardlib.serve.propagation import _sizes, _walked, serving_layouts, serving_mesh
-from shardlib.serve.requests import Capacity, Shape, Storage, Told
+from shardlib.serve.requests import Capacity, SampledToken, Shape, Storage
 from shardlib.serve.sampling import Choices, Chosen, Row, choices, choose, rows_of, told
-from shardlib.serve.scheduling import Share
+from shardlib.serve.scheduling import ScheduledChunk
 from shardlib.tracing.trace import served_problem
 
 #: (weights, pages, tokens, where they stand, rows, choices) -> (what is chosen, pages).
@@ -54,7 +54,7 @@ def step_function(forward: TracedForward, groups: Sequence[CacheGroup], grid: Gr
         weights: tuple[Tree, Tree],
         pages: Mapping[str, Pages],
         tokens: jax.Array,
-        placement: Token,
+        placement: TokenPlacement,
         rows: jax.Array,
         choices: Choices,
     ) -> tuple[Chosen, Mapping[str, Pages]]:
@@ -86,14 +86,14 @@ class Step:
         self.forward, self.weights, self.pages, self.sizes = forward, weights, pages, sizes
         self.grid = grid
         self._programs: dict[Shape, jax.stages.Compiled] = {}
-        self._which: Callable[[Share], int] | None = None
+        self._which: Callable[[ScheduledChunk], int] | None = None
 
     @property
     def compiled(self) -> int:
         """Programs that have been compiled."""
         return len(self._programs)
 
-    def adapt(self, weights: tuple[Tree, Tree], which: Callable[[Share], int]) -> None:
+    def adapt(self, weights: tuple[Tree, Tree], which: Callable[[ScheduledChunk], int]) -> None:
         """Tokens have parameters of their own from now on; programs are compiled again where the
         weights have another structure.
         """
@@ -107,8 +107,10 @@ class Step:
             self._run(self._operands(shape), {})
 
     def __call__(
-        self, shares: Sequence[Share], allowed: Mapping[int, Sequence[np.ndarray]] | None = None
-    ) -> list[list[Told]]:
+        self,
+        shares: Sequence[ScheduledChunk],
+        allowed: Mapping[int, Sequence[np.ndarray]] | None = None,
+    ) -> list[list[SampledToken]]:
         """Computes a step; returns what is chosen in the rows of each share."""
         shape = next(candidate for candidate in self.sizes.shapes if self._fits(candidate, shares))
         operands = self._operands(shape)
@@ -162,11 +164,11 @@ class Step:
             .compile()
         )
 
-    def holds(self, shares: Sequence[Share]) -> bool:
+    def holds(self, shares: Sequence[ScheduledChunk]) -> bool:
         """Returns whether one step computes them all."""
         return any(self._fits(shape, shares) for shape in self.sizes.shapes)
 
-    def _fits(self, shape: Shape, shares: Sequence[Share]) -> bool:
+    def _fits(self, shape: Shape, shares: Sequence[ScheduledChunk]) -> bool:
         """Returns whether a program computes what groups of devices have."""
         used = [0] * self.grid.groups
         for share in shares:
@@ -175,7 +177,7 @@ class Step:
                 used[share.slot // self.sizes.slots] += many
         return max(used) <= shape.chunks
 
-    def _fill(self, operands: Operands, share: Share, places: np.ndarray) -> None:
+    def _fill(self, operands: Operands, share: ScheduledChunk, places: np.ndarray) -> None:
         """The tokens of a share, at their places."""
         if share.count == 1:
             self._fill_one(operands, share, int(places[0]))
@@ -190,7 +192,7 @@ class Step:
             pages = np.asarray(group.pages, np.int32)[position // page - group.gone]
             entry[places] = pages * page + position % page
 
-    def _fill_one(self, operands: Operands, share: Share, place: int) -> None:
+    def _fill_one(self, operands: Operands, share: ScheduledChunk, place: int) -> None:
         """The token of a share that has one: without the arrays that several want."""
         page, position = self.sizes.page, share.first
         operands.tokens[place], operands.where.position[place] = share.tokens[0], position
@@ -210,7 +212,7 @@ class Step:
         operands: Operands,
         rows: Mapping[int, Row],
         masks: Mapping[int, np.ndarray] | None = None,
-    ) -> dict[int, Told]:
+    ) -> dict[int, SampledToken]:
         row_choices = choices(
             [rows.get(number) for number in range(len(operands.rows))],
             vocab=self.forward.vocab,
@@ -237,7 +239,7 @@ class Operands:
 
     shape: Shape
     tokens: np.ndarray
-    where: Token
+    where: TokenPlacement
     rows: np.ndarray
 
 
@@ -251,7 +253,7 @@ def operands(sizes: Capacity, shape: Shape, devices: int) -> Operands:
     return Operands(
         shape=shape,
         tokens=np.zeros(tokens, np.int32),
-        where=Token(
+        where=TokenPlacement(
             position=np.zeros(tokens, np.int32),
             entry=tuple(np.full(tokens, group.pages * sizes.page, np.int32) for group in groups),
             table=tables(shape.singles),
@@ -299,7 +301,7 @@ class Arrangement:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class PlacedModel:
     """The shardings of the arrays of a served model.
 
     Attributes:
@@ -423,7 +425,7 @@ def placed(
     mesh: Mesh | AbstractMesh,
     storage: Storage | None = None,
     cpu: TracedForward | None = None,
-) -> Placed:
+) -> PlacedModel:
     """Returns the shardings of the arrays of a model."""
 
     storage = storage or Storage()
@@ -440,7 +442,7 @@ def placed(
     rows = {index for index, spec in enumerate(specs) if not (*spec, None)[0]}
     layered = frozenset(rows & cpu.scanned) if cpu else frozenset[int]()
     factors = cpu.factors if cpu and storage.weights == "model" else {}
-    return Placed(
+    return PlacedModel(
         mesh=mesh,
         params=params,
         shared=jax.tree_util.tree_map_with_path(shared, model.params),

@@ -20,10 +20,10 @@ from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError, MissingFileError, ModelError
 from shardlib.serve.engine import Engine
 from shardlib.serve.folders import adapted, read_adapter
-from shardlib.serve.hosting import Beside, Deployment, Embedder, Renderer, Worker
+from shardlib.serve.hosting import Companions, Deployment, Embedder, Renderer, Worker
 from shardlib.serve.http.app import application
 from shardlib.serve.http.server import serving as serve
-from shardlib.serve.requests import Asked, Capacity, Request, Sampling, Storage
+from shardlib.serve.requests import Capacity, GenerationRequest, Request, Sampling, Storage
 from tests.models.configs import tiny
 from tests.serve.hf_folders import write_adapter, write_folder
 from tests.serve.test_folders import GOLDEN
@@ -91,9 +91,9 @@ def merged(parts: dict[str, np.ndarray] | None) -> Any:
     return jax.tree_util.tree_map_with_path(new, params), state
 
 
-def asked(number: int) -> Asked:
+def asked(number: int) -> GenerationRequest:
     draw = np.random.default_rng(number)
-    return Asked(
+    return GenerationRequest(
         prompt=(5, 2, 7, 5, 2, *draw.integers(0, VOCAB, int(draw.integers(1, 8))).tolist()),
         most=int(draw.integers(3, 12)),
         adapter=("", "a", "b", "c")[number % 4],
@@ -224,11 +224,11 @@ def test_tokens_are_those_of_peft_and_adapters_are_models_of_the_server(home: Pa
     base = serving.read_folder(home / "base", dtype="float32")
     served, adapters = adapted(base, home / "base", {name: home / name for name in "ab"})
     engine = served.engine(SMALL)
-    Beside(adapters=adapters).join(engine)
+    Companions(adapters=adapters).join(engine)
     prompts, most = GOLDEN["prompts"], GOLDEN["most"]
     asked = {
         name: [
-            engine.add(serving.Asked(prompt=tuple(prompt), most=most, adapter=name))
+            engine.add(serving.GenerationRequest(prompt=tuple(prompt), most=most, adapter=name))
             for prompt in prompts
         ]
         for name in ("a", "b", "")

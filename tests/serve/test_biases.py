@@ -14,7 +14,7 @@ import shardlib
 from shardlib.annotation.tree import read
 from shardlib.functions.attention import RelativeBias
 from shardlib.serve.engine import Engine
-from shardlib.serve.requests import Asked, Capacity
+from shardlib.serve.requests import Capacity, GenerationRequest
 from tests.functions.biased import Biased
 from tests.serve.test_meshes import LONGEST, greedy, whole_pass
 from tests.serve.test_sources import SOURCE, VOCAB, WIDTH, Model, encode, forward
@@ -86,7 +86,9 @@ def test_a_decoder_with_biases_looks_at_an_encoder_with_biases():
     for size in (10, 3, 7):
         source, prompt = draw.integers(0, VOCAB, size), draw.integers(0, VOCAB, size).tolist()
         requests.append(
-            engine.add(Asked(prompt=tuple(prompt), source=tuple(source.tolist()), most=6))
+            engine.add(
+                GenerationRequest(prompt=tuple(prompt), source=tuple(source.tolist()), most=6)
+            )
         )
         padded = np.pad(source, (0, SOURCE - size))[None].astype(np.int32)
         made = encoded(padded, np.int32(size))

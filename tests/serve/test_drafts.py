@@ -13,7 +13,7 @@ from shardlib import models
 from shardlib.errors import ArgumentError
 from shardlib.serve.computing import Ngrams
 from shardlib.serve.engine import Engine
-from shardlib.serve.requests import Asked, Capacity, Request, Sampling
+from shardlib.serve.requests import Capacity, GenerationRequest, Request, Sampling
 from tests.serve.test_meshes import DENSE, VOCAB, forward, whole_pass
 
 SIZES = Capacity(longest=48, slots=4, page=4, pages=48, budget=24)
@@ -21,10 +21,10 @@ INIT = models.build(DENSE)[0]
 SMALL = models.build(replace(DENSE, layers=1, embed=16, heads=2, kv_heads=1))[0]
 
 
-def asked(count: int) -> list[Asked]:
+def asked(count: int) -> list[GenerationRequest]:
     """Requests of all kinds; prompts repeat themselves, as do answers of models without training."""
     draw = np.random.default_rng(3)
-    found: list[Asked] = []
+    found: list[GenerationRequest] = []
     for number in range(count):
         part = draw.integers(0, VOCAB, int(draw.integers(1, 5))).tolist()
         how = Sampling(
@@ -35,7 +35,7 @@ def asked(count: int) -> list[Asked]:
             presence=0.5 * (number % 5 == 2),
         )
         found.append(
-            Asked(
+            GenerationRequest(
                 prompt=tuple((part * 9)[: int(draw.integers(2, 14))]),
                 most=int(draw.integers(1, 24)) * (number != 9),
                 sampling=how,
@@ -100,7 +100,7 @@ def test_tokens_are_as_likely_as_the_model_says():
     engine.draft_with(SMALL, forward, weights=4)
     prompt, draws, how = (5, 2, 7), 1500, Sampling(temperature=0.5, top_k=4)
     requests = [
-        engine.add(Asked(prompt=prompt, most=3, sampling=replace(how, seed=seed)))
+        engine.add(GenerationRequest(prompt=prompt, most=3, sampling=replace(how, seed=seed)))
         for seed in range(draws)
     ]
     engine.run()
@@ -133,7 +133,7 @@ def test_tokens_are_as_likely_as_the_model_says():
 
 def test_what_followed_is_guessed():
     def after(tokens: list[int], most: int = 4) -> list[int]:
-        request = Request(number=0, asked=Asked(prompt=tuple(tokens)))
+        request = Request(number=0, asked=GenerationRequest(prompt=tuple(tokens)))
         request.computed = len(tokens) - 1
         return list(Ngrams().guessed([request], most)[0])
 
@@ -153,7 +153,7 @@ def test_what_cannot_guess_is_refused():
     other = models.build(replace(DENSE, vocab_size=VOCAB + 3))[0]
     with pytest.raises(ArgumentError, match="it knows 64 tokens, and the model that is served 61"):
         engine.draft_with(other, forward)
-    engine.add(Asked(prompt=(1, 2)))
+    engine.add(GenerationRequest(prompt=(1, 2)))
     engine.step()
     with pytest.raises(ArgumentError, match="requests have a slot"):
         engine.draft_with(SMALL, forward)

@@ -24,7 +24,7 @@ from shardlib.frontend.model import problem
 from shardlib.graph import Problem
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import Device, cluster, message_seconds
-from shardlib.serve.edge_plan import Costs, EdgePlan, chain_of, costs_of, plan_chain, plan_edge
+from shardlib.serve.edge_plan import ChainCosts, EdgePlan, chain_of, costs_of, plan_chain, plan_edge
 from tests.planner import worlds
 from tests.zoo import encoder_decoder
 
@@ -43,7 +43,7 @@ def device(
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Costs, list[Device]]:
+def problems(draw: st.DrawFn) -> tuple[ChainCosts, list[Device]]:
     """Up to five pieces on up to four devices of up to three types; sizes and rates are whole
     numbers, so that ties are common.
     """
@@ -79,7 +79,7 @@ def problems(draw: st.DrawFn) -> tuple[Costs, list[Device]]:
         for i in range(pieces + 1)
     ]
     return (
-        Costs(
+        ChainCosts(
             names=tuple(f"p{k}" for k in range(pieces)),
             seconds=seconds,
             bytes=np.array([needed] * len(counts)),
@@ -89,7 +89,7 @@ def problems(draw: st.DrawFn) -> tuple[Costs, list[Device]]:
     )
 
 
-def every_plan(costs: Costs, devices: list[Device]) -> tuple[float, float]:
+def every_plan(costs: ChainCosts, devices: list[Device]) -> tuple[float, float]:
     """(seconds between batches, seconds from end to end) of the best of all cuts, orders and
     subsets, the devices told apart.
     """
@@ -111,7 +111,7 @@ def every_plan(costs: Costs, devices: list[Device]) -> tuple[float, float]:
     return best
 
 
-def planned(costs: Costs, devices: list[Device]) -> EdgePlan | None:
+def planned(costs: ChainCosts, devices: list[Device]) -> EdgePlan | None:
     try:
         return plan_chain(costs, devices)
     except InfeasibleError:
@@ -122,7 +122,7 @@ def planned(costs: Costs, devices: list[Device]) -> EdgePlan | None:
 @settings(max_examples=150, deadline=None)
 @given(drawn=problems())
 def test_the_plan_is_the_best_of_all_cuts_orders_and_subsets(
-    drawn: tuple[Costs, list[Device]],
+    drawn: tuple[ChainCosts, list[Device]],
 ) -> None:
     costs, devices = drawn
     found, (seconds, latency) = planned(costs, devices), every_plan(costs, devices)
@@ -146,7 +146,7 @@ def test_the_plan_is_the_best_of_all_cuts_orders_and_subsets(
 @settings(max_examples=60, deadline=None)
 @given(drawn=problems(), which=st.integers(0, 2))
 def test_more_memory_faster_links_faster_devices_and_more_devices_are_never_slower(
-    drawn: tuple[Costs, list[Device]], which: int
+    drawn: tuple[ChainCosts, list[Device]], which: int
 ) -> None:
     costs, devices = drawn
     before, v = planned(costs, devices), which % len(devices)
@@ -173,7 +173,7 @@ def test_more_memory_faster_links_faster_devices_and_more_devices_are_never_slow
 
 @settings(max_examples=100, deadline=None)
 @given(drawn=problems())
-def test_what_is_lacking_is_enough(drawn: tuple[Costs, list[Device]]) -> None:
+def test_what_is_lacking_is_enough(drawn: tuple[ChainCosts, list[Device]]) -> None:
     costs, devices = drawn
     try:
         plan_chain(costs, devices)
@@ -316,7 +316,7 @@ def test_tied_weights_are_held_once_by_a_device_and_by_both_ends() -> None:
 
 
 def test_a_slow_card_beside_fast_ones_takes_less_and_too_slow_a_link_nothing() -> None:
-    costs = Costs(
+    costs = ChainCosts(
         names=tuple("abcdefgh"),
         seconds=np.array([[1.0] * 8, [3.0] * 8]),
         bytes=np.where(np.arange(9)[:, None] < np.arange(9), 1.0, np.inf)[None].repeat(2, 0),

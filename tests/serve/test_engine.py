@@ -15,7 +15,7 @@ import shardlib
 from shardlib.annotation.tree import read
 from shardlib.errors import AnnotationError, ArgumentError, ModelError
 from shardlib.serve.engine import Engine
-from shardlib.serve.requests import Asked, Capacity, Sampling
+from shardlib.serve.requests import Capacity, GenerationRequest, Sampling
 
 VOCAB = 61
 AXES = {
@@ -167,15 +167,23 @@ def engine() -> Engine:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (Asked(prompt=()), "the prompt is empty"),
-        (Asked(prompt=(VOCAB,)), "the prompt has 61; tokens are whole numbers from 0 to 60"),
-        (Asked(prompt=(1,), stop=frozenset({-1})), "stop has -1"),
-        (Asked(prompt=(1,) * 20, most=5), "20 tokens of the prompt and 5 of the answer are more"),
-        (Asked(prompt=(1,), most=-1), "most is -1"),
+        (GenerationRequest(prompt=()), "the prompt is empty"),
+        (
+            GenerationRequest(prompt=(VOCAB,)),
+            "the prompt has 61; tokens are whole numbers from 0 to 60",
+        ),
+        (GenerationRequest(prompt=(1,), stop=frozenset({-1})), "stop has -1"),
+        (
+            GenerationRequest(prompt=(1,) * 20, most=5),
+            "20 tokens of the prompt and 5 of the answer are more",
+        ),
+        (GenerationRequest(prompt=(1,), most=-1), "most is -1"),
     ],
     ids=["empty", "unknown token", "unknown stop", "too long", "no answer"],
 )
-def test_requests_that_cannot_be_served_are_refused(engine: Engine, asked: Asked, said: str):
+def test_requests_that_cannot_be_served_are_refused(
+    engine: Engine, asked: GenerationRequest, said: str
+):
     with pytest.raises(ArgumentError, match=said):
         engine.add(asked)
 
@@ -184,7 +192,9 @@ def test_a_choice_depends_on_its_own_seed_alone(engine: Engine):
     how = Sampling(temperature=1.0, top_p=0.9, seed=11)
     (alone,) = engine.generate([[3, 1, 4]], 9, sampling=how)
     others = [
-        engine.add(Asked(prompt=(n, 2), most=12, sampling=Sampling(temperature=2.0, seed=n)))
+        engine.add(
+            GenerationRequest(prompt=(n, 2), most=12, sampling=Sampling(temperature=2.0, seed=n))
+        )
         for n in range(5)
     ]
     assert engine.generate([[3, 1, 4]], 9, sampling=how) == [alone]
@@ -225,7 +235,7 @@ def test_a_stream_that_nobody_reads_on_gives_its_pages_back(engine: Engine):
 def test_a_stop_token_ends_an_answer_and_is_no_part_of_it(engine: Engine):
     (answer,) = engine.generate([[3, 1, 4]], 6)
     stop = answer[2]
-    request = engine.add(Asked(prompt=(3, 1, 4), most=6, stop=frozenset({stop})))
+    request = engine.add(GenerationRequest(prompt=(3, 1, 4), most=6, stop=frozenset({stop})))
     engine.run()
     assert request.answer == answer[: answer.index(stop)] and request.ended == "stop"
 
@@ -234,11 +244,11 @@ def test_other_weights_wait_for_answers_that_have_begun(engine: Engine):
     first, second = (read(shardlib.tree(own_weights, AXES)).init(seed) for seed in (0, 5))
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     old = engine.generate([prompt], 9)[0]
-    begun = engine.add(Asked(prompt=tuple(prompt), most=9))
+    begun = engine.add(GenerationRequest(prompt=tuple(prompt), most=9))
     while not begun.answer:
         engine.step()
     engine.replace(second)
-    later = engine.add(Asked(prompt=tuple(prompt), most=9))
+    later = engine.add(GenerationRequest(prompt=tuple(prompt), most=9))
     assert engine.replacing
     engine.run()
     assert begun.answer == old and not engine.replacing
@@ -261,9 +271,9 @@ def test_prompts_have_logarithms_too(engine: Engine):
     params, _ = read(shardlib.tree(own_weights, AXES)).init(0)
     prompt = (3, 1, 4, 1, 5, 9, 2, 6, 5)
     engine.generate([prompt], 1)  # its pages are kept, and are of no use to a prompt with scores
-    others = [engine.add(Asked(prompt=(n, 2), most=12)) for n in range(2)]
-    request = engine.add(Asked(prompt=prompt, most=2, top=3, scored=True))
-    alone = engine.add(Asked(prompt=prompt, most=0, top=3, scored=True))
+    others = [engine.add(GenerationRequest(prompt=(n, 2), most=12)) for n in range(2)]
+    request = engine.add(GenerationRequest(prompt=prompt, most=2, top=3, scored=True))
+    alone = engine.add(GenerationRequest(prompt=prompt, most=0, top=3, scored=True))
     engine.run()
     assert (alone.answer, alone.ended) == ([], "length")
     assert [one.logprob for one in alone.scores] == pytest.approx(
@@ -292,7 +302,7 @@ def test_answers_to_one_prompt_share_what_it_fills(engine: Engine):
         engine.generate([prompt], 5, sampling=replace(how, seed=seed))[0]
         for seed in (2**32 - 1, 0, 1)
     ]
-    asked = Asked(prompt=(*prompt[1:], 5, 5), most=5, sampling=how)
+    asked = GenerationRequest(prompt=(*prompt[1:], 5, 5), most=5, sampling=how)
     before = engine.steps
     requests = engine.add_several(asked, 3)
     shared = False
@@ -312,7 +322,9 @@ def test_penalties_and_least_tokens_are_those_of_the_answer_so_far(engine: Engin
     params, _ = read(shardlib.tree(own_weights, AXES)).init(0)
     prompt, how = (3, 1, 4), Sampling(presence=2.0, repetition=1.3)
     (plain,) = engine.generate([prompt], 9)
-    request = engine.add(Asked(prompt=prompt, most=9, least=5, stop=frozenset(plain), sampling=how))
+    request = engine.add(
+        GenerationRequest(prompt=prompt, most=9, least=5, stop=frozenset(plain), sampling=how)
+    )
     engine.run()
     tokens = list(prompt)
     for at in range(9):
@@ -333,8 +345,8 @@ def test_penalties_and_least_tokens_are_those_of_the_answer_so_far(engine: Engin
 def test_a_request_ends_when_its_time_is_over(engine: Engine):
     now = [100.0]
     engine.clock = lambda: now[0]
-    running = engine.add(Asked(prompt=(3, 1, 4), most=20, seconds=5))
-    waiting = [engine.add(Asked(prompt=(3, n), most=20, seconds=7)) for n in range(5)]
+    running = engine.add(GenerationRequest(prompt=(3, 1, 4), most=20, seconds=5))
+    waiting = [engine.add(GenerationRequest(prompt=(3, n), most=20, seconds=7)) for n in range(5)]
     for _ in range(4):
         engine.step()
     now[0] = 105.0
@@ -346,7 +358,7 @@ def test_a_request_ends_when_its_time_is_over(engine: Engine):
     assert {one.ended for one in waiting} == {"late"}
     assert engine.schedule.pool.available == engine.schedule.pool.pages
     with pytest.raises(ArgumentError, match="seconds is 0; it is a number above 0"):
-        engine.add(Asked(prompt=(1,), seconds=0))
+        engine.add(GenerationRequest(prompt=(1,), seconds=0))
 
 
 def reset_at(token: int):

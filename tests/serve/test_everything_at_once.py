@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import shardlib
 from shardlib.serve.engine import Engine
-from shardlib.serve.requests import Asked, Capacity, Form, Request, Sampling
+from shardlib.serve.requests import Capacity, Form, GenerationRequest, Request, Sampling
 from tests.serve.test_engine import AXES, POSITIONS, VOCAB, own, own_weights
 
 pytest.importorskip("llguidance", reason="needs the extra `structured`")
@@ -46,13 +46,13 @@ def plain() -> Engine:
 class Act:
     """What a user does with a request: after so many steps it comes, and is cancelled."""
 
-    asked: Asked
+    asked: GenerationRequest
     comes: int
     cancelled: int | None
 
 
 ASKED = st.builds(
-    lambda begin, own, most, how, kind, more: Asked(
+    lambda begin, own, most, how, kind, more: GenerationRequest(
         prompt=(*(5, 2, 7, 5, 2, 7, 5, 2)[:begin], *own),
         most=most,
         sampling=how,
@@ -123,7 +123,7 @@ def test_answers_are_those_alone_and_everything_comes_back(
 
 
 @cache
-def alone(plain: Engine, asked: Asked) -> Request:
+def alone(plain: Engine, asked: GenerationRequest) -> Request:
     """A request that is served by itself."""
     request = plain.add(replace(asked, seconds=None))
     plain.run()

@@ -21,7 +21,7 @@ from shardlib import models
 from shardlib.errors import ArgumentError, ModelError
 from shardlib.serve.engine import Engine
 from shardlib.serve.folders import read_text, spelt
-from shardlib.serve.requests import Asked, Capacity, Form, Request, Sampling
+from shardlib.serve.requests import Capacity, Form, GenerationRequest, Request, Sampling
 from tests.serve.test_meshes import DENSE, forward
 
 pytest.importorskip("llguidance", reason="needs the extra `structured`")
@@ -48,7 +48,7 @@ def engine() -> Engine:
 def answered(engine: Engine, forms: list[Form], seed: int = 0, **more: Any) -> list[Request]:
     requests = [
         engine.add(
-            Asked(
+            GenerationRequest(
                 prompt=(65, 66, 65, 66),
                 most=300,
                 form=form,
@@ -139,7 +139,7 @@ def test_others_are_not_bound_and_guesses_change_nothing(engine: Engine):
     form = Form.schema({"type": "array", "items": {"enum": ["ab", "abab"]}, "maxItems": 6})
     plain = Engine(INIT, forward, weights=3, capacity=replace(SIZES, pages=24), check=False)
     plain.spell(TOKENS, {END})
-    free = engine.add(Asked(prompt=(1, 2), most=20))
+    free = engine.add(GenerationRequest(prompt=(1, 2), most=20))
     told = [
         [(one.answer, one.ended) for one in answered(served, [form] * 6, top=2, scored=True)]
         for served in (engine, plain)
@@ -149,10 +149,10 @@ def test_others_are_not_bound_and_guesses_change_nothing(engine: Engine):
 
 
 def test_a_form_that_is_whole_ends_an_answer_at_its_last_token(engine: Engine):
-    request = engine.add(Asked(prompt=(65,), most=3, form=Form.regex("xyz")))
+    request = engine.add(GenerationRequest(prompt=(65,), most=3, form=Form.regex("xyz")))
     engine.run()
     assert (text(request), request.ended) == ("xyz", "stop")
-    request = engine.add(Asked(prompt=(65,), most=2, form=Form.regex("xyz")))
+    request = engine.add(GenerationRequest(prompt=(65,), most=2, form=Form.regex("xyz")))
     engine.run()
     assert (text(request), request.ended) == ("xy", "length")
 
@@ -189,16 +189,16 @@ def test_a_form_that_is_whole_ends_an_answer_at_its_last_token(engine: Engine):
 )
 def test_forms_that_are_not_usable_are_refused(engine: Engine, form: Any, said: str):
     with pytest.raises(ArgumentError, match=said):
-        engine.add(Asked(prompt=(1,), form=form()))
+        engine.add(GenerationRequest(prompt=(1,), form=form()))
 
 
 def test_what_a_form_needs_is_said(engine: Engine):
     form = Form.regex("a")
     bare = Engine(INIT, forward, capacity=SIZES, check=False)
     with pytest.raises(ArgumentError, match="nothing is known of what tokens spell"):
-        bare.add(Asked(prompt=(1,), form=form))
+        bare.add(GenerationRequest(prompt=(1,), form=form))
     with pytest.raises(ArgumentError, match="has a form bars no tokens"):
-        engine.add(Asked(prompt=(1,), form=form, least=2))
+        engine.add(GenerationRequest(prompt=(1,), form=form, least=2))
     with pytest.raises(ArgumentError, match="at least one of those that are spelt ends an answer"):
         bare.spell(TOKENS, {})
     with pytest.raises(ArgumentError, match="300 tokens are spelt"):

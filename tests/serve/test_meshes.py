@@ -18,10 +18,10 @@ from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
-from shardlib.serve.cache import CacheGroup, Token
+from shardlib.serve.cache import CacheGroup, TokenPlacement
 from shardlib.serve.engine import Engine
 from shardlib.serve.program import traced_forward
-from shardlib.serve.requests import Asked, Capacity
+from shardlib.serve.requests import Capacity, GenerationRequest
 
 VOCAB, LONGEST = 61, 32
 DENSE = TransformerConfig(
@@ -153,7 +153,7 @@ def test_every_group_of_devices_has_requests_of_its_own():
         data=2,
     )
     given = prompts()[:2]
-    requests = [engine.add(Asked(prompt=prompt, most=3)) for prompt in given]
+    requests = [engine.add(GenerationRequest(prompt=prompt, most=3)) for prompt in given]
     engine.run()
     assert [one.answer for one in requests] == [reference("grouped")(one, 3) for one in given]
     longest = max(map(len, given))
@@ -213,7 +213,7 @@ def test_logits_are_computed_for_the_tokens_that_have_a_next_one(family: str):
     model = read(models.build(FAMILIES[family])[0])
     traced = traced_forward(model, forward, longest=LONGEST)
     tokens = jax.ShapeDtypeStruct((24,), jnp.int32)
-    where = Token(
+    where = TokenPlacement(
         position=tokens,  # type: ignore[arg-type]
         entry=(tokens,),  # type: ignore[arg-type]
         table=(jax.ShapeDtypeStruct((8, 8), jnp.int32),),  # type: ignore[arg-type]

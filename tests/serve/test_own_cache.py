@@ -17,7 +17,7 @@ from flax import nnx
 import shardlib
 from shardlib.errors import ArgumentError, ModelError
 from shardlib.serve.engine import Engine
-from shardlib.serve.requests import Asked, Capacity, Sampling
+from shardlib.serve.requests import Capacity, GenerationRequest, Sampling
 
 VOCAB, WIDTH, LONGEST = 53, 16, 24
 SIZES = Capacity(longest=LONGEST, slots=3, budget=12)
@@ -123,7 +123,7 @@ def test_tokens_are_those_without_a_cache(case: str):
     logits = jax.jit(plain)
     draw = np.random.default_rng(0)
     asked = [
-        Asked(
+        GenerationRequest(
             prompt=tuple(draw.integers(0, VOCAB, int(draw.integers(1, 12))).tolist()),
             most=int(draw.integers(1, 12)),
             priority=int(number > 5),
@@ -161,7 +161,7 @@ def test_other_weights_and_seeds_are_served_as_over_pages():
     engine = Engine(init, forward, weights=4, capacity=SIZES)
     how = Sampling(temperature=1.0, seed=3)
     first = engine.generate([[1, 2, 3]], 6, sampling=how)
-    others = [engine.add(Asked(prompt=(n, n), most=5)) for n in range(4)]
+    others = [engine.add(GenerationRequest(prompt=(n, n), most=5)) for n in range(4)]
     assert engine.generate([[1, 2, 3]], 6, sampling=how) == first
     engine.replace(5)
     assert engine.generate([[1, 2, 3]], 6, sampling=how) != first

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
-from shardlib.serve.cost import Load
+from shardlib.serve.cost import StepWork
 from shardlib.serve.plan import ServingPlan
 from shardlib.serve.requests import Capacity, Request
 from shardlib.serve.scheduling import Schedule
@@ -30,8 +30,8 @@ def one_by_one(given: ServingProblem) -> list[tuple[float, float, float]]:
             share = batch * load.prompt / load.output / chunk
             if share > BUSY:
                 break
-            without = replica.pricing.seconds(Load(rows=float(batch), context=load.context))
-            full = Load(
+            without = replica.pricing.seconds(StepWork(rows=float(batch), context=load.context))
+            full = StepWork(
                 rows=float(batch),
                 context=load.context,
                 prompt=float(chunk),
@@ -115,9 +115,9 @@ def simulated(plan: ServingPlan, *, rate: float | None, count: int) -> dict[str,
             continue
         rows = sum(one.count == 1 and one.request.answer != [] for one in shares)
         prompt = sum(one.count for one in shares) - rows
-        alone = Load(rows=float(rows), context=load.context)
+        alone = StepWork(rows=float(rows), context=load.context)
         if prompt:
-            alone = Load(
+            alone = StepWork(
                 rows=float(rows),
                 context=load.context,
                 prompt=float(choice.chunk),
@@ -146,7 +146,7 @@ def simulated(plan: ServingPlan, *, rate: float | None, count: int) -> dict[str,
 
 
 def _asked(tokens: tuple[int, ...], most: int):
-    from shardlib.serve.requests import Asked as Request_
+    from shardlib.serve.requests import GenerationRequest as Request_
 
     return Request_(prompt=tokens, most=most)
 

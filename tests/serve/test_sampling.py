@@ -18,7 +18,7 @@ from scipy.special import log_softmax, softmax
 from scipy.stats import chisquare
 
 from shardlib.errors import ArgumentError
-from shardlib.serve.requests import Asked, Request, Sampling
+from shardlib.serve.requests import GenerationRequest, Request, Sampling
 from shardlib.serve.sampling import Chosen, Row, choices, choose, edited, left
 
 VOCAB, LONGEST = 37, 16
@@ -26,7 +26,7 @@ CHOOSE, EDITED, LEFT = jax.jit(choose), jax.jit(edited), jax.jit(left)
 
 
 def row(prompt: Sequence[int], answer: Sequence[int], drafted: Sequence[int] = (), **asked: Any):
-    request = Request(number=0, asked=Asked(prompt=tuple(prompt), **asked))
+    request = Request(number=0, asked=GenerationRequest(prompt=tuple(prompt), **asked))
     request.answer = list(answer)
     return Row(request=request, drafted=tuple(drafted))
 
@@ -181,16 +181,22 @@ def test_settings_that_are_not_usable_are_refused(wrong: dict[str, Any], said: s
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (Asked(prompt=(1,), top=21), "top is 21; from 0 to 20"),
-        (Asked(prompt=(1,), least=17), "least is 17; it is a whole number from 0 to most"),
-        (Asked(prompt=(1,), sampling=Sampling(bias={VOCAB: 1.0})), "bias has 37"),
-        (Asked(prompt=(1,), sampling=Sampling(barred=frozenset({-1}))), "barred has -1"),
+        (GenerationRequest(prompt=(1,), top=21), "top is 21; from 0 to 20"),
         (
-            Asked(prompt=(1,), sampling=Sampling(barred=frozenset(range(VOCAB)))),
+            GenerationRequest(prompt=(1,), least=17),
+            "least is 17; it is a whole number from 0 to most",
+        ),
+        (GenerationRequest(prompt=(1,), sampling=Sampling(bias={VOCAB: 1.0})), "bias has 37"),
+        (
+            GenerationRequest(prompt=(1,), sampling=Sampling(barred=frozenset({-1}))),
+            "barred has -1",
+        ),
+        (
+            GenerationRequest(prompt=(1,), sampling=Sampling(barred=frozenset(range(VOCAB)))),
             "no token is left to choose from",
         ),
     ],
     ids=lambda value: str(value)[-30:],
 )
-def test_requests_for_what_there_is_not_are_refused(asked: Asked, said: str):
+def test_requests_for_what_there_is_not_are_refused(asked: GenerationRequest, said: str):
     assert said in "\n".join(asked.failures(vocab=VOCAB, room=64))

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.errors import ArgumentError
-from shardlib.serve.requests import Asked, Capacity, Request
+from shardlib.serve.requests import Capacity, GenerationRequest, Request
 from shardlib.serve.scheduling import Schedule, digests
 
 PROMPTS = st.lists(
@@ -77,7 +77,7 @@ def test_every_token_is_computed_over_the_tokens_before_it(
     requests = [
         Request(
             number=number,
-            asked=Asked(
+            asked=GenerationRequest(
                 prompt=(*shared[:begin], *(draw.randrange(3) for _ in range(own))),
                 most=most,
                 salt=f"tenant {salt}",
@@ -142,7 +142,9 @@ def test_every_token_is_computed_over_the_tokens_before_it(
 
 def test_the_next_tokens_of_running_requests_come_before_prompts():
     schedule = Schedule(Capacity(longest=32, slots=3, page=4, pages=32, budget=6))
-    requests = [Request(number=n, asked=Asked(prompt=(n,) * 9, most=4)) for n in range(3)]
+    requests = [
+        Request(number=n, asked=GenerationRequest(prompt=(n,) * 9, most=4)) for n in range(3)
+    ]
     for request in requests[:2]:
         schedule.add(request)
     counts: list[list[tuple[int, int]]] = []
@@ -161,8 +163,8 @@ def test_the_next_tokens_of_running_requests_come_before_prompts():
 def test_higher_priority_is_served_first_and_loses_its_pages_last():
     capacity = Capacity(longest=8, slots=2, page=2, pages=5, budget=8)
     schedule = Schedule(capacity)
-    low = Request(number=0, asked=Asked(prompt=(1, 2, 3), most=5))
-    high = Request(number=1, asked=Asked(prompt=(4, 5, 6), most=5, priority=1))
+    low = Request(number=0, asked=GenerationRequest(prompt=(1, 2, 3), most=5))
+    high = Request(number=1, asked=GenerationRequest(prompt=(4, 5, 6), most=5, priority=1))
     schedule.add(low)
     schedule.add(high)
     ended: list[int] = []
@@ -215,7 +217,9 @@ class Served:
 
     def add(self, tenant: str, prompt: int, most: int, priority: int = 0) -> Request:
         number = next(self.numbers)
-        asked = Asked(prompt=(number,) * prompt, most=most, salt=tenant, priority=priority)
+        asked = GenerationRequest(
+            prompt=(number,) * prompt, most=most, salt=tenant, priority=priority
+        )
         request = Request(number=number, asked=asked)
         self.schedule.add(request)
         return request

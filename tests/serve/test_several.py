@@ -11,7 +11,7 @@ import pytest
 import shardlib
 from shardlib.errors import ArgumentError
 from shardlib.serve.engine import Engine, Models
-from shardlib.serve.requests import Asked, Capacity
+from shardlib.serve.requests import Capacity, GenerationRequest
 from tests.serve.test_engine import AXES, POSITIONS, own, own_weights
 from tests.serve.test_own_cache import Recurrent
 
@@ -47,7 +47,12 @@ def served() -> dict[str, Engine]:
 def test_answers_are_those_of_each_model_alone(served: dict[str, Engine]):
     draw, models = np.random.default_rng(0), Models(served)
     asked = [
-        (name, Asked(prompt=tuple(draw.integers(0, 50, int(draw.integers(1, 8))).tolist()), most=7))
+        (
+            name,
+            GenerationRequest(
+                prompt=tuple(draw.integers(0, 50, int(draw.integers(1, 8))).tolist()), most=7
+            ),
+        )
         for _ in range(6)
         for name in models
     ]
@@ -59,8 +64,10 @@ def test_answers_are_those_of_each_model_alone(served: dict[str, Engine]):
     for engine in models.values():
         assert engine.schedule.pool.available == engine.capacity.all_pages
     with pytest.raises(ArgumentError, match="20 tokens of the prompt and 4 of the answer are more"):
-        models.add("../two", Asked(prompt=(1,) * 20, most=4))  # the pages are those of one model
-    assert models.add("one", Asked(prompt=(1,) * 20, most=4)).ended is None
+        models.add(
+            "../two", GenerationRequest(prompt=(1,) * 20, most=4)
+        )  # the pages are those of one model
+    assert models.add("one", GenerationRequest(prompt=(1,) * 20, most=4)).ended is None
     models.run()
 
 
@@ -74,7 +81,7 @@ def test_time_is_shared_by_shares_and_not_saved_up(served: dict[str, Engine]):
     models.clock = lambda: next(clock)  # every step takes as long
     for name in ("one", "cell"):
         for n in range(9):
-            models.add(name, Asked(prompt=(n,), most=18))
+            models.add(name, GenerationRequest(prompt=(n,), most=18))
 
     def steps(count: int) -> Counter[str]:
         before = {name: engine.steps for name, engine in models.items()}
@@ -84,7 +91,7 @@ def test_time_is_shared_by_shares_and_not_saved_up(served: dict[str, Engine]):
 
     assert steps(40) == Counter({"one": 30, "cell": 10})
     for n in range(9):
-        models.add("../two", Asked(prompt=(n,), most=14))
+        models.add("../two", GenerationRequest(prompt=(n,), most=14))
     assert steps(20) == Counter({"one": 12, "cell": 4, "../two": 4})
     models.run()
 
@@ -92,7 +99,7 @@ def test_time_is_shared_by_shares_and_not_saved_up(served: dict[str, Engine]):
 def test_what_cannot_be_served_together_is_refused(served: dict[str, Engine]):
     models = Models(served)
     with pytest.raises(ArgumentError, match=r"no model 'three'; there are 'one', '\.\./two'"):
-        models.add("three", Asked(prompt=(1,)))
+        models.add("three", GenerationRequest(prompt=(1,)))
     with pytest.raises(ArgumentError, match="there is none"):
         Models({})
     with pytest.raises(ArgumentError, match="one engine has two names"):

@@ -17,7 +17,7 @@ import shardlib
 from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError, ModelError
 from shardlib.serve.engine import Engine
-from shardlib.serve.requests import Asked, Capacity, Sampling
+from shardlib.serve.requests import Capacity, GenerationRequest, Sampling
 
 VOCAB, WIDTH, SOURCE, LONGEST = 47, 16, 10, 24
 SIZES = Capacity(longest=LONGEST, slots=3, page=4, pages=9, budget=9)
@@ -63,10 +63,10 @@ def encode(model: Any, source: jax.Array, count: jax.Array) -> Mapping[str, jax.
     return model.encode(source, count)
 
 
-def asked(number: int) -> Asked:
+def asked(number: int) -> GenerationRequest:
     draw = np.random.default_rng(number // 2)  # two requests in turn have one source
     source = draw.integers(0, VOCAB, int(draw.integers(1, SOURCE + 1))).tolist()
-    return Asked(
+    return GenerationRequest(
         prompt=(1, 2, 3, 4, 5, 6)[: 5 + number % 2],
         source=tuple(source),
         most=9,
@@ -158,7 +158,9 @@ def test_a_source_is_looked_at_by_the_same_function_as_tokens():
     draw, model = np.random.default_rng(7), read(Looped)
     module = model.rebuild(*model.init(0))
     given = [
-        Asked(prompt=(1, 2, 3), source=tuple(draw.integers(0, VOCAB, SOURCE).tolist()), most=8)
+        GenerationRequest(
+            prompt=(1, 2, 3), source=tuple(draw.integers(0, VOCAB, SOURCE).tolist()), most=8
+        )
         for _ in range(5)
     ]
     requests = [engine.add(one) for one in given]

@@ -21,7 +21,7 @@ from shardlib.serve import cache
 from shardlib.serve.cache import (
     Columns,
     Layered,
-    Sets,
+    TokenSets,
     all_plain,
     by_layer,
     in_columns,
@@ -40,7 +40,7 @@ from shardlib.serve.cache import (
 from shardlib.serve.engine import Engine
 from shardlib.serve.layers import summed_dims, written_out
 from shardlib.serve.program import stored_page, traced_forward
-from shardlib.serve.requests import Asked, Capacity, Storage
+from shardlib.serve.requests import Capacity, GenerationRequest, Storage
 from shardlib.tracing.program import flatten
 from tests.serve.test_meshes import FAMILIES, LONGEST, forward, prompts
 
@@ -91,7 +91,7 @@ def test_logarithms_hardly_move_with_a_cache_of_eight_bits(
     found: list[np.ndarray] = []
     for kind in ("model", how):
         served = engine(family, tensor, cache=kind)
-        request = served.add(Asked(prompt=prompts()[0], most=1, scored=True))
+        request = served.add(GenerationRequest(prompt=prompts()[0], most=1, scored=True))
         served.run()
         found.append(np.asarray([one.logprob for one in request.scores]))
         dtypes = {str(page.dtype) for page in jax.tree.leaves(served.compute.pages)}
@@ -334,7 +334,7 @@ def test_adapters_of_layers_in_a_loop_answer_as_models_that_have_them():
     alone = Engine(init, forward, weights=(merged, state), capacity=sizes, check=False)
     before = served.generate([prompts()[0]], 6)
     served.adapt("other", {"layers.mlp.up": other})
-    asked = [Asked(prompt=prompts()[0], most=6, adapter=name) for name in ("", "other")]
+    asked = [GenerationRequest(prompt=prompts()[0], most=6, adapter=name) for name in ("", "other")]
     requests = [served.add(one) for one in asked]
     served.run()
     assert [requests[0].answer] == before
@@ -381,7 +381,7 @@ def test_attention_over_pages_is_attention(
     queries = draw.normal(size=(2, chunk, 2 * heads, 8)).astype(np.float32)
     first = np.asarray([last - chunk, 5])
     position = first[:, None] + np.arange(chunk)
-    given = Sets(
+    given = TokenSets(
         table=jnp.asarray(table, jnp.int32),
         columns=TABLE,
         position=jnp.asarray(position, jnp.int32),

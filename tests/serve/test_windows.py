@@ -16,7 +16,7 @@ from shardlib import models
 from shardlib.annotation.tree import read
 from shardlib.serve.engine import Engine
 from shardlib.serve.program import TracedForward, traced_forward
-from shardlib.serve.requests import Asked, Capacity, Request, Storage
+from shardlib.serve.requests import Capacity, GenerationRequest, Request, Storage
 from shardlib.serve.scheduling import Schedule, digests
 from tests.serve.test_meshes import (
     FAMILIES,
@@ -110,7 +110,7 @@ def test_windows_of_several_widths_with_drafts(smaller: bool):
     assert [one.window for one in engine.capacity.groups] == [0, 7, 3]
     if smaller:  # its windows are others than those of the model: it looks at the nearest group
         engine.draft_with(lambda rngs: Written((5, 3), rngs), forward, weights=3)
-    found = [engine.add(Asked(prompt=one, most=8)) for one in given]
+    found = [engine.add(GenerationRequest(prompt=one, most=8)) for one in given]
     engine.run()
     logits = whole_pass(three)
     assert [one.answer for one in found] == [greedy(logits, prompt, 8) for prompt in given]
@@ -136,7 +136,7 @@ def test_eight_bits_and_windows_give_what_eight_bits_give(
 
 def computed(schedule: Schedule, number: int, prompt: tuple[int, ...]) -> Request:
     """A request that a schedule has served; every token of its answer is 1."""
-    request = Request(number=number, asked=Asked(prompt=prompt, most=4))
+    request = Request(number=number, asked=GenerationRequest(prompt=prompt, most=4))
     schedule.add(request)
     while request.ended is None:
         shares = schedule.next()

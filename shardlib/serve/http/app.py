@@ -35,14 +35,14 @@ from shardlib.errors import ArgumentError
 from shardlib.serve.hosting import (
     CALLED,
     Answer,
+    AnswerPart,
+    AnswerToken,
     CallReader,
     Deployment,
-    Listed,
-    Part,
+    ListedToken,
     Stream,
     StreamError,
     ToolCall,
-    Written,
     _listed,
     written,
 )
@@ -60,8 +60,16 @@ from shardlib.serve.http.bodies import (
     refuse_unserved,
     tokens_of,
 )
-from shardlib.serve.http.settings import Catalog, Fault, Guard, Named, Settings, Watching, ended
-from shardlib.serve.requests import BROKEN, CANCELLED, LENGTH, STOP, Asked, Told
+from shardlib.serve.http.settings import (
+    Catalog,
+    Fault,
+    Guard,
+    NamedModel,
+    ServerMetrics,
+    Settings,
+    ended,
+)
+from shardlib.serve.requests import BROKEN, CANCELLED, LENGTH, STOP, GenerationRequest, SampledToken
 from shardlib.serve.served import UNKNOWN, Pieces, Text
 from shardlib.untrusted.data import Json, JsonObject
 
@@ -200,7 +208,7 @@ LEAST_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ChoiceForm:
     """The form in which an interface writes choices.
 
     Attributes:
@@ -217,12 +225,14 @@ class Shape:
     prefix: str
     kind: str
     event: str
-    whole: Callable[[Part], JsonObject]
-    part: Callable[[Part], JsonObject]
-    listed: Callable[[Sequence[Written]], JsonObject]
+    whole: Callable[[AnswerPart], JsonObject]
+    part: Callable[[AnswerPart], JsonObject]
+    listed: Callable[[Sequence[AnswerToken]], JsonObject]
     begin: JsonObject = field(default_factory=dict)
 
-    def choice(self, index: int, fields: JsonObject, part: Part, *, listed: bool) -> JsonObject:
+    def choice(
+        self, index: int, fields: JsonObject, part: AnswerPart, *, listed: bool
+    ) -> JsonObject:
         """A choice, whole or a piece."""
         return {
             "index": index,
@@ -240,7 +250,7 @@ def _odds(logprob: float | None) -> float | None:
     return None if logprob is None else max(logprob, LEAST_LOGPROB)
 
 
-def _columns(tokens: Sequence[Written]) -> JsonObject:
+def _columns(tokens: Sequence[AnswerToken]) -> JsonObject:
     """Tokens as lists of what they have."""
     return {
         "tokens": [_key(token.listed) for token in tokens],
@@ -250,7 +260,7 @@ def _columns(tokens: Sequence[Written]) -> JsonObject:
     }
 
 
-def _by_key(likely: Sequence[Listed]) -> JsonObject:
+def _by_key(likely: Sequence[ListedToken]) -> JsonObject:
     """Logarithms by token; a token that is written as a likelier one has its number, as vLLM has
     it.
     """
@@ -261,7 +271,7 @@ def _by_key(likely: Sequence[Listed]) -> JsonObject:
     return odds
 
 
-def _key(token: Listed) -> str:
+def _key(token: ListedToken) -> str:
     """A token's text; where it is none its bytes, as OpenAI has them: `bytes:\\xe2\\x82`."""
     return token.text if token.raw is None else f"bytes:{_escaped(token.raw)}"
 
@@ -270,7 +280,7 @@ def _escaped(raw: bytes) -> str:
     return "".join(f"\\x{byte:02x}" for byte in raw)
 
 
-def _rows(tokens: Sequence[Written]) -> JsonObject:
+def _rows(tokens: Sequence[AnswerToken]) -> JsonObject:
     """Tokens as objects."""
     rows = [
         {
@@ -282,7 +292,7 @@ def _rows(tokens: Sequence[Written]) -> JsonObject:
     return {"content": rows, "refusal": None}
 
 
-def _likely(token: Listed) -> JsonObject:
+def _likely(token: ListedToken) -> JsonObject:
     if token.raw is not None:
         text, raw = _escaped(token.raw), list(token.raw)
     else:
@@ -291,7 +301,7 @@ def _likely(token: Listed) -> JsonObject:
     return {"token": text, "logprob": _odds(token.logprob), "bytes": raw}
 
 
-def _message(part: Part) -> JsonObject:
+def _message(part: AnswerPart) -> JsonObject:
     content = part.text or (None if part.calls else "")
     message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
     if part.calls:
@@ -299,7 +309,7 @@ def _message(part: Part) -> JsonObject:
     return {"message": message}
 
 
-def _delta(part: Part) -> JsonObject:
+def _delta(part: AnswerPart) -> JsonObject:
     delta: JsonObject = {"content": part.text} if part.text or part.tokens else {}
     if part.calls:
         delta["tool_calls"] = [
@@ -319,7 +329,7 @@ def _more(call: ToolCall) -> JsonObject:
 
 
 #: Choices of `/v1/completions`.
-COMPLETION = Shape(
+COMPLETION = ChoiceForm(
     prefix="cmpl",
     kind="text_completion",
     event="text_completion",
@@ -330,7 +340,7 @@ COMPLETION = Shape(
 
 
 #: Choices of `/v1/chat/completions`.
-CHAT = Shape(
+CHAT = ChoiceForm(
     prefix="chatcmpl",
     kind="chat.completion",
     event="chat.completion.chunk",
@@ -348,18 +358,18 @@ GIVEN_UP = {
 }
 
 
-def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[Told]) -> Part:
+def prompt_part(text: Text, prompt: Sequence[int], scores: Sequence[SampledToken]) -> AnswerPart:
     """A prompt as the beginning of what is answered."""
     prompt_text = text.decode(prompt)
     if len(scores) != len(prompt) - 1:
-        return Part(prompt_text, (), None)
-    tokens = [Written(listed=_listed(text, prompt[0], None), likely=(), offset=0)]
+        return AnswerPart(prompt_text, (), None)
+    tokens = [AnswerToken(listed=_listed(text, prompt[0], None), likely=(), offset=0)]
     pieces = Pieces(text)
     offset = len(pieces.add(prompt[0]))
     for score in scores:
         tokens.append(written(text, score, offset))
         offset += len(pieces.add(score.token))
-    return Part(prompt_text, tuple(tokens), None)
+    return AnswerPart(prompt_text, tuple(tokens), None)
 
 
 @dataclass(kw_only=True)
@@ -379,9 +389,9 @@ class Reply:
         stream: of tokens.
     """
 
-    named: Named
-    asked: Sequence[Asked]
-    shape: Shape
+    named: NamedModel
+    asked: Sequence[GenerationRequest]
+    shape: ChoiceForm
     listed: bool
     stops: Sequence[str]
     echo: bool
@@ -397,7 +407,7 @@ class Reply:
         """Nobody waits for the answer any more."""
         self.stream.fail(StreamError("the client is gone"))
 
-    async def parts(self) -> AsyncIterator[tuple[int, Part]]:
+    async def parts(self) -> AsyncIterator[tuple[int, AnswerPart]]:
         """Yields the new parts of each choice, until all are whole."""
         text = self.named.deployed.served.text
         answers: dict[int, Answer] = {}
@@ -435,7 +445,7 @@ class Reply:
     async def whole(self) -> JsonObject:
         """The answer as one object."""
         texts = [""] * len(self.asked)
-        tokens: list[list[Written]] = [[] for _ in self.asked]
+        tokens: list[list[AnswerToken]] = [[] for _ in self.asked]
         ends: list[str | None] = [None] * len(self.asked)
         calls: list[list[ToolCall]] = [[] for _ in self.asked]
         async for index, part in self.parts():
@@ -444,7 +454,7 @@ class Reply:
             ends[index] = part.ended
             calls[index] += part.calls
         wholes = [
-            Part(texts[index], tuple(tokens[index]), ends[index], tuple(joined(calls[index])))
+            AnswerPart(texts[index], tuple(tokens[index]), ends[index], tuple(joined(calls[index])))
             for index in range(len(self.asked))
         ]
         choices = [
@@ -459,7 +469,7 @@ class Reply:
         shape = self.shape
         head = new_head(shape.prefix, shape.event, self.named.name)
         more = {"usage": None} if usage else {}
-        nothing = Part("", (), None)
+        nothing = AnswerPart("", (), None)
         try:
             for index in range(len(self.asked) if shape.begin else 0):
                 begun = shape.choice(index, shape.begin, nothing, listed=False)
@@ -556,7 +566,7 @@ def joined(deltas: Iterable[ToolCall]) -> list[ToolCall]:
 async def answered(
     http: Request,
     body: Answered,
-    named: Named,
+    named: NamedModel,
     prompts: Sequence[Sequence[int]],
     stack: contextlib.ExitStack,
     settings: Settings,
@@ -624,7 +634,7 @@ def model_routes(catalog: Catalog, started: int) -> APIRouter:
     """
     router = APIRouter()
 
-    def described(named: Named) -> JsonObject:
+    def described(named: NamedModel) -> JsonObject:
         worker = named.deployed.worker
         return {
             "id": named.name,
@@ -647,7 +657,7 @@ def model_routes(catalog: Catalog, started: int) -> APIRouter:
     return router
 
 
-def status_routes(models: Mapping[str, Deployment], watching: Watching) -> APIRouter:
+def status_routes(models: Mapping[str, Deployment], watching: ServerMetrics) -> APIRouter:
     """Returns the routes for people, Prometheus and whatever starts servers."""
     router = APIRouter()
 
@@ -685,7 +695,7 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
         )
     models: Mapping[str, Deployment] = {deployment.name: deployment for deployment in deployed}
     catalog, started = Catalog(models), int(time.time())
-    watching = Watching(models)
+    watching = ServerMetrics(models)
     for name, deployment in models.items():
         deployment.worker.watch = watching.of[name].heard
 
@@ -724,7 +734,7 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
 PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
 
-def figures(models: Mapping[str, Deployment], watching: Watching) -> JsonObject:
+def figures(models: Mapping[str, Deployment], watching: ServerMetrics) -> JsonObject:
     """Returns the figures that the page shows."""
     return {
         "shardlib": __version__,

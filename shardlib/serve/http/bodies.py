@@ -16,8 +16,8 @@ from pydantic_core import PydanticCustomError
 
 from shardlib.errors import ArgumentError
 from shardlib.serve.hosting import OPEN, CallReader, Deployment, forced, plain, tagged
-from shardlib.serve.http.settings import Fault, Named
-from shardlib.serve.requests import MOST_BIASED, STOP, Asked, Form, Sampling
+from shardlib.serve.http.settings import Fault, NamedModel
+from shardlib.serve.requests import MOST_BIASED, STOP, Form, GenerationRequest, Sampling
 from shardlib.untrusted.data import JsonObject, shown
 
 # --------------------------------------------------------------------------------------------------
@@ -35,7 +35,7 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
-class Asking(Body):
+class ModelBody(Body):
     """A body that asks a model for something."""
 
     model: str | None = None
@@ -118,7 +118,7 @@ class Structure(Body):
     grammar: str | None = None
 
 
-class Sampled(Asking):
+class Sampled(ModelBody):
     """Options of how tokens are chosen."""
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -283,7 +283,7 @@ def sampling_of(body: Choosing, default: Sampling) -> Sampling:
     )
 
 
-class Part(Body):
+class MessagePart(Body):
     """A part of a message."""
 
     type: str
@@ -309,7 +309,7 @@ class Message(Body):
     """A message of a conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[Part] | None = None
+    content: str | list[MessagePart] | None = None
     name: str | None = None
     tool_calls: Annotated[list[Call], Field(min_length=1)] | None = None
     tool_call_id: str | None = None
@@ -437,7 +437,7 @@ class Completion(Choosing):
         return self.echoes and self.listed
 
 
-class Embedding(Asking):
+class Embedding(ModelBody):
     """`/v1/embeddings`."""
 
     input: Prompts
@@ -716,11 +716,11 @@ def form_of(body: Answered, deployed: Deployment) -> Form | None:
 def asked_of(
     body: Answered,
     prompts: Sequence[Sequence[int]],
-    named: Named,
+    named: NamedModel,
     *,
     salt: str,
     seconds: float | None = None,
-) -> list[Asked]:
+) -> list[GenerationRequest]:
     """Lists the engine's requests: every prompt `n` times, with seeds that follow each other.
 
     Args:
@@ -728,14 +728,14 @@ def asked_of(
     """
     deployed = named.deployed
     engine, text = deployed.worker.engine, deployed.served.text
-    requests: list[Asked] = []
+    requests: list[GenerationRequest] = []
     try:
         form = form_of(body, deployed)
         sizes = [_answer_limit(body, len(prompt), deployed) for prompt in prompts]
         refuse_unusable(body, deployed, tokens=min(sizes), formed=form is not None)
         sampling = sampling_of(body, deployed.served.sampling or Sampling(temperature=1.0))
         for prompt, size in zip(prompts, sizes, strict=True):
-            request = Asked(
+            request = GenerationRequest(
                 prompt=tuple(prompt),
                 most=size,
                 sampling=sampling,
@@ -763,7 +763,7 @@ def asked_of(
 
 
 async def compile_form(
-    requests: Sequence[Asked], deployed: Deployment, stack: contextlib.ExitStack
+    requests: Sequence[GenerationRequest], deployed: Deployment, stack: contextlib.ExitStack
 ) -> None:
     """Compiles the form of answers, beside the event loop and the engine."""
     form, guides = requests[0].form, deployed.worker.engine.guides

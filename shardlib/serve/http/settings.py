@@ -23,7 +23,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardlib.errors import ArgumentError, MissingFileError, raise_all
-from shardlib.serve.hosting import Deployment, FullError, Heard, Stream, StreamError
+from shardlib.serve.hosting import Deployment, FullError, Stream, StreamError, StreamEvent
 from shardlib.untrusted.data import JsonObject, shown
 
 #: Bytes of a file of tokens, and characters of one of them.
@@ -110,7 +110,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 BACK, EVERY = 300, 1.0
 
 
-class Watching:
+class ServerMetrics:
     """Counts what the engines of a server do."""
 
     def __init__(self, models: Mapping[str, Deployment]) -> None:
@@ -134,7 +134,7 @@ class Watching:
         self.generated = counter("generated_tokens", "Of answers.")
         self.cached = counter("cached_prompt_tokens", "That others had computed.")
         self.ended = counter("requests_ended", "By reason.", "reason")
-        self.of = {name: OneWatch(self, name) for name in models}
+        self.of = {name: ModelMetrics(self, name) for name in models}
 
     async def look(self, models: Mapping[str, Deployment]) -> None:
         """Writes down how it goes, every second."""
@@ -160,10 +160,10 @@ class _Gauges(Collector):
             yield metric
 
 
-class OneWatch:
+class ModelMetrics:
     """Counts what one engine does; all of it in the event loop."""
 
-    def __init__(self, all_of: Watching, name: str) -> None:
+    def __init__(self, all_of: ServerMetrics, name: str) -> None:
         self._ttft = all_of.ttft.labels(name)
         self._tpot = all_of.tpot.labels(name)
         self._whole = all_of.whole.labels(name)
@@ -181,7 +181,7 @@ class OneWatch:
         self._gaps: deque[tuple[float, float]] = deque(maxlen=2000)
         self.history: deque[JsonObject] = deque(maxlen=int(BACK / EVERY))
 
-    def heard(self, stream: Stream, heard: Heard) -> None:
+    def heard(self, stream: Stream, heard: StreamEvent) -> None:
         """A token, or an end."""
         key = stream, heard.index
         before, count = self._last.get(key, (stream.begun, 0))
@@ -483,7 +483,7 @@ class _Counted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Named:
+class NamedModel:
     """The model that a name of a request refers to.
 
     Attributes:
@@ -508,9 +508,11 @@ class Catalog:
     """
 
     def __init__(self, models: Mapping[str, Deployment]) -> None:
-        entries = [Named(name=name, deployed=deployment) for name, deployment in models.items()]
+        entries = [
+            NamedModel(name=name, deployed=deployment) for name, deployment in models.items()
+        ]
         entries += [
-            Named(name=adapter, deployed=deployment, adapter=adapter)
+            NamedModel(name=adapter, deployed=deployment, adapter=adapter)
             for deployment in models.values()
             for adapter in deployment.adapters
         ]
@@ -520,10 +522,10 @@ class Catalog:
             raise ArgumentError(f"models and adapters are {names}; each has a name of its own")
         self._models = len(models)
 
-    def __iter__(self) -> Iterator[Named]:
+    def __iter__(self) -> Iterator[NamedModel]:
         return iter(self._named.values())
 
-    def find(self, name: str | None) -> Named:
+    def find(self, name: str | None) -> NamedModel:
         """Returns the model of a name; the only model where no name is given."""
         if name is None and self._models == 1:
             return next(iter(self))

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 
 from shardlib.annotation.trees import Tree
 from shardlib.errors import ArgumentError, CheckpointError, ModelError
-from shardlib.serve.artefacts import Shape, SinglePass, single_pass, write_artefact
+from shardlib.serve.artefacts import RowShape, SinglePass, single_pass, write_artefact
 from shardlib.serve.folders import write_folder
 from shardlib.serve.served import Served
 from shardlib.untrusted.data import JsonObject, shown
@@ -391,7 +391,7 @@ def _checked(name: str) -> str:
     return name
 
 
-def _tensors(shapes: Mapping[str, Shape]) -> Sequence[Mapping[str, Field]]:
+def _tensors(shapes: Mapping[str, RowShape]) -> Sequence[Mapping[str, Field]]:
     unknown = sorted({shape.dtype for shape in shapes.values()} - set(TYPES))
     if unknown:
         raise ArgumentError(

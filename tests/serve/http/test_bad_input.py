@@ -14,7 +14,7 @@ import pytest
 
 from shardlib.serve.hosting import Deployment, spell
 from shardlib.serve.http.bodies import Chat, asked_of
-from shardlib.serve.http.settings import Fault, Named
+from shardlib.serve.http.settings import Fault, NamedModel
 from tests.serve.http.conftest import TOKENS
 
 HEAD = {"Authorization": f"Bearer {TOKENS[0]}"}
@@ -225,7 +225,7 @@ def test_a_form_without_its_package_says_so(deployed: Deployment, monkeypatch: p
     ):
         body = Chat.model_validate({"messages": CHAT, name: field})
         with pytest.raises(Fault, match=rf"{name} is not served here.*package llguidance") as found:
-            asked_of(body, [[1]], Named(name="tiny", deployed=bare), salt="")
+            asked_of(body, [[1]], NamedModel(name="tiny", deployed=bare), salt="")
         assert (found.value.status_code, found.value.param) == (400, name)
 
 

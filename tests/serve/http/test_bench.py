@@ -11,7 +11,7 @@ import pytest
 
 from shardlib.errors import DataError
 from shardlib.serve.hosting import Deployment
-from shardlib.serve.measuring import Seen, figures, read_workload
+from shardlib.serve.measuring import MeasuredAnswer, figures, read_workload
 from tests.serve.http.conftest import TOKENS
 from tests.serve.http.test_load import held, idle
 
@@ -19,11 +19,11 @@ from tests.serve.http.test_load import held, idle
 @pytest.mark.unit
 def test_figures_are_those_of_a_timetable_by_hand():
     seen = [
-        Seen(begun=0.0, first=0.1, ended=1.1, tokens=11),  # 0.1 s a token
-        Seen(begun=0.5, first=0.3, ended=0.5, tokens=2, cached=16),  # 0.2 s
-        Seen(begun=1.0, first=0.2, ended=0.2, tokens=1),
-        Seen(begun=1.0, first=None, ended=0.0, status=429, error="busy"),
-        Seen(begun=1.0, first=0.2, ended=1.0, tokens=4, error="cut off"),
+        MeasuredAnswer(begun=0.0, first=0.1, ended=1.1, tokens=11),  # 0.1 s a token
+        MeasuredAnswer(begun=0.5, first=0.3, ended=0.5, tokens=2, cached=16),  # 0.2 s
+        MeasuredAnswer(begun=1.0, first=0.2, ended=0.2, tokens=1),
+        MeasuredAnswer(begun=1.0, first=None, ended=0.0, status=429, error="busy"),
+        MeasuredAnswer(begun=1.0, first=0.2, ended=1.0, tokens=4, error="cut off"),
     ]
     found = figures(seen, ttft_limit=0.25, tpot_limit=0.15)
     assert (found["answered"], found["refused"], found["failed"]) == (3, 1, 1)

@@ -33,7 +33,9 @@ def test_a_conversation_is_what_the_template_writes(
     )
     assert found.usage is not None and found.usage.prompt_tokens == len(tokens)
     how = serve.Sampling(temperature=0.6, top_k=20, seed=3)  # of generation_config.json
-    asked = serve.Asked(prompt=tuple(tokens), most=20, sampling=how, stop=frozenset({1}))
+    asked = serve.GenerationRequest(
+        prompt=tuple(tokens), most=20, sampling=how, stop=frozenset({1})
+    )
     request = engine.add(asked)
     engine.run()
     text = tokenizer.decode(request.answer)

@@ -22,11 +22,11 @@ import pytest
 from shardlib import serve as serving
 from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError
-from shardlib.serve.hosting import Deployment, Heard, Stream, StreamError, deploy
+from shardlib.serve.hosting import Deployment, Stream, StreamError, StreamEvent, deploy
 from shardlib.serve.http.app import application
 from shardlib.serve.http.server import serving as serve
 from shardlib.serve.http.settings import Settings
-from shardlib.serve.requests import Asked, Request, Told
+from shardlib.serve.requests import GenerationRequest, Request, SampledToken
 from tests.serve.http.conftest import CAPACITY, TOKENS
 
 HEAD = {"Authorization": f"Bearer {TOKENS[0]}"}
@@ -152,16 +152,16 @@ def test_others_do_not_notice(client: openai.OpenAI, url: str, deployed: Deploym
     assert comes(lambda: idle(deployed))
 
 
-def heard(token: int, ended: str | None = None) -> Heard:
-    told = Told(token=token, logprob=0.0)
-    return Heard(
+def heard(token: int, ended: str | None = None) -> StreamEvent:
+    told = SampledToken(token=token, logprob=0.0)
+    return StreamEvent(
         index=0, token=token, told=told, scores=(), ended=ended, reused=0, version="", at=0.0
     )
 
 
 def test_a_stream_that_nobody_reads_is_given_up():
     async def run() -> tuple[list[int | None], bool]:
-        stream = Stream([Asked(prompt=(1,))], buffer=3)
+        stream = Stream([GenerationRequest(prompt=(1,))], buffer=3)
         stream.requests.append(Request(number=0, asked=stream.asked[0]))
         for token in range(5):
             stream.take(heard(token))

@@ -316,7 +316,7 @@ def test_a_prompt_alone_is_scored(
 
 def test_tokens_that_are_written_alike_are_told_apart(folder: Deployment):
     likeliest = tuple((token, -1.0 - token) for token in (0, 1, 40))  # two special ones, and "F"
-    told = serve.Told(token=40, logprob=-41.0, likeliest=likeliest)
+    told = serve.SampledToken(token=40, logprob=-41.0, likeliest=likeliest)
     one = written(folder.served.text, told, 0)
     top: Any = COMPLETION.listed([one])["top_logprobs"]
     assert top == [{"": -1.0, "token_id:1": -2.0, one.listed.text: -41.0}]

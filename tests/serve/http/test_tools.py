@@ -9,7 +9,15 @@ import jsonschema
 import openai
 import pytest
 
-from shardlib.serve.hosting import CallReader, Deployment, Part, Splitter, forced, plain, tagged
+from shardlib.serve.hosting import (
+    AnswerPart,
+    CallReader,
+    Deployment,
+    TextParser,
+    forced,
+    plain,
+    tagged,
+)
 from shardlib.serve.http.app import joined
 
 PLACE = {
@@ -170,12 +178,12 @@ def test_what_cannot_be_called_is_said(
     assert message in found.value.message and found.value.param == field
 
 
-def read(split: Splitter, text: str, size: int) -> tuple[str, list[tuple[str, Any]], str | None]:
+def read(split: TextParser, text: str, size: int) -> tuple[str, list[tuple[str, Any]], str | None]:
     """Text, calls and end, of an answer that comes in pieces of so many characters."""
     reader = CallReader(split)
     pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    parts = [reader.add(Part(one, (), None)) for one in pieces]
-    parts.append(reader.add(Part("", (), "stop")))
+    parts = [reader.add(AnswerPart(one, (), None)) for one in pieces]
+    parts.append(reader.add(AnswerPart("", (), "stop")))
     pieces = [one for part in parts for one in part.calls]
     found = joined(pieces)
     assert [one.index for one in found] == list(range(len(found)))
@@ -241,9 +249,9 @@ def test_what_a_call_has_is_given_as_it_comes(
     for size in (1, 3, 500):
         reader = CallReader(split("f" if split is forced else {"f"}))
         pieces = [text[at : at + size] for at in range(0, len(text), size)]
-        parts = [reader.add(Part(one, (), None)) for one in pieces]
+        parts = [reader.add(AnswerPart(one, (), None)) for one in pieces]
         given = len(joined(one for part in parts for one in part.calls))
-        parts.append(reader.add(Part("", (), "length")))
+        parts.append(reader.add(AnswerPart("", (), "length")))
         found = joined(one for part in parts for one in part.calls)
         assert ["f"] * given == [one.name for one in found], "before the end"
         assert [one.arguments for one in found] == arguments

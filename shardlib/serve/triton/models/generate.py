@@ -87,7 +87,7 @@ class TritonPythonModel:
         """Adds one request."""
         try:
             request = self.engine.add(
-                serving.Asked(
+                serving.GenerationRequest(
                     prompt=tuple(
                         self.text.encode(options["text"])
                         if options["tokens"] is None
