@@ -191,7 +191,7 @@ class Engine:
         self._guided.guides = Guides(tokens, ends, vocab=self.forward.vocab)
 
     def adapt(self, name: str, params: Tree) -> None:
-        """Adds an adapter, which requests name (`GenerationRequest(adapter=)`), or replaces one that
+        """Adds an adapter that requests name (`GenerationRequest(adapter=)`), or replaces one that
         no request uses. Programs are compiled anew with the first.
         """
         others = [*self.schedule.running, *self.schedule.waiting]
