@@ -1,7 +1,7 @@
-"""Several processes of JAX in one test: a child forks them before JAX has started anything, so that
-imports are done once.
+"""Processes of tests: Python with some words, and several processes of JAX, which a child forks
+before JAX has started anything, so that imports are done once.
 
-What they have found goes to files of the test. Standard output is not a place for it: collectives of
+What those have found goes to files of the test. Standard output is not a place for it: collectives of
 CPU devices report connections there, in pieces, from every process.
 """
 
@@ -11,7 +11,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -23,6 +23,30 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return listener.getsockname()[1]
+
+
+def python(
+    *words: object,
+    check: bool = True,
+    cwd: Path = ROOT,
+    env: Mapping[str, str] | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Runs Python, which finds the package and the tests, with `variables` beside those of this
+    process. Where `check` is true it has to end with 0.
+    """
+    usual = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=usual if env is None else dict(env),
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
+    return done
 
 
 def child(module: str, *arguments: object) -> subprocess.Popen[str]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
-import os
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ import pytest
 
 from benchmarks.house import VALUES, loaded, nodes, parsed
 from shardlib import _moved
+from tests.processes import python
 
 PACKAGE = Path(__file__).parents[1] / "shardlib"
 BANNED_MODULES = {
@@ -150,12 +149,12 @@ def test_faults_are_found(source: str, fault: str):
 
 def linted(path: Path) -> subprocess.CompletedProcess[str]:
     """import-linter on the package in a folder, by the contracts of pyproject.toml."""
-    return subprocess.run(
-        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as lint; lint()"],
-        capture_output=True,
-        text=True,
+    return python(
+        "-c",
+        "from importlinter.cli import lint_imports_command as lint; lint()",
         cwd=path,
-        env={**os.environ, "PYTHONPATH": str(path)},
+        variables={"PYTHONPATH": str(path)},
+        check=False,
     )
 
 
@@ -199,9 +198,7 @@ def test_planning_rooms_load_without_jax():
         " pkgutil.walk_packages(getattr(module, '__path__', []), f'{package}.'):\n       "
         " importlib.import_module(info.name)\nprint(sorted({'jax', 'flax'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
-    )
+    done = python("-c", code)
     assert done.stdout.strip() == "[]"
 
 
@@ -227,9 +224,7 @@ def test_importing_the_package_is_light():
         "import sys, shardlib; print(sorted({'jax', 'flax', 'numpy', 'rich', 'typer'} &"
         " set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
-    )
+    done = python("-c", code)
     assert done.stdout.strip() == "[]"
 
 
@@ -245,7 +240,5 @@ def test_planning_loads_nothing_that_lowers_or_verifies():
         "loaded = ('shardlib.lowering', 'shardlib.verify', 'shardlib.calibration')\n"
         "print(sorted(name for name in sys.modules if name.startswith(loaded)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True
-    )
+    done = python("-c", code)
     assert done.stdout.strip() == "[]"

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 
 import shardlib
 from shardlib import wings
+from tests.processes import python
 
 PACKAGE = Path(shardlib.__file__).parent
 #: Wing -> its commands, and an option that it adds to a command of another package.
@@ -103,20 +101,11 @@ CARD = (
 )
 
 
-def python(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *words],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(folder),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "2",
-            "XLA_FLAGS": "",
-        },
-    )
+def run(folder: Path, *words: str) -> str:
+    """The output of Python with the package that is in a folder."""
+    devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
+    variables = {"PYTHONPATH": str(folder), **devices}
+    return python(*words, cwd=folder, variables=variables).stdout
 
 
 @pytest.fixture(params=wings.WINGS, scope="module")
@@ -153,9 +142,8 @@ def without(
         train = (*train, "--model", "small.toml")
         commands["train"] = {}, train
         commands["train as one of several"] = {"SHARDLIB_PROCESSES": "auto"}, train
-    done = python(folder, "-c", WORK, json.dumps([NAMES[wing], commands]))
-    assert done.returncode == 0, done.stderr
-    return wing, folder, json.loads(done.stdout.splitlines()[-1])
+    out = run(folder, "-c", WORK, json.dumps([NAMES[wing], commands]))
+    return wing, folder, json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -163,9 +151,8 @@ def help_texts() -> dict[str, str]:
     """Helps of the whole package, by command; "" for that of all commands."""
     commands = {command: ({}, (command, "--help")) for command in ("plan", "launch")}
     commands[""] = {}, ("--help",)
-    done = python(PACKAGE.parent, "-c", WORK, json.dumps([(), commands]))
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])["commands"]
+    out = run(PACKAGE.parent, "-c", WORK, json.dumps([(), commands]))
+    results = json.loads(out.splitlines()[-1])["commands"]
     return {command: result["out"] for command, result in results.items()}
 
 
@@ -254,5 +241,4 @@ def test_commands_of_wings_are_known():
 
 @pytest.mark.parametrize("wing", ["launch", "serve", "islands"])
 def test_commands_of_a_wing_can_be_imported_first(wing: str):
-    done = python(PACKAGE.parent, "-c", f"import shardlib.{wing}.commands, shardlib.cli.commands")
-    assert done.returncode == 0, done.stderr
+    run(PACKAGE.parent, "-c", f"import shardlib.{wing}.commands, shardlib.cli.commands")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from benchmarks.published.software import memory_of, software
 from benchmarks.published.summary import Result, compare, overall, pairs, summary
 from shardlib.cost.framework import framework_profile
 from shardlib.layout import Layout, MeshShape
+from tests.processes import python
 
 MODEL = {
     "layers": 4,
@@ -485,13 +484,7 @@ def test_command(tmp_path: Path) -> None:
         )
     )
     assert len(read(file).rows) == 3
-    run = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "published_runs", str(file), "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
+    run = python("-m", "benchmarks", "published_runs", str(file), "--json")
     found = json.loads(run.stdout)
     assert found["summary"]["rows"] == 2
     assert found["summary"]["counts"]["rank"][1] == 1
@@ -500,29 +493,10 @@ def test_command(tmp_path: Path) -> None:
         one["error"] == pytest.approx(one["predicted_s"] / one["measured_s"] - 1)
         for one in found["rows"]
     )
-    side_by_side = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks",
-            "published_runs",
-            str(file),
-            "--json",
-            "--processes",
-            "2",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
+    side_by_side = python(
+        "-m", "benchmarks", "published_runs", str(file), "--json", "--processes", "2"
     )
     assert {**json.loads(side_by_side.stdout), "seconds": 0} == {**found, "seconds": 0}
     file.write_text("{}")
-    broken = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "published_runs", str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+    broken = python("-m", "benchmarks", "published_runs", str(file), check=False)
     assert broken.returncode == 1 and "has no hardware, models, rows" in broken.stderr

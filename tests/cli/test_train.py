@@ -16,6 +16,7 @@ import yaml
 from shardlib.planner.plan import Plan
 from shardlib.report.changes import change
 from tests.planner.fixture_plan import PLAN
+from tests.processes import python
 
 
 @pytest.mark.long
@@ -28,13 +29,7 @@ def test_train_on_a_text_of_ones_own(tmp_path: Path, card: Path):
         f"train --data {text} --model {card} --steps 3 --batch 8 --seq 32 --sample-bytes 4 "
         "--pin mesh.fsdp=8 --json"
     ).split()
-    done = subprocess.run(
-        [sys.executable, "-m", "shardlib", *words],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=True,
-    )
+    done = python("-m", "shardlib", *words)
     data = json.loads(done.stdout)
     assert {"validation_loss", "bigram_loss", "tokens_per_second", "predicted", "measured"} <= set(
         data

@@ -7,12 +7,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 ENTRY = """    dtypes: Dtypes = decision(
@@ -76,15 +76,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     text = table.read_text()
     assert text.count(ENTRY) == 1
     table.write_text(text.replace(ENTRY, NEW + ENTRY))
-    done = subprocess.run(
-        [sys.executable, "-c", ASKED],
-        env={"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu", "PATH": ""},
+    done = python(
+        "-c",
+        ASKED,
         cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
+        env={"PYTHONPATH": f"{folder}:{ROOT}", "JAX_PLATFORMS": "cpu", "PATH": ""},
     )
-    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -5,9 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,6 +20,7 @@ from shardlib.lowering.context.block import Scores, Sight
 from shardlib.lowering.context.dispatch import Collected, Heads, Kernels, Local
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.verification.isolation import GPU_PLUGINS, environment
+from tests.processes import python
 
 SEQ, WIDTH, SCORES = 256, 32, Scores(scale=32**-0.5, softcap=4.0)
 SPLASH = Kernels(kind="splash", interpret=True)
@@ -244,15 +242,7 @@ print(json.dumps({kind: program(kind) for kind in ("blocks", "splash")}))
 @pytest.mark.processes
 @pytest.mark.compiler("tpu")
 def test_the_tpu_compiler_makes_the_kernels():
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env={**os.environ, **environment("tpu", 4)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = python("-c", COMPILE, variables=environment("tpu", 4))
     found = json.loads(done.stdout.splitlines()[-1])
     assert (
         found["blocks"][0] == 0 and found["splash"][0] == 3

@@ -4,8 +4,6 @@ no longer there.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import jax
@@ -17,7 +15,7 @@ from shardlib.errors import BatchError, StateError
 from shardlib.lowering.runtime import GuardState, require_present
 from tests.lowering import small
 from tests.lowering.small import built
-from tests.processes import ROOT
+from tests.processes import python
 
 TWICE = """
 import tests.conftest, optax
@@ -40,15 +38,7 @@ print(float(metrics["loss"]))
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_state_that_is_used_again_does_not_kill_the_process():
-    done = subprocess.run(
-        [sys.executable, "-c", TWICE],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = python("-c", TWICE)
     *told, loss = done.stdout.strip().split("\n")
     assert sum("params.down was deleted" in line for line in told) == 4 and float(loss) > 0
     assert (

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,7 @@ from shardlib.cost.roofline import (
 from shardlib.cost.terms import Amount, Compute, Elements, Matmul
 from shardlib.errors import TopologyError
 from shardlib.machines.topology import Span, Topology, topology
+from tests.processes import python
 
 
 @pytest.fixture
@@ -321,14 +320,7 @@ def test_importing_starts_no_backend():
         "import os; os.environ['JAX_PLATFORMS'] = 'nowhere'; import shardlib.calibration;"
         " print('ok')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        check=False,
-    )
-    assert done.stdout == "ok\n", done.stderr
+    assert python("-c", code).stdout == "ok\n"
 
 
 @pytest.mark.parametrize("said", [{}, {"PJRT_NPROC": "3"}], ids=["shardlib", "the user"])
@@ -343,14 +335,7 @@ def test_threads_for_several_collectives_of_every_device(said: dict[str, str]):
     environ = {k: v for k, v in os.environ.items() if not k.endswith("NPROC")} | said
 
     def threads(first: str) -> int:
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(first)],
-            capture_output=True,
-            text=True,
-            env=environ,
-            cwd=Path(__file__).parents[2],
-            check=True,
-        )
+        done = python("-c", code.format(first), env=environ)
         return int(done.stdout)
 
     more = threads("let_collectives_wait()") - threads("pass")

@@ -5,11 +5,11 @@ pays are attributes of it, which planning, pricing and placing read.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 #: A second data axis, whose place is on slower links than those of the first.
@@ -76,14 +76,7 @@ print(json.dumps({
 @pytest.mark.long
 @pytest.mark.processes
 def test_an_axis_is_one_entry() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", f"ENTRY = {ENTRY!r}\n{PROGRAM}"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = python("-c", f"ENTRY = {ENTRY!r}\n{PROGRAM}")
     found = json.loads(done.stdout)
     assert found["axes"] == ["cluster", "stage", "data", "fsdp", "expert", "context", "tensor"]
     assert found["alias"] == "cluster=2"

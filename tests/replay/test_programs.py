@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import zlib
 from typing import Any
 
 import pytest
 
-from tests.processes import ROOT
+from tests.processes import ROOT, python
 from tests.replay import programs
 from tests.replay.plans import differences, versions
 
@@ -33,15 +31,7 @@ print(json.dumps({job.name: programs.row(job) for job in programs.everything() i
 @pytest.fixture(scope="module")
 def rows() -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, *(job.name for job in JOBS)],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    done = python("-c", COMPILE, *(job.name for job in JOBS), env=environment)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,7 +25,7 @@ from shardlib.training.identity import drawn, traced
 from shardlib.training.measures import read_records
 from shardlib.training.run import RunFolder
 from shardlib.training.settings import Settings
-from tests.processes import ROOT
+from tests.processes import python
 from tests.training.small import Model, batch_of, compiled, loss
 
 MESH = {"data": 2}
@@ -186,14 +183,7 @@ def test_the_same_in_every_process(plain: dict[str, Any]):
         "import json; from tests.training.test_identity import program, what;"
         " print(json.dumps(what(program())))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT)},
-    )
+    done = python("-c", code, variables={"PYTHONHASHSEED": "7"})
     assert json.loads(done.stdout.splitlines()[-1]) == json.loads(json.dumps(plain))
 
 

@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +21,7 @@ from shardlib.errors import CheckpointError, MissingFileError, RunError, Shardli
 from shardlib.processes.place import read_heartbeat, write_whole
 from shardlib.training.measures import JsonLines, by_step, read_lines, read_records
 from shardlib.training.run import Opened, RunFolder, status
+from tests.processes import python
 
 BOUNDED = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -506,13 +505,7 @@ def test_who_only_watches_does_not_load_jax():
         "import sys, shardlib.training.supervisor, shardlib.training.run,"
         " shardlib.checkpointing.folder; print(sorted({'jax', 'flax', 'optax'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=Path(__file__).parents[2],
-    )
+    done = python("-c", code)
     assert done.stdout.strip() == "[]"
 
 

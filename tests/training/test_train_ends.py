@@ -16,7 +16,7 @@ from shardlib.processes.place import HUNG, Heartbeat, Observer, Watchdog, read_h
 from shardlib.training.measures import read_lines
 from shardlib.training.run import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget, _passed_on, supervise
-from tests.processes import ROOT
+from tests.processes import ROOT, python
 
 CARD = (
     "vocab_size = 256\nlayers = 1\nembed = 16\nheads = 2\nkv_heads = 2\nhead_dim = 8\nmlp ="
@@ -128,12 +128,7 @@ with Watchdog(Path(sys.argv[1]), rank=3, seconds=0.5).phase("step", 41):
 
 
 def test_a_hang_ends_the_process_and_says_where(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-c", HANG, str(tmp_path / "rank-3.json")],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = python("-c", HANG, str(tmp_path / "rank-3.json"), check=False)
     assert done.returncode == HUNG
     assert "error: rank 3 (process " in done.stderr
     assert "has been in the phase 'step' of step 42 for " in done.stderr
