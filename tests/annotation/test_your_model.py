@@ -14,8 +14,6 @@ import optax
 import pytest
 from flax import nnx
 
-from shardlib.cli import main
-
 PAGE = (Path(__file__).parents[2] / "docs" / "your_model.md").read_text()
 PARTS = dict(re.findall(r"<!-- (\w+) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 STEPS = 5
@@ -173,9 +171,7 @@ def test_what_was_trained_answers() -> None:
 
 
 @pytest.mark.parametrize("command", re.findall(r"(?m)^shardlib (launch .*--dry-run.*)$", PAGE))
-def test_jobs_are_shown(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(shlex.split(command))
-    assert not ended.value.code
-    shown = capsys.readouterr().out
+def test_jobs_are_shown(command: str, shell: Callable[..., tuple[int, str, str]]) -> None:
+    code, shown, _ = shell(*shlex.split(command))
+    assert code == 0
     assert "my_training.py" in shown

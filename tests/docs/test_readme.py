@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from shardlib.cli import main
-
 README = (Path(__file__).parents[2] / "README.md").read_text()
 #: How long a search took: the one figure of these outputs that is measured.
 MEASURED = re.compile(r"priced in [\d.]+ \w+;")
@@ -66,15 +64,14 @@ def test_the_program_on_simulated_devices_comes_with_what_simulates_them():
 
 
 @pytest.mark.long
-def test_the_command_prints_what_follows_it_and_the_picture_is_of_its_plan(capsys, tmp_path):
+def test_the_command_prints_what_follows_it_and_the_picture_is_of_its_plan(shell, tmp_path):
     command, shown = block("<!-- llama -->").split("\n", 1)
     assert command.startswith("$ shardlib ")
-    with pytest.raises(SystemExit) as ended:
-        main([*shlex.split(command.removeprefix("$ shardlib ")), "--out", f"{tmp_path}/p.json"])
-    assert not ended.value.code
-    compare(shown, capsys.readouterr().out)
-    with pytest.raises(SystemExit):
-        main(["explain", f"{tmp_path}/p.json", "--svg", f"{tmp_path}/p.svg"])
+    words = shlex.split(command.removeprefix("$ shardlib "))
+    code, out, _ = shell(*words, "--out", f"{tmp_path}/p.json")
+    assert code == 0
+    compare(shown, out)
+    shell("explain", f"{tmp_path}/p.json", "--svg", f"{tmp_path}/p.svg")
     stored = Path(__file__).parents[2] / "docs" / "pictures" / "llama3-405b.svg"
     again = "shardlib explain plan.json --svg docs/pictures/llama3-405b.svg"
     assert (tmp_path / "p.svg").read_text() == stored.read_text(), f"old; make it again: {again}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -279,19 +279,15 @@ def test_names_of_strangers_write_nothing_on_a_terminal(
 
 
 def test_the_command_line_takes_a_changed_plan_on_request_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shell: Callable[..., tuple[int, str, str]]
 ):
-    from shardlib.cli import main
-
     path = tmp_path / "plan.json"
     path.write_text(changed(("microbatches",), 4))
     for words, code in ((["explain", str(path)], 2), (["explain", str(path), "--changed"], 0)):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert (ended.value.code or 0) == code, capsys.readouterr()
-        said = capsys.readouterr()
-        assert "was changed since it was written" in " ".join((said.err + said.out).split())
-        assert "holds no plan" not in said.err
+        ended, out, err = shell(*words)
+        assert ended == code, err
+        assert "was changed since it was written" in " ".join((err + out).split())
+        assert "holds no plan" not in err
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import pytest
 
 import shardlib
 from shardlib import models
-from shardlib.cli import main
 from shardlib.errors import VerificationError
 from shardlib.findings import Finding
 from shardlib.layout import Collective, MeshShape
@@ -306,24 +306,20 @@ def test_baseline_names_what_grew(verified):
 
 
 @pytest.mark.long
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    def run(*words: str) -> tuple[int, str]:
-        with pytest.raises(SystemExit) as stop:
-            main(["verify", "demo", "-b", "8", "-s", "16", "-t", "cpu:8", "--json", *words])
-        return int(stop.value.code or 0), capsys.readouterr().out
-
+def test_command_line(tmp_path: Path, shell: Callable[..., tuple[int, str, str]]):
+    words = ("verify", "demo", "-b", "8", "-s", "16", "-t", "cpu:8", "--json")
     report = tmp_path / "report.json"
-    code, out = run("--pin", "mesh.data=8", "--out", str(report))
+    code, out, _ = shell(*words, "--pin", "mesh.data=8", "--out", str(report))
     assert (
         code == 0
         and json.loads(out)["ok"]
         and json.loads(report.read_text())["compiled"]["collectives"]
     )
-    code, out = run("--pin", "mesh.tensor=4", "--baseline", str(report))
+    code, out, _ = shell(*words, "--pin", "mesh.tensor=4", "--baseline", str(report))
     assert code == 1 and "collective-grew" in {
         finding["code"] for finding in json.loads(out)["findings"]
     }
-    code, out = run("--baseline", str(tmp_path / "nothing.json"))
+    code, out, _ = shell(*words, "--baseline", str(tmp_path / "nothing.json"))
     assert code == 2 and json.loads(out)["error"]["kind"] == "MissingFileError"
 
 
