@@ -66,16 +66,6 @@ ROWS: dict[tuple[str, str], tuple[tuple[dict[str, Any], str], ...]] = {
             " batch\nTry: one of 1, 2",
         ),
         (
-            {"mesh": {"data": 8}, "mesh.data": 4},
-            "pins are not usable: mesh.data=4 contradicts mesh={'data': 8}\nTry: mesh, or"
-            " mesh.data alone",
-        ),
-        (
-            {"mesh": {"data": 8}, "zero": 3},
-            "pins are not usable: zero=3 shards over fsdp, which is pinned to 1\nTry:"
-            " mesh.fsdp=2 or more, or zero=0",
-        ),
-        (
             {"remat": "dots"},
             "remat='dots' rematerialises layers, and world has no repeated layer; it can be none, full",
         ),
@@ -87,11 +77,6 @@ ROWS: dict[tuple[str, str], tuple[tuple[dict[str, Any], str], ...]] = {
             " attention, experts, collective_matmul, offload, axis_order, exchange, dtypes,"
             " param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow"
             " and mesh.AXIS)",
-        ),
-        (
-            {"rules": [("mpl", "tensor")]},
-            "pinned rules do not fit the model: no dim is named 'mpl'; did you mean 'mlp'?"
-            " (names are batch, embed, head_dim, heads, mlp, seq, vocab)",
         ),
     ),
     ("deep", "h100:8"): (
@@ -151,7 +136,6 @@ ROWS: dict[tuple[str, str], tuple[tuple[dict[str, Any], str], ...]] = {
         ({"remat_classes": "full"}, "remat_classes is 'full'; it is a mapping"),
     ),
     ("stack", "h100:1"): (
-        ({"moment_dtype": "int8"}, "moment_dtype is 'int8'; it is one of"),
         (
             {"allow": {"momentum": ["bfloat16"]}},
             "allow names 'momentum'; dtypes are those of param_dtype, matmul_dtype",
