@@ -70,7 +70,9 @@ TOML = {
         for what, case in cases.items()
     ],
 )
-def test_what_is_refused(parse: Callable[..., Any], language: str, text: Any, message: str):
+def test_documents_that_are_refused(
+    parse: Callable[..., Any], language: str, text: Any, message: str
+):
     begin = time.monotonic()
     with pytest.raises(PlanError, match=message) as caught:
         parse(text, "the plan", PlanError)
