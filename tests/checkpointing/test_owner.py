@@ -21,6 +21,7 @@ from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError, OwnedError, RunError
 from shardlib.processes import kin
 from shardlib.processes.kin import Who, this_process
+from tests.processes import python
 
 #: Claims a folder, says so, and waits to be told to end.
 HOLD = (
@@ -109,14 +110,7 @@ def test_another_process_is_named_and_its_death_is_known_at_once(tmp_path: Path)
 
 
 def test_of_many_at_once_one_gets_it(tmp_path: Path):
-    done = subprocess.run(
-        [sys.executable, "-c", RACE, str(tmp_path), "40", "4"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-        cwd=Path(__file__).parents[2],
-    )
+    done = python("-c", RACE, str(tmp_path), "40", "4")
     assert done.stdout.split() == ["1"] * 40
 
 

@@ -35,6 +35,7 @@ from shardlib.launch.doctor import (
 )
 from shardlib.machines.topology import Span, topology
 from shardlib.processes.devices import _DRIVERS, _LENT
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 GIB = 1 << 30
@@ -200,14 +201,7 @@ def test_the_corrected_topology_takes_the_seconds_that_were_measured(name, tmp_p
 
 def launched(words: list[str], *, processes: int = 2) -> subprocess.CompletedProcess[str]:
     command = f"-m shardlib launch --processes {processes} --devices-per-process 1 --"
-    return subprocess.run(
-        [sys.executable, *command.split(), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return python(*command.split(), *words, check=False)
 
 
 def names_of_their_own(known: Path) -> list[str]:
@@ -282,9 +276,7 @@ def test_a_plugin_without_its_accelerator_says_nothing(tmp_path: Path):
     environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
 
     def said(*words: str) -> str:
-        ended = subprocess.run(
-            [sys.executable, *words], env=environ, capture_output=True, text=True, timeout=300
-        )
+        ended = python(*words, env=environ, check=False)
         assert ended.returncode == 0, ended.stderr
         return ended.stderr
 

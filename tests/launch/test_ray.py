@@ -7,7 +7,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from shardlib.launch.job import Job
 from shardlib.launch.ray import RayHosts, RaySettings, ray, ray_hosts
 from shardlib.launch.ray_driver import Host
+from tests.processes import python
 
 ROOT = Path(__file__).parents[2]
 LLAMA = Job(
@@ -141,15 +141,7 @@ def test_hosts_of_a_ray_cluster(tmp_path: Path):
         "RAY_DEDUP_LOGS": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", CLUSTER, *jobs],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-        timeout=240,
-    )
+    done = python("-c", CLUSTER, *jobs, cwd=tmp_path, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     *codes, large = json.loads(done.stdout.splitlines()[-1])
     assert codes == [0, 1, 2]

@@ -17,6 +17,7 @@ import yaml
 
 from shardlib.launch.job import Job
 from shardlib.launch.skypilot import TASK, SkyPilotSettings, skypilot
+from tests.processes import python
 
 LLAMA = Job(
     name="llama",
@@ -120,13 +121,12 @@ def test_skypilot_reads_the_tasks(tmp_path: Path):
     }
     for name, (job, settings) in jobs.items():
         (tmp_path / name).write_text(skypilot(job, settings).files[TASK])
-    done = subprocess.run(
-        [sys.executable, "-c", PARSE, *(str(tmp_path / name) for name in jobs)],
-        capture_output=True,
-        text=True,
+    done = python(
+        "-c",
+        PARSE,
+        *(str(tmp_path / name) for name in jobs),
+        variables={"HOME": str(tmp_path)},
         check=False,
-        env={**os.environ, "HOME": str(tmp_path)},
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     gpus, tpus, cpus = (json.loads(line) for line in done.stdout.splitlines()[-3:])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from shardlib.cli import main
 from shardlib.errors import ArgumentError, CheckpointError, ModelError
 from shardlib.serve.artefacts import row_length, single_pass, user_pass, write_artefact
 from tests.models.configs import tiny
+from tests.processes import python
 from tests.serve.classifier import Classifier, forward
 from tests.serve.hf_folders import write_folder
 
@@ -40,15 +39,7 @@ found = load({str(folder)!r})({arguments})
 print(json.dumps({{name: np.asarray(found[name], np.float32).tolist() for name in {outputs}}}))
 """
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=folder.parent,
-        env=environment,
-        check=False,
-    )
+    ran = python("-c", program, cwd=folder.parent, env=environment, check=False)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import python
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "federated.md").read_text()
@@ -22,13 +21,7 @@ pytestmark = pytest.mark.skipif(
 
 def run(script: Path, *words: str) -> str:
     """What a script prints."""
-    done = subprocess.run(
-        [sys.executable, str(script), *words],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = python(str(script), *words)
     return done.stdout
 
 

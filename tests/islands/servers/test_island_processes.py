@@ -21,6 +21,7 @@ from shardlib.islands.servers.joining import OuterServer
 from shardlib.islands.servers.rounds import Rounds
 from tests.islands.servers.helpers import until
 from tests.islands.servers.test_island import replicas
+from tests.processes import python
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = [sys.executable, str(ROOT / "tests" / "islands" / "servers" / "script.py")]
@@ -170,7 +171,7 @@ def test_servers_load_no_jax() -> None:
         "import sys, shardlib.islands.servers.processes;"
         " print(sorted({'jax', 'flax', 'optax'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python("-c", code)
     assert done.stdout.strip() == "[]"
 
 
