@@ -137,25 +137,14 @@ def random_case(seed: int) -> dict[str, Any]:
         pin = drawn_pin(rng)
     row: dict[str, Any] = {"seed": seed, "loss": drawn.name, "pin": pin}
 
-    def compiled(pin: dict[str, Any]) -> shardlib.Program:
-        return shardlib.compile(
-            shardlib.tree(random_losses.params),
-            drawn.loss,
-            capture(),
-            drawn.batch,
-            batch_axes=drawn.axes,
-            topology="cpu:8",
-            pin=pin,
-        )
-
     try:
-        program = compiled(pin)
+        program = random_losses.program(drawn, pin)
     except shardlib.PinError as error:
         if drawn.exact:
             raise
         row["refused"] = str(error)[:400]
         mesh = {axis: size for axis, size in pin["mesh"].items() if axis != "stage"}
-        program = compiled({"mesh": mesh or {"data": 2}})
+        program = random_losses.program(drawn, {"mesh": mesh or {"data": 2}})
     error = difference(program, drawn.loss, drawn.batch)
     return {
         **row,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 
 from benchmarks.brought.case import Case, integers, next_token, normals, of_linen
 
@@ -19,18 +20,7 @@ def unet() -> Case:
         emb_features=32, feature_depths=(16, 32), attention_configs=({"heads": 2}, {"heads": 2}),
         num_res_blocks=1,
     )  # fmt: skip
-    batch = {
-        "x": normals(0, ROWS, 16, 16, 3),
-        "t": normals(1, ROWS),
-        "text": normals(2, ROWS, 8, 16),
-        "noise": normals(3, ROWS, 16, 16, 3),
-    }
-
-    def loss(params, batch):
-        found = module.apply({"params": params}, batch["x"], batch["t"], batch["text"])
-        return jnp.mean((found - batch["noise"]) ** 2)
-
-    return of_linen("flaxdiff", module, (batch["x"], batch["t"], batch["text"]), loss, batch)
+    return _diffusion(module)
 
 
 def dit() -> Case:
@@ -38,6 +28,11 @@ def dit() -> Case:
     from flaxdiff.models.simple_dit import SimpleDiT
 
     module = SimpleDiT(patch_size=4, emb_features=64, num_layers=2, num_heads=4)
+    return _diffusion(module)
+
+
+def _diffusion(module: nn.Module) -> Case:
+    """The noise in an image, found from the noisy image, the time and a text."""
     batch = {
         "x": normals(0, ROWS, 16, 16, 3),
         "t": normals(1, ROWS),
@@ -54,7 +49,6 @@ def dit() -> Case:
 
 def resnet() -> Case:
     """flaxmodels: ResNet 18 with batch statistics."""
-    from flax import linen as nn
     from flaxmodels import ResNet18
 
     def wide(call, words, named, context):
@@ -119,7 +113,6 @@ def policy() -> Case:
 
 def vision_transformer() -> Case:
     """kauldron: its ViT encoder, with a head that the mean of tokens goes through."""
-    from flax import linen as nn
     from kauldron import modules
 
     module = nn.Sequential(
@@ -177,7 +170,6 @@ def gemma() -> Case:
 def equivariant() -> Case:
     """e3x: a network for molecules whose energies turn with them."""
     import e3x
-    from flax import linen as nn
 
     class Energies(nn.Module):
         @nn.compact

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,17 +23,7 @@ def llama3() -> Case:
         num_kv_heads=2, rope_theta=10000, norm_eps=1e-5,
     )  # fmt: skip
 
-    def loss(model, batch):
-        rows, length = batch["tokens"].shape
-        positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-        mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
-        logits, _ = model(batch["tokens"], positions, None, mask)
-        return next_token(logits, batch["tokens"])
-
-    return of_nnx(
-        "google-tunix", "Llama3", lambda rngs: Llama3(config, rngs=rngs), loss,
-        {"tokens": integers(0, VOCAB, ROWS, SEQ)},
-    )  # fmt: skip
+    return _tunix("Llama3", lambda rngs: Llama3(config, rngs=rngs))
 
 
 def qwen3_experts() -> Case:
@@ -44,6 +35,12 @@ def qwen3_experts() -> Case:
         num_kv_heads=2, rope_theta=10000, norm_eps=1e-6, num_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
 
+    return _tunix("Qwen3 (4 experts)", lambda rngs: Qwen3(config, rngs=rngs))
+
+
+def _tunix(name: str, init: Callable[[Any], Any]) -> Case:
+    """A decoder of google-tunix, with a causal mask."""
+
     def loss(model, batch):
         rows, length = batch["tokens"].shape
         positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
@@ -51,10 +48,7 @@ def qwen3_experts() -> Case:
         logits, _ = model(batch["tokens"], positions, None, mask)
         return next_token(logits, batch["tokens"])
 
-    return of_nnx(
-        "google-tunix", "Qwen3 (4 experts)", lambda rngs: Qwen3(config, rngs=rngs), loss,
-        {"tokens": integers(0, VOCAB, ROWS, SEQ)},
-    )  # fmt: skip
+    return of_nnx("google-tunix", name, init, loss, {"tokens": integers(0, VOCAB, ROWS, SEQ)})
 
 
 def mamba2() -> Case:

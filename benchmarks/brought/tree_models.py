@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,12 +25,7 @@ def vision_transformer() -> Case:
             num_classes=16, key=key,
         )  # fmt: skip
 
-    def loss(model, batch):
-        logits = jax.vmap(lambda x: model(x, jax.random.key(0), inference=True))(batch["x"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
-
-    batch = {"x": normals(0, ROWS, 3, 16, 16), "y": integers(1, 16, ROWS)}
-    return of_tree("equimo", "VisionTransformer", "Equinox", build, loss, batch)
+    return _classifier("VisionTransformer", build, 16)
 
 
 def convnext() -> Case:
@@ -37,12 +35,18 @@ def convnext() -> Case:
     def build(key):
         return ConvNeXt(3, depths=[1, 1], dims=[32, 64], num_classes=16, key=key)
 
+    return _classifier("ConvNeXt", build, 32)
+
+
+def _classifier(name: str, build: Callable[[jax.Array], Any], size: int) -> Case:
+    """A classifier of equimo, of square images."""
+
     def loss(model, batch):
         logits = jax.vmap(lambda x: model(x, jax.random.key(0), inference=True))(batch["x"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean()
 
-    batch = {"x": normals(0, ROWS, 3, 32, 32), "y": integers(1, 16, ROWS)}
-    return of_tree("equimo", "ConvNeXt", "Equinox", build, loss, batch)
+    batch = {"x": normals(0, ROWS, 3, size, size), "y": integers(1, 16, ROWS)}
+    return of_tree("equimo", name, "Equinox", build, loss, batch)
 
 
 def fourier_operator() -> Case:

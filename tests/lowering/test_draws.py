@@ -17,7 +17,7 @@ from shardlib.errors import PinError
 from shardlib.lowering.accumulation import bits, positions
 from shardlib.tracing.row_kinds import Draw
 from tests.zoo import random_losses
-from tests.zoo.parity import capture, relative_errors
+from tests.zoo.parity import relative_errors
 
 
 @pytest.mark.parametrize(
@@ -84,22 +84,11 @@ def test_no_plan_changes_what_a_loss_draws(seed):
     drawn = random_losses.draw(random.Random(seed))
     pin = PINS[seed % len(PINS) if drawn.layers else 0]
 
-    def compiled(pin: dict[str, Any]) -> shardlib.Program:
-        return shardlib.compile(
-            shardlib.tree(random_losses.params),
-            drawn.loss,
-            capture(),
-            drawn.batch,
-            batch_axes=drawn.axes,
-            topology="cpu:4",
-            pin=pin,
-        )
-
     try:
-        program = compiled(pin)
+        program = random_losses.program(drawn, pin)
     except PinError:
         assert not drawn.exact, drawn.name
-        program = compiled({"mesh": {"data": 2}})
+        program = random_losses.program(drawn, {"mesh": {"data": 2}})
         assert program.plan.microbatches == 1
     wrong = relative_errors(program, drawn.loss, drawn.batch)
     assert max(wrong.values()) < 1e-5, (drawn.name, wrong)

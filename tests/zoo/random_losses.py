@@ -4,6 +4,7 @@ and where it stands are drawn.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import shardlib
+from tests.zoo.parity import capture
 
 ROWS, SEQ, EMBED, LAYERS = 16, 4, 8, 4
 Key = Any
@@ -165,4 +169,17 @@ def draw(rng: random.Random) -> Drawn:
         axes=axes,
         layers=source == "keys of rows" or place is not unrolled,
         exact=impl == "threefry2x32" and what not in TOGETHER,
+    )
+
+
+def program(drawn: Drawn, pin: dict[str, Any]) -> shardlib.Program:
+    """The program of a loss under a plan; its optimizer keeps the gradients."""
+    return shardlib.compile(
+        shardlib.tree(params),
+        drawn.loss,
+        capture(),
+        drawn.batch,
+        batch_axes=drawn.axes,
+        topology=f"cpu:{math.prod(pin['mesh'].values())}",
+        pin=pin,
     )
