@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
+import ml_dtypes
 import numpy as np
 
 from shardlib.errors import ShardlibError
@@ -102,6 +103,7 @@ LAYOUT_BYTES = 1 << 24
 #: Names of dtypes in a layout.
 _NAMES = {
     "BOOL": np.dtype("?"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
     **{f"F{8 * size}": np.dtype(f"<f{size}") for size in (2, 4, 8)},
     **{f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)},
     **{f"U{8 * size}": np.dtype(f"<u{size}") for size in (1, 2, 4, 8)},

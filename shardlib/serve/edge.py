@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -162,15 +161,6 @@ class TracedChain:
             ]
         return [(number, "", 0) for number in sorted(before & later & self.made)] + keys
 
-    def dtype(self, key: Key) -> np.dtype:
-        """Of a value that is handed on."""
-        number, kind, which = key
-        if not kind:
-            return self.shapes[number].dtype
-        loop = self.program.equations[number]
-        carried = scan_counts(loop.params)[1]
-        return self.shapes[loop.outputs[which + (carried if kind == "stack" else 0)]].dtype
-
     def weights(self, first: Place, last: Place) -> list[tuple[int, int, int]]:
         """(number, first row, last row + 1) of the leaves that a stage reads; 0, 0 for all rows."""
         rows_by_leaf: dict[int, tuple[int, int]] = {}
@@ -229,7 +219,7 @@ class StageProgram:
 
     Attributes:
         program: of `jax.export`: (weights, what is handed in) -> what is handed on, lists of
-            arrays; bfloat16 goes as the bits of uint16.
+            arrays.
         weights: its part of them.
         taken: shapes and dtypes of what is handed in.
     """
@@ -265,34 +255,22 @@ def _stage(
     ends = last[0] == len(chain.program.equations)
 
     def run(weights: list[jax.Array], arrays: list[jax.Array]) -> list[jax.Array]:
-        env: dict[Key, Value] = {
-            key: _unpacked(array, chain.dtype(key))
-            for key, array in zip(taken, arrays, strict=True)
-        }
-        stage = _Stage(chain=chain, env=env)
+        stage = _Stage(chain=chain, env=dict(zip(taken, arrays, strict=True)))
         for (number, start, stop), array in zip(parts, weights, strict=True):
-            leaf = chain.leaves[number]
-            stage.weights[number] = _unpacked(array, jnp.dtype(leaf.dtype)), start, stop
+            stage.weights[number] = array, start, stop
         stage.run(first, last)
         keys: list[Key] = [(n, "", 0) for n in chain.program.outputs] if ends else handed
-        return [_packed(jnp.asarray(stage.handed(key))) for key in keys]
+        return [jnp.asarray(stage.handed(key)) for key in keys]
 
-    weights_bits = tuple(_bits(chain.leaves[n][a:b] if b else chain.leaves[n]) for n, a, b in parts)
-    shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in weights_bits]
-    taken_as = [_packed_shape(shape) for shape in inputs]
-    exported = export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(shapes, taken_as)
-    program = StageProgram(
-        program=bytes(exported.serialize()), weights=weights_bits, taken=tuple(taken_as)
+    leaves = tuple(
+        np.asarray(chain.leaves[n][a:b] if b else chain.leaves[n], order="C") for n, a, b in parts
     )
-    after = (
-        tuple(
-            jax.ShapeDtypeStruct(aval.shape, chain.dtype(key))
-            for aval, key in zip(exported.out_avals, handed, strict=True)
-        )
-        if not ends
-        else ()
+    shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    exported = export.export(jax.jit(run), platforms=("cpu", "cuda", "tpu"))(shapes, [*inputs])
+    program = StageProgram(program=bytes(exported.serialize()), weights=leaves, taken=inputs)
+    return program, tuple(
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.out_avals
     )
-    return program, after
 
 
 @dataclass(kw_only=True)
@@ -369,26 +347,6 @@ class _Stage:
             leaf, first, last = self.weights[number]
             return leaf[start - first : stop - first] if last else leaf[start:stop]
         return jnp.asarray(self.value(number))[start:stop]
-
-
-def _bits(array: Any) -> np.ndarray:
-    bits = np.asarray(array, order="C")
-    return bits.view(np.uint16) if bits.dtype == jnp.bfloat16 else bits
-
-
-def _packed(array: jax.Array) -> jax.Array:
-    half = array.dtype == jnp.bfloat16
-    return jax.lax.bitcast_convert_type(array, jnp.uint16) if half else array
-
-
-def _unpacked(array: jax.Array, dtype: np.dtype) -> jax.Array:
-    half = dtype == jnp.bfloat16
-    return jax.lax.bitcast_convert_type(array, jnp.bfloat16) if half else array
-
-
-def _packed_shape(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    dtype = jnp.uint16 if shape.dtype == jnp.bfloat16 else shape.dtype
-    return jax.ShapeDtypeStruct(shape.shape, dtype)
 
 
 #: Characters of a secret at most.

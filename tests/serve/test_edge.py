@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -22,6 +23,7 @@ from shardlib.annotation.tree import read
 from shardlib.errors import ArgumentError, ModelError
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import Device
+from shardlib.processes.wire import arrays_of, body_of
 from shardlib.serve.edge import StageError, Workers, cut, run_edge
 from shardlib.serve.edge_plan import EdgePlan
 from tests.serve.test_meshes import FAMILIES
@@ -85,6 +87,27 @@ def test_stages_compute_what_the_model_does(name: str):
     whole = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
     ends = 2 * model.params["embedding"].size * 4
     assert sum(w.nbytes for one in stages for w in one.weights) <= whole + ends
+
+
+def test_bfloat16_is_sent_and_handed_on():
+    sizes = replace(FAMILIES["grouped"], layers=4)
+    init = models.build(replace(sizes, param_dtype="bfloat16", compute_dtype="bfloat16"))[0]
+    model = read(init)
+    weights = jax.jit(model.init)(0)
+    tokens = np.arange(32, dtype=np.int32).reshape(2, 16)
+    given = [tokens]
+    for one in cut(model, forward, BATCH, weights, planned(init, DEVICES)):
+        arrays = {f"w{k}": array for k, array in enumerate(one.weights)}
+        arrays |= {f"g{k}": array for k, array in enumerate(given)}
+        size, chunks = body_of(arrays)
+        there = dict(arrays_of(size, io.BytesIO(b"".join(map(bytes, chunks))).read))
+        program = export.deserialize(bytearray(one.program))
+        lists = [[there[name] for name in arrays if name[0] == kind] for kind in "wg"]
+        given = [np.asarray(x) for x in program.call(*lists)]
+    right = forward(model.rebuild(*weights), {"tokens": tokens})["logits"]
+    logits = next(array for array in given if array.ndim == 3)
+    assert logits.dtype == right.dtype and model.params["embedding"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(logits.astype(np.float32), right.astype(np.float32), atol=0.1)
 
 
 @pytest.fixture(scope="module")
