@@ -806,6 +806,10 @@ class ServingPlanOptions:
         return self.serve
 
 
+#: Options that `shardlib.plan_serving` has by the same names.
+WORKLOAD = ("prompt", "output", "rate", "objective", "weights", "cache")
+
+
 def plan_to_serve(
     spec: str,
     topology: str,
@@ -824,28 +828,15 @@ def plan_to_serve(
     from shardlib.machines.topology import topology as find_topology
 
     machine, pin = find_topology(topology), _pins(pins)
-    limits = {
-        name: duration(text, f"--{name}") if text is not None else None
-        for name, text in (("ttft", serving.ttft), ("tpot", serving.tpot))
-    }
+    load: dict[str, Any] = {word: getattr(serving, word) for word in WORKLOAD}
+    for word in ("ttft", "tpot"):
+        text = getattr(serving, word)
+        load[word] = None if text is None else duration(text, f"--{word}")
     with quiet_stdout(as_json), status(f"planning a server of {spec} for {topology}"):
         init, forward, name = _model(spec, serving.prompt + serving.output)
         import shardlib
 
-        plan = shardlib.plan_serving(
-            init,
-            forward,
-            topology=machine,
-            prompt=serving.prompt,
-            output=serving.output,
-            rate=serving.rate,
-            **limits,
-            objective=serving.objective,
-            weights=serving.weights,
-            cache=serving.cache,
-            pin=pin,
-            name=name,
-        )
+        plan = shardlib.plan_serving(init, forward, topology=machine, **load, pin=pin, name=name)
     if out is not None:
         write(out, plan.to_json() + "\n")
     from shardlib.serve.plan import curve, meshes, to_data

@@ -32,7 +32,7 @@ from shardlib.serve.cache import (
 )
 from shardlib.serve.layers import AdaptedParams, bodies
 from shardlib.serve.program import Forward, TracedForward, traced_forward
-from shardlib.serve.requests import Capacity, GenerationRequest, Request, SampledToken, whole
+from shardlib.serve.requests import Capacity, GenerationRequest, Request, SampledToken
 from shardlib.serve.sampling import (
     Choices,
     Chosen,
@@ -46,7 +46,7 @@ from shardlib.serve.sampling import (
 from shardlib.serve.scheduling import ScheduledChunk
 from shardlib.serve.step import Step, arranged, both, placed
 from shardlib.tracing.program import Program
-from shardlib.untrusted.data import bounded
+from shardlib.untrusted.data import bounded, is_integer
 
 # --------------------------------------------------------------------------------------------------
 # Adapters of one base: each request names its own, and all of them run in one program.
@@ -713,7 +713,7 @@ def _check_devices(tensor: int, data: int, there: int) -> None:
     failures = [
         f"{name} is {value!r}; it is a whole number from 1 on"
         for name, value in (("tensor", tensor), ("data", data))
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1
+        if not is_integer(value) or value < 1
     ]
     if not failures and tensor * data > there:
         failures = [
@@ -885,7 +885,7 @@ class Sources:
         """Lists the reasons why the source of a request cannot be served; empty where it can."""
         if not 0 < len(request.source) <= self.longest:
             return [f"the source has {len(request.source)} tokens; it has from 1 to {self.longest}"]
-        if not all(whole(token) and 0 <= token < 1 << 31 for token in request.source):
+        if not all(is_integer(token) and 0 <= token < 1 << 31 for token in request.source):
             return ["the source has what is not a token; tokens are whole numbers from 0 on"]
         return []
 

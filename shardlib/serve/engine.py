@@ -19,7 +19,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 import jax
 import numpy as np
@@ -48,7 +47,6 @@ from shardlib.serve.requests import (
     Request,
     SampledToken,
     Sampling,
-    whole,
     wrong_shares,
 )
 from shardlib.serve.sampling import (
@@ -57,6 +55,7 @@ from shardlib.serve.sampling import (
 )
 from shardlib.serve.scheduling import Groups, Schedule, ScheduledChunk
 from shardlib.serve.step import Step
+from shardlib.untrusted.data import is_integer
 
 #: Seconds that masks of forms are waited for where nothing else is to be done; and otherwise, as a
 #: share of the last step.
@@ -92,18 +91,9 @@ class Engine:
         """Several answers to one prompt wait to be served. The pages that the prompt fills are
         computed once, and shared.
         """
-        if not whole(count) or count < 1:
+        if not is_integer(count) or count < 1:
             raise ArgumentError(f"{count!r} answers are asked for; a prompt has at least one")
-        sampling = generation.sampling
-        return [
-            self.add(
-                replace(
-                    generation,
-                    sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 32)),
-                )
-            )
-            for number in range(count)
-        ]
+        return [self.add(request) for request in generation.answers(count)]
 
     def run(self) -> None:
         """Serves until every request has ended."""
@@ -219,7 +209,7 @@ class Engine:
             encode: (model, int32 source [1, longest], how many of its tokens count) -> arrays by
                 dotted path, in place of variables of the model with a row, [1, ...].
         """
-        if not whole(longest) or longest < 1:
+        if not is_integer(longest) or longest < 1:
             raise ArgumentError(f"longest is {longest!r}; a source has at least one token")
         if not isinstance(self.compute, Step) or self._adapters.rows:
             raise ArgumentError("a model with adapters, or a cache of its own, has no encoder")

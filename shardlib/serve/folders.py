@@ -72,6 +72,8 @@ from shardlib.untrusted.data import (
     JsonObject,
     Limits,
     fit,
+    is_integer,
+    is_number,
     printable,
     read_bytes,
     read_json,
@@ -186,13 +188,12 @@ def read_adapter(folder: Path) -> PeftAdapter:
         if key in settings and settings[key] not in allowed
     ]
     rank, alpha = settings.get("r"), settings.get("lora_alpha")
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+    if not is_integer(rank) or rank < 1:
         failures.append(f"r is {shown(rank)}; it is a whole number above 0")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool):
+    if not is_number(alpha):
         failures.append(f"lora_alpha is {shown(alpha)}; it is a number")
     if failures:
         raise_all(ModelError, f"the adapter {folder} cannot be served", failures)
-    assert isinstance(rank, int) and isinstance(alpha, int | float)
     try:
         tensors = load_file(file)
     except (SafetensorError, OSError, ValueError, TypeError) as error:
@@ -200,6 +201,7 @@ def read_adapter(folder: Path) -> PeftAdapter:
             f"{file} is not a file that can be read ({fit(printable(str(error)), 200)})\nTry: fetch"
             " it again"
         ) from error
+    assert is_integer(rank) and is_number(alpha)
     scale = alpha / (rank**0.5 if settings.get("use_rslora") else rank)
     return PeftAdapter(scale=scale, tensors=_paired(file, tensors, rank))
 
@@ -308,7 +310,7 @@ def generation(data: JsonMapping, source: str) -> Generation:
     """
     ends = data.get("eos_token_id")
     listed = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    stop = [token for token in listed if isinstance(token, int) and not isinstance(token, bool)]
+    stop = [token for token in listed if is_integer(token)]
     if len(stop) < len(listed) or any(token < 0 for token in stop):
         raise ModelError(f"{source} has eos_token_id {shown(ends)}; it is a token, or some")
     if not data.get("do_sample"):

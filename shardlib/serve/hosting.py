@@ -200,19 +200,8 @@ class Answer:
             return replace(self._give(len(self._held), last=False), ended=STOP)
         if ended is not None:
             return replace(self._give(len(self._held), last=True), ended=ended)
-        return self._give(len(self._held) - self._waiting(), last=False)
-
-    def _waiting(self) -> int:
-        """Characters at the end that a stop string may begin with."""
-        return max(
-            (
-                size
-                for stop in self._stop
-                for size in range(1, len(stop))
-                if self._held.endswith(stop[:size])
-            ),
-            default=0,
-        )
+        waiting = max((_waiting(self._held, stop) for stop in self._stop), default=0)
+        return self._give(len(self._held) - waiting, last=False)
 
     def _give(self, size: int, *, last: bool) -> AnswerPart:
         piece, self._held = self._held[:size], self._held[size:]
@@ -702,7 +691,7 @@ def _after_blanks(text: str, start: int) -> int:
 
 
 def _waiting(text: str, tag: str) -> int:
-    """Characters at the end that a tag may begin with."""
+    """Characters at the end that a tag, or a stop string, may begin with."""
     return next((size for size in range(len(tag) - 1, 0, -1) if text.endswith(tag[:size])), 0)
 
 

@@ -25,6 +25,7 @@ from shardlib.errors import ArgumentError, raise_all
 from shardlib.serve.cache import CacheGroup
 from shardlib.serve.cost import needed, ordered, pages_each
 from shardlib.serve.plan import ServingPlan
+from shardlib.untrusted.data import is_integer, is_number
 
 #: Tokens with a bias, and likeliest tokens that are listed, at most: those of OpenAI's interface.
 MOST_BIASED, MOST_LISTED = 300, 20
@@ -74,7 +75,7 @@ class Sampling:
                 ("presence", self.presence, "from -2 to 2", lambda x: -2 <= x <= 2),
                 ("repetition", self.repetition, "above 0", lambda x: x > 0),
             )
-            if not number(value) or not right(value)
+            if not is_number(value) or not right(value)
         ]
         failures += [
             f"{name} is {value!r}; it is a whole number {what}"
@@ -82,12 +83,12 @@ class Sampling:
                 ("top_k", self.top_k, "from 0 to 2^31 - 1", lambda x: 0 <= x < 1 << 31),
                 ("seed", self.seed, "from 0 to 2^32 - 1", lambda x: 0 <= x < 1 << 32),
             )
-            if not whole(value) or not right(value)
+            if not is_integer(value) or not right(value)
         ]
         failures += [
             f"bias of token {token!r} is {value!r}; it is a number from -100 to 100"
             for token, value in self.bias.items()
-            if not number(value) or not -100 <= value <= 100
+            if not is_number(value) or not -100 <= value <= 100
         ][:3]
         if len(self.bias) > MOST_BIASED:
             failures.append(f"{len(self.bias)} tokens have a bias; at most {MOST_BIASED} may")
@@ -103,22 +104,12 @@ class Sampling:
         return bool(self.frequency or self.presence or self.repetition != 1)
 
 
-def whole(value: object) -> bool:
-    """Returns whether a value is a whole number, which no boolean is."""
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def number(value: object) -> bool:
-    """Returns whether a value is a number, and finite; no boolean is."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def wrong_shares(shares: Mapping[str, float]) -> list[str]:
     """Lists the shares that are not numbers above 0."""
     return [
         f"the share of {name!r} is {share!r}; it is a number above 0"
         for name, share in shares.items()
-        if not number(share) or not 0 < share < 1e9
+        if not is_number(share) or not 0 < share < 1e9
     ]
 
 
@@ -222,7 +213,7 @@ class Capacity:
             for name, start in minima.items()
             if (value := getattr(self, name)) is not None
             or name not in ("pages", "budget", "chunk")
-            if isinstance(value, bool) or not isinstance(value, int) or value < start
+            if not is_integer(value) or value < start
         ]
         if not failures and self.budget is not None and self.budget < self.slots:
             failures.append(
@@ -485,6 +476,12 @@ class GenerationRequest:
     source: tuple[int, ...] = ()
     form: Form | None = None
 
+    def answers(self, count: int) -> list[Self]:
+        """The same request several times, with seeds that follow each other."""
+        sampling = self.sampling
+        seeds = ((sampling.seed + number) % (1 << 32) for number in range(count))
+        return [replace(self, sampling=replace(sampling, seed=seed)) for seed in seeds]
+
     def failures(self, *, vocab: int, room: int) -> list[str]:
         """Lists the reasons why a model cannot serve it; empty where it can."""
         failures = [] if self.prompt else ["the prompt is empty"]
@@ -494,7 +491,7 @@ class GenerationRequest:
             ("bias has", self.sampling.bias),
             ("barred has", self.sampling.barred),
         ):
-            wrong = [token for token in tokens if not whole(token) or not 0 <= token < vocab]
+            wrong = [token for token in tokens if not is_integer(token) or not 0 <= token < vocab]
             if wrong:
                 failures.append(
                     f"{what} {wrong[0]!r}; tokens are whole numbers from 0 to {vocab - 1}"
@@ -503,20 +500,21 @@ class GenerationRequest:
             failures.append("no token is left to choose from")
         if self.form is not None and (self.sampling.barred or self.least):
             failures.append("an answer that has a form bars no tokens, and has no least length")
-        if not whole(self.priority):
+        if not is_integer(self.priority):
             failures.append(f"priority is {self.priority!r}; it is a whole number")
-        if self.seconds is not None and (not number(self.seconds) or self.seconds <= 0):
+        if self.seconds is not None and (not is_number(self.seconds) or self.seconds <= 0):
             failures.append(f"seconds is {self.seconds!r}; it is a number above 0")
-        if not whole(self.top) or not 0 <= self.top <= MOST_LISTED:
+        if not is_integer(self.top) or not 0 <= self.top <= MOST_LISTED:
             failures.append(f"top is {self.top!r}; from 0 to {MOST_LISTED} tokens are listed")
-        if not whole(self.most) or self.most < 0:
+        if not is_integer(self.most) or self.most < 0:
             failures.append(f"most is {self.most!r}; it is a whole number from 0 on")
         elif len(self.prompt) + self.most > room:
             failures.append(
                 f"{len(self.prompt)} tokens of the prompt and {self.most} of the answer are more"
                 f" than the {room} that a request may have"
             )
-        if not whole(self.least) or self.least < 0 or (whole(self.most) and self.least > self.most):
+        most = self.most if is_integer(self.most) else math.inf
+        if not is_integer(self.least) or not 0 <= self.least <= most:
             failures.append(f"least is {self.least!r}; it is a whole number from 0 to most")
         return failures
 

@@ -34,7 +34,7 @@ from shardlib.serve.cost import (
     temporaries,
 )
 from shardlib.serve.propagation import serving_layouts
-from shardlib.untrusted.data import JsonObject
+from shardlib.untrusted.data import JsonObject, is_integer, is_number
 
 #: A pin's value: a number, or the sizes of a mesh.
 ServingPin = int | Mapping[str, int]
@@ -77,7 +77,7 @@ class ServingPins:
                 near = difflib.get_close_matches(word, [*words, "mesh"], 1)
                 hint = f"; do you mean {near[0]!r}?" if near else ""
                 failures.append(f"{word!r} is not a decision of serving{hint}")
-            elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            elif not is_integer(value) or value < 1:
                 failures.append(f"{word} is {value!r}; it is a whole number from 1 on")
         if failures:
             raise_all(
@@ -86,7 +86,7 @@ class ServingPins:
                 failures,
                 hint=f"decisions are mesh, {', '.join(words)}",
             )
-        return cls(**{word: value for word, value in table.items() if isinstance(value, int)})
+        return cls(**{word: value for word, value in table.items() if is_integer(value)})
 
     def changed(self, others: Self) -> Self:
         """These pins with others in their place."""
@@ -140,9 +140,7 @@ class ServingWorkload:
         failures = [
             f"{name} is {value!r}; it is a whole number of tokens from 1 to {LONGEST}"
             for name in ("prompt", "output")
-            if isinstance(value := getattr(self, name), bool)
-            or not isinstance(value, int)
-            or not 1 <= value <= LONGEST
+            if not is_integer(value := getattr(self, name)) or not 1 <= value <= LONGEST
         ]
         failures += [
             f"{name} is {value!r}; it is {what} above 0"
@@ -151,12 +149,7 @@ class ServingWorkload:
                 ("ttft", "seconds"),
                 ("tpot", "seconds"),
             )
-            if (value := getattr(self, name)) is not None
-            and (
-                isinstance(value, bool)
-                or not isinstance(value, int | float)
-                or not (value > 0 and math.isfinite(value))
-            )
+            if (value := getattr(self, name)) is not None and (not is_number(value) or value <= 0)
         ]
         failures += [
             f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}"

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeAlias, TypeVar, cast
+from typing import Any, SupportsIndex, TypeAlias, TypeGuard, TypeVar, cast
 
 from shardlib.errors import ArgumentError, MissingFileError, ShardlibError, raise_all
 
@@ -71,6 +71,16 @@ def require_kinds(
             [f"{name} is {_shown(values[name])}, not {kinds[name][1]}" for name in wrong],
             hint="; ".join(kinds[name][2] for name in wrong),
         )
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """True for an integer; a boolean is none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """True for a finite number; a boolean is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_seed(seed: SupportsIndex) -> int:

@@ -593,34 +593,25 @@ async def answered(
         return JSONResponse(await reply.whole())
 
 
-def chat_routes(catalog: Catalog, settings: Settings) -> APIRouter:
-    """Conversations."""
+def generation_routes(catalog: Catalog, settings: Settings) -> APIRouter:
+    """Conversations, and texts that go on."""
     router = APIRouter()
 
     @router.post("/chat/completions")
     async def chat(body: Chat, http: Request) -> Response:
         named = catalog.find(body.model)
-        deployed = named.deployed
         refuse_unserved(body)
-        refuse_tools(body, deployed)
-        with places(deployed, body.answers, settings) as stack:
-            prompt = await conversation(body, deployed)
+        refuse_tools(body, named.deployed)
+        with places(named.deployed, body.answers, settings) as stack:
+            prompt = await conversation(body, named.deployed)
             return await answered(http, body, named, [prompt], stack, settings)
-
-    return router
-
-
-def completion_routes(catalog: Catalog, settings: Settings) -> APIRouter:
-    """Texts that go on."""
-    router = APIRouter()
 
     @router.post("/completions")
     async def completions(body: Completion, http: Request) -> Response:
         named = catalog.find(body.model)
-        deployed = named.deployed
         refuse_unserved(body)
-        with places(deployed, len(body.prompt) * body.answers, settings) as stack:
-            prompts = await tokens_of(body.prompt, deployed)
+        with places(named.deployed, len(body.prompt) * body.answers, settings) as stack:
+            prompts = await tokens_of(body.prompt, named.deployed)
             return await answered(http, body, named, prompts, stack, settings)
 
     return router
@@ -720,8 +711,7 @@ def application(deployed: Sequence[Deployment], settings: Settings | None = None
     faults.install(app)
     for routes in (
         model_routes(catalog, started),
-        completion_routes(catalog, limits),
-        chat_routes(catalog, limits),
+        generation_routes(catalog, limits),
         embedding_routes(catalog),
     ):
         app.include_router(routes, prefix="/v1")

@@ -8,7 +8,6 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
@@ -18,7 +17,7 @@ from shardlib.errors import ArgumentError
 from shardlib.serve.hosting import OPEN, CallReader, Deployment, forced, plain, tagged
 from shardlib.serve.http.settings import Fault, NamedModel
 from shardlib.serve.requests import MOST_BIASED, STOP, Form, GenerationRequest, Sampling
-from shardlib.untrusted.data import JsonObject, shown
+from shardlib.untrusted.data import JsonObject, is_integer, shown
 
 # --------------------------------------------------------------------------------------------------
 # The base of all bodies.
@@ -355,7 +354,7 @@ def _tokens(items: list[object], place: str) -> tuple[int, ...]:
         raise _wrong(f"{place.removesuffix('.{}')} is empty")
     tokens: list[int] = []
     for index, item in enumerate(items):
-        if not isinstance(item, int) or isinstance(item, bool) or item < 0:
+        if not is_integer(item) or item < 0:
             what = shown(item) if _is_number(item) else _kind(item)
             raise _wrong(f"{place.format(index)} is {what}; tokens are whole numbers from 0 on")
         tokens.append(item)
@@ -751,12 +750,7 @@ def asked_of(
             )
             if failures := request.failures(vocab=engine.forward.vocab, room=engine.room):
                 raise ArgumentError("; ".join(failures))
-            requests += [
-                replace(
-                    request, sampling=replace(sampling, seed=(sampling.seed + number) % (1 << 32))
-                )
-                for number in range(body.answers)
-            ]
+            requests += request.answers(body.answers)
     except ArgumentError as error:
         raise Fault(400, str(error), code="invalid_value") from error
     return requests

@@ -27,7 +27,7 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -317,15 +317,7 @@ class Repository:
         text_input = tensor("text", "text", [1])
         tokens = [tensor("tokens", "int32", [seq]), tensor("length", "int32", [1])]
         self._config(batched(words, [text_input], tokens, rows=self.rows, instances=self.instances))
-        middle = self.write_pass(
-            SinglePass(
-                name=f"{name}_states",
-                model=states.model,
-                weights=states.weights,
-                run=states.run,
-                inputs=states.inputs,
-            )
-        )
+        middle = self.write_pass(replace(states, name=f"{name}_states"))
         self._program(self._version(normal), "normalise", {})
         width = [-1]
         self._config(
