@@ -24,7 +24,8 @@ from typing import Any
 from benchmarks.environment import command_line, write
 from shardlib.islands.exchanges import Asynchronous
 from shardlib.islands.servers.rounds import RoundService
-from shardlib.islands.servers.server import Listening, Service
+from shardlib.islands.servers.server import Service
+from shardlib.islands.servers.service import Listening
 from shardlib.islands.servers.wire import Ask, Connection
 from shardlib.processes.wire import MARK, introduce
 from shardlib.serve.edge import DRIVER, Entrance

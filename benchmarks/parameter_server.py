@@ -31,7 +31,8 @@ import numpy as np
 import shardlib
 from benchmarks.environment import RESULTS, command_line, show, write
 from shardlib.islands import servers
-from shardlib.islands.servers.server import Listening, Service
+from shardlib.islands.servers.server import Service
+from shardlib.islands.servers.service import Listening
 from shardlib.islands.servers.wire import Ask, Connection, address_file, listed
 
 STEPS, WIDTH, ROWS, SLOW = 200, 16, 64, 2

@@ -95,7 +95,8 @@ def serve(rate: float) -> None:
 
     from shardlib.islands.exchanges import Asynchronous
     from shardlib.islands.servers.relay import Link, Relay
-    from shardlib.islands.servers.server import Listening, Service
+    from shardlib.islands.servers.server import Service
+    from shardlib.islands.servers.service import Listening
 
     exchange = Asynchronous(workers=1, servers=1, rule="sgd", rate=1e-3)
     listening = Listening(service=Service(exchange=exchange), secret=os.environ["ORDER_SECRET"])

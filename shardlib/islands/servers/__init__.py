@@ -29,7 +29,8 @@ joining.py         `join`
 processes.py       the processes of servers
 relay.py           A slow link of our own
 rounds.py          rounds of islands that are processes of their own
-server.py          A server
+server.py          a parameter server
+service.py         a server, whatever it serves: answers, connections, the file of its checkpoint
 starting.py        training with workers and parameter servers: processes of this machine, or
                    Ray actors
 wire.py            what workers and servers say to each other

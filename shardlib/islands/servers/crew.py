@@ -25,7 +25,7 @@ import numpy as np
 from shardlib.errors import ArgumentError, LaunchError, raise_all
 from shardlib.islands.exchanges import BUCKET_BYTES, Asynchronous, wrong_bucket_bytes
 from shardlib.islands.servers.processes import ServerSettings
-from shardlib.islands.servers.server import write
+from shardlib.islands.servers.service import write
 from shardlib.islands.servers.wire import STARTER, Ask, Link
 from shardlib.islands.servers.worker import Reference
 from shardlib.islands.servers.worker_process import WorkerSettings, log_file

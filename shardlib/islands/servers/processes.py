@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from shardlib.errors import LaunchError, ShardlibError
 from shardlib.islands.exchanges import Asynchronous, Rule
 from shardlib.islands.servers.rounds import FILE, Last, Rounds, RoundService, Short
-from shardlib.islands.servers.server import Listening, Service, write
+from shardlib.islands.servers.server import Service
+from shardlib.islands.servers.service import Listening, MessageService, write
 from shardlib.islands.servers.wire import address_file
 from shardlib.untrusted.data import Form, construct, parse_json
 
@@ -30,14 +31,6 @@ OUTER_SETTINGS, TOKEN = "SHARDLIB_ROUNDS", "SHARDLIB_MEETING_TOKEN"
 ROUNDS, EVENTS = "rounds.jsonl", "events.jsonl"
 #: File of the run that says where the outer server listens, and its pid.
 ADDRESS = "outer.address"
-
-
-class Saves(Protocol):
-    """A writer of checkpoints."""
-
-    def save(self) -> object:
-        """Writes it."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +150,7 @@ def _line(path: Path, data: dict[str, Any]) -> None:
         stream.write(json.dumps(data) + "\n")
 
 
-def serve(listening: Listening, service: Saves, address: Path) -> None:
+def serve(listening: Listening, service: MessageService, address: Path) -> None:
     """Serves until the process is ended; SIGTERM saves first."""
 
     def end(*_: Any) -> None:

@@ -84,10 +84,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save as packed
 
-from shardlib.errors import ArgumentError, CheckpointError, PinError, ShardlibError, raise_all
+from shardlib.errors import ArgumentError, CheckpointError, PinError, raise_all
 from shardlib.islands.exchanges import (
     BLOCK,
     DiLoCo,
@@ -100,13 +98,18 @@ from shardlib.islands.exchanges import (
     whole,
 )
 from shardlib.islands.outer import narrow, outer_update, widen
-from shardlib.islands.servers.server import RefusedError, write
+from shardlib.islands.servers.service import (
+    VERSION,
+    MessageService,
+    packed_file,
+    read_file,
+    write,
+)
 from shardlib.islands.servers.wire import (
-    STARTER,
     Answer,
     Ask,
     Flat,
-    OrderError,
+    RefusedError,
     gathered,
     owned,
     read_order,
@@ -142,7 +145,10 @@ class Outer:
 
     def update(self, start: int, stop: int, gradient: np.ndarray, exchange: DiLoCo) -> None:
         """Runs the outer update of a run; arguments as those of `after`."""
-        theta, momentum = self.after(start, stop, gradient, exchange)
+        self.put(start, stop, *self.after(start, stop, gradient, exchange))
+
+    def put(self, start: int, stop: int, theta: np.ndarray, momentum: np.ndarray) -> None:
+        """Replaces a run of parameters and momentum."""
         self.theta[start:stop], self.momentum[start:stop] = theta, momentum
 
 
@@ -224,10 +230,6 @@ class Outline:
         return arrays
 
 
-class PackingError(ShardlibError, ValueError):
-    """Arrays that are not a vector of this form."""
-
-
 def pack(vector: np.ndarray, sizes: Sequence[int], wire: str) -> Flat:
     """A vector as arrays that cross.
 
@@ -273,7 +275,7 @@ def _require_form(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: 
         described = ", ".join(
             f"{name} of {size} {dtype}" for name, (dtype, size) in expected.items()
         )
-        raise PackingError(f"what came is no {wire} of this fragment, which has {described}")
+        raise RefusedError(f"what came is no {wire} of this fragment, which has {described}")
 
 
 _DTYPES = {
@@ -327,6 +329,10 @@ class About:
     def text(self) -> str:
         """As it is sent."""
         return json.dumps([self.exchange, self.digest])
+
+
+#: Why a round changes nothing.
+NOT_FINITE = "with it, outer parameters would not be finite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -435,15 +441,22 @@ class Held:
         """Runs the outer update of a round whose mean is known; nothing where it changed
         nothing.
         """
-        span, self.gradients = self.span(number), {}
-        if arrays:
-            theta, momentum = self.outer.after(*span, self.unpacked(number, arrays), self.exchange)
-            if not np.isfinite(theta).all() or not np.isfinite(momentum).all():
-                raise RefusedError("with it, outer parameters would not be finite")
-            start, stop = span
-            self.outer.theta[start:stop], self.outer.momentum[start:stop] = theta, momentum
+        self.gradients = {}
+        if arrays and not self._updated(number, arrays):
+            raise RefusedError(NOT_FINITE)
         everyone = tuple(islands)
         self.last = Last(number=number, islands=everyone, sent=everyone, arrays=dict(arrays))
+
+    def _updated(self, number: int, arrays: Mapping[str, np.ndarray]) -> bool:
+        """Runs the outer update by a mean as it crosses; False, and nothing has changed, where
+        outer parameters would not be finite.
+        """
+        span, gradient = self.span(number), self.unpacked(number, arrays)
+        theta, momentum = self.outer.after(*span, gradient, self.exchange)
+        if not np.isfinite(theta).all() or not np.isfinite(momentum).all():
+            return False
+        self.outer.put(*span, theta, momentum)
+        return True
 
     def span(self, number: int) -> tuple[int, int]:
         """Returns begin and end of the fragment of a round."""
@@ -453,17 +466,11 @@ class Held:
     def close(self, number: int, sent: tuple[int, ...]) -> tuple[Last, str]:
         """Runs the outer update with what has arrived."""
         gradients, self.gradients = self.gradients, {}
-        span, wire = self.span(number), self.exchange.wire
         arrays, why = Flat(), "" if gradients else "no outer gradient was finite"
         if gradients:
-            arrays = pack(mean(gradients), self.sizes(number), wire)
-            rounded = self.unpacked(number, arrays)
-            theta, momentum = self.outer.after(*span, rounded, self.exchange)
-            if np.isfinite(theta).all() and np.isfinite(momentum).all():
-                start, stop = span
-                self.outer.theta[start:stop], self.outer.momentum[start:stop] = theta, momentum
-            else:
-                arrays, why = Flat(), "with it, outer parameters would not be finite"
+            arrays = pack(mean(gradients), self.sizes(number), self.exchange.wire)
+            if not self._updated(number, arrays):
+                arrays, why = Flat(), NOT_FINITE
         self.last = Last(number=number, islands=tuple(sorted(gradients)), sent=sent, arrays=arrays)
         return self.last, why
 
@@ -650,32 +657,30 @@ class Attendance:
 
     def reopen(self) -> None:
         """Opens the next round for the same islands."""
-        self.active |= self.waiting.keys()
-        self.waiting.clear()
-        self.sent.clear()
-        self.first = None
-        self.number += 1
+        self._next(self.active)
 
     def close(self) -> list[int]:
         """Opens the next round, and gives the islands that were in this one and have sent nothing;
         they are in no round.
         """
         out = sorted(self.active - self.sent)
-        self.active = (self.active & self.sent) | self.waiting.keys()
+        self._next(self.active & self.sent)
+        return out
+
+    def _next(self, stay: set[int]) -> None:
+        """Opens the next round for islands that stay, and those that wait."""
+        self.active = stay | self.waiting.keys()
         self.waiting.clear()
         self.sent.clear()
         self.first = None
         self.number += 1
-        return out
 
 
 # --------------------------------------------------------------------------------------------------
-# The outer server's checkpoint: one file of safetensors, replaced as a whole. It has the outer
-# parameters by path, their momentum, and the round that has closed last, so that islands which
-# have not heard its mean hear it from a server that was started again.
+# The outer server's checkpoint. It has the outer parameters by path, their momentum, and the round
+# that has closed last, so that islands which have not heard its mean hear it from a server that was
+# started again.
 
-#: Of this form of the file.
-VERSION = 1
 FILE = "outer.safetensors"
 
 
@@ -743,7 +748,6 @@ def packed_state(state: Held, number: int, active: Sequence[int]) -> bytes:
     """The checkpoint of a server, all of it."""
     last = state.last
     header = {
-        "version": VERSION,
         "exchange": json.dumps(state.exchange.to_json()),
         "era": state.era,
         "entries": [list(pair) for pair in state.entries.items()],
@@ -752,28 +756,23 @@ def packed_state(state: Held, number: int, active: Sequence[int]) -> bytes:
         "islands": [] if last is None else list(last.islands),
         "sent": [] if last is None else list(last.sent),
     }
-    arrays = {f"outer:{p}": a for p, a in state.outline.arrays(state.outer.theta).items()}
-    arrays |= {f"momentum:{p}": a for p, a in state.outline.arrays(state.outer.momentum).items()}
-    if last is not None:
-        arrays |= {f"mean:{name}": array for name, array in last.arrays.items()}
-    return packed(arrays, {"about": json.dumps(header)})
+    arrays = {
+        "outer": state.outline.arrays(state.outer.theta),
+        "momentum": state.outline.arrays(state.outer.momentum),
+        "mean": {} if last is None else last.arrays,
+    }
+    return packed_file(header, arrays)
 
 
 def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
     """Reads a checkpoint: the outer values, the open round, islands that have begun it; None where
     there is none.
     """
-    if not path.exists():
+    stored = read_file(path, StoredAbout, ("outer", "momentum", "mean"))
+    if stored is None:
         return None
     what = f"the checkpoint {path}"
-    try:
-        with safe_open(path, framework="numpy") as file:
-            text = (file.metadata() or {}).get("about", "null")
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{what} cannot be read: {error}") from error
-    header = construct(StoredAbout, parse_json(text, what, CheckpointError), what, CheckpointError)
-    theta, momentum = _named(arrays, "outer:"), _named(arrays, "momentum:")
+    header, (theta, momentum, mean_arrays) = stored
     outline = Outline.of({name: array.shape for name, array in theta.items()})
     if header.version != VERSION or theta.keys() != momentum.keys():
         raise CheckpointError(f"{what} has another form than version {VERSION}")
@@ -790,16 +789,9 @@ def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
     )
     if header.sent:
         state.last = Last(
-            number=header.round - 1,
-            islands=header.islands,
-            sent=header.sent,
-            arrays=_named(arrays, "mean:"),
+            number=header.round - 1, islands=header.islands, sent=header.sent, arrays=mean_arrays
         )
     return state, header.round, header.active
-
-
-def _named(arrays: dict[str, np.ndarray], kind: str) -> Flat:
-    return {name[len(kind) :]: array for name, array in arrays.items() if name.startswith(kind)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -824,33 +816,23 @@ def _named(arrays: dict[str, np.ndarray], kind: str) -> Flat:
 HOLD_SECONDS = 10.0
 #: Seconds between two looks at the clock.
 LOOK_SECONDS = 0.2
-#: Events that are kept.
-MOST_EVENTS = 1000
 
 
 @dataclass(kw_only=True)
-class RoundService:
+class RoundService(MessageService):
     """The outer server without its connections.
 
     Attributes:
         islands: how many there may be.
         rounds: for how long they wait, and for how many.
-        checkpoint: its file, or none.
-        say: is told what happens.
         closed: is told of each round that has closed.
-        server: number of this server.
-        events: what has happened and somebody should know.
-        refused: how many messages were.
     """
+
+    asker = "island"
 
     islands: int
     rounds: Rounds = field(default_factory=Rounds)
-    checkpoint: Path | None = None
-    say: Callable[[str], None] = lambda text: None
     closed: Callable[[Last], None] = lambda last: None
-    server: int = 0
-    events: list[str] = field(default_factory=list[str])
-    refused: int = 0
 
     def __post_init__(self) -> None:
         self.table = Attendance(islands=self.islands, rounds=self.rounds)
@@ -858,7 +840,7 @@ class RoundService:
         self._changed = threading.Condition()
         path = self.checkpoint
         self._file = None if path is None else Checkpoint(path=path, failed=self.note)
-        stored = None if self.checkpoint is None else restored(self.checkpoint)
+        stored = None if path is None else restored(path)
         if stored is not None:
             self.held, self.table.number, active = stored
             if self.rounds.save_every == 1:
@@ -877,25 +859,16 @@ class RoundService:
         """Bytes of the parameters; None before they are known."""
         return None if self.held is None else self.held.outer.theta.nbytes
 
-    def name(self, who: int) -> str:
-        """Names an asker by its number."""
-        return "the starter" if who == STARTER else f"island {who}"
+    @property
+    def progress(self) -> Answer:
+        """The open round."""
+        return Answer(round=self.table.number)
 
-    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
-        """Answers a message."""
-        try:
-            if ask.worker != who or not STARTER <= who < self.islands:
-                raise RefusedError(
-                    f"it speaks for {self.name(ask.worker)}; there are {self.islands} islands"
-                )
-            with self._changed:
-                self.table.away.pop(who, None)
-                return self._answered(ask, arrays)
-        except (RefusedError, PackingError, OrderError) as error:
-            self.refused += 1
-            context = f", round {ask.round}" if ask.kind == "send" else ""
-            self.note(f"refused a {ask.kind} of {self.name(who)}{context}: {error}")
-            return Answer(kind="refused", why=str(error), round=self.table.number), {}
+    def answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Outgoing]:
+        """Answers a message of an island."""
+        with self._changed:
+            self.table.away.pop(ask.worker, None)
+            return self._answered(ask, arrays)
 
     def gone(self, who: int) -> None:
         """The connection of an island has closed; it is not waited for, if it does not come
@@ -906,12 +879,6 @@ class RoundService:
             if who in self.table.active:
                 self.table.away[who] = self.table.now()
             self._tick()
-
-    def note(self, text: str) -> None:
-        """Keeps an event."""
-        if len(self.events) < MOST_EVENTS:
-            self.events.append(text)
-        self.say(text)
 
     def save(self) -> None:
         """Writes the checkpoint, where there are parameters and a place for it."""
@@ -937,7 +904,7 @@ class RoundService:
             self._tick()
             return Answer(), {}
         if ask.kind == "report":
-            return Answer(report=self.report(), round=self.table.number), {}
+            return replace(self.progress, report=self.report()), {}
         raise RefusedError("there is no such message")
 
     def _enter(self, ask: Ask) -> tuple[Answer, Flat]:
@@ -1062,6 +1029,5 @@ class RoundService:
         return {
             "round": self.table.number,
             "islands": sorted(self.table.active),
-            "refused": self.refused,
-            "events": list(self.events),
+            **super().report(),
         }

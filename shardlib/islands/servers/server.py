@@ -14,40 +14,39 @@ Adagrad is that of `optax.adagrad` (Duchi et al., 2011), with the same epsilon:
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
 
-from shardlib.errors import CheckpointError, ShardlibError
+from shardlib.errors import CheckpointError
 from shardlib.islands.exchanges import Asynchronous, Rule
+from shardlib.islands.servers.service import (
+    VERSION,
+    MessageService,
+    packed_file,
+    read_file,
+    write,
+)
 from shardlib.islands.servers.wire import (
-    STARTER,
     WHOLE,
     Answer,
     Ask,
     Flat,
-    MessageError,
     Order,
     OrderError,
+    RefusedError,
     elements,
     gathered,
-    read_ask,
     read_order,
     require_each_once,
 )
-from shardlib.processes.wire import ClosedError, Door, FrameError, Outgoing, receive, send
-from shardlib.untrusted.data import JsonObject, construct, fit, parse_json, printable
+from shardlib.processes.wire import Outgoing
+from shardlib.untrusted.data import JsonObject, fit, printable
 
 # --------------------------------------------------------------------------------------------------
 # The gate: admission of workers to steps. The first server is asked, and knows the progress of
@@ -124,130 +123,6 @@ class Gate:
             self.lost(worker)
 
 
-# --------------------------------------------------------------------------------------------------
-# The connections of a server: a thread each, and none can stop another.
-#
-# Those that have shown the secret have places of their own; see `shardlib.processes.wire`
-# for the others.
-
-#: Bytes of parameters that a server takes before it knows how many there are.
-MOST_FIRST_BYTES = 1 << 36
-#: Connections that have shown the secret, beyond two for each worker: some break unseen.
-SPARE = 32
-
-
-class Answers(Protocol):
-    """A service that answers messages, whatever carries them."""
-
-    server: int
-    refused: int
-    events: list[str]
-
-    @property
-    def askers(self) -> int:
-        """Number of those that may ask."""
-        ...
-
-    @property
-    def most_bytes(self) -> int | None:
-        """Bytes of arrays that a message may have; None before they are known."""
-        ...
-
-    def name(self, who: int) -> str:
-        """Names an asker by its number."""
-        ...
-
-    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
-        """Answers a message of whom the connection knows."""
-        ...
-
-    def gone(self, who: int) -> None:
-        """The connection of an asker has closed."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Keeps what has happened."""
-        ...
-
-
-@dataclass(kw_only=True)
-class Listening:
-    """A server's socket.
-
-    Attributes:
-        service: what answers.
-        secret: of the run.
-        host: address to listen at.
-        wanted: port to listen at; 0 for a free one.
-    """
-
-    service: Answers
-    secret: str
-    host: str = "127.0.0.1"
-    wanted: int = 0
-    _newest: dict[int, object] = field(default_factory=dict[int, object])
-
-    def __post_init__(self) -> None:
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        self._socket = socket.create_server((self.host, self.wanted), family=family, backlog=256)
-        self._room = threading.Semaphore(2 * self.service.askers + SPARE)
-        self._door = Door(
-            self._socket,
-            self.secret,
-            self.service.server,
-            enter=self._entered,
-            refused=self._refused,
-            note=self.service.note,
-        )
-
-    @property
-    def port(self) -> int:
-        """At which it listens."""
-        return self._socket.getsockname()[1]
-
-    def serve(self) -> None:
-        """Takes connections, until the socket is closed."""
-        self._door.serve()
-
-    def close(self) -> None:
-        """Takes no more connections."""
-        self._door.close()
-
-    def _refused(self) -> None:
-        self.service.refused += 1
-
-    def _entered(self, stream: socket.socket, who: int) -> None:
-        with stream:
-            if not self._room.acquire(blocking=False):
-                self.service.note(f"refused a connection of {self.service.name(who)}: too many")
-                return
-            try:
-                self._talk(stream, who)
-            finally:
-                self._room.release()
-
-    def _talk(self, stream: socket.socket, who: int) -> None:
-        service, this = self.service, object()
-        self._newest[who] = this
-        try:
-            while True:
-                self._one(stream, who)
-        except (FrameError, MessageError) as error:
-            service.refused += 1
-            service.note(f"closed the connection of {service.name(who)}: {error}")
-        except (ClosedError, OSError):
-            pass
-        finally:
-            if self._newest.get(who) is this:
-                service.gone(who)
-
-    def _one(self, stream: socket.socket, who: int) -> None:
-        limit = self.service.most_bytes
-        frame = receive(stream, limit=MOST_FIRST_BYTES if limit is None else limit)
-        answer, arrays = self.service.answer(read_ask(frame.header), dict(frame.arrays), who)
-        send(stream, answer.to_json(), arrays)
-
-
 #: Beside the sum of squares, as in `optax.adagrad`.
 EPSILON = np.float32(1e-7)
 
@@ -273,10 +148,6 @@ def applied(
 #
 # A shard is used by one thread at a time; whoever has several holds a lock. Arrays are replaced
 # and never written to, so that what was fetched may be sent while gradients are applied.
-
-
-class RefusedError(ShardlibError, ValueError):
-    """A message that cannot be used; nothing has changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -409,10 +280,7 @@ def _require_finite(arrays: Mapping[str, np.ndarray], what: str) -> None:
 
 
 # --------------------------------------------------------------------------------------------------
-# A server's checkpoint: one file of safetensors, replaced as a whole.
-
-#: Of this form of the file.
-VERSION = 1
+# A server's checkpoint.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -443,7 +311,6 @@ class About:
 def packed(shard: Shard, gate: Gate, server: int) -> bytes:
     """The checkpoint of a shard that has parameters."""
     header = {
-        "version": VERSION,
         "server": server,
         "servers": shard.exchange.servers,
         "rule": shard.exchange.rule,
@@ -452,57 +319,21 @@ def packed(shard: Shard, gate: Gate, server: int) -> bytes:
         "serials": [[worker, *last] for worker, last in shard.serials.items()],
         "places": [[member, gate.offsets[member], gate.steps[member]] for member in gate.offsets],
     }
-    arrays = {f"value:{path}": array for path, array in (shard.values or {}).items()}
-    arrays |= {f"squares:{path}": array for path, array in shard.squares.items()}
-    return save(arrays, {"about": json.dumps(header)})
-
-
-def write(path: Path, data: bytes) -> None:
-    """Puts a file in its place, as a whole, on disk."""
-    draft = path.with_name(f"{path.name}.draft")
-    with draft.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-    draft.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    return packed_file(header, {"value": shard.values or {}, "squares": shard.squares})
 
 
 def restore(path: Path, shard: Shard, gate: Gate, server: int) -> bool:
     """Goes on at a checkpoint, where there is one."""
-    if not path.exists():
+    stored = read_file(path, About, ("value", "squares"))
+    if stored is None:
         return False
-    try:
-        with safe_open(path, framework="numpy") as file:
-            text = (file.metadata() or {}).get("about", "null")
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"the checkpoint {path} cannot be read: {error}") from error
-    header = construct(About, _plain(text), f"the checkpoint {path}", CheckpointError)
+    header, (shard.values, shard.squares) = stored
     _require_same(header, shard.exchange, server, path)
-    shard.values = _named(arrays, "value:")
-    shard.squares = _named(arrays, "squares:")
     shard.clock, shard.staleness = header.clock, Counter(dict(header.staleness))
     shard.serials = {worker: (start, serial) for worker, start, serial in header.serials}
     for worker, offset, step in header.places:
         gate.offsets[worker], gate.steps[worker], gate.heard[worker] = offset, step, gate.now()
     return True
-
-
-def _plain(text: str) -> object:
-    return parse_json(text, "what a checkpoint says", CheckpointError)
-
-
-def _named(arrays: Mapping[str, np.ndarray], kind: str) -> Flat:
-    return {
-        name.removeprefix(kind): array
-        for name, array in arrays.items()
-        if name[: len(kind)] == kind
-    }
 
 
 def _require_same(header: About, exchange: Asynchronous, server: int, path: Path) -> None:
@@ -522,8 +353,6 @@ def _require_same(header: About, exchange: Asynchronous, server: int, path: Path
 
 #: Seconds for which a worker that waits is not answered; then it asks again.
 WAIT_SECONDS = 0.5
-#: Events that are kept.
-MOST_EVENTS = 1000
 
 
 def scattered(arrays: Mapping[str, np.ndarray], order: Order) -> Flat:
@@ -548,29 +377,23 @@ def scattered(arrays: Mapping[str, np.ndarray], order: Order) -> Flat:
 
 
 @dataclass(kw_only=True)
-class Service:
-    """A server without its connections.
+class Service(MessageService):
+    """A parameter server without its connections.
 
     Attributes:
         exchange: of the run.
-        server: number of this server.
-        checkpoint: its file; None for none.
         save_every: pushes between two checkpoints; 0 for those that are asked for alone.
         silent_s: seconds after which a silent worker is not waited for.
         restored: whether it goes on at a checkpoint.
-        events: what has happened and somebody should know.
-        refused: how many messages were.
         again: how many pushes came twice.
     """
 
+    asker = "worker"
+
     exchange: Asynchronous
-    server: int = 0
-    checkpoint: Path | None = None
     save_every: int = 0
     silent_s: float = 60.0
     restored: bool = False
-    events: list[str] = field(default_factory=list[str])
-    refused: int = 0
     again: int = 0
 
     def __post_init__(self) -> None:
@@ -588,34 +411,22 @@ class Service:
         """Number of workers that may ask."""
         return self.exchange.workers
 
-    def name(self, who: int) -> str:
-        """Names an asker by its number, see `name_of`."""
-        return name_of(who)
-
     @property
     def most_bytes(self) -> int | None:
         """Bytes of the parameters; None before they are known."""
         values = self.shard.values
         return None if values is None else sum(value.nbytes for value in values.values())
 
-    def answer(self, ask: Ask, arrays: Flat, who: int) -> tuple[Answer, Outgoing]:
-        """Answers a message."""
-        try:
-            self._require_worker(ask, who)
-            if not ask.about:
-                return self._answered(ask, arrays)
-            return self._in_order(ask, arrays, read_order(ask.about))
-        except (RefusedError, OrderError) as error:
-            self.refused += 1
-            step = f", step {ask.step}" if ask.kind == "push" else ""
-            self.note(f"refused a {ask.kind} of {name_of(who)}{step}: {error}")
-            return Answer(kind="refused", why=str(error), clock=self.shard.clock), {}
+    @property
+    def progress(self) -> Answer:
+        """The clock."""
+        return Answer(clock=self.shard.clock)
 
-    def _require_worker(self, ask: Ask, who: int) -> None:
-        if ask.worker != who or not STARTER <= who < self.exchange.workers:
-            raise RefusedError(
-                f"it speaks for {name_of(ask.worker)}; there are {self.exchange.workers} workers"
-            )
+    def answered(self, ask: Ask, arrays: Flat) -> tuple[Answer, Outgoing]:
+        """Answers a message; its elements are in buckets where it says their order."""
+        if not ask.about:
+            return self._answered(ask, arrays)
+        return self._in_order(ask, arrays, read_order(ask.about))
 
     def _in_order(self, ask: Ask, arrays: Flat, order: Order) -> tuple[Answer, Outgoing]:
         """Answers a message whose elements are in buckets, or are to be."""
@@ -634,7 +445,7 @@ class Service:
             return self._push(ask, arrays), {}
         if ask.kind == "save":
             self.save()
-            return Answer(clock=self.shard.clock), {}
+            return self.progress, {}
         with self._changed:
             if ask.kind == "offer":
                 self.shard.offer(arrays)
@@ -647,10 +458,10 @@ class Service:
                 self.gate.leave(ask.worker)
                 self._changed.notify_all()
             elif ask.kind == "report":
-                return Answer(clock=self.shard.clock, report=self.report()), {}
+                return replace(self.progress, report=self.report()), {}
             else:
                 raise RefusedError("there is no such message")
-        return Answer(clock=self.shard.clock), {}
+        return self.progress, {}
 
     def _enter(self, ask: Ask) -> Answer:
         until = time.monotonic() + WAIT_SECONDS
@@ -659,9 +470,9 @@ class Service:
             self._changed.notify_all()  # it may be whom others wait for
             while why:
                 if not self._changed.wait(until - time.monotonic()):
-                    return Answer(kind="wait", why=why, clock=self.shard.clock)
+                    return replace(self.progress, kind="wait", why=why)
                 why = self.gate.enter(ask.worker, ask.step, self.shard.clock)
-            return Answer(clock=self.shard.clock)
+            return self.progress
 
     def _push(self, ask: Ask, arrays: Flat) -> Answer:
         pushed = Pushed(worker=ask.worker, start=ask.start, serial=ask.serial, seen=ask.seen)
@@ -712,22 +523,11 @@ class Service:
             except OSError as error:
                 self.note(f"the checkpoint after {frozen.clock} pushes is not written: {error}")
 
-    def note(self, text: str) -> None:
-        """Keeps an event."""
-        if len(self.events) < MOST_EVENTS:
-            self.events.append(text)
-
     def report(self) -> JsonObject:
         """Returns the server's report, as plain data."""
         return {
             "clock": self.shard.clock,
             "staleness": [[s, count] for s, count in sorted(self.shard.staleness.items())],
-            "refused": self.refused,
             "again": self.again,
-            "events": list(self.events),
+            **super().report(),
         }
-
-
-def name_of(who: int) -> str:
-    """Names an asker by its number."""
-    return "the starter" if who == STARTER else f"worker {who}"

@@ -112,6 +112,10 @@ class MessageError(ShardlibError, ValueError):
     """A header that is not a message."""
 
 
+class RefusedError(ShardlibError, ValueError):
+    """A message that cannot be used; nothing has changed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ask:
     """A question.
@@ -345,7 +349,7 @@ WHOLE = "whole"
 ORDER_BYTES = 1 << 20
 
 
-class OrderError(ShardlibError, ValueError):
+class OrderError(RefusedError):
     """An order that is not one of the elements that there are, or arrays that do not follow it."""
 
 

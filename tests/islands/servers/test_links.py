@@ -15,7 +15,7 @@ import shardlib
 from shardlib.islands.servers.island import Exchanging
 from shardlib.islands.servers.relay import Link, Relay, meeting_bytes, meeting_seconds, read_link
 from shardlib.islands.servers.rounds import Outline, RoundService
-from shardlib.islands.servers.server import Listening
+from shardlib.islands.servers.service import Listening
 from shardlib.islands.servers.wire import Connection
 from shardlib.processes.wire import introduce
 from tests.islands.servers.test_rounds import entered_all

@@ -112,6 +112,16 @@ def test_an_island_that_sends_nothing_is_left_out_and_enters_again() -> None:
     assert np.array_equal(one.outer.theta, two.outer.theta)
 
 
+def test_an_island_that_was_left_out_is_not_waited_for_again() -> None:
+    service = RoundService(islands=2, rounds=Rounds(timeout_s=0.05))
+    one, two = island(service, 0), island(service, 1)
+    entered(one, two)
+    assert taken(sent(one, 0.0)).islands == (0,)
+    assert service.table.active == {0}
+    assert taken(sent(one, 0.0)).islands == (0,)
+    assert len(service.events) == 1, "it is late once"
+
+
 def test_an_island_whose_connection_closes_is_waited_for_a_while() -> None:
     service = RoundService(islands=2, rounds=Rounds(away_s=0.3))
     one, two = island(service, 0), island(service, 1)

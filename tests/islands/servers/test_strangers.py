@@ -16,7 +16,8 @@ from safetensors.numpy import save
 
 from shardlib.errors import LaunchError
 from shardlib.islands.exchanges import Asynchronous
-from shardlib.islands.servers.server import Listening, Service
+from shardlib.islands.servers.server import Service
+from shardlib.islands.servers.service import Listening
 from shardlib.islands.servers.wire import (
     Ask,
     Connection,
