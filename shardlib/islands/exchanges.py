@@ -205,16 +205,6 @@ class Asynchronous(Settings):
         for name in ("rate", "local_rate", "accumulator"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
-    def __str__(self) -> str:
-        """The kind, and what differs from the defaults."""
-        usual = Asynchronous()
-        changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in fields(self)
-            if getattr(self, field.name) != getattr(usual, field.name)
-        ]
-        return ":".join([self.kind, *changed])
-
 
 def refuse_pin(word: str) -> NoReturn:
     """Says where training over a parameter server starts, to who pins it."""
@@ -788,7 +778,15 @@ class DiLoCo(Settings):
         Args:
             step: number of steps done.
         """
-        return None if step % self.between else (step // self.between - 1) % self.fragments
+        return None if step % self.between else self.fragment(step // self.between)
+
+    def fragment(self, number: int) -> int:
+        """The fragment of a meeting.
+
+        Args:
+            number: of the meeting, from 1 on.
+        """
+        return (number - 1) % self.fragments
 
     def met(self, step: int) -> int:
         """Number of meetings so far, of those whose outer gradients have arrived.

@@ -23,7 +23,7 @@ from shardlib.errors import (
 )
 from shardlib.exchanges import EXACT
 from shardlib.findings import Finding, diagnostic
-from shardlib.graph import ITEMSIZE, Problem
+from shardlib.graph import ITEMSIZE, Parameter, Problem
 from shardlib.islands.exchanges import (
     Compressed,
     DiLoCo,
@@ -775,15 +775,21 @@ def _holding(island: Topology, held_bytes: int) -> Topology:
     return replace(island, chip=chip)
 
 
+def updated_by_steps(parameters: Iterable[Parameter | ParameterLayout]) -> str:
+    """Names the arrays that steps update beside the trained parameters, such as statistics of
+    batches; "" where there are none.
+    """
+    paths = [parameter.path for parameter in parameters if parameter.role == "updated"]
+    return f"{', '.join(paths[:4])}{' and others' if len(paths) > 4 else ''}"
+
+
 def require_carried(problem: Problem, plan: Plan, exchange: Several) -> None:
     """Refuses what islands cannot carry."""
-    updated = [parameter.path for parameter in problem.parameters if parameter.role == "updated"]
     failures: list[str] = []
-    if updated:
+    if updated := updated_by_steps(problem.parameters):
         failures.append(
-            f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
-            " which are not parameters: each island would have its own, and nothing says which is"
-            " right"
+            f"steps update {updated}, which are not parameters: each island would have its own, and"
+            " nothing says which is right"
         )
     if plan.pipeline == "programs" and isinstance(exchange, Compressed):
         failures.append(

@@ -36,6 +36,7 @@ from shardlib.islands.meeting import (
     stacked_sharding,
     unstacked,
 )
+from shardlib.islands.planning import updated_by_steps
 from shardlib.islands.transfers import FirstUse, first_uses, in_order
 from shardlib.jax_types import Function, Metrics, Value
 from shardlib.layout import ISLAND, Layout
@@ -185,7 +186,7 @@ def with_placed(program: Program, params: Tree, placed: Mapping[str, jax.Array])
     return partition.joined(jax.tree.unflatten(structure, leaves), params)
 
 
-def by_path(tree: Tree) -> dict[str, jax.ShapeDtypeStruct]:
+def by_path(tree: Tree) -> dict[str, Any]:
     """The leaves of a tree of trained parameters, or of something like them, by path."""
     return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -193,6 +194,15 @@ def by_path(tree: Tree) -> dict[str, jax.ShapeDtypeStruct]:
 def name_of(path: tuple[object, ...]) -> str:
     """The path of a parameter as text; "params" for one that is the whole tree."""
     return path_text(path) or "params"
+
+
+def not_in_float32(parameters: Mapping[str, jax.ShapeDtypeStruct]) -> list[str]:
+    """Lists the parameters that float32 cannot hold, with their dtypes."""
+    return [
+        f"{path} is {leaf.dtype}"
+        for path, leaf in parameters.items()
+        if not jnp.issubdtype(leaf.dtype, np.floating) or leaf.dtype.itemsize > 4
+    ]
 
 
 def require_divided(program: Program, *, staged: bool = False) -> None:
@@ -206,13 +216,9 @@ def require_divided(program: Program, *, staged: bool = False) -> None:
         failures.append("it has guards, which skip updates")
     if program.parts.run.kept is not None:
         failures.append("its devices keep partial sums of gradients from step to step")
-    updated = [
-        parameter.path for parameter in program.plan.parameters if parameter.role == "updated"
-    ]
-    if updated:
+    if updated := updated_by_steps(program.plan.parameters):
         failures.append(
-            f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
-            " which are not parameters: each worker would have its own"
+            f"steps update {updated}, which are not parameters: each worker would have its own"
         )
     if failures:
         raise_all(PinError, "gradients without an update cannot be taken of this step", failures)

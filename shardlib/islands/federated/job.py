@@ -32,6 +32,7 @@ from shardlib.errors import (
     raise_all,
 )
 from shardlib.frontend.model import Loss
+from shardlib.islands.planning import updated_by_steps
 from shardlib.islands.program import by_path, trained, with_trained
 from shardlib.jax_types import Leaf
 from shardlib.lowering.program import Program
@@ -482,18 +483,14 @@ def _compiled(job: Job, topology: Place, pin: PinMapping | None, *, term: bool) 
             f"pin of the job has exchange={program.plan.exchange}, and is of one client: how"
             " clients exchange is for the strategy to say"
         )
-    updated = [
-        parameter.path for parameter in program.plan.parameters if parameter.role == "updated"
-    ]
     if term and (rounded := _rounded(program)):
         raise PinError(
             f"the proximal term of FedProx would be of {rounded} copies of the server's parameters"
             "\nTry: moment_dtype=None"
         )
-    if updated:
+    if updated := updated_by_steps(program.plan.parameters):
         raise PinError(
-            f"steps update {', '.join(updated[:4])}{' and others' if len(updated) > 4 else ''},"
-            " which are not parameters: each client would have its own"
+            f"steps update {updated}, which are not parameters: each client would have its own"
         )
     return program
 

@@ -18,12 +18,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from shardlib.errors import ArgumentError, LaunchError, raise_all
-from shardlib.islands.exchanges import BUCKET_BYTES, Asynchronous, wrong_bucket_bytes
+from shardlib.islands.exchanges import (
+    BUCKET_BYTES,
+    Asynchronous,
+    between,
+    whole,
+    wrong_bucket_bytes,
+)
 from shardlib.islands.servers.processes import ServerSettings
 from shardlib.islands.servers.service import write
 from shardlib.islands.servers.wire import STARTER, Ask, Link
@@ -338,27 +344,19 @@ class Upkeep:
 
     def __post_init__(self) -> None:
         failures = [
-            f"{name} is {shown(value)}; it is an integer of at least 0"
-            for name, value in (("save_every", self.save_every), ("restarts", self.restarts))
-            if not _is_number(value, int) or value < 0
+            *whole("save_every", self.save_every, 0),
+            *whole("restarts", self.restarts, 0),
+            *between("silent_s", self.silent_s, most=math.inf, above=True),
+            *between("patience_s", self.patience_s, most=math.inf, above=True),
+            *wrong_bucket_bytes(self.bucket_bytes),
         ]
-        failures += [
-            f"{name} is {shown(value)}; it is a number of more than 0"
-            for name, value in (("silent_s", self.silent_s), ("patience_s", self.patience_s))
-            if not _is_number(value, int, float) or not value > 0
-        ]
-        failures += wrong_bucket_bytes(self.bucket_bytes)
         failures += [
             f"resources has {shown(name)}: {shown(value)}; it is a number of at least 0"
             for name, value in self.resources.items()
-            if not _is_number(value, int, float) or not value >= 0
+            if between(name, value, most=math.inf, above=False)
         ]
         if failures:
             raise_all(ArgumentError, "Upkeep is not usable", failures)
-
-
-def _is_number(value: Any, *kinds: type) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,7 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import LaunchError, StateError
 from shardlib.findings import Finding
 from shardlib.islands.exchanges import BUCKET_BYTES, DiLoCo, Part
-from shardlib.islands.program import name_of, streams_of, with_trained
+from shardlib.islands.program import by_path, streams_of, with_placed, with_trained
 from shardlib.islands.servers.rounds import About, Outer, Outline, checksum, pack, unpack
 from shardlib.islands.servers.wire import (
     Answer,
@@ -38,16 +38,14 @@ from shardlib.islands.servers.wire import (
     Flat,
     Link,
     Order,
-    elements,
     order_text,
 )
-from shardlib.islands.servers.worker import Landing
+from shardlib.islands.servers.worker import Landing, Receiver
 from shardlib.islands.transfers import in_buckets
 from shardlib.jax_types import Metrics, Value
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 from shardlib.processes.values import first_decides, is_first, is_process_zero, whole
-from shardlib.processes.wire import FrameError
 
 # --------------------------------------------------------------------------------------------------
 # A meeting of an island, once it is done, and while it is not.
@@ -131,54 +129,31 @@ def mean_order(
 
 
 class Coming:
-    """A mean on its way, and what it makes of the outer parameters; it is what takes the answer.
+    """A mean on its way, and what it makes of the outer parameters.
 
     Attributes:
-        order: in which elements come.
-        mean: elements that have come, as they crossed.
-        taken: buckets that have come.
+        receiver: takes the elements of the mean as they cross.
+        mean: elements that have come.
+        landing: the outer parameters that they make.
     """
 
     def __init__(
         self, outer: Outer, start: int, fragment: Sequence[Part], exchange: DiLoCo, order: Order
     ) -> None:
         """Begins with nothing."""
-        self.order, self.taken = order, 0
         self._outer, self._start, self._exchange = outer, start, exchange
         self._parts = list(fragment)
         sizes = {part.path: part.stop - part.start for part in fragment}
         total = sum(sizes.values())
         self.mean = np.empty(total, np.float32 if exchange.wire == "float32" else np.uint16)
+        self.receiver = Receiver(put=self._put, order=order, dtype=self.mean.dtype)
         self._momentum = np.empty(total, np.float32)
         self.landing = Landing(sizes, dict.fromkeys(sizes, 1))
         self._ends = np.cumsum([0, *sizes.values()]).tolist()
 
-    @property
-    def complete(self) -> bool:
-        """True if all elements have come."""
-        return self.taken == len(self.order)
-
-    def begin(self, answer: Answer) -> None:
-        """See `Arrivals`."""
-
-    def take(self, name: str, array: np.ndarray) -> None:
-        """See `Arrivals`; what comes once more, since a connection has broken, is the same."""
-        number, offset = int(name) if name.isdecimal() else len(self.order), 0
-        if number >= len(self.order) or number > self.taken:
-            raise FrameError("it has a bucket that nobody asked for")
-        if array.shape != (elements(self.order[number]),) or array.dtype != self.mean.dtype:
-            raise FrameError(f"its bucket {number} is {array.dtype}{list(array.shape)}")
-        if number < self.taken:
-            return
-        for part in self.order[number]:
-            size = part.stop - part.start
-            self._put(part.start, array[offset : offset + size])
-            offset += size
-        self.taken += 1
-
-    def _put(self, first: int, numbers: np.ndarray) -> None:
-        """Elements of the mean, from one of the fragment on, which belong to one parameter."""
-        last = first + numbers.size
+    def _put(self, place: Part, numbers: np.ndarray) -> None:
+        """Elements of the mean, counted in the fragment, which belong to one parameter."""
+        first, last = place.start, place.stop
         self.mean[first:last] = numbers
         mean = unpack({NUMBERS: numbers}, [numbers.size], self._exchange.wire)
         span = self._start + first, self._start + last
@@ -192,10 +167,9 @@ class Coming:
 
     def done(self) -> Flat:
         """Changes the outer parameters; the mean as it crossed."""
-        stop = self._start + self.mean.size
         runs = [self.landing.run(part.path) for part in self._parts]
-        self._outer.theta[self._start : stop] = np.concatenate([np.zeros(0, np.float32), *runs])
-        self._outer.momentum[self._start : stop] = self._momentum
+        theta = np.concatenate([np.zeros(0, np.float32), *runs])
+        self._outer.put(self._start, self._start + theta.size, theta, self._momentum)
         return {NUMBERS: self.mean}
 
 
@@ -276,11 +250,15 @@ class Exchanging:
     @property
     def fragment(self) -> int:
         """The number of the fragment of the next round."""
-        return (self.round - 1) % self.exchange.fragments
+        return self.exchange.fragment(self.round)
 
     def span(self) -> tuple[int, int]:
         """Returns begin and end of the fragment."""
         return self.outline.span(self.fragment, self.exchange.fragments)
+
+    def parts(self) -> tuple[Part, ...]:
+        """The fragment's part of each parameter."""
+        return self.outline.parts(self.fragment, self.exchange.fragments)
 
     def enter(self, first: Callable[[], Mapping[str, np.ndarray]]) -> None:
         """Waits for a round to begin, and takes its outer parameters."""
@@ -305,7 +283,7 @@ class Exchanging:
         Returns:
             The meeting; None where the round was closed without this island.
         """
-        parts = self.outline.parts(self.fragment, self.exchange.fragments)
+        parts = self.parts()
         order = mean_order(self.uses, parts, self.exchange.wire, self.bucket_bytes)
         coming = Coming(self.outer, self.span()[0], parts, self.exchange, order)
         return InBuckets(met=self._threads.submit(self._meet_in, coming, runs), coming=coming)
@@ -336,18 +314,15 @@ class Exchanging:
             [np.zeros(0, np.float32), *(array.reshape(-1) for array in parameters)]
         )
         gradient = self.outer.theta[start:stop] - flat
-        parts = self.outline.parts(self.fragment, self.exchange.fragments)
-        sizes, finite = (
-            [part.stop - part.start for part in parts],
-            bool(np.isfinite(gradient).all()),
-        )
+        sizes = [part.stop - part.start for part in self.parts()]
+        finite = bool(np.isfinite(gradient).all())
         sent = pack(gradient, sizes, self.exchange.wire) if finite else Flat()
         base = checksum(self.outer.theta, start, stop)
         answer, arrays = self._mean("send" if finite else "skip", base, sent, coming)
         if answer.kind == "late":
             return None
-        if coming.order:
-            arrays = coming.done() if coming.complete else Flat()
+        if coming.receiver.order:
+            arrays = coming.done() if coming.receiver.complete else Flat()
         elif arrays:
             mean = unpack(arrays, sizes, self.exchange.wire)
             self.outer.update(start, stop, mean, self.exchange)
@@ -364,8 +339,9 @@ class Exchanging:
 
     def _mean(self, kind: str, base: int, sent: Flat, coming: Coming) -> tuple[Answer, Flat]:
         """Sends, and waits until the round is closed."""
-        message_kind, arrivals = kind, coming if coming.order else None
-        order = order_text(coming.order) if coming.order else ""
+        message_kind, receiver = kind, coming.receiver
+        order = order_text(receiver.order) if receiver.order else ""
+        arrivals = receiver if receiver.order else None
         while True:
             ask = Ask(
                 kind=message_kind,
@@ -594,9 +570,8 @@ class Island:
 
     def _sent(self, state: TrainState) -> Crossing:
         """Sends the fragment of the next round, once the devices have it."""
-        exchanging = self.exchanging
-        parts = exchanging.outline.parts(exchanging.fragment, self.exchange.fragments)
-        leaves = self._leaves(state)
+        exchanging, leaves = self.exchanging, self._leaves(state)
+        parts = exchanging.parts()
         arrays = copies([leaves[part.path] for part in parts])
         return Crossing(
             due=self.steps + self.exchange.delay,
@@ -626,7 +601,7 @@ class Island:
             parameter, there = leaves[part.path], placed.get(part.path)
             there = placed_outer(parameter, outer[part.path]) if there is None else there
             leaves[part.path] = mixed(parameter, there, part, mixing)
-        return self._with(state, leaves), True
+        return replace(state, params=with_placed(self.program, state.params, leaves)), True
 
     def _placed(self, crossing: Crossing, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Outer parameters, each placed as soon as it has come, those that are used first in front;
@@ -648,17 +623,7 @@ class Island:
         return placed
 
     def _leaves(self, state: TrainState) -> dict[str, jax.Array]:
-        trained = self.program.model.partition.trained(state.params)
-        leaves = jax.tree_util.tree_leaves_with_path(trained)
-        return {name_of(path): leaf for path, leaf in leaves}
-
-    def _with(self, state: TrainState, leaves: Mapping[str, jax.Array]) -> TrainState:
-        partition = self.program.model.partition
-        structure = jax.tree.structure(partition.trained(state.params))
-        params = partition.joined(
-            jax.tree.unflatten(structure, list(leaves.values())), state.params
-        )
-        return replace(state, params=params)
+        return by_path(self.program.model.partition.trained(state.params))
 
     def _on_host(self, state: TrainState) -> dict[str, np.ndarray]:
         return {path: whole(leaf).astype(np.float32) for path, leaf in self._leaves(state).items()}

@@ -29,9 +29,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import cast
 
 import jax
-import numpy as np
 
 from shardlib.errors import ArgumentError, LaunchError, PinError, raise_all
 from shardlib.exchanges import Exchange
@@ -39,11 +39,13 @@ from shardlib.findings import Finding
 from shardlib.islands.exchanges import (
     BUCKET_BYTES,
     DiLoCo,
+    between,
     read_exchange,
     whole,
     wrong_bucket_bytes,
 )
-from shardlib.islands.program import parts_in_order, trained
+from shardlib.islands.planning import updated_by_steps
+from shardlib.islands.program import not_in_float32, parts_in_order, trained
 from shardlib.islands.servers.crew import END_SECONDS, ended, environment
 from shardlib.islands.servers.island import Exchanging, Island, SeveralProcesses
 from shardlib.islands.servers.processes import OUTER_SETTINGS, OuterServerSettings
@@ -228,26 +230,15 @@ def rows_of(program: Program) -> int:
 
 def _require_numbers(weight: object, patience_s: object, bucket_bytes: object) -> None:
     failures = wrong_bucket_bytes(bucket_bytes)
-    failures += [
-        f"{name} is {shown(value)}; it is a number of {bound}"
-        for name, value, bound, fits in (
-            ("weight", weight, "more than 0", weight is None or _is_positive(weight)),
-            ("patience_s", patience_s, f"at least {LEAST_PATIENCE}", _is_patient(patience_s)),
+    if weight is not None:
+        failures += between("weight", weight, most=math.inf, above=True)
+    wrong = between("patience_s", patience_s, most=math.inf, above=True)
+    if wrong or float(cast("float", patience_s)) < LEAST_PATIENCE:
+        failures.append(
+            f"patience_s is {shown(patience_s)}; it is a number of at least {LEAST_PATIENCE}"
         )
-        if not fits
-    ]
     if failures:
         raise_all(ArgumentError, "shardlib.islands.servers.join cannot use its arguments", failures)
-
-
-def _is_patient(value: object) -> bool:
-    return isinstance(value, int | float) and _is_positive(value) and value >= LEAST_PATIENCE
-
-
-def _is_positive(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return math.isfinite(value) and value > 0
 
 
 def _require_island(program: Program, exchange: Exchange) -> Outline:
@@ -263,17 +254,10 @@ def _require_island(program: Program, exchange: Exchange) -> Outline:
         failures.append(f"exchange is {exchange}; islands that are processes meet as DiLoCo")
     if program.disk is not None:
         failures.append("its optimizer state is on disk (offload=['disk'])")
-    updated = [
-        parameter.path for parameter in program.plan.parameters if parameter.role == "updated"
-    ]
-    if updated:
-        failures.append(f"steps update {', '.join(updated[:4])}, which are not parameters")
+    if updated := updated_by_steps(program.plan.parameters):
+        failures.append(f"steps update {updated}, which are not parameters")
     parameters = trained(program)
-    failures += [
-        f"{path} is {leaf.dtype}, and what is outer is float32"
-        for path, leaf in parameters.items()
-        if not jax.numpy.issubdtype(leaf.dtype, np.floating) or leaf.dtype.itemsize > 4
-    ]
+    failures += [f"{text}, and what is outer is float32" for text in not_in_float32(parameters)]
     outline = Outline.of({path: tuple(leaf.shape) for path, leaf in parameters.items()})
     if isinstance(exchange, DiLoCo) and exchange.fragments > outline.total:
         failures.append(f"there are {exchange.fragments} fragments of {outline.total} elements")
@@ -328,9 +312,7 @@ class OuterServer:
             and self.rounds.quorum > self.islands
         ):
             failures.append(f"quorum is {self.rounds.quorum}, and there are {self.islands} islands")
-        if self.port is not None and whole("port", self.port, 1) + (
-            [] if self.port < 1 << 16 else ["x"]
-        ):
+        if self.port is not None and whole("port", self.port, 1, (1 << 16) - 1):
             failures.append(f"port is {self.port}; ports go from 1 to 65535")
         if failures:
             raise_all(ArgumentError, "OuterServer is not usable", failures)

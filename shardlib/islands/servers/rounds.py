@@ -423,8 +423,7 @@ class Held:
 
     def sizes(self, number: int) -> list[int]:
         """Elements of each parameter in the fragment of a round."""
-        fragments = self.exchange.fragments
-        parts = self.outline.parts((number - 1) % fragments, fragments)
+        parts = self.outline.parts(self.exchange.fragment(number), self.exchange.fragments)
         return [part.stop - part.start for part in parts]
 
     def base(self, number: int) -> int:
@@ -460,8 +459,7 @@ class Held:
 
     def span(self, number: int) -> tuple[int, int]:
         """Returns begin and end of the fragment of a round."""
-        fragments = self.exchange.fragments
-        return self.outline.span((number - 1) % fragments, fragments)
+        return self.outline.span(self.exchange.fragment(number), self.exchange.fragments)
 
     def close(self, number: int, sent: tuple[int, ...]) -> tuple[Last, str]:
         """Runs the outer update with what has arrived."""

@@ -17,7 +17,7 @@ from typing import Literal, Protocol, get_args
 
 from shardlib.checkpointing.folder import claim
 from shardlib.errors import ArgumentError, LaunchError, MissingPackageError, raise_all
-from shardlib.islands.exchanges import Asynchronous
+from shardlib.islands.exchanges import Asynchronous, whole
 from shardlib.islands.servers import processes
 from shardlib.islands.servers.crew import Asked, Crew, Trained, Upkeep, environment
 from shardlib.islands.servers.processes import SECRET, ServerSettings, service_of
@@ -371,23 +371,17 @@ def train(
 
 
 def _require(steps: object, exchange: object, devices: object, engine: object) -> None:
-    failures: list[str] = []
-    if not _is_count(steps):
-        failures.append(f"steps is {shown(steps)}; it is an integer of at least 1")
+    failures = whole("steps", steps, 1)
     if not isinstance(exchange, Asynchronous):
         failures.append(f"exchange is {shown(exchange)}; it is a shardlib.Asynchronous")
-    if devices is not None and not _is_count(devices):
-        failures.append(f"devices is {shown(devices)}; it is an integer of at least 1")
+    if devices is not None:
+        failures += whole("devices", devices, 1)
     if engine not in get_args(Engine):
         failures.append(f"engine is {shown(engine)}; it is 'local' or 'ray'")
     if failures:
         raise_all(
             ArgumentError, "shardlib.islands.servers.train cannot use its arguments", failures
         )
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _to_stderr(text: str) -> None:

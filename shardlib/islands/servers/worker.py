@@ -32,6 +32,7 @@ from shardlib.islands.program import (
     StagedGradients,
     Sums,
     by_path,
+    not_in_float32,
     parts_in_order,
     placed_as,
     trained,
@@ -54,7 +55,7 @@ from shardlib.islands.servers.wire import (
 from shardlib.islands.transfers import in_buckets
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import TopologyLike
-from shardlib.processes.wire import FrameError, Later, Outgoing
+from shardlib.processes.wire import FLOAT32, FrameError, Later, Outgoing
 from shardlib.untrusted.data import shown
 
 # --------------------------------------------------------------------------------------------------
@@ -213,29 +214,36 @@ class Landing:
 
     def receiver(self, order: Order) -> Receiver:
         """Returns the receiver of the elements of one server."""
-        return Receiver(landing=self, order=order)
+        return Receiver(put=self.put, order=order)
 
 
 @dataclass(kw_only=True)
 class Receiver:
-    """Arrivals of one server. Where its connection breaks on the way and the answer begins again,
-    what had come stays, and counts as old as it is.
+    """Arrivals of one server, bucket after bucket. Where its connection breaks on the way and the
+    answer begins again, what had come stays, and counts as old as it is.
 
     Attributes:
-        landing: of all servers.
+        put: takes the elements of a part, which come for the first time.
         order: in which elements come.
+        dtype: of them.
         begun: whether an answer has begun to come.
         answer: the newest.
         clock: updates of the server that all elements have at least.
         taken: buckets that have come.
     """
 
-    landing: Landing
+    put: Callable[[Part, np.ndarray], None]
     order: Order
+    dtype: np.dtype[np.generic] = FLOAT32
     begun: threading.Event = field(default_factory=threading.Event)
     answer: Answer = field(default_factory=Answer)
     clock: int | None = None
     taken: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """True if all buckets have come."""
+        return self.taken == len(self.order)
 
     def begin(self, answer: Answer) -> None:
         """See `Arrivals`."""
@@ -245,16 +253,16 @@ class Receiver:
 
     def take(self, name: str, array: np.ndarray) -> None:
         """See `Arrivals`."""
-        if not name.isdecimal() or int(name) >= len(self.order):
+        number, offset = int(name) if name.isdecimal() else len(self.order), 0
+        if number >= len(self.order) or number > self.taken:
             raise FrameError("it has a bucket that nobody asked for")
-        number, offset = int(name), 0
         bucket = self.order[number]
-        if array.dtype != np.float32 or array.shape != (elements(bucket),) or number > self.taken:
+        if array.dtype != self.dtype or array.shape != (elements(bucket),):
             raise FrameError(f"its bucket {number} is {array.dtype}{list(array.shape)}")
         if number < self.taken:
             return
         for part in bucket:
-            self.landing.put(part, array[offset : offset + part.stop - part.start])
+            self.put(part, array[offset : offset + part.stop - part.start])
             offset += part.stop - part.start
         self.taken += 1
 
@@ -385,7 +393,8 @@ class Computing:
         staged = None if program.programs is None else StagedGradients.of(program)
         self.gradients = staged or GradientProgram.of(program)
         self.trained = trained(program)
-        _require_floating(self.trained)
+        if failures := not_in_float32(self.trained):
+            raise_all(PinError, "parameter servers hold float32, which cannot hold these", failures)
         self.parts = parts_in_order(program)
         #: Where steps begin before all parameters are there.
         self._staged = staged if staged and staged.runs and not local_rate else None
@@ -482,26 +491,12 @@ def _on_host(tree: Tree) -> dict[str, np.ndarray]:
     return {path: np.asarray(leaf, np.float32) for path, leaf in by_path(tree).items()}
 
 
-def _require_floating(trained: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    """Refuses parameters that float32 cannot hold."""
-    failures = [
-        f"{path} is {leaf.dtype}"
-        for path, leaf in trained.items()
-        if not jax.numpy.issubdtype(leaf.dtype, np.floating) or leaf.dtype.itemsize > 4
-    ]
-    if failures:
-        raise_all(PinError, "parameter servers hold float32, which cannot hold these", failures)
-
-
 # --------------------------------------------------------------------------------------------------
 # The order in which a worker's elements cross: parameters as the forward pass needs them, gradients
 # the other way round, as the backward pass makes them.
 #
 # Each server sends what it owns in that order, so that with several of them over one link what is
 # needed first comes first of each.
-
-#: Bytes of an element as it crosses.
-FLOAT32 = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -526,16 +521,16 @@ class Crossing:
         here = (_both(part, owned_parts[part.path]) for part in parts if part.path in owned_parts)
         order = in_buckets(
             (part for part in here if part.start < part.stop),
-            elements=max(1, bucket_bytes // FLOAT32),
+            elements=max(1, bucket_bytes // FLOAT32.itemsize),
         )
-        counted = tuple(
-            tuple(_from(owned_parts[part.path], part) for part in bucket) for bucket in order
-        )
-        return Crossing(order=order, text=order_text(counted))
+        return Crossing._counted(order, owned_parts)
 
     def reversed(self, owned_parts: Mapping[str, Part]) -> Crossing:
         """The last buckets first."""
-        order = tuple(reversed(self.order))
+        return Crossing._counted(tuple(reversed(self.order)), owned_parts)
+
+    @staticmethod
+    def _counted(order: Order, owned_parts: Mapping[str, Part]) -> Crossing:
         counted = tuple(
             tuple(_from(owned_parts[part.path], part) for part in bucket) for bucket in order
         )

@@ -74,14 +74,14 @@ def test_what_comes_in_buckets_is_the_outer_update(wire: str, bucket_bytes: int)
     mean = pack(rng.normal(size=19).astype(np.float32), [3, 5, 11], wire)
     order = mean_order(USES, FRAGMENT, wire, bucket_bytes)
     coming = Coming(outer, 4, FRAGMENT, exchange, order)
-    coming.begin(Answer())
+    coming.receiver.begin(Answer())
     for name, array in made(gathered(mean, order)).items():
         with pytest.raises(FrameError, match="bucket"):
-            coming.take(name, array[:-1].astype(np.float64))
-        assert not coming.complete and outer.theta.tolist() == list(range(30))
-        coming.take(name, array)
-        coming.take(name, array)  # once more, since a connection has broken
-    assert coming.complete
+            coming.receiver.take(name, array[:-1].astype(np.float64))
+        assert not coming.receiver.complete and outer.theta.tolist() == list(range(30))
+        coming.receiver.take(name, array)
+        coming.receiver.take(name, array)  # once more, since a connection has broken
+    assert coming.receiver.complete
     np.testing.assert_array_equal(coming.done()["numbers"], mean["numbers"])
     same.update(4, 23, unpack(mean, [3, 5, 11], wire), exchange)
     np.testing.assert_array_equal(outer.theta, same.theta)
@@ -94,7 +94,7 @@ def test_what_is_used_first_is_there_first() -> None:
     coming = Coming(Outer.first(np.zeros(19, np.float32)), 0, FRAGMENT, exchange, order)
     buckets = list(made(gathered({"numbers": np.ones(19, np.float32)}, order)).items())
     for name, array in buckets[:2]:
-        coming.take(name, array)
+        coming.receiver.take(name, array)
     assert coming.landing.there([("a", 0)]) and not coming.landing.there([("b", 0)])
 
 
