@@ -28,9 +28,10 @@ from shardlib.islands import meeting as layers
 from shardlib.islands.exchanges import DiLoCo, spaces, wire_bytes
 from shardlib.islands.meeting import (
     Arrays,
-    BetweenSteps,
-    Rows,
+    FragmentCall,
+    OuterUpdate,
     Shared,
+    alike,
     average,
     joined,
     local,
@@ -45,6 +46,7 @@ from shardlib.islands.meeting import (
     unpacked,
     unstacked,
 )
+from shardlib.islands.outer import mixed
 from shardlib.islands.program import (
     FlyingState,
     IslandsProgram,
@@ -54,7 +56,6 @@ from shardlib.islands.program import (
     zeros,
 )
 from shardlib.jax_types import Value
-from shardlib.lowering.mesh import held
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
 
@@ -62,51 +63,10 @@ from shardlib.lowering.runtime import TrainState
 # A program of one island other than its step.
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class IslandCall(BetweenSteps):
-    """A program over the devices of one island, about some parameters.
-
-    Attributes:
-        exchange: how islands meet.
-        about: the parameters of a fragment.
-    """
+class IslandCall(FragmentCall):
+    """A program over the devices of one island, about the parameters of a fragment."""
 
     exchange: DiLoCo
-    about: Sequence[Shared]
-
-    @property
-    def rows(self) -> list[Rows]:
-        """Of each parameter, on every device."""
-        return [parameter.rows for parameter in self.about]
-
-    @cached_property
-    def states(self) -> list[NamedSharding]:
-        """Of the parameters, sharded as optimizer state is."""
-        return [NamedSharding(self.mesh, parameter.state.spec) for parameter in self.about]
-
-    @cached_property
-    def rests(self) -> list[NamedSharding]:
-        """Of the parameters, as they rest."""
-        return [_on(self.mesh, parameter.leaf.sharding) for parameter in self.about]
-
-    def thetas(self) -> list[Tree]:
-        """Abstract parameters."""
-        return [
-            jax.ShapeDtypeStruct(parameter.leaf.shape, parameter.leaf.dtype, sharding=sharding)
-            for parameter, sharding in zip(self.about, self.rests, strict=True)
-        ]
-
-    def wide(self) -> list[Tree]:
-        """Abstract float32 arrays, sharded as optimizer state is."""
-        return [
-            jax.ShapeDtypeStruct(parameter.leaf.shape, jnp.float32, sharding=sharding)
-            for parameter, sharding in zip(self.about, self.states, strict=True)
-        ]
-
-
-def _on(mesh: Mesh | AbstractMesh, sharding: jax.sharding.Sharding | None) -> NamedSharding:
-    assert isinstance(sharding, NamedSharding)
-    return NamedSharding(mesh, sharding.spec)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,12 +146,10 @@ class Sending(IslandCall):
     def function(self, *arguments: Arrays) -> tuple[Arrays]:
         """(sent before, parameters, outer parameters) -> sent now."""
         before, thetas, outer = arguments
-        taken = layers.taken(self.mesh, thetas, self.rests, self.rows)
-        placed = [held(theta, state) for theta, state in zip(taken, self.states, strict=True)]
         specs = [sharding.spec for sharding in self.states]
         sent = jax.shard_map(
             self._sent, mesh=self.mesh, in_specs=(specs,) * 3, out_specs=specs, check_vma=False
-        )(before, placed, outer)
+        )(before, self.sharded(thetas), outer)
         return (sent,)
 
     def _sent(self, before: Arrays, thetas: Arrays, outer: Arrays) -> Arrays:
@@ -261,62 +219,30 @@ def shards(call: IslandCall) -> list[tuple[int, ...]]:
 # goes on.
 
 
-class Arriving(IslandCall):
+class Arriving(OuterUpdate, IslandCall):
     """The outer update of an island once the outer gradients of all are there. All islands add them
     up in the same order, so that the outer state stays alike, bit for bit.
     """
 
-    donated = (0, 1, 2)
-
     def arguments(self) -> tuple[list[Tree], ...]:
         """Abstract: parameters, outer parameters, momentum; what every island sent."""
-        return self.thetas(), self.wide(), self.wide(), [wire(self)] * self.exchange.islands
+        return *super().arguments(), [wire(self)] * self.exchange.islands
 
-    def results(self) -> tuple[list[Tree], ...]:
-        """Abstract: what takes the place of the first three."""
-        return self.arguments()[:3]
-
-    def function(self, *arguments: Arrays) -> tuple[Arrays, ...]:
-        """(parameters, outer parameters, momentum, what all sent) -> the first three afterwards."""
-        thetas, outer, momentum, sent = arguments
-        taken = layers.taken(self.mesh, thetas, self.rests, self.rows)
-        placed = [held(theta, state) for theta, state in zip(taken, self.states, strict=True)]
-        specs, row = [sharding.spec for sharding in self.states], over_all(self).spec
-        after, outer, momentum = jax.shard_map(
-            self._updated,
-            mesh=self.mesh,
-            in_specs=(specs, specs, specs, [row] * len(sent)),
-            out_specs=(specs,) * 3,
-            check_vma=False,
-        )(placed, outer, momentum, sent)
-        back = [held(theta, sharding) for theta, sharding in zip(after, self.rests, strict=True)]
-        return layers.put(self.mesh, thetas, back, self.rests, self.rows), outer, momentum
-
-    def _updated(
-        self, thetas: Arrays, outer: Arrays, momentum: Arrays, sent: Arrays
+    def updated(
+        self, thetas: Arrays, outer: Arrays, momentum: Arrays, *sent: Arrays
     ) -> tuple[Arrays, Arrays, Arrays]:
         """On one device."""
         kind, like = self.exchange.wire, [jnp.zeros(shape, jnp.float32) for shape in shards(self)]
         received = [
-            split(row if kind == "float32" else unpacked(row, kind), like, kind) for row in sent
+            split(row if kind == "float32" else unpacked(row, kind), like, kind) for row in sent[0]
         ]
         means = [average(parts_of_parameter) for parts_of_parameter in zip(*received, strict=True)]
-        theta, v = outer_updates(
-            self.exchange,
-            means,
-            layers.rows_of(self.rows, outer),
-            layers.rows_of(self.rows, momentum),
-        )
-        part = self.exchange.mixing
+        theta, v = outer_updates(self.exchange, means, outer, momentum)
         after = [
-            (part * old.astype(jnp.float32) + (1 - part) * new).astype(old.dtype)
+            mixed(self.exchange.mixing, old, new).astype(old.dtype)
             for old, new in zip(thetas, theta, strict=True)
         ]
-        return (
-            after,
-            layers.with_rows(self.rows, outer, theta),
-            layers.with_rows(self.rows, momentum, v),
-        )
+        return after, theta, v
 
 
 # --------------------------------------------------------------------------------------------------
@@ -324,15 +250,6 @@ class Arriving(IslandCall):
 
 #: Of a fragment: outer gradients, as they cross, and the outer update.
 Calls = tuple[Sending, Packing, Arriving]
-
-
-def over_islands(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
-    """Arrays of all islands, which are alike, as one over the devices of all."""
-    first = arrays[0].sharding
-    assert isinstance(first, NamedSharding)
-    shards = [shard.data for array in arrays for shard in array.addressable_shards]
-    sharding = NamedSharding(mesh, first.spec, memory_kind=first.memory_kind)
-    return jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, shards)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -430,10 +347,8 @@ class DelayedProgram(IslandsProgram):
         ]
         exchange = replace(
             nothing,
-            params=replaced(outer.params, places, self._alike([result[1] for result in results])),
-            momentum=replaced(
-                outer.momentum, places, self._alike([result[2] for result in results])
-            ),
+            params=replaced(outer.params, places, self._alike(results, 1)),
+            momentum=replaced(outer.momentum, places, self._alike(results, 2)),
         )
         return replace(state, islands=tuple(islands), exchange=exchange)
 
@@ -451,9 +366,10 @@ class DelayedProgram(IslandsProgram):
         specs = jax.tree.leaves(self.programs[number].parts.params.state)
         return [local(arrays[place], specs[place]) for place in places]
 
-    def _alike(self, arrays: Sequence[list[jax.Array]]) -> list[jax.Array]:
-        """Arrays of islands, which are alike, over the devices of all."""
-        return [over_islands(copies, self.mesh) for copies in zip(*arrays, strict=True)]
+    def _alike(self, results: Sequence[tuple[Arrays, ...]], place: int) -> list[jax.Array]:
+        """One of the results of all islands, which are alike, over the devices of all."""
+        copies = zip(*(result[place] for result in results), strict=True)
+        return [alike(arrays, self.mesh) for arrays in copies]
 
     def _apart(self, arrays: Sequence[jax.Array], places: Sequence[int]) -> list[list[jax.Array]]:
         """For each island its arrays of some that are stacked."""

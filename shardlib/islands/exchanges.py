@@ -205,6 +205,16 @@ class Asynchronous(Settings):
         for name in ("rate", "local_rate", "accumulator"):
             object.__setattr__(self, name, float(getattr(self, name)))
 
+    def __str__(self) -> str:
+        """The kind, and what differs from the defaults."""
+        usual = Asynchronous()
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(usual, field.name)
+        ]
+        return ":".join([self.kind, *changed])
+
 
 def refuse_pin(word: str) -> NoReturn:
     """Says where training over a parameter server starts, to who pins it."""

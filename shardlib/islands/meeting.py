@@ -291,33 +291,45 @@ def stacked(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
     )
 
 
+def alike(arrays: Sequence[jax.Array], mesh: Mesh) -> jax.Array:
+    """The arrays of all islands, which are the same, as one."""
+    first = arrays[0].sharding
+    assert isinstance(first, NamedSharding)
+    return jax.make_array_from_single_device_arrays(
+        arrays[0].shape,
+        NamedSharding(mesh, first.spec, memory_kind=first.memory_kind),
+        [shard.data for array in arrays for shard in array.addressable_shards],
+    )
+
+
 def unstacked(array: jax.Array, like: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """The array of each island of a stacked one."""
     return [_of_island(array, leaf) for leaf in like]
 
 
-def local(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """The array of one island out of one that is the same on all."""
+def local(
+    array: jax.Array, sharding: NamedSharding, shape: tuple[int, ...] | None = None
+) -> jax.Array:
+    """The array of one island out of one over the devices of all.
+
+    Args:
+        shape: on the island; by default that of all, where it is the same on all.
+    """
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, held(array, mesh))
-
-
-def held(array: jax.Array, mesh: Mesh) -> list[jax.Array]:
-    """Returns what the devices of one island hold of an array."""
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
-    return [by_device[device] for device in mesh.devices.flat if device in by_device]
+    return jax.make_array_from_single_device_arrays(
+        array.shape if shape is None else shape,
+        sharding,
+        [by_device[device] for device in mesh.devices.flat if device in by_device],
+    )
 
 
 def _of_island(array: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
     sharding: Any = like.sharding
-    shards = held(array, sharding.mesh)
-    array = jax.make_array_from_single_device_arrays(
-        like.shape or (1,),
-        sharding if like.shape else NamedSharding(sharding.mesh, PartitionSpec()),
-        shards,
-    )
-    return array if like.shape else array.reshape(())
+    if like.shape:
+        return local(array, sharding, like.shape)
+    return local(array, NamedSharding(sharding.mesh, PartitionSpec()), (1,)).reshape(())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -405,103 +417,149 @@ class Shared:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Meeting(BetweenSteps):
-    """The outer step of islands.
+class FragmentCall(BetweenSteps):
+    """A program between steps about the parameters of a fragment.
 
     Attributes:
-        exchange: how they meet.
-        number: which of its meetings.
+        exchange: how islands meet.
         about: the parameters.
+    """
+
+    exchange: Meets
+    about: Sequence[Shared]
+
+    @property
+    def rows(self) -> list[Rows]:
+        """Of each parameter, on every device."""
+        return [parameter.rows for parameter in self.about]
+
+    @cached_property
+    def stored(self) -> list[NamedSharding]:
+        """Shardings of the parameters as they are stored."""
+        return [self.over(parameter.leaf.sharding) for parameter in self.about]
+
+    @cached_property
+    def states(self) -> list[NamedSharding]:
+        """Shardings of the parameters, as optimizer state is."""
+        return [self.over(parameter.state) for parameter in self.about]
+
+    @cached_property
+    def outer(self) -> list[NamedSharding]:
+        """Shardings of what is outer, alike on all islands; empty where nothing is."""
+        return [
+            NamedSharding(self.mesh, parameter.state.spec)
+            for parameter in self.about
+            if self.exchange.keeps
+        ]
+
+    def over(self, sharding: Any) -> NamedSharding:
+        """Returns how an array of one island is sharded over the devices of this program."""
+        return NamedSharding(self.mesh, sharding.spec)
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of an array of one island over the devices of this program."""
+        return shape
+
+    def thetas(self) -> list[Tree]:
+        """Abstract parameters."""
+        return [
+            jax.ShapeDtypeStruct(
+                self.shape(parameter.leaf.shape), parameter.leaf.dtype, sharding=sharding
+            )
+            for parameter, sharding in zip(self.about, self.stored, strict=True)
+        ]
+
+    def wide(self) -> list[Tree]:
+        """Abstract float32 arrays of what is outer."""
+        return [
+            jax.ShapeDtypeStruct(parameter.leaf.shape, jnp.float32, sharding=sharding)
+            for parameter, sharding in zip(self.about, self.outer, strict=False)
+        ]
+
+    def sharded(self, thetas: Arrays) -> Arrays:
+        """The rows of parameters, sharded as optimizer state is."""
+        rows = taken(self.mesh, thetas, self.stored, self.rows)
+        return [mesh_held(theta, state) for theta, state in zip(rows, self.states, strict=True)]
+
+
+class OuterUpdate(FragmentCall):
+    """The outer update: (parameters, outer parameters, momentum, *what was sent) -> the first three
+    afterwards.
     """
 
     donated = (0, 1, 2)
 
-    exchange: Meets
-    number: int
-    about: Sequence[Shared]
-
-    def arguments(self) -> tuple[list[Tree], list[Tree], list[Tree]]:
-        """Abstract arguments: parameters of all islands, outer parameters, momentum; nothing is
-        outer where the exchange keeps nothing.
-        """
-        outer = [
-            jax.ShapeDtypeStruct(parameter.leaf.shape, jnp.float32, sharding=sharding)
-            for parameter, sharding in zip(self.about, self._outer, strict=True)
-            if self.exchange.keeps
-        ]
-        thetas = [
-            jax.ShapeDtypeStruct(
-                stacked_shape(parameter.leaf.shape, self.exchange.islands),
-                parameter.leaf.dtype,
-                sharding=sharding,
-            )
-            for parameter, sharding in zip(self.about, self._rest, strict=True)
-        ]
-        return thetas, outer, outer
+    def arguments(self) -> tuple[list[Tree], ...]:
+        """Abstract arguments; nothing is outer where the exchange keeps nothing."""
+        return self.thetas(), self.wide(), self.wide()
 
     def results(self) -> tuple[list[Tree], ...]:
-        """Abstract results: what takes the place of the arguments."""
-        return self.arguments()
+        """Abstract results: what takes the place of the first three."""
+        return self.arguments()[:3]
 
     def function(self, *arguments: Arrays) -> tuple[Arrays, ...]:
-        """(parameters of all islands, outer parameters, momentum) -> the same after the meeting."""
-        thetas, outer, momentum = arguments
-        sharded = [NamedSharding(self.mesh, s.spec) for s in self._sharded]
-        rows = [parameter.rows for parameter in self.about]
-        thetas_taken = taken(self.mesh, thetas, self._rest, rows)
-        placed = [mesh_held(theta, s) for theta, s in zip(thetas_taken, sharded, strict=True)]
-        alike = [sharding.spec for sharding in self._outer] if self.exchange.keeps else []
-        specs = ([sharding.spec for sharding in sharded], alike, alike)
+        """The program, traceable."""
+        thetas, outer, momentum, *sent = arguments
+        alike = [sharding.spec for sharding in self.outer]
+        specs = ([sharding.spec for sharding in self.states], alike, alike)
+        rows = PartitionSpec(tuple(self.mesh.axis_names))
         after, outer, momentum = jax.shard_map(
-            self._updated, mesh=self.mesh, in_specs=specs, out_specs=specs, check_vma=False
-        )(placed, outer, momentum)
-        back = [
-            mesh_held(theta, sharding) for theta, sharding in zip(after, self._rest, strict=True)
-        ]
-        return put(self.mesh, thetas, back, self._rest, rows), outer, momentum
+            self._on_device,
+            mesh=self.mesh,
+            in_specs=(*specs, *([rows] * len(arrays) for arrays in sent)),
+            out_specs=specs,
+            check_vma=False,
+        )(self.sharded(thetas), outer, momentum, *sent)
+        back = [mesh_held(theta, to) for theta, to in zip(after, self.stored, strict=True)]
+        return put(self.mesh, thetas, back, self.stored, self.rows), outer, momentum
 
-    @cached_property
-    def _rest(self) -> list[NamedSharding]:
-        """Of the stacked parameters, as they rest."""
-        return [_stacked_of(parameter.leaf, self.mesh) for parameter in self.about]
+    def _on_device(
+        self, thetas: Shards, outer: Shards, momentum: Shards, *sent: Shards
+    ) -> tuple[Shards, Shards, Shards]:
+        rows = self.rows if self.exchange.keeps else []
+        after, theta, v = self.updated(thetas, rows_of(rows, outer), rows_of(rows, momentum), *sent)
+        return after, with_rows(rows, outer, theta), with_rows(rows, momentum, v)
 
-    @cached_property
-    def _sharded(self) -> list[NamedSharding]:
-        """Of the stacked parameters, sharded as optimizer state is."""
-        return [stacked_sharding(parameter.state, self.mesh) for parameter in self.about]
+    @abstractmethod
+    def updated(
+        self, thetas: Shards, outer: Shards, momentum: Shards, *sent: Shards
+    ) -> tuple[Shards, Shards, Shards]:
+        """The update on one device, of the rows of the fragment."""
 
-    @cached_property
-    def _outer(self) -> list[NamedSharding]:
-        """Of what is outer: alike on all islands."""
-        return [NamedSharding(self.mesh, parameter.state.spec) for parameter in self.about]
 
-    def _updated(
-        self, thetas: Shards, outer: Shards, momentum: Shards
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Meeting(OuterUpdate):
+    """The outer step of islands as one program over the devices of all; parameters of all islands
+    are stacked.
+
+    Attributes:
+        number: which of the meetings of the exchange.
+    """
+
+    number: int
+
+    def over(self, sharding: Any) -> NamedSharding:
+        """Stacked over the islands."""
+        return stacked_sharding(sharding, self.mesh)
+
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Stacked over the islands."""
+        return stacked_shape(shape, self.exchange.islands)
+
+    def updated(
+        self, thetas: Shards, outer: Shards, momentum: Shards, *sent: Shards
     ) -> tuple[Shards, Shards, Shards]:
         """The meeting on one device."""
-        rows = [parameter.rows for parameter in self.about]
-        outer_rows = rows if self.exchange.keeps else []
         local = [
             theta.astype(jnp.float32).reshape(theta.shape if parameter.leaf.ndim else ())
             for parameter, theta in zip(self.about, thetas, strict=True)
         ]
-        after, *news = update_of(self.exchange, self.number)(
-            local, rows_of(outer_rows, outer), rows_of(outer_rows, momentum)
-        )
+        after, outer, momentum = update_of(self.exchange, self.number)(local, outer, momentum)
         back = [
             new.astype(theta.dtype).reshape(theta.shape)
             for new, theta in zip(after, thetas, strict=True)
         ]
-        return (
-            back,
-            with_rows(outer_rows, outer, news[0]),
-            with_rows(outer_rows, momentum, news[1]),
-        )
-
-
-def _stacked_of(leaf: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh) -> NamedSharding:
-    assert isinstance(leaf.sharding, NamedSharding)
-    return stacked_sharding(leaf.sharding, mesh)
+        return back, outer, momentum
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
-"""The outer step of islands, whatever joins them: the outer update, and the form in which numbers
-cross; for arrays of JAX (islands in one process) and of NumPy (islands over TCP) alike.
+"""The outer step of islands, whatever joins them: the outer update, the parameters from which an
+island goes on, and the form in which numbers cross; for arrays of JAX (islands in one process) and
+of NumPy (islands over TCP) alike.
 
 >>> import numpy as np
 >>> numbers, scales = narrow(np.float32([[1.0, -0.5]]), "int8", block=2)
@@ -27,6 +28,13 @@ def outer_update(exchange: DiLoCo, gradient: Any, theta: Any, momentum: Any) -> 
     decay, rate = np.float32(exchange.momentum), np.float32(exchange.rate)
     momentum = gradient + decay * momentum
     return theta - rate * (gradient + decay * momentum), momentum
+
+
+def mixed(mixing: float, local: Any, theta: Any) -> Any:
+    """The parameters from which an island goes on, float32: `mixing` times its own and the rest of
+    the outer ones.
+    """
+    return mixing * local.astype(np.float32) + (1 - mixing) * theta if mixing else theta
 
 
 def narrow(rows: Any, wire: str, block: int = BLOCK) -> tuple[Any, Any]:

@@ -26,7 +26,7 @@ from shardlib.findings import Finding
 from shardlib.islands.exchanges import Compressed, Meets, Part, Several
 from shardlib.islands.meeting import (
     Meeting,
-    held,
+    alike,
     local,
     meetings_of,
     mesh_of_all,
@@ -295,18 +295,11 @@ def placed_parts(batch: Tree, rows_abstract: Tree, batches: IslandBatches) -> tu
     return tuple(
         structure.unflatten(
             [
-                _own(leaf, target)
+                local(leaf, target.sharding, target.shape)
                 for leaf, target in zip(leaves, jax.tree.leaves(island_batch), strict=True)
             ]
         )
         for island_batch in batches.islands
-    )
-
-
-def _own(leaf: jax.Array, target: jax.ShapeDtypeStruct) -> jax.Array:
-    sharding: Any = target.sharding
-    return jax.make_array_from_single_device_arrays(
-        target.shape, sharding, held(leaf, sharding.mesh)
     )
 
 
@@ -670,39 +663,13 @@ def require_islands(state: object, islands: int) -> None:
 # own.
 
 
-def outer_shardings(mesh: Mesh, states: Sequence[NamedSharding]) -> list[NamedSharding]:
-    """Returns how what is outer is sharded: alike on all islands."""
-    return [NamedSharding(mesh, state_sharding.spec) for state_sharding in states]
-
-
-def _parameters(
-    mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[Sequence[jax.Array]]
-) -> list[jax.Array]:
-    """The outer parameters before the first step, those that all islands start from: float32, on
-    the devices of each.
-    """
-    outer: list[jax.Array] = []
-    for arrays, sharding in zip(
-        zip(*trained, strict=True), outer_shardings(mesh, states), strict=True
-    ):
-        shards: list[jax.Array] = []
-        for array in arrays:
-            assert isinstance(array.sharding, NamedSharding)
-            on_island = NamedSharding(array.sharding.mesh, sharding.spec)
-            copy = jax.jit(_float32, out_shardings=on_island)(array)
-            shards += [shard.data for shard in copy.addressable_shards]
-        outer.append(jax.make_array_from_single_device_arrays(arrays[0].shape, sharding, shards))
-    return outer
-
-
 def abstract_outer(
     mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[jax.ShapeDtypeStruct]
 ) -> OuterState:
-    """Returns what is outer, abstract, with shardings."""
-    shardings = outer_shardings(mesh, states) if trained else []
+    """Returns what is outer, abstract, with shardings: alike on all islands."""
     outer = [
-        jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
-        for leaf, sharding in zip(trained, shardings, strict=True)
+        jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=NamedSharding(mesh, state.spec))
+        for leaf, state in zip(trained, states if trained else (), strict=True)
     ]
     replicated = NamedSharding(mesh, PartitionSpec())
     step = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
@@ -712,10 +679,20 @@ def abstract_outer(
 def first_outer(
     mesh: Mesh, states: Sequence[NamedSharding], trained: Sequence[Sequence[jax.Array]]
 ) -> OuterState:
-    """Returns what is outer before the first step."""
-    params = _parameters(mesh, states, trained) if trained else []
-    zeros = [jax.jit(jnp.zeros_like, out_shardings=array.sharding)(array) for array in params]
-    return OuterState(step=np.int32(0), params=params, momentum=zeros)
+    """Returns what is outer before the first step: the parameters that all islands start from,
+    float32.
+    """
+
+    def wide(array: Any, state: NamedSharding) -> jax.Array:
+        """A copy in a buffer of its own."""
+        sharding = NamedSharding(array.sharding.mesh, state.spec)
+        return jax.jit(lambda x: jnp.copy(x.astype(jnp.float32)), out_shardings=sharding)(array)
+
+    params = [
+        alike([wide(array, state) for array in arrays], mesh)
+        for arrays, state in zip(zip(*trained, strict=True), states if trained else (), strict=True)
+    ]
+    return OuterState(step=np.int32(0), params=params, momentum=[zeros(array) for array in params])
 
 
 def zeros(leaf: Tree) -> jax.Array:
@@ -729,11 +706,6 @@ def bytes_of(outer: OuterState | ResidualState) -> int:
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(outer)
     )
-
-
-def _float32(array: jax.Array) -> jax.Array:
-    """A float32 copy, in a buffer of its own."""
-    return jnp.copy(array.astype(jnp.float32))
 
 
 def streams_of(number: int, state: TrainState) -> TrainState:
@@ -767,8 +739,7 @@ def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array
     islands.
     """
     mesh = meeting.mesh
-    stacks = [stacked_sharding(parameter.state, mesh) for parameter in meeting.about]
-    alike = [NamedSharding(mesh, parameter.state.spec) for parameter in meeting.about]
+    specs = [sharding.spec for sharding in meeting.states]
 
     def mean(stacks_local: list[jax.Array]) -> list[jax.Array]:
         return [
@@ -782,10 +753,10 @@ def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array
         return jax.shard_map(
             mean,
             mesh=mesh,
-            in_specs=([sharding.spec for sharding in stacks],),
-            out_specs=[sharding.spec for sharding in alike],
+            in_specs=(specs,),
+            out_specs=[parameter.state.spec for parameter in meeting.about],
             check_vma=False,
-        )([mesh_held(theta, sharding) for theta, sharding in zip(thetas, stacks, strict=True)])
+        )([mesh_held(theta, to) for theta, to in zip(thetas, meeting.states, strict=True)])
 
     return jax.jit(function)(thetas)
 
@@ -1230,7 +1201,7 @@ def _outer(stored: dict[str, Tree], like: IslandsState) -> Any:
 
 def _stacked(leaves: Sequence[Any], mesh: Mesh) -> Any:
     """One array of all islands, abstract where its parts are."""
-    if isinstance(leaves[0], jax.ShapeDtypeStruct):
+    if _is_abstract(leaves[0]):
         spec, kind = stacked_sharding(leaves[0].sharding, mesh).spec, leaves[0].sharding.memory_kind
         return jax.ShapeDtypeStruct(
             stacked_shape(leaves[0].shape, len(leaves)),
@@ -1240,13 +1211,13 @@ def _stacked(leaves: Sequence[Any], mesh: Mesh) -> Any:
     return stacked(leaves, mesh)
 
 
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
 def _alike(leaves: Sequence[Any], mesh: Mesh) -> Any:
     """One array that is the same on all islands, abstract where its parts are."""
-    like = on_all(leaves[0], mesh)
-    if isinstance(leaves[0], jax.ShapeDtypeStruct):
-        return like
-    shards = [shard.data for leaf in leaves for shard in leaf.addressable_shards]
-    return jax.make_array_from_single_device_arrays(like.shape, like.sharding, shards)
+    return on_all(leaves[0], mesh) if _is_abstract(leaves[0]) else alike(leaves, mesh)
 
 
 def _over_all(value: Tree, mesh: Mesh) -> Tree:

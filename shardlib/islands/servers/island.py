@@ -29,6 +29,7 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import LaunchError, StateError
 from shardlib.findings import Finding
 from shardlib.islands.exchanges import BUCKET_BYTES, DiLoCo, Part
+from shardlib.islands.outer import mixed as outer_mixed
 from shardlib.islands.program import by_path, streams_of, with_placed, with_trained
 from shardlib.islands.servers.rounds import About, Outer, Outline, checksum, pack, unpack
 from shardlib.islands.servers.wire import (
@@ -421,10 +422,7 @@ def _mixer(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
 
 
 def _mixed(parameter: Value, outer: Value, bounds: tuple[int, int] | None, mixing: float) -> Value:
-    target = outer
-    if mixing:
-        target = mixing * parameter.astype(jnp.float32) + (1 - mixing) * outer
-    new = target.astype(parameter.dtype)
+    new = outer_mixed(mixing, parameter, outer).astype(parameter.dtype)
     return new if bounds is None else jnp.where(_within(parameter.shape, *bounds), new, parameter)
 
 
