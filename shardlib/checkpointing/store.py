@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -383,81 +383,146 @@ def on_disk(program: TrainingProgram | None) -> frozenset[str]:
     return frozenset() if loss_program is None else loss_program.stored
 
 
+@dataclass(frozen=True, kw_only=True)
+class OpenCheckpoint:
+    """A checkpoint whose description has been read.
+
+    Attributes:
+        path: its folder.
+        about: its description.
+        camera: has the programs that compute checksums.
+        program: that reads it, where there is one.
+    """
+
+    path: epath.Path
+    about: About
+    camera: Camera
+    program: TrainingProgram | None
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"the checkpoint of step {self.about.step}"
+
+    def read(
+        self, paths: Mapping[str, str], target: Mapping[str, Tree], *, at_once: bool = False
+    ) -> Iterator[tuple[str, jax.Array]]:
+        """Arrays as they are stored, by their paths in the target; flipped bits are detected.
+
+        Args:
+            paths: in the checkpoint, by those in the target.
+            at_once: reads all of them together; otherwise `PORTION` bytes at a time.
+        """
+        leaves = {
+            path: _stored_leaf(target[path], self.about.arrays[stored])
+            for path, stored in paths.items()
+        }
+        for portion in [leaves] if at_once else portions(leaves):
+            named = {paths[path]: leaf for path, leaf in portion.items()}
+            with ThreadPoolExecutor(1) as pool:  # compiles while files are read
+                compiled = pool.submit(self.camera.sums, named)
+                arrays = _read_arrays(self.path, named)
+                _verify(arrays, self.about, compiled.result())
+            for path in portion:
+                yield path, arrays.pop(paths[path])
+
+    def placed(self, path: str, array: jax.Array, leaf: Tree) -> Any:
+        """An array as the target has it: in its dtype and sharding, and on disk where the program
+        stores it there.
+        """
+        array = fitted(array, leaf)
+        if self.program is None or path not in on_disk(self.program):
+            return array
+        assert self.program.loss_program is not None
+        if self.about.arrays.get(path) == spec_of(array):
+            sums = np.asarray(self.about.sums[path], np.uint32)
+        else:
+            sums = whole(self.camera.sums({path: array})({path: array}))[0]
+        return self.program.loss_program.stow(array, sums)
+
+
+class Written(Protocol):
+    """How a checkpoint was written, as seen by the state that is restored from it."""
+
+    def target(self, like: State) -> Tree:
+        """A tree with an abstract array for each one to restore."""
+        ...
+
+    def arrays(self, target: Mapping[str, Tree]) -> Mapping[str, Spec]:
+        """The stored arrays, by their paths in the target."""
+        ...
+
+    def state(self, like: State, target: Tree) -> State:
+        """Reads the state."""
+        ...
+
+    def findings(self, like: State, *, new_optimizer: bool) -> tuple[Finding, ...]:
+        """Findings about what the state starts from."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrittenAlike:
+    """A checkpoint of a state with the same arrays."""
+
+    checkpoint: OpenCheckpoint
+
+    def target(self, like: State) -> Tree:
+        """See `Written`."""
+        return form_of(like)
+
+    def arrays(self, target: Mapping[str, Tree]) -> Mapping[str, Spec]:
+        """See `Written`."""
+        return self.checkpoint.about.arrays
+
+    def state(self, like: State, target: Tree) -> State:
+        """See `Written`. Arrays that go to disk are read a few at a time."""
+        named, stored = named_leaves(target), on_disk(self.checkpoint.program)
+        arrays: dict[str, Any] = {}
+        for to_disk in (False, True):
+            paths = {path: path for path in named if (path in stored) == to_disk}
+            for path, array in self.checkpoint.read(paths, named, at_once=not to_disk):
+                arrays[path] = self.checkpoint.placed(path, array, named[path])
+        form = jax.tree.structure(target).unflatten([arrays[path] for path in named])
+        return like.of_stored_form(form) if isinstance(like, SeveralStates) else form
+
+    def findings(self, like: State, *, new_optimizer: bool) -> tuple[Finding, ...]:
+        """See `Written`."""
+        if not new_optimizer:
+            return ()
+        return (
+            Finding(
+                code="optimizer-anew",
+                severity="info",
+                message=(f"The optimizer starts anew; {self.checkpoint.name} gave the parameters."),
+            ),
+        )
+
+
 def read_state(
-    path: epath.Path,
-    description: About,
-    abstract: State,
-    camera: Camera,
-    program: Any = None,
-    *,
-    new_optimizer: bool = False,
+    checkpoint: OpenCheckpoint, written: Written, abstract: State, *, new_optimizer: bool
 ) -> tuple[State, tuple[Finding, ...]]:
-    """Restores the arrays of a checkpoint."""
+    """Restores the state of a checkpoint, whatever wrote it."""
     like = without_optimizer(abstract) if new_optimizer else abstract
-    target = form_of(like)
+    target = written.target(like)
     named = named_leaves(target)
     stored = {
-        p: spec
-        for p, spec in description.arrays.items()
-        if not (new_optimizer and is_of_optimizer(p))
+        path: spec
+        for path, spec in written.arrays(named).items()
+        if not (new_optimizer and is_of_optimizer(path))
     }
-    findings = compared(
-        stored,
-        {p: spec_of(leaf) for p, leaf in named.items()},
-        f"the checkpoint of step {description.step}",
-    )
-    raw = {p: raw_abstract(leaf) for p, leaf in named.items()}
-    leaves = {
-        p: jax.ShapeDtypeStruct(leaf.shape, np.dtype(stored[p].dtype), sharding=leaf.sharding)
-        for p, leaf in raw.items()
-    }
-    disk = on_disk(program)
-
-    def read(portion: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        return fitted(
-            {p: named[p] for p in portion}, read_arrays(path, description, portion, camera)
-        )
-
-    arrays: dict[str, Any] = read({p: leaf for p, leaf in leaves.items() if p not in disk})
-    for portion in portions({p: leaf for p, leaf in leaves.items() if p in disk}):
-        arrays.update(
-            {
-                p: program.stow(array, _sums(array, p, description, camera))
-                for p, array in read(portion).items()
-            }
-        )
-    form = jax.tree.structure(target).unflatten([arrays[p] for p in named])
-    state = like.of_stored_form(form) if isinstance(like, SeveralStates) else form
-    if not new_optimizer:
-        return state, findings
-    assert program is not None
-    optimizer_finding = Finding(
-        code="optimizer-anew",
-        severity="info",
-        message=(
-            f"The optimizer starts anew; the checkpoint of step {description.step} gave the"
-            " parameters."
-        ),
-    )
-    return program.anew(state), (*findings, optimizer_finding)
+    casts = compared(stored, {path: spec_of(leaf) for path, leaf in named.items()}, checkpoint.name)
+    state = written.state(like, target)
+    if new_optimizer:
+        program: Any = checkpoint.program
+        state = program.anew(state)
+    return state, (*casts, *written.findings(abstract, new_optimizer=new_optimizer))
 
 
-def read_arrays(
-    path: epath.Path, description: About, leaves: Mapping[str, jax.ShapeDtypeStruct], camera: Camera
-) -> dict[str, jax.Array]:
-    """Reads arrays of a checkpoint, and detects flipped bits."""
-    with ThreadPoolExecutor(1) as pool:  # compiles while files are read
-        compiled = pool.submit(camera.sums, leaves)
-        return _verified(_read_arrays(path, leaves), description, compiled.result())
-
-
-def _sums(array: jax.Array, path: str, description: About, camera: Camera) -> np.ndarray:
-    """Checksums of a restored array; those of the checkpoint, or if it was cast, those of the
-    result.
-    """
-    if str(array.dtype) == description.arrays[path].dtype:
-        return np.asarray(description.sums[path], np.uint32)
-    return whole(camera.sums({path: array})({path: array}))[0]
+def _stored_leaf(leaf: Tree, spec: Spec) -> jax.ShapeDtypeStruct:
+    """An abstract array of a checkpoint, sharded along its dims as that of the target is."""
+    sharding = raw_abstract(leaf).sharding
+    return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=sharding)
 
 
 def _read_arrays(
@@ -482,12 +547,11 @@ def _read_arrays(
     return arrays
 
 
-def _verified(arrays: dict[str, jax.Array], description: About, sums: Any) -> dict[str, jax.Array]:
+def _verify(arrays: dict[str, jax.Array], description: About, sums: Any) -> None:
     sums_by_path = by_path(arrays, whole(sums(arrays)))
     wrong = [path for path, pair in sums_by_path.items() if tuple(description.sums[path]) != pair]
     if wrong:
         raise DamagedError(f"bits have changed in {shortened(wrong)}")
-    return arrays
 
 
 # --------------------------------------------------------------------------------------------------
@@ -528,15 +592,12 @@ def read_checkpoint(
     abstract = target.state if is_program(target) else target
     path = folder.checkpoint(step)
     description = read_about(path, step)
-    if is_alike(description.arrays, abstract):
-        state, findings = read_state(
-            path, description, abstract, camera, program, new_optimizer=parameters_only
-        )
-    else:
-        several = wings.islands("checkpoints", f"the checkpoint of step {step}, of islands,")
-        state, findings = several.read_other_number(
-            path, description, abstract, camera, program, new_optimizer=parameters_only
-        )
+    checkpoint = OpenCheckpoint(path=path, about=description, camera=camera, program=program)
+    written: Written = WrittenAlike(checkpoint=checkpoint)
+    if not is_alike(description.arrays, abstract):
+        several = wings.islands("checkpoints", f"{checkpoint.name}, of islands,")
+        written = several.WrittenByOthers(checkpoint=checkpoint)
+    state, findings = read_state(checkpoint, written, abstract, new_optimizer=parameters_only)
     plan, more = description.read_plan()
     return Restored(
         step=step,

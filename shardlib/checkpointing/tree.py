@@ -143,12 +143,8 @@ def _with_inner_dim(sharding: Sharding | None, ndim: int) -> Sharding | None:
     )
 
 
-def fitted(target: Mapping[str, Tree], arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Stored arrays cast to the target's dtypes, in its shardings."""
-    return {path: _fitted(arrays[path], leaf) for path, leaf in target.items()}
-
-
-def _fitted(array: jax.Array, leaf: Tree) -> jax.Array:
+def fitted(array: jax.Array, leaf: Tree) -> jax.Array:
+    """A stored array cast to the target's dtype, in its sharding."""
     if is_key(leaf):
         return jax.jit(
             lambda data: jax.random.wrap_key_data(data, impl=_generator(leaf)),

@@ -4,30 +4,24 @@ exchange.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from etils import epath
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree
-from shardlib.checkpointing import store
-from shardlib.checkpointing.store import About, on_disk
+from shardlib.checkpointing.store import OpenCheckpoint
 from shardlib.checkpointing.tree import (
-    Camera,
     Spec,
     State,
-    compared,
     fitted,
     is_of_optimizer,
     named_leaves,
     raw_abstract,
-    spec_of,
-    without_optimizer,
 )
 from shardlib.errors import CheckpointError
 from shardlib.findings import Finding
@@ -49,8 +43,6 @@ from shardlib.islands.program import (
 from shardlib.layout import ISLAND
 from shardlib.lowering.random_keys import is_key
 from shardlib.lowering.runtime import TrainState
-from shardlib.lowering.training_program import TrainingProgram
-from shardlib.processes.values import whole
 
 # --------------------------------------------------------------------------------------------------
 # Sources of the arrays of one island in a checkpoint of another number of islands, and the union of
@@ -113,12 +105,6 @@ def _divided(spec: Spec, islands: int, like: Tree | None) -> Spec:
     return replace(spec, shape=(*others,) if scalar else (first // islands, *others))
 
 
-def stored_leaf(leaf: Tree, spec: Spec) -> jax.ShapeDtypeStruct:
-    """An array as it is read: of several islands, sharded along its dims as one of them is."""
-    sharding = raw_abstract(leaf).sharding
-    return jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=sharding)
-
-
 def of_island(array: jax.Array, leaf: Tree, number: int, islands: int) -> jax.Array:
     """The array of one island, as it is stored."""
     raw = raw_abstract(leaf)
@@ -166,55 +152,6 @@ def _origins_alike(array: jax.Array, islands: int) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint whose arrays are read for another number of islands.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """A checkpoint that is read.
-
-    Attributes:
-        path: of the checkpoint.
-        about: its description.
-        camera: has the programs that compute sums.
-    """
-
-    path: epath.Path
-    about: About
-    camera: Camera
-
-    @property
-    def islands(self) -> int:
-        """Number of islands that were saved."""
-        step = self.about.arrays.get(f"{OF_ISLANDS}step")
-        return step.shape[0] if step is not None and step.shape else 1
-
-    @property
-    def keeps(self) -> bool:
-        """True if parameters are outer in it."""
-        return has_outer(self.about.arrays, "params")
-
-    @property
-    def name(self) -> str:
-        """Returns how messages call it."""
-        return f"the checkpoint of step {self.about.step}"
-
-    def read(
-        self, paths: Mapping[str, str], target: Mapping[str, Tree]
-    ) -> Iterator[tuple[str, jax.Array]]:
-        """Arrays as they are stored, a few at a time, by their paths in the target."""
-        leaves = {
-            path: stored_leaf(target[path], self.about.arrays[stored])
-            for path, stored in paths.items()
-        }
-        for portion in store.portions(leaves):
-            named = {paths[path]: leaf for path, leaf in portion.items()}
-            arrays = store.read_arrays(self.path, self.about, named, self.camera)
-            for path in portion:
-                yield path, arrays.pop(paths[path])
-
-
-# --------------------------------------------------------------------------------------------------
 # Residuals and outer gradients in flight, for another number of islands.
 #
 # All islands update by the mean of what they send, so each goes on with the mean of what the
@@ -222,7 +159,7 @@ class Source:
 
 
 def residuals(
-    source: Source, names: Sequence[str], islands: int, first: ResidualState, step: int
+    source: WrittenByOthers, names: Sequence[str], islands: int, first: ResidualState, step: int
 ) -> ResidualState:
     """Returns what is kept of gradients: that of the checkpoint where it has some, and what there
     is before the first step where not.
@@ -235,7 +172,9 @@ def residuals(
     )
 
 
-def on_the_way(source: Source, names: Sequence[str], like: IslandsState) -> dict[str, Tree]:
+def on_the_way(
+    source: WrittenByOthers, names: Sequence[str], like: IslandsState
+) -> dict[str, Tree]:
     """Returns what is on the way between islands, by the fields that have it; nothing where islands
     do not meet with a delay.
     """
@@ -248,13 +187,13 @@ def on_the_way(source: Source, names: Sequence[str], like: IslandsState) -> dict
         0,
         "outer.sent_at",
     )
-    if sent is not first and place in source.about.arrays:
-        sent_at = dict(source.read({place: place}, {place: flying.sent_at}))[place]
+    if sent is not first and place in source.checkpoint.about.arrays:
+        sent_at = dict(source.checkpoint.read({place: place}, {place: flying.sent_at}))[place]
     return {"sent": sent, "sent_at": np.int32(int(sent_at))}
 
 
 def _means(
-    source: Source, field: str, names: Sequence[str], first: list[jax.Array], islands: int
+    source: WrittenByOthers, field: str, names: Sequence[str], first: list[jax.Array], islands: int
 ) -> list[jax.Array]:
     """An array for each parameter: of all islands the mean of those that were saved."""
     paths = _paths(source, field, names) if first else {}
@@ -263,28 +202,30 @@ def _means(
     ones = {name: _one(array, islands) for name, array in zip(names, first, strict=True)}
     means = {
         name: combined(field, array, ones[name], source.islands)
-        for name, array in source.read(paths, ones)
+        for name, array in source.checkpoint.read(paths, ones)
     }
     return [_repeated(means[name], array) for name, array in zip(names, first, strict=True)]
 
 
-def _factors(source: Source, names: Sequence[str], first: list[jax.Array]) -> list[jax.Array]:
+def _factors(
+    source: WrittenByOthers, names: Sequence[str], first: list[jax.Array]
+) -> list[jax.Array]:
     """Q of each parameter, that of the checkpoint where the rank is the same."""
     paths = _paths(source, "factors", names) if first else {}
     fit = {
         name: path
         for (name, path), array in zip(paths.items(), first, strict=False)
-        if tuple(source.about.arrays[path].shape) == array.shape
+        if tuple(source.checkpoint.about.arrays[path].shape) == array.shape
     }
     if not first or len(fit) < len(first):
         return first
-    factors = dict(source.read(fit, dict(zip(names, first, strict=True))))
+    factors = dict(source.checkpoint.read(fit, dict(zip(names, first, strict=True))))
     return [factors[name] for name in names]
 
 
-def _paths(source: Source, field: str, names: Sequence[str]) -> dict[str, str]:
+def _paths(source: WrittenByOthers, field: str, names: Sequence[str]) -> dict[str, str]:
     paths = {name: f"outer.{field}.{name}" for name in names}
-    return {name: path for name, path in paths.items() if path in source.about.arrays}
+    return {name: path for name, path in paths.items() if path in source.checkpoint.about.arrays}
 
 
 def _one(array: jax.Array, islands: int) -> Tree:
@@ -314,13 +255,13 @@ def keeps(state: State) -> bool:
     return isinstance(exchange, OuterState) and bool(exchange.params)
 
 
-def told(source: Source, target: State, *, new_optimizer: bool) -> Finding:
+def told(source: WrittenByOthers, target: State, *, new_optimizer: bool) -> Finding:
     """A finding that says what a checkpoint becomes."""
     before = source.islands
     after = len(target.islands) if isinstance(target, IslandsState) else 1
     of = "one island" if before == 1 else f"{before} islands"
     goes_on = f"goes on as {after}" if before != after else "goes on as islands that meet otherwise"
-    sentences = [f"The checkpoint of step {source.about.step} is of {of} and {goes_on}."]
+    sentences = [f"The checkpoint of step {source.checkpoint.about.step} is of {of} and {goes_on}."]
     if before == 1:
         sentences.append("All start from its parameters and its optimizer.")
     else:
@@ -339,16 +280,16 @@ def told(source: Source, target: State, *, new_optimizer: bool) -> Finding:
     )
 
 
-def _start(source: Source) -> str:
+def _start(source: WrittenByOthers) -> str:
     """Returns where islands start: how far back their last meeting is, where that is known."""
     if not source.keeps:
         return "the mean of the islands' parameters"
-    plan, _ = source.about.read_plan()
+    plan, _ = source.checkpoint.about.read_plan()
     exchange = plan.exchange if plan is not None else None
     lost = ""
     if isinstance(exchange, DiLoCo) and exchange.fragments > 1:
         lost = "; what islands did since a parameter met is left out"
-    elif isinstance(exchange, DiLoCo) and (since := source.about.step % exchange.every):
+    elif isinstance(exchange, DiLoCo) and (since := source.checkpoint.about.step % exchange.every):
         lost = f", {since} steps ago: what islands did since is left out"
     return f"the outer parameters, those of the last meeting{lost}"
 
@@ -365,37 +306,44 @@ def _start(source: Source) -> str:
 MODEL = "model_state."
 
 
-def read_other_number(
-    path: epath.Path,
-    description: About,
-    abstract: State,
-    camera: Camera,
-    program: Any = None,
-    *,
-    new_optimizer: bool = False,
-) -> tuple[State, tuple[Finding, ...]]:
-    """Restores a checkpoint as another number of islands than were saved."""
-    source = Source(path=path, about=description, camera=camera)
-    like = without_optimizer(abstract) if new_optimizer else abstract
-    island = _of_one(like)
-    target = named_leaves(island)
-    stored = as_one_island(source.about.arrays, target, source.islands)
-    findings = compared(
-        {p: spec for p, spec in stored.items() if not (new_optimizer and is_of_optimizer(p))},
-        {p: spec_of(leaf) for p, leaf in target.items()},
-        source.name,
-    )
-    state: State
-    if isinstance(like, IslandsState):
-        state = _islands(source, target, island, like, program)
-    else:
-        paths = [*target]
-        arrays = _other_number_alike(source, target, paths, program)
-        state = jax.tree.structure(island).unflatten([arrays[path] for path in paths])
-    if new_optimizer:
-        assert program is not None
-        state = program.anew(state)
-    return state, (*findings, told(source, abstract, new_optimizer=new_optimizer))
+@dataclass(frozen=True, kw_only=True)
+class WrittenByOthers:
+    """A checkpoint of another number of islands, or of islands with another exchange; see
+    `shardlib.checkpointing.store.Written`.
+    """
+
+    checkpoint: OpenCheckpoint
+
+    @property
+    def islands(self) -> int:
+        """Number of islands that were saved."""
+        step = self.checkpoint.about.arrays.get(f"{OF_ISLANDS}step")
+        return step.shape[0] if step is not None and step.shape else 1
+
+    @property
+    def keeps(self) -> bool:
+        """True if parameters are outer in it."""
+        return has_outer(self.checkpoint.about.arrays, "params")
+
+    def target(self, like: State) -> Tree:
+        """See `Written`: the state of one island, over the devices of all."""
+        return _of_one(like)
+
+    def arrays(self, target: Mapping[str, Tree]) -> Mapping[str, Spec]:
+        """See `Written`: those of one island."""
+        return as_one_island(self.checkpoint.about.arrays, target, self.islands)
+
+    def state(self, like: State, target: Tree) -> State:
+        """See `Written`."""
+        named = named_leaves(target)
+        if isinstance(like, IslandsState):
+            return _islands(self, named, target, like)
+        arrays = _other_number_alike(self, named, [*named])
+        return jax.tree.structure(target).unflatten([arrays[path] for path in named])
+
+    def findings(self, like: State, *, new_optimizer: bool) -> tuple[Finding, ...]:
+        """See `Written`."""
+        return (told(self, like, new_optimizer=new_optimizer),)
 
 
 def _of_one(state: State) -> TrainState:
@@ -407,20 +355,16 @@ def _of_one(state: State) -> TrainState:
 
 
 def _other_number_alike(
-    source: Source,
-    target: Mapping[str, Tree],
-    paths: list[str],
-    program: TrainingProgram | None = None,
+    source: WrittenByOthers, target: Mapping[str, Tree], paths: list[str]
 ) -> dict[str, Any]:
     """Arrays that all islands start with, by path: one out of those of the islands that were saved;
     of random streams those of the first.
     """
-    arrays, count = source.about.arrays, source.islands
-    origins = {path: origin(path, arrays, count) for path in paths}
-    stored = on_disk(program)
+    count = source.islands
+    origins = {path: origin(path, source.checkpoint.about.arrays, count) for path in paths}
     arrays_by_path: dict[str, Any] = {}
-    for path, array in source.read(
-        {p: source_of_path.path for p, source_of_path in origins.items()}, target
+    for path, array in source.checkpoint.read(
+        {path: place.path for path, place in origins.items()}, target
     ):
         leaf = target[path]
         if origins[path].islands > 1:
@@ -428,20 +372,12 @@ def _other_number_alike(
             array = (
                 of_island(array, leaf, 0, count) if first else combined(path, array, leaf, count)
             )
-        arrays_by_path[path] = fitted({path: leaf}, {path: array})[path]
-        if path in stored:
-            assert program is not None and program.loss_program is not None
-            sums = source.camera.sums({path: array})({path: array})
-            arrays_by_path[path] = program.loss_program.stow(arrays_by_path[path], whole(sums)[0])
+        arrays_by_path[path] = source.checkpoint.placed(path, array, leaf)
     return arrays_by_path
 
 
 def _islands(
-    source: Source,
-    target: Mapping[str, Tree],
-    one: TrainState,
-    like: IslandsState,
-    program: TrainingProgram | None,
+    source: WrittenByOthers, target: Mapping[str, Tree], one: TrainState, like: IslandsState
 ) -> IslandsState:
     """The state of islands that all start alike, but for their random streams."""
     trained = {name: f"params.{name}".rstrip(".") for name in like.trained}
@@ -461,6 +397,7 @@ def _islands(
         )
         states.append(state if number < source.islands else streams_of(number, state))
     step = int(arrays["step"])
+    program = source.checkpoint.program
     if isinstance(program, CompressedProgram):
         first = program.first_residuals()
         exchange = residuals(source, like.trained, len(like.islands), first, step)
@@ -470,44 +407,49 @@ def _islands(
 
 
 def _trained(
-    source: Source, target: Mapping[str, Tree], trained: Mapping[str, str], like: IslandsState
+    source: WrittenByOthers,
+    target: Mapping[str, Tree],
+    trained: Mapping[str, str],
+    like: IslandsState,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Trained parameters by path, and the outer ones by name."""
     wide = dict(zip(like.trained, outer_of(like).params, strict=True)) if keeps(like) else {}
     if wide and source.keeps:
-        outer = dict(source.read({name: f"{OUTER}{name}" for name in trained}, wide))
+        outer = dict(source.checkpoint.read({name: f"{OUTER}{name}" for name in trained}, wide))
         return {path: _copied(outer[name], target[path]) for name, path in trained.items()}, outer
     params = _other_number_alike(source, target, [*trained.values()])
     return params, {name: _copied(params[trained[name]], leaf) for name, leaf in wide.items()}
 
 
 def _models(
-    source: Source, target: Mapping[str, Tree], paths: list[str], islands: int
+    source: WrittenByOthers, target: Mapping[str, Tree], paths: list[str], islands: int
 ) -> list[dict[str, Any]]:
     """Returns what the models of the islands go on with: an island that was saved with its own,
     others with that of the first.
     """
     count, models = source.islands, [dict[str, Any]() for _ in range(islands)]
-    stored = {path: origin(path, source.about.arrays, count).path for path in paths}
-    for path, array in source.read(stored, target):
+    stored = {path: origin(path, source.checkpoint.about.arrays, count).path for path in paths}
+    for path, array in source.checkpoint.read(stored, target):
         leaf = target[path]
         for number, model in enumerate(models):
             stream = of_island(array, leaf, number if number < count else 0, count)
-            model |= fitted({path: leaf}, {path: stream})
+            model[path] = fitted(stream, leaf)
     return models
 
 
-def _outer(source: Source, like: IslandsState, params: dict[str, Any], step: int) -> Any:
+def _outer(source: WrittenByOthers, like: IslandsState, params: dict[str, Any], step: int) -> Any:
     """Returns what is outer."""
     if isinstance(like.exchange, ResidualState):
         raise CheckpointError(
-            f"{source.name} goes on with compressed gradients, and the first of what they keep is"
-            " made by a program\nTry: Checkpoints.restore with the program"
+            f"{source.checkpoint.name} goes on with compressed gradients, and the first of what"
+            " they keep is made by a program\nTry: Checkpoints.restore with the program"
         )
     names = like.trained if keeps(like) else ()
     momenta = dict(zip(names, outer_of(like).momentum, strict=True))
     if source.keeps:
-        momentum = dict(source.read({name: f"outer.momentum.{name}" for name in momenta}, momenta))
+        momentum = dict(
+            source.checkpoint.read({name: f"outer.momentum.{name}" for name in momenta}, momenta)
+        )
     else:
         momentum = {name: zeros(leaf) for name, leaf in momenta.items()}
     return replace(
