@@ -30,7 +30,7 @@ from shardlib.islands.exchanges import (
     whole,
     wrong_bucket_bytes,
 )
-from shardlib.islands.servers.processes import ServerSettings
+from shardlib.islands.servers.server import ServerSettings
 from shardlib.islands.servers.service import write
 from shardlib.islands.servers.wire import STARTER, Ask, Link
 from shardlib.islands.servers.worker import Reference

@@ -11,17 +11,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any
 
-from shardlib.errors import LaunchError, ShardlibError
-from shardlib.islands.exchanges import Asynchronous, Rule
+from shardlib.errors import ShardlibError
 from shardlib.islands.servers.rounds import FILE, Last, Rounds, RoundService, Short
-from shardlib.islands.servers.server import Service
-from shardlib.islands.servers.service import Listening, MessageService, write
+from shardlib.islands.servers.server import ServerSettings, service_of
+from shardlib.islands.servers.service import Listening, MessageService, ProcessSettings, write
 from shardlib.islands.servers.wire import address_file
-from shardlib.untrusted.data import Form, construct, parse_json
 
 #: Variables of the environment: the settings and the secret of a parameter server, and those of the
 #: outer server.
@@ -31,49 +29,6 @@ OUTER_SETTINGS, TOKEN = "SHARDLIB_ROUNDS", "SHARDLIB_MEETING_TOKEN"
 ROUNDS, EVENTS = "rounds.jsonl", "events.jsonl"
 #: File of the run that says where the outer server listens, and its pid.
 ADDRESS = "outer.address"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessSettings:
-    """Settings with which a process is started, as text."""
-
-    #: How messages call them.
-    what: ClassVar[str]
-    #: The type of a field that is one of some words.
-    words: ClassVar[Any]
-
-    def to_json(self) -> str:
-        """The settings as text."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls, text: str) -> Self:
-        """The settings of a text."""
-        data = parse_json(text, cls.what, LaunchError)
-        forms = {cls.words: Form(plain=str, build=str)}
-        return construct(cls, data, cls.what, LaunchError, forms=forms)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings(ProcessSettings):
-    """Settings of a server.
-
-    Attributes:
-        server: its number.
-        exchange: of the run.
-        save_every: see `Service`.
-        silent_s: see `Service`.
-        host: address to listen at.
-    """
-
-    what = "the settings of a server"
-    words = Rule
-
-    server: int
-    exchange: Asynchronous
-    save_every: int
-    silent_s: float
-    host: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,17 +49,6 @@ class OuterServerSettings(ProcessSettings):
     rounds: Rounds
     host: str
     port: int
-
-
-def service_of(settings: ServerSettings, folder: Path) -> Service:
-    """Returns the service, at its checkpoint where there is one."""
-    return Service(
-        exchange=settings.exchange,
-        server=settings.server,
-        checkpoint=folder / f"server-{settings.server}.safetensors",
-        save_every=settings.save_every,
-        silent_s=settings.silent_s,
-    )
 
 
 def serve_parameters(folder: Path) -> None:

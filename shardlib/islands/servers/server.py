@@ -28,6 +28,7 @@ from shardlib.islands.exchanges import Asynchronous, Rule
 from shardlib.islands.servers.service import (
     VERSION,
     MessageService,
+    ProcessSettings,
     packed_file,
     read_file,
     write,
@@ -531,3 +532,36 @@ class Service(MessageService):
             "again": self.again,
             **super().report(),
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings(ProcessSettings):
+    """Settings of a server.
+
+    Attributes:
+        server: its number.
+        exchange: of the run.
+        save_every: see `Service`.
+        silent_s: see `Service`.
+        host: address to listen at.
+    """
+
+    what = "the settings of a server"
+    words = Rule
+
+    server: int
+    exchange: Asynchronous
+    save_every: int
+    silent_s: float
+    host: str
+
+
+def service_of(settings: ServerSettings, folder: Path) -> Service:
+    """Returns the service, at its checkpoint where there is one."""
+    return Service(
+        exchange=settings.exchange,
+        server=settings.server,
+        checkpoint=folder / f"server-{settings.server}.safetensors",
+        save_every=settings.save_every,
+        silent_s=settings.silent_s,
+    )

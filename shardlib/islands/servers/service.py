@@ -10,15 +10,15 @@ import socket
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from shardlib.errors import CheckpointError
+from shardlib.errors import CheckpointError, LaunchError
 from shardlib.islands.servers.wire import (
     STARTER,
     Answer,
@@ -29,7 +29,7 @@ from shardlib.islands.servers.wire import (
     read_ask,
 )
 from shardlib.processes.wire import ClosedError, Door, FrameError, Outgoing, receive, send
-from shardlib.untrusted.data import JsonObject, construct, parse_json
+from shardlib.untrusted.data import Form, JsonObject, construct, parse_json
 
 #: Events that are kept.
 MOST_EVENTS = 1000
@@ -256,3 +256,28 @@ def write(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# Settings with which processes of servers and workers are started.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """Settings with which a process is started, as text."""
+
+    #: How messages call them.
+    what: ClassVar[str]
+    #: The type of a field that is one of some words.
+    words: ClassVar[Any]
+
+    def to_json(self) -> str:
+        """The settings as text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """The settings of a text."""
+        data = parse_json(text, cls.what, LaunchError)
+        forms = {cls.words: Form(plain=str, build=str)}
+        return construct(cls, data, cls.what, LaunchError, forms=forms)

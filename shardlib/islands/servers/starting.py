@@ -20,7 +20,8 @@ from shardlib.errors import ArgumentError, LaunchError, MissingPackageError, rai
 from shardlib.islands.exchanges import Asynchronous, whole
 from shardlib.islands.servers import processes
 from shardlib.islands.servers.crew import Asked, Crew, Trained, Upkeep, environment
-from shardlib.islands.servers.processes import SECRET, ServerSettings, service_of
+from shardlib.islands.servers.processes import SECRET
+from shardlib.islands.servers.server import ServerSettings, service_of
 from shardlib.islands.servers.wire import (
     STARTER,
     Answer,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardlib.islands.exchanges import Asynchronous, Rule
-from shardlib.islands.servers.processes import SECRET, ProcessSettings, run
-from shardlib.islands.servers.service import write
+from shardlib.islands.servers.processes import SECRET, run
+from shardlib.islands.servers.service import ProcessSettings, write
 from shardlib.islands.servers.wire import Connection, Link, listed
 from shardlib.islands.servers.worker import Computing, Reference, Worker, load_job
 
