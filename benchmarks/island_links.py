@@ -5,7 +5,7 @@ it?
 
 Two islands, each a process with a program of one CPU device (one thread), meet over an outer server;
 each has a relay of its own on the loopback address, with the same rate and latency. Predicted is
-what `Island.findings` say, `meeting_seconds`: (bytes sent + bytes received) / rate + 2 latency.
+what `Island.findings` say: (bytes sent + bytes received) / rate + 2 latency.
 
 - meetings: `delay=0`; seconds from sending to the mean, of the island that sent last in a round,
   which waits for nobody; the median over rounds. The server writes no checkpoint in between, but
@@ -60,7 +60,7 @@ def island(
 
     import shardlib
     from shardlib.islands import servers
-    from shardlib.islands.servers.relay import meeting_seconds, read_link
+    from shardlib.islands.servers.relay import meeting_bytes, read_link
 
     def weights(key: jax.Array) -> Any:
         first, second = jax.random.split(key)
@@ -97,7 +97,8 @@ def island(
             times.append(time.perf_counter() - began)
         found.finish(state)
         exchanging = found.exchanging
-        said = meeting_seconds(exchanging.exchange, exchanging.outline, read_link(link))
+        size = meeting_bytes(exchanging.exchange, exchanging.outline)
+        said = read_link(link).seconds(size, size)
         out.write_text(
             json.dumps(
                 {

@@ -40,7 +40,7 @@ from shardlib.lowering.runtime import TrainState
 from shardlib.models import huggingface
 from shardlib.models.config import EncoderDecoderConfig, LatentAttention, TransformerConfig
 from shardlib.models.huggingface import CONFIG
-from shardlib.processes.values import in_first_process
+from shardlib.processes.values import owners_of, whole
 from shardlib.untrusted.data import (
     JsonMapping,
     Limits,
@@ -959,7 +959,9 @@ class Gather:
         self._part = jax.jit(_part, static_argnums=2, out_shardings=replicated)
 
     def __call__(self, leaf: jax.Array, place: tuple[int, ...]) -> np.ndarray | None:
-        return in_first_process(self._part(leaf, np.asarray(place, np.int32), len(place)))
+        part = self._part(leaf, np.asarray(place, np.int32), len(place))
+        array = part if 0 in owners_of([part]) else whole(part)
+        return np.asarray(array) if jax.process_index() == 0 else None
 
 
 def _part(leaf: jax.Array, place: jax.Array, dims: int) -> jax.Array:

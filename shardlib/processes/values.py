@@ -136,14 +136,6 @@ def whole(array: Constant) -> np.ndarray:
     return value
 
 
-def in_first_process(array: jax.Array) -> np.ndarray | None:
-    """A replicated array on the host in process 0, None in the others; to be called by all."""
-    if 0 not in owners_of([array]):
-        host_array = whole(array)
-        return host_array if jax.process_index() == 0 else None
-    return np.asarray(array) if jax.process_index() == 0 else None
-
-
 @cache
 def _replicated(mesh: Mesh) -> Any:
     """A program that replicates an array over its mesh."""

@@ -50,7 +50,7 @@ from shardlib.islands.servers.crew import END_SECONDS, ended, environment
 from shardlib.islands.servers.island import Exchanging, Island, SeveralProcesses
 from shardlib.islands.servers.processes import OUTER_SETTINGS, OuterServerSettings
 from shardlib.islands.servers.processes import TOKEN as OUTER_TOKEN
-from shardlib.islands.servers.relay import Link, Relay, meeting_bytes, meeting_seconds, read_link
+from shardlib.islands.servers.relay import Link, Relay, meeting_bytes, read_link
 from shardlib.islands.servers.rounds import HOLD_SECONDS, Outline, Rounds
 from shardlib.islands.servers.wire import STARTER, Ask, Connection
 from shardlib.lowering.program import Program
@@ -145,7 +145,7 @@ def meeting_finding(exchange: DiLoCo, outline: Outline, link: Link | None) -> Fi
     )
     hint = ""
     if link is not None:
-        seconds = meeting_seconds(exchange, outline, link)
+        seconds = link.seconds(size, size)
         message += f" Over its link that takes {seconds_text(seconds)}"
         if exchange.delay:
             each = seconds_text(seconds / exchange.delay)

@@ -29,7 +29,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardlib.errors import ArgumentError
@@ -82,28 +81,13 @@ def read_link(text: str) -> Link:
     return Link(bytes_per_s=float(match[1]) * scale / 8, latency_s=float(match[3] or 0) / 1e3)
 
 
-def packed_bytes(sizes: Sequence[int], wire: str) -> int:
-    """Bytes of a vector as it crosses.
-
-    Args:
-        wire: dtype that crosses.
-    """
-    return wire_bytes(wire, sum(spaces(wire, sizes)))
-
-
 def meeting_bytes(exchange: DiLoCo, outline: Outline) -> int:
     """Bytes that an island sends at the largest of its meetings; it receives as many."""
     each = [
         [part.stop - part.start for part in outline.parts(fragment, exchange.fragments)]
         for fragment in range(exchange.fragments)
     ]
-    return AROUND + max(packed_bytes(sizes, exchange.wire) for sizes in each)
-
-
-def meeting_seconds(exchange: DiLoCo, outline: Outline, link: Link) -> float:
-    """Seconds of the largest meeting of an island, where the others have sent as early."""
-    size = meeting_bytes(exchange, outline)
-    return link.seconds(size, size)
+    return AROUND + max(wire_bytes(exchange.wire, sum(spaces(exchange.wire, s))) for s in each)
 
 
 #: Bytes that leave together.

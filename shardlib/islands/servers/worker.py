@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol
 
 import jax
@@ -56,7 +52,6 @@ from shardlib.islands.transfers import in_buckets
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import TopologyLike
 from shardlib.processes.wire import FLOAT32, FrameError, Later, Outgoing
-from shardlib.untrusted.data import shown
 
 # --------------------------------------------------------------------------------------------------
 # Jobs of workers, which each finds in its own process by the file and the name of a function.
@@ -109,32 +104,6 @@ class Reference:
     module: str
     file: str
     name: str
-
-
-def load_job(reference: Reference) -> Job:
-    """The job, made by the function."""
-    make = getattr(_module(reference), reference.name, None)
-    if make is None:
-        raise LaunchError(f"{reference.file} has no function {reference.name}")
-    job = make()
-    if not isinstance(job, Job):
-        raise LaunchError(
-            f"{reference.name} of {reference.file} gives {shown(job)}\nTry: return"
-            " shardlib.servers.Job(init=..., loss=..., rows=...)"
-        )
-    return job
-
-
-def _module(reference: Reference) -> ModuleType:
-    if reference.module != MAIN and importlib.util.find_spec(reference.module) is not None:
-        return importlib.import_module(reference.module)
-    spec = importlib.util.spec_from_file_location(MAIN, reference.file)
-    if spec is None or spec.loader is None:
-        raise LaunchError(f"{reference.file} is not a file of Python")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[MAIN] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 # --------------------------------------------------------------------------------------------------

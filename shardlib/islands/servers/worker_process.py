@@ -4,18 +4,23 @@ settings and the secret in variables of the environment.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
+from shardlib.errors import LaunchError
 from shardlib.islands.exchanges import Asynchronous, Rule
 from shardlib.islands.servers.processes import SECRET, run
 from shardlib.islands.servers.service import ProcessSettings, write
 from shardlib.islands.servers.wire import Connection, Link, listed
-from shardlib.islands.servers.worker import Computing, Reference, Worker, load_job
+from shardlib.islands.servers.worker import MAIN, Computing, Job, Reference, Worker
+from shardlib.untrusted.data import shown
 
 #: Variable of the environment.
 SETTINGS = "SHARDLIB_WORKER"
@@ -43,6 +48,32 @@ class WorkerSettings(ProcessSettings):
     steps: int
     patience_s: float
     bucket_bytes: int
+
+
+def load_job(reference: Reference) -> Job:
+    """The job, made by the function."""
+    make = getattr(_module(reference), reference.name, None)
+    if make is None:
+        raise LaunchError(f"{reference.file} has no function {reference.name}")
+    job = make()
+    if not isinstance(job, Job):
+        raise LaunchError(
+            f"{reference.name} of {reference.file} gives {shown(job)}\nTry: return"
+            " shardlib.servers.Job(init=..., loss=..., rows=...)"
+        )
+    return job
+
+
+def _module(reference: Reference) -> ModuleType:
+    if reference.module != MAIN and importlib.util.find_spec(reference.module) is not None:
+        return importlib.import_module(reference.module)
+    spec = importlib.util.spec_from_file_location(MAIN, reference.file)
+    if spec is None or spec.loader is None:
+        raise LaunchError(f"{reference.file} is not a file of Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[MAIN] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def log_file(folder: Path, worker: int) -> Path:

@@ -13,7 +13,7 @@ import pytest
 
 import shardlib
 from shardlib.islands.servers.island import Exchanging
-from shardlib.islands.servers.relay import Link, Relay, meeting_bytes, meeting_seconds, read_link
+from shardlib.islands.servers.relay import Link, Relay, meeting_bytes, read_link
 from shardlib.islands.servers.rounds import Outline, RoundService
 from shardlib.islands.servers.service import Listening
 from shardlib.islands.servers.wire import Connection
@@ -62,8 +62,9 @@ def test_a_meeting_over_a_relay_takes_what_was_said(server: Listening) -> None:
         began = time.monotonic()
         both(one, two)
         took = time.monotonic() - began
-        said = meeting_seconds(one.exchange, OUTLINE, link)
-        assert meeting_bytes(one.exchange, OUTLINE) == 100_000 + 512
+        size = meeting_bytes(one.exchange, OUTLINE)
+        assert size == 100_000 + 512
+        said = link.seconds(size, size)
         assert said == pytest.approx(2 * 100_512 / 1e6 + 0.06)
         assert 0.97 * said < took < said + 20, "a busy machine takes longer"
         relay.stall(0.5)
