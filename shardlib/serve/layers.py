@@ -48,7 +48,7 @@ from shardlib.serve.cache import (
     product,
 )
 from shardlib.tracing.program import REMAT, Call, Equation, Program
-from shardlib.tracing.rewriting import bind, carried_avals, strong
+from shardlib.tracing.rewriting import Labels, bind, carried_avals, dependence, needed, strong
 
 
 @jax.tree_util.register_dataclass
@@ -124,12 +124,12 @@ def ends(program: Program, calls: Collection[str], varies: Callable[[Equation], 
     paths = {equation.path for equation in before}
     after = [equation for equation in program.equations if equation.path not in paths]
     # what depends on weights alone is rematerialised: it has no row for each token
-    needed = {*program.outputs, *(n for equation in after for n in equation.inputs)}
-    for equation in reversed(before):
-        if needed & {*equation.outputs} and not moving & {*equation.outputs}:
-            after.append(equation)
-            needed.update(equation.inputs)
-    live = tuple(sorted(needed & produced & moving))
+    fixed = [equation for equation in before if not moving & {*equation.outputs}]
+    again, reads = needed(
+        fixed, {*program.outputs, *(n for equation in after for n in equation.inputs)}
+    )
+    after += again
+    live = tuple(sorted(reads & produced & moving))
     order = {equation.path: index for index, equation in enumerate(program.equations)}
     return Ends(
         every=replace(program, equations=tuple(before), outputs=live),
@@ -387,45 +387,28 @@ def beside_calls(program: Program) -> frozenset[str]:
     """Paths of calls of attention that need no cache: not causal, and what they look at depends on
     no token, such as what an encoder made of a source.
     """
-    return frozenset(_moved(program, {program.inputs[-1]})[0])
+    inputs: list[Labels] = [frozenset()] * len(program.inputs)
+    inputs[-1] = frozenset({"tokens"})
+    return frozenset(_beside(program, inputs))
 
 
-def _moved(program: Program, moving: set[int]) -> tuple[set[str], set[int]]:
-    """Paths of calls whose keys and values do not depend on some values, and all values that do."""
-    paths_unmoved, moving = set[str](), set(moving)
+def _beside(program: Program, inputs: Sequence[Labels]) -> Iterator[str]:
+    labels = dependence(program, inputs)
     for equation in program.equations:
         call = equation.call
         if call is not None and isinstance(call.form, Attention) and not call.form.causal:
             operands = Operands.of(call.form, list(call.inputs))
             biased = call.form.bias is not None  # of a query that has no position here
             looked = [*operands.keys, operands.value, *(operands.queries if biased else ())]
-            if not any(number in moving for number in looked):
-                paths_unmoved.add(call.path)
-        inner = next(bodies(equation), None) if call is None else None
-        if inner is None:
-            if moving & {*equation.inputs}:
-                moving.update(equation.outputs)
-            continue
-        body = inner[0]
-        enters = {
-            inner_input
-            for inner_input, outer in zip(body.inputs, equation.inputs, strict=True)
-            if outer in moving
-        }
-        while True:
-            paths, after = _moved(body, enters)
-            before = len(enters)
+            if not any(labels[cast(int, number)] for number in looked):
+                yield call.path
+        for body, _ in bodies(equation) if call is None else ():
+            entering = [labels[number] for number in equation.inputs]
             if equation.name == "scan":
                 constants, carried = scan_counts(equation.params)
-                again = zip(body.inputs[constants:], body.outputs[:carried], strict=False)
-                enters |= {inner_input for inner_input, out in again if out in after}
-            if len(enters) == before:
-                break
-        paths_unmoved |= paths
-        moving.update(
-            outer for outer, out in zip(equation.outputs, body.outputs, strict=True) if out in after
-        )
-    return paths_unmoved, moving
+                for index, number in enumerate(equation.outputs[:carried], constants):
+                    entering[index] |= labels[number]
+            yield from _beside(body, entering)
 
 
 def bodies(equation: Equation) -> Iterator[tuple[Program, int]]:
