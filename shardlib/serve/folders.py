@@ -65,7 +65,7 @@ from shardlib.serve.requests import Sampling
 from shardlib.serve.sampling import check_installed
 from shardlib.serve.served import ByteText, Served
 from shardlib.serve.step import both
-from shardlib.untrusted.confined import ChildLimits, Confined, Fork, RefusedError
+from shardlib.untrusted.confined import ChildLimits, Confined, RefusedError
 from shardlib.untrusted.data import (
     Json,
     JsonMapping,
@@ -390,7 +390,6 @@ class FolderText:
     ends: frozenset[int] = frozenset()
     template: str | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
-    _idle: list[Fork] = field(default_factory=list[Fork], repr=False)
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Tokens of a text; half of a surrogate pair, which JSON can hold, becomes "?"."""
@@ -415,18 +414,9 @@ class FolderText:
 
     def _call(self, operation: str, header: JsonMapping, body: bytes) -> bytes:
         try:
-            fork = self._idle.pop()
-        except IndexError:
-            fork = None
-        try:
-            fork = fork or self.confined.fork()
-            data = fork.call(operation, header, body)[1]
+            return self.confined.call(operation, header, body)[1]
         except RefusedError as error:
-            if fork is not None and not error.ended:
-                self._idle.append(fork)
             raise ArgumentError(f"the tokenizer refuses this: {error}") from error
-        self._idle.append(fork)
-        return data
 
 
 def read_text(folder: Path, ends: frozenset[int] = frozenset()) -> FolderText:

@@ -63,7 +63,7 @@ from shardlib.serve.layers import base_of
 from shardlib.serve.program import Forward
 from shardlib.serve.requests import STOP, Capacity, Event, GenerationRequest, Request, SampledToken
 from shardlib.serve.served import UNKNOWN, Pieces, Served, Text
-from shardlib.untrusted.confined import ChildLimits, Confined, Fork, RefusedError
+from shardlib.untrusted.confined import ChildLimits, Confined, RefusedError
 from shardlib.untrusted.data import JsonMapping
 
 #: Earlier names of its parts are found by `shardlib._moved`.
@@ -444,7 +444,6 @@ class Renderer:
         self._text = text
         self._lock = threading.Lock()
         self._confined = Confined(Path(__file__).with_name("rendering.py"), limits=LIMITS)
-        self._fork: Fork | None = None
         if text.template is not None and len(text.template) > LONGEST:
             raise ArgumentError(
                 f"the template of conversations has {len(text.template)} characters; {LONGEST} are"
@@ -464,11 +463,8 @@ class Renderer:
         arguments = {"template": self._text.template, "variables": variables}
         with self._lock:
             try:
-                self._fork = self._fork or self._confined.fork()
-                return self._fork.call("render", arguments)[1].decode()
+                return self._confined.call("render", arguments)[1].decode()
             except RefusedError as error:
-                if error.ended:
-                    self._fork = None
                 raise ArgumentError(
                     f"the template of conversations refuses this: {error}"
                 ) from error
@@ -476,9 +472,6 @@ class Renderer:
     def close(self) -> None:
         """Ends the process, if there is one."""
         with self._lock:
-            if self._fork is not None:
-                self._fork.close()
-            self._fork = None
             self._confined.close()
 
 

@@ -105,6 +105,7 @@ class Confined:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Fork | None = None
         self._about: tuple[JsonObject, bytes] = {}, b""
+        self._idle: list[Fork] = []
 
     def about(self) -> tuple[JsonObject, bytes]:
         """Returns the description that `prepare` gave."""
@@ -129,8 +130,27 @@ class Confined:
                         raise RefusedError(f"its process has ended: {error}", ended=True) from error
             raise AssertionError
 
+    def call(
+        self, operation: str, header: JsonMapping, body: bytes = b""
+    ) -> tuple[JsonObject, bytes]:
+        """Calls an operation in an idle fork, or in a new one, which is idle afterwards."""
+        try:
+            fork = self._idle.pop()
+        except IndexError:  # threads may call at once
+            fork = self.fork()
+        try:
+            answer = fork.call(operation, header, body)
+        except RefusedError as error:
+            if not error.ended:
+                self._idle.append(fork)
+            raise
+        self._idle.append(fork)
+        return answer
+
     def close(self) -> None:
-        """Ends the process; forks end when they are closed."""
+        """Ends the process and idle forks; others end when they are closed."""
+        while self._idle:
+            self._idle.pop().close()
         with self._lock:
             self._end()
 
