@@ -96,26 +96,6 @@ def test_meshes_orders_and_counts_are_held_to_their_pins(pin: dict[str, Any], sa
 
 
 @pytest.mark.parametrize(
-    "pin",
-    [
-        {"mesh": {"data": 2, "tensor": 4}, "axis_order": ["tensor", "data"]},
-        {"mesh.tensor": 4, "mesh.stage": 1, "microbatches": 2},
-        {"axis_order": ["stage", "tensor", "data"], "offload": []},
-        {"axis_order": ["tensor"]},
-    ],
-)
-def test_pins_that_a_plan_has_are_obeyed(pin: dict[str, Any]) -> None:
-    require_obeyed(Pins.parse(pin), MADE)
-
-
-def test_the_usual_order_is_an_order() -> None:
-    usual = Decisions(mesh=MeshShape(data=2, tensor=4))
-    require_obeyed(Pins.parse({"axis_order": ["data", "tensor"]}), usual)
-    with pytest.raises(PlanError, match="axis_order is pinned"):
-        require_obeyed(Pins.parse({"axis_order": ["tensor"]}), usual)
-
-
-@pytest.mark.parametrize(
     ("word", "value", "found"),
     [
         ("mesh.fsdp", 2, {"fsdp": 2}),

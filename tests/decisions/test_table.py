@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 from shardlib.decisions.pins import RULES, Given, Pins, contradictions
 from shardlib.decisions.table import TABLE, Decisions, illegal, page, plain, values_of
 from shardlib.errors import PinError
-from shardlib.layout import MeshShape
 
 PAGE = Path(__file__).parents[2] / "docs" / "pins.md"
 
@@ -97,21 +95,6 @@ def test_pins_are_shown_as_users_write_them(pin: dict[str, Any], text: str) -> N
     assert pins.to_json() == pin and Pins.parse(json.loads(json.dumps(pins.to_json()))) == pins
 
 
-@pytest.mark.parametrize("word", TABLE)
-def test_the_default_of_every_decision_is_shown_as_users_write_it(word: str) -> None:
-    pins = Pins(((word, TABLE[word].default),))
-    assert pins.to_json() == {word: plain(Decisions())[word]}
-    assert str(pins) == f"{word}={pins.to_json()[word]!r}"
-
-
-def test_pins_that_are_left_out_have_the_words_of_users() -> None:
-    pins = Pins.parse({"mesh.data": 2, "mesh.tensor": 8, "zero": 0})
-    assert {word: str(others) for word, others in pins.without().items()} == {
-        "mesh.data and mesh.tensor": "zero=0",
-        "zero": "mesh.data=2, mesh.tensor=8",
-    }
-
-
 def test_changed_pins_are_checked_against_those_that_stay() -> None:
     pins = Pins.parse({"zero": 3, "mesh.fsdp": 8, "remat": "none"})
     assert str(pins.changed(Pins.parse({"mesh.tensor": 2, "remat": "full"}))) == (
@@ -173,13 +156,6 @@ def test_every_rule_can_be_broken_alone(number: int, pin: dict[str, object]) -> 
 
 def test_every_rule_has_pins_that_break_it() -> None:
     assert len(BROKEN) == len(RULES)
-
-
-def test_decisions_are_equal_by_value_and_say_what_they_are() -> None:
-    one = Decisions(mesh=MeshShape(fsdp=2), zero=3)
-    assert one == replace(Decisions(), mesh=MeshShape(fsdp=2), zero=3)
-    assert hash(one) == hash(replace(one)) and one != replace(one, zero=2)
-    assert "zero=3" in repr(one)
 
 
 def test_integers_of_numpy_are_integers() -> None:

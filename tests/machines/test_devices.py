@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardlib.errors import TopologyError
-from shardlib.machines.topology import devices_of, spelling_of, topology
+from shardlib.machines.topology import spelling_of, topology
 
 
 def gpus(kind: str, hosts: int, each: int, **more: Any) -> list[Any]:
@@ -108,9 +108,3 @@ def test_devices_that_are_no_machine_are_told(spec: Any, message: str) -> None:
     with pytest.raises(TopologyError) as caught:
         topology(spec)
     assert str(caught.value) == message
-
-
-def test_other_values_are_no_devices() -> None:
-    assert [devices_of(value) for value in ("cpu:8", None, 3, ["cpu:8"], topology("cpu:8"))] == [
-        None
-    ] * 5

@@ -88,13 +88,6 @@ def test_a_mesh_larger_than_the_machine_has_no_place():
     assert place(MeshShape(data=9), topology("cpu:8")) is None
 
 
-def test_smaller_meshes_stay_in_the_fast_domain():
-    assert place(MeshShape(data=2, tensor=4), topology("16*h100:8")) == {
-        "data": (Span(1, 0, 2, 4),),
-        "tensor": (Span(1, 0, 4, 1),),
-    }
-
-
 @pytest.mark.parametrize(
     ("spelling", "mesh", "spans"),
     [

@@ -175,16 +175,6 @@ def test_bad_spellings_say_what_to_write(spelling: str, message: str):
     assert str(caught.value) == message
 
 
-def test_something_else_than_text_is_refused():
-    with pytest.raises(TopologyError) as caught:
-        topology(8)  # type: ignore[arg-type]
-    assert (
-        str(caught.value)
-        == f"topology is 8 of type int; give a spelling like {EXAMPLES}, a Topology, a"
-        " jax.sharding.Mesh, or a list of devices"
-    )
-
-
 def test_a_file_describes_any_cluster(tmp_path: Path):
     path = tmp_path / "ring.toml"
     path.write_text("""
