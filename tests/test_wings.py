@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,11 @@ CARD = (
 )
 
 
-def run(folder: Path, *words: str) -> str:
-    """The output of Python with the package that is in a folder."""
+def run(folder: Path, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs Python with the package that is in a folder."""
     devices = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "XLA_FLAGS": ""}
     variables = {"PYTHONPATH": str(folder), **devices}
-    return python(*words, cwd=folder, variables=variables).stdout
+    return python(*words, check=check, cwd=folder, variables=variables)
 
 
 @pytest.fixture(params=wings.WINGS, scope="module")
@@ -142,8 +143,8 @@ def without(
         train = (*train, "--model", "small.toml")
         commands["train"] = {}, train
         commands["train as one of several"] = {"SHARDLIB_PROCESSES": "auto"}, train
-    out = run(folder, "-c", WORK, json.dumps([NAMES[wing], commands]))
-    return wing, folder, json.loads(out.splitlines()[-1])
+    done = run(folder, "-c", WORK, json.dumps([NAMES[wing], commands]))
+    return wing, folder, json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +152,8 @@ def help_texts() -> dict[str, str]:
     """Helps of the whole package, by command; "" for that of all commands."""
     commands = {command: ({}, (command, "--help")) for command in ("plan", "launch")}
     commands[""] = {}, ("--help",)
-    out = run(PACKAGE.parent, "-c", WORK, json.dumps([(), commands]))
-    results = json.loads(out.splitlines()[-1])["commands"]
+    done = run(PACKAGE.parent, "-c", WORK, json.dumps([(), commands]))
+    results = json.loads(done.stdout.splitlines()[-1])["commands"]
     return {command: result["out"] for command, result in results.items()}
 
 
@@ -179,7 +180,7 @@ def test_core_works_without_a_wing(
         missing = "is part of shardlib.islands, and that package is missing"
         assert f"exchange='diloco:2:100' {missing}" in said
     if wing == "serve":
-        earlier = python(folder, "-c", "import shardlib.serving")
+        earlier = run(folder, "-c", "import shardlib.serving", check=False)
         missing = "shardlib.serving is part of shardlib.serve, and that package is missing here"
         assert f"MissingPackageError: {missing}\nTry: pip install" in earlier.stderr
     if wing == "frameworks":
