@@ -658,15 +658,7 @@ class Workers:
     def here(cls, count: int) -> Workers:
         """Starts processes on this machine."""
         workers = cls(addresses=[], secret=secrets.token_hex(32), _guard=(guard := kin.Guard()))
-        words = [
-            sys.executable,
-            "-m",
-            "shardlib",
-            "edge-stage",
-            "--listen",
-            "127.0.0.1:0",
-            "--json",
-        ]
+        words = [sys.executable, "-m", "shardlib", "edge-stage", "--json"]
         with tempfile.TemporaryDirectory(prefix="shardlib-edge-") as folder:
             file = Path(folder) / "secret"
             file.write_text(workers.secret)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ from shardlib import models, serve
 from shardlib.cli import main
 from shardlib.errors import ArgumentError, CheckpointError, ModelError
 from shardlib.serve.artefacts import single_pass, user_pass
-from shardlib.serve.triton.repository import Repository
+from shardlib.serve.triton.repository import MODELS, Repository
 from tests.serve.classifier import Classifier, classifier
 from tests.serve.test_written_folders import CARD
 
@@ -138,3 +141,14 @@ def test_what_cannot_be_written_is_said(repository: Path, tmp_path: Path):
     )
     with pytest.raises(ModelError, match="is not a reference transformer"):
         Repository(folder=tmp_path).write_language_model(plain)
+
+
+@pytest.mark.parametrize("program", ["forward", "generate", "normalise", "tokenize"])
+def test_packages_are_those_of_the_python_path(program: str, tmp_path: Path):
+    shutil.copyfile(MODELS / f"{program}.py", tmp_path / "model.py")
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    for name in ("jax", "numpy"):
+        (packages / f"{name}.py").write_text("raise SystemExit(7)")
+    (tmp_path / "settings.json").write_text(json.dumps({"python_path": [str(packages)]}))
+    assert subprocess.run([sys.executable, "model.py"], cwd=tmp_path).returncode == 7

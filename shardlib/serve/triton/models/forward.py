@@ -9,18 +9,18 @@ import json
 import sys
 from pathlib import Path
 
-import jax
-import numpy as np
-import triton_python_backend_utils as pb
-from arrays import received, sent
-from jax import export
-from safetensors.numpy import load_file
-
 # pyright: reportMissingImports=false
 
 HERE = Path(__file__).parent
 SETTINGS = json.loads((HERE / "settings.json").read_text())
 sys.path[:0] = [str(HERE), *SETTINGS["python_path"]]
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+import triton_python_backend_utils as pb  # noqa: E402
+from arrays import received, sent  # noqa: E402
+from jax import export  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
 
 
 class TritonPythonModel:

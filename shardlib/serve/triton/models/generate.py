@@ -12,19 +12,18 @@ import sys
 import threading
 from pathlib import Path
 
-import numpy as np
-import triton_python_backend_utils as pb
-from arrays import NO_TEXTS, has_texts, received, sent
-
-from shardlib import serve as serving
-from shardlib.serve.served import Pieces
-
 # pyright: reportMissingImports=false
 
 HERE = Path(__file__).parent
 SETTINGS = json.loads((HERE / "settings.json").read_text())
 sys.path[:0] = [str(HERE), *SETTINGS["python_path"]]
 
+import numpy as np  # noqa: E402
+import triton_python_backend_utils as pb  # noqa: E402
+from arrays import NO_TEXTS, has_texts, received, sent  # noqa: E402
+
+from shardlib import serve as serving  # noqa: E402
+from shardlib.serve.served import Pieces  # noqa: E402
 
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 

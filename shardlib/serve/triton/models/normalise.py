@@ -6,15 +6,15 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
-import triton_python_backend_utils as pb
-from arrays import received, sent
-
 # pyright: reportMissingImports=false
 
 HERE = Path(__file__).parent
 SETTINGS = json.loads((HERE / "settings.json").read_text())
 sys.path[:0] = [str(HERE), *SETTINGS["python_path"]]
+
+import numpy as np  # noqa: E402
+import triton_python_backend_utils as pb  # noqa: E402
+from arrays import received, sent  # noqa: E402
 
 
 class TritonPythonModel:
