@@ -30,7 +30,7 @@ def launched(folder: Path, what: str) -> tuple[int, str, str]:
         processes=2,
         devices=2,
         run=str(folder),
-        join_seconds=60,
+        join_seconds=300,
     )
     return (
         launch(
@@ -77,7 +77,7 @@ def test_one_that_fails_does_not_wait_for_the_others(tmp_path: Path):
     # Process 0 fails in the exchange that 1 left, and may be gone before it.
     assert code == 1 and "[1] ValueError: there is no more data\n" in err
     assert re.search(r"process [01] of 2 failed with exit code 1; ending the 1 that is left\n", err)
-    assert time.monotonic() - begin < 45
+    assert time.monotonic() - begin < 200
 
 
 @pytest.mark.long

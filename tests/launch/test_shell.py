@@ -30,7 +30,7 @@ Path(f"place-{process}").write_text(f"{local} of {of}")
 code = Path(f"code-{process}")
 if code.exists():
     sys.exit(int(code.read_text()))
-time.sleep(20)
+time.sleep(200)
 """
 
 
@@ -53,7 +53,7 @@ def start(folder: Path, processes: int = 3) -> subprocess.Popen[bytes]:
 def ended(host: subprocess.Popen[bytes]) -> int:
     """The code of a host; it is not left behind where it does not end."""
     try:
-        return host.wait(timeout=20)
+        return host.wait(timeout=150)
     finally:
         host.kill()
         host.wait()
@@ -75,7 +75,7 @@ def test_a_failure_ends_the_others(tmp_path: Path):
     (tmp_path / "code-4").write_text("86")
     began = time.monotonic()
     assert ended(start(tmp_path)) == 86
-    assert time.monotonic() - began < 15
+    assert time.monotonic() - began < 100
 
 
 def test_a_signal_reaches_all(tmp_path: Path):

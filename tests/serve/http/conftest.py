@@ -22,7 +22,7 @@ from tests.serve.hf_folders import write_folder
 #: OpenAI's client asks, and a test may not start the process that says it.
 PROCESSOR = platform.uname().processor
 TOKENS = ("first-token-of-the-tests", "second-token-of-the-tests")
-SETTINGS = Settings(tokens=TOKENS, waiting=4, choices=6, body_seconds=1.0, head_seconds=1.0)
+SETTINGS = Settings(tokens=TOKENS, waiting=4, choices=6, body_seconds=3.0, head_seconds=3.0)
 CAPACITY = serving.Capacity(longest=256, slots=4, page=8)
 
 #: A template of conversations that writes functions in tags.
