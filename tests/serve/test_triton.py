@@ -143,6 +143,7 @@ def test_what_cannot_be_written_is_said(repository: Path, tmp_path: Path):
         Repository(folder=tmp_path).write_language_model(plain)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("program", ["forward", "generate", "normalise", "tokenize"])
 def test_packages_are_those_of_the_python_path(program: str, tmp_path: Path):
     shutil.copyfile(MODELS / f"{program}.py", tmp_path / "model.py")
