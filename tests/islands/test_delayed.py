@@ -28,6 +28,7 @@ from tests.islands.test_diloco import (
 )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_no_program_moves_anything_between_islands() -> None:
     made: Any = compiled(
@@ -69,6 +70,7 @@ def test_copies_are_the_bytes_that_were_planned(wire: str) -> None:
     assert (crossing.kind, crossing.count, crossing.every) == ("collective-permute", 1, 4)
 
 
+@pytest.mark.long
 def test_copies_arrive_while_programs_run() -> None:
     meshes = [Mesh(np.array(part), ("x",)) for part in np.split(np.array(jax.devices()[:4]), 2)]
     busy = jax.jit(lambda x: jax.lax.fori_loop(0, 400, lambda _, y: jax.numpy.tanh(y @ y), x))

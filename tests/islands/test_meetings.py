@@ -115,6 +115,7 @@ def test_gossip_is_a_loop_over_replicas_that_are_mixed(pin: dict[str, Any], isla
     close(program.module(state), jax.tree.map(lambda *x: np.mean(x, 0), *replicas))
 
 
+@pytest.mark.long
 def test_after_as_many_meetings_as_distances_all_islands_have_the_mean() -> None:
     program = compiled(optax.sgd(0.5), exchange="gossip:8:exponential:every=100")
     state, _ = program.step(program.init(0), rows(0))
@@ -167,6 +168,7 @@ def _in_float32(arrays: Any, wire: str, islands: int) -> list[Any]:
     return [jax.lax.pmean(one, "island") for one in arrays]
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("planted", "wire", "code"),

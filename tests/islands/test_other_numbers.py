@@ -61,6 +61,7 @@ def require_near(found: Any, expected: Any) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), numbers(found), expected)
 
 
+@pytest.mark.long
 def test_another_mesh_of_an_island_keeps_every_bit(saved: Any) -> None:
     folder, state = saved
     assert_same(numbers(restored(folder, program("tensor")).state), state)
@@ -122,6 +123,7 @@ def test_one_becomes_two(tmp_path: Path) -> None:
     assert after.step == 5
 
 
+@pytest.mark.long
 def test_gossiping_islands_start_others_with_their_mean(saved: Any, tmp_path: Path) -> None:
     folder, state = saved
     gossip = program("two", exchange="gossip:4:exponential")
@@ -205,6 +207,7 @@ def test_a_run_goes_on_as_another_number_of_islands(tmp_path: Path) -> None:
     assert run(alone(), 10, allow_changes=("exchange",)).steps == 10
 
 
+@pytest.mark.long
 def test_islands_go_on_with_the_mean_of_what_was_not_sent(tmp_path: Path) -> None:
     two = program("two", exchange="compressed:2:powersgd:rank=1")
     four = program("two", exchange="compressed:4:powersgd:rank=1")

@@ -49,6 +49,7 @@ def test_what_moves_of_islands_is_what_is_outer_as_well() -> None:
     assert np.all(np.asarray(change.moved_bytes_per_device) >= 0)
 
 
+@pytest.mark.long
 def test_a_plan_says_what_any_number_of_islands_would_take() -> None:
     def planned(exchange: str) -> shardlib.Plan:
         return shardlib.plan(
@@ -67,6 +68,7 @@ def test_a_plan_says_what_any_number_of_islands_would_take() -> None:
         exact.why_not(exchange="diloco:3:10")
 
 
+@pytest.mark.long
 def test_where_steps_wait_for_the_network_islands_are_spoken_of() -> None:
     """Predictions of the finding are those of the plan with the exchange pinned."""
     config = models.load("gpt2-small")

@@ -60,6 +60,7 @@ def shown_of(config: TrainConfig) -> tuple[Any, str]:
     return train(config, Console(file=shown, width=100)), shown.getvalue()
 
 
+@pytest.mark.long
 def test_a_run_of_islands_is_validated_with_the_outer_parameters(config: TrainConfig) -> None:
     result, shown = shown_of(config)
     assert result.steps == 9 and result.losses[-1] < result.losses[0]
@@ -117,6 +118,7 @@ def whole(mesh: str, exchange: str = DILOCO) -> Any:
     return shardlib.fit(program(mesh, exchange), rows, steps=STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "exchange", "save_every"),
     [
@@ -151,6 +153,7 @@ def test_a_run_that_fails_goes_on_bit_for_bit(
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
     process = child("tests.islands.child_run", tmp_path, 10)
@@ -219,6 +222,7 @@ def test_a_dataset_gives_what_a_function_gives() -> None:
 # islands start with what is read.
 
 
+@pytest.mark.long
 def test_outer_parameters_are_written_and_all_islands_start_with_them(tmp_path: Path) -> None:
     config: Any = models.load(str(written(CONFIGS["llama-2-7b"], tmp_path)))
     init, loss = models.build(config)

@@ -115,6 +115,7 @@ def right() -> list[Request]:
     return [found[number] for number in range(14)]
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(("drafts", "tensor", "data"), [(0, 1, 1), (2, 1, 1), (0, 2, 1), (2, 2, 2)])
 def test_answers_are_those_of_merged_weights(

@@ -62,6 +62,7 @@ def plain() -> tuple[list[Request], int]:
     return answers(engine), engine.steps
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("draft", "pages"),

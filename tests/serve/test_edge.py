@@ -58,6 +58,7 @@ def planned(init: Any, devices: list[Device]) -> EdgePlan:
     return shardlib.plan_edge(init, forward, BATCH, devices=devices)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

@@ -25,6 +25,7 @@ SMALL = Capacity(longest=32, slots=3, page=4)
 FIRST = ("deepseek-v3", "gemma-3-1b", "gpt2")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name",
     [

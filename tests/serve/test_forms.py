@@ -122,6 +122,7 @@ def test_every_answer_is_what_its_schema_describes(
     assert engine.schedule.pool.available == engine.schedule.pool.pages
 
 
+@pytest.mark.long
 def test_expressions_and_choices_are_matched(engine: Engine):
     patterns = [r"[a-c]{3}-\d{2,4}", r"(yes|no)( sir)?", r"é+x"]
     found = answered(engine, [Form.regex(one) for one in patterns])

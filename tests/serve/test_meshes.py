@@ -143,6 +143,7 @@ def test_tokens_are_those_of_the_whole_forward_pass(family: str, mesh: tuple[int
         assert engine.schedule.preempted
 
 
+@pytest.mark.long
 def test_every_group_of_devices_has_requests_of_its_own():
     engine = Engine(
         models.build(FAMILIES["grouped"])[0],
@@ -162,6 +163,7 @@ def test_every_group_of_devices_has_requests_of_its_own():
     assert page.shape[1] == 16 and {shard.data.shape[1] for shard in page.addressable_shards} == {8}
 
 
+@pytest.mark.long
 def test_windows_need_pages_of_the_window_alone():
     sizes = Capacity(longest=LONGEST, slots=2, page=2, pages=10, budget=4)
     engine = Engine(

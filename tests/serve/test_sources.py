@@ -104,6 +104,7 @@ def right(number: int) -> tuple[list[int], list[float]]:
     return tokens[len(one.prompt) :], logprobs
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(("drafts", "tensor", "data"), [(0, 1, 1), (2, 2, 1), (2, 1, 2)])
 def test_answers_are_those_of_the_whole_model(drafts: int, tensor: int, data: int):
@@ -152,6 +153,7 @@ class Looped(Model):
         return self.head(jnp.concatenate([x, x], axis=-1))
 
 
+@pytest.mark.long
 def test_a_source_is_looked_at_by_the_same_function_as_tokens():
     engine = Engine(Looped, forward, capacity=SIZES)
     engine.encode_with(encode, longest=SOURCE)

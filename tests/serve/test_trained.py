@@ -86,6 +86,7 @@ def test_what_is_guessed_ahead_changes_no_answer(folder: Path, shell: Any):
     assert text("--seconds 0.000001") == ""
 
 
+@pytest.mark.long
 def test_a_run_gives_the_weights_of_its_newest_checkpoint(folder: Path):
     found = named(str(folder))
     assert (found.name, found.version, found.warning) == ("run", "step 6", "")

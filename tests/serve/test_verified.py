@@ -100,6 +100,7 @@ def test_a_device_holds_eight_bits(machine: str):
         assert one.predicted["weights"] < 1.1 * elements / 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "machine", ["cpu:4", pytest.param("v5e:2x4", marks=pytest.mark.compiler("tpu"))]
 )

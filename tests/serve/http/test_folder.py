@@ -47,6 +47,7 @@ def test_a_conversation_is_what_the_template_writes(
     assert "".join(one.choices[0].delta.content or "" for one in again) == text
 
 
+@pytest.mark.long
 def test_a_prompt_begins_with_the_token_that_the_model_wants(
     folder_client: openai.OpenAI, folder: Deployment, engine: serve.Engine
 ):

@@ -45,6 +45,7 @@ def served(
         process.communicate()
 
 
+@pytest.mark.long
 def test_a_server_that_is_to_stop_lets_answers_end(served: tuple[str, subprocess.Popen[str]]):
     url, process = served
     with httpx2.Client(timeout=60, headers={"Authorization": f"Bearer {TOKENS[1]}"}) as client:
