@@ -17,7 +17,7 @@ from shardlib.annotation.names import Model, PureLoss
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.decisions.pins import PinMapping, aliased
 from shardlib.decisions.table import PinValue
-from shardlib.errors import PinError, PlanError, raise_all
+from shardlib.errors import PinError, raise_all
 from shardlib.findings import Finding, diagnostic
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import Loss, TracedModel
@@ -681,14 +681,12 @@ def _in_place(loss: SingleLoss, program: Program) -> InPlace:
     gradients of the trained leaves.
     """
     parts, form = program.parts, loss.found.form
-    if parts.run.kept is not None:
-        raise PlanError("gradients of a marked loss are exchanged exactly")
     trained = [path for path, position in loss.params if position in loss.found.trained]
     positions = dict(loss.params)
 
     def run(*operands: Value) -> list[Value]:
         params, batch = loss.arguments(operands[form.constants :])
-        (value, (metrics, _)), slopes, _ = parts.run.gradients(params, {}, batch, None)
+        (value, (metrics, _)), slopes = parts.run.gradients(params, {}, batch)
         stored = like(constrain(slopes, parts.params.gradient), parts.updated)
         gradients = {positions[path]: stored[path] for path in trained}
         traced = [var.aval for var in loss.model.traced.closed_jaxpr.jaxpr.outvars]

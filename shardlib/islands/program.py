@@ -131,7 +131,7 @@ def _compiled_gradients(program: Program, batch: Tree) -> jax.stages.Compiled:
     parts, state = program.parts, program.state
 
     def gradients(params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
-        (loss, (metrics, after)), grads, _ = parts.run.gradients(params, model_state, batch, None)
+        (loss, (metrics, after)), grads = parts.run.gradients(params, model_state, batch)
         grads = like(constrain(grads, parts.params.gradient), parts.updated)
         return {"loss": loss, **metrics}, grads, after
 
@@ -214,8 +214,6 @@ def require_divided(program: Program, *, staged: bool = False) -> None:
         failures.append("its optimizer state is on disk (offload=['disk'])")
     if program.parts.guards is not None:
         failures.append("it has guards, which skip updates")
-    if program.parts.run.kept is not None:
-        failures.append("its devices keep partial sums of gradients from step to step")
     if updated := updated_by_steps(program.plan.parameters):
         failures.append(
             f"steps update {updated}, which are not parameters: each worker would have its own"

@@ -277,24 +277,18 @@ class Once:
         """The reductions of all gradients."""
         return self.placing.reductions
 
-    @property
-    def abstract(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape, dtype and sharding of partial sums, [*lengths of loops, devices, ...]."""
-        return {
-            path: jax.ShapeDtypeStruct(
-                (*use.use.view.lengths, *use.sums.shape),
-                self.reductions.accumulator(use.sums.dtype),
-                sharding=self._sharding(path),
-            )
-            for path, use in self.uses.items()
-        }
-
     def zeros(self) -> Sums:
         """Zeros for the partial sums, [*lengths of loops, devices, ...], sharded so that each
         device has its own.
         """
         return self.laid_out(
-            {path: jnp.zeros(leaf.shape, leaf.dtype) for path, leaf in self.abstract.items()}
+            {
+                path: jnp.zeros(
+                    (*use.use.view.lengths, *use.sums.shape),
+                    self.reductions.accumulator(use.sums.dtype),
+                )
+                for path, use in self.uses.items()
+            }
         )
 
     def _sharding(self, path: str) -> NamedSharding:
@@ -318,7 +312,7 @@ class Once:
 
     def finishing(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Tree:
         """The loss of the last microbatch, whose gradient with respect to the weights is that of
-        all microbatches, and with respect to `sums` what devices keep for the next step.
+        all microbatches.
         """
         return self._loss(
             params, state, batch, sums, {path: use.finish for path, use in self.uses.items()}
@@ -363,16 +357,14 @@ def once(traced: LossJaxpr, placing: Placing) -> Once | None:
 
 def accumulated_once(
     deferred: Once, batch: Tree, microbatches: Microbatches, gradient: Tree
-) -> Callable[[Tree, Tree, Sums | None], Tree]:
-    """Gradients over all microbatches: (params, state, kept) -> ((loss, (metrics, state)),
-    gradients, kept), where `kept` are partial sums that devices keep from step to step.
-    """
+) -> Callable[[Tree, Tree], Tree]:
+    """Gradients over all microbatches: (params, state) -> ((loss, (metrics, state)), gradients)."""
     stacked, join = microbatches.split(batch)
-    sums_in, keeps = deferred.reductions.accumulator, deferred.reductions.exchange.keeps
+    sums_in = deferred.reductions.accumulator
     cuts = jax.tree.leaves(gradient)
     others = [i for i in range(len(cuts)) if i not in deferred.complete]
 
-    def run(params: Tree, first: Tree, before_step: Sums | None) -> Any:
+    def run(params: Tree, first: Tree) -> Any:
         leaves, structure = jax.tree.flatten(params)
 
         def earlier(read: Sequence[Any], sums: Sums, state: Tree, slices: list[Any]) -> Any:
@@ -406,14 +398,13 @@ def accumulated_once(
         ]
         (state, totals, sums), (values, metrics) = jax.lax.scan(
             body,
-            (first, zeros, deferred.zeros() if before_step is None else before_step),
+            (first, zeros, deferred.zeros()),
             [leaf[:-1] for leaf in stacked],
         )
         state = microbatches.entering(first, state)
-        argnums = (0, 3) if keeps else (0,)
-        (value, (last, after)), (gradients, *cotangents) = jax.value_and_grad(
-            deferred.finishing, argnums=argnums, has_aux=True
-        )(params, state, join([leaf[-1] for leaf in stacked]), sums)
+        (value, (last, after)), gradients = jax.value_and_grad(deferred.finishing, has_aux=True)(
+            params, state, join([leaf[-1] for leaf in stacked]), sums
+        )
         before = dict(zip(others, totals, strict=True))
         all_of = [
             last_gradient.astype(sums_in(leaf.dtype)) + before.get(i, 0)
@@ -426,11 +417,7 @@ def accumulated_once(
             for total, cut, leaf in zip(all_of, cuts, leaves, strict=True)
         ]
         results = microbatches.averages(values, metrics, value, last, after)
-        return (
-            results,
-            structure.unflatten(means),
-            deferred.laid_out(cotangents[0]) if keeps else None,
-        )
+        return results, structure.unflatten(means)
 
     return run
 

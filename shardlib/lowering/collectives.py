@@ -7,7 +7,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -24,79 +24,6 @@ from shardlib.lowering.mesh import owned, parts_of, shapes_of
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan
 
-# --------------------------------------------------------------------------------------------------
-# Exchanges of partial sums of gradients: the values and dtype that devices send, and residuals that
-# they keep for the next step.
-#
-# An exchange is a function of one device's partial sums and of the collectives that reduce them.
-# All plans today send them in a given dtype:
-#
-#     InDtype(bfloat16)   gradient = collectives(round(partial))
-#
-# An exchange with error feedback (arXiv:1901.09847) keeps the rounding error, which is added to the
-# partial sums of the next step:
-#
-#     sent = round(partial)   gradient = collectives(sent)   kept = partial - sent
-
-#: Reduces one device's partial sums, inside a manual region, in their dtype: reduce-scatters over
-#: the mesh axes that shard the gradient, all-reduces over the others.
-Collectives = Callable[[jax.Array], jax.Array]
-
-
-class GradientExchange(Protocol):
-    """Exchange of the partial sums of a gradient, inside a manual region."""
-
-    @property
-    def dtype(self) -> np.dtype | None:
-        """The communication dtype of partial sums; None for their own."""
-        ...
-
-    @property
-    def keeps(self) -> bool:
-        """True if devices keep an array for the next step."""
-        ...
-
-    def __call__(
-        self, partial: jax.Array, collectives: Collectives
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """Reduces partial sums.
-
-        Returns:
-            The gradient, in the dtype of the partial sums, and the array that the device keeps, of
-            their shape and dtype, or None.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class InDtype:
-    """An exchange that sends partial sums in a communication dtype and keeps nothing.
-
-    Attributes:
-        dtype: the communication dtype; None for that of the partial sums.
-    """
-
-    dtype: np.dtype | None = None
-
-    @property
-    def keeps(self) -> bool:
-        """False: nothing is kept."""
-        return False
-
-    def __call__(self, partial: jax.Array, collectives: Collectives) -> tuple[jax.Array, None]:
-        """See `GradientExchange`."""
-        dtype = partial.dtype
-        sent = (
-            partial.astype(self.dtype)
-            if self.dtype is not None and jnp.issubdtype(dtype, jnp.floating)
-            else partial
-        )
-        return collectives(sent).astype(dtype), None
-
-
-#: Partial sums are sent in their own dtype.
-PLAIN = InDtype()
-
 #: Mesh axes by dim; dims that are not sharded may be omitted.
 Cuts = dict[int, tuple[str, ...]]
 
@@ -107,12 +34,12 @@ class Machine:
 
     Attributes:
         torus: whether some of the mesh's links form a torus.
-        exchange: how partial sums of gradients are exchanged.
+        wire: communication dtype of partial sums of gradients; None for their own.
     """
 
     mesh: Mesh | AbstractMesh
     torus: bool
-    exchange: GradientExchange = PLAIN
+    wire: np.dtype | None = None
 
     def parts(self, axes: Sequence[str]) -> tuple[str, ...]:
         """The names that mesh axes have in the mesh."""
@@ -229,14 +156,12 @@ def row_major(array: jax.Array) -> jax.Array:
     return with_layout_constraint(array, ArrayLayout(major_to_minor=tuple(range(array.ndim))))
 
 
-def machine_of(
-    plan: Plan, mesh: Mesh | AbstractMesh, exchange: GradientExchange | None = None
-) -> Machine:
-    """The machine of a plan's program; by default gradients are sent in the plan's dtype."""
+def machine_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Machine:
+    """The machine of a plan's program."""
     return Machine(
         mesh=mesh,
         torus=any(link.kind == "torus" for _, links in plan.placement for link in links),
-        exchange=exchange or PLAIN,
+        wire=Precision.of(plan).wire,
     )
 
 

@@ -18,8 +18,6 @@ from shardlib.functions.experts import ExpertForm
 from shardlib.layout import Layout
 from shardlib.lowering.collective_matmul import Matmul, loops, matmuls
 from shardlib.lowering.collectives import (
-    GradientExchange,
-    InDtype,
     Machine,
     Precision,
     is_eight_bit,
@@ -200,8 +198,8 @@ class Placing:
     interleaving: Interleaving = AS_WRITTEN
 
     def machine(self, mesh: Mesh | AbstractMesh) -> Machine:
-        """The machine of regions of a mesh, with the exchange of partial sums."""
-        return machine_of(self.plan, mesh, self.reductions.exchange)
+        """The machine of regions of a mesh."""
+        return machine_of(self.plan, mesh)
 
     def start(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """The parameters as the loss reads them; stacked ones in their stored sharding."""
@@ -399,18 +397,13 @@ class Placing:
         params: ParameterShardings,
         placements: Placements,
         interleaving: Interleaving | None = None,
-        exchange: GradientExchange | None = None,
     ) -> Placing:
-        """Finds the layouts of a traced loss.
-
-        Args:
-            exchange: how partial sums of gradients are exchanged; by default as the plan says.
-        """
+        """Finds the layouts of a traced loss."""
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
         loss, order = traced.read(len(gradient)), parameter_order(plan, params.compute)
         uses = _in_dtypes(loss.uses, Precision.of(plan))
         matmuls_of_weights = matmuls(loss) if plan.collective_matmul == "loop" else ()
-        machine = machine_of(plan, mesh, exchange or InDtype(Precision.of(plan).wire))
+        machine = machine_of(plan, mesh)
         looped = _looped(
             matmuls_of_weights, [plan.parameters[i] for i in order], placements, machine
         )

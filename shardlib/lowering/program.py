@@ -47,7 +47,7 @@ from shardlib.lowering.checks import (
     require_own,
     require_state,
 )
-from shardlib.lowering.collectives import GradientExchange, Precision, like, stored
+from shardlib.lowering.collectives import Precision, like, stored
 from shardlib.lowering.contractions import Interleaving
 from shardlib.lowering.disk import CompileTarget, DiskArray, DiskStep, Writer
 from shardlib.lowering.disk import on_disk as stored_leaves
@@ -84,13 +84,11 @@ from shardlib.lowering.runtime import placed as placed_batch
 from shardlib.lowering.step import (
     Evaluation,
     Guards,
-    Kept,
     Run,
     StepParts,
     Store,
     apply_function,
     gradients_function,
-    nothing_kept,
     of_trained,
     offloading,
     step_function,
@@ -119,7 +117,6 @@ class BuildOptions:
             or else the system's folder for temporary files.
         evaluation: the loss of `Program.evaluate`; by default the training loss.
         evaluated: the same as the user wrote it; None if unknown.
-        exchange: how partial sums of gradients are exchanged; by default as the plan says.
     """
 
     devices: Sequence[jax.Device] | None = None
@@ -128,7 +125,6 @@ class BuildOptions:
     disk: str | os.PathLike[str] | None = None
     evaluation: PureLoss | None = None
     evaluated: UserLoss | None = None
-    exchange: GradientExchange | None = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -276,7 +272,6 @@ def driver_of(
             store.params,
             part.placements,
             None if part.lost else planned.interleaving,
-            options.exchange,
         )
         microbatches = Microbatches(
             shardings=share.shardings,
@@ -304,7 +299,6 @@ def driver_of(
             handed=share.handed,
         ),
         key_inputs(share.dims, part.traced.closed_jaxpr),
-        options.exchange,
         share.repeated,
     )
     run, programs = pipelined(staged, share.shardings, share.dims).of_parts(share.prologue), None
@@ -312,7 +306,7 @@ def driver_of(
         programs = stage_programs(
             plan, staged, mesh, store.params, share.shardings, share.dims, share.prologue
         )
-        run = Run.of(programs.opening.gradients, run.table)
+        run = Run(gradients=programs.opening.gradients, table=run.table)
     return Driver(
         run=of_trained(run, model.partition).finished(share.finish),
         programs=programs,
@@ -602,9 +596,7 @@ class Program:
     def _first(self) -> Callable[[Any], TrainState]:
         """seed -> the state before the first step."""
         parts = self.parts
-        return init_function(
-            self.model, parts.optimizer, parts.precision, parts.guards, parts.run.kept
-        )
+        return init_function(self.model, parts.optimizer, parts.precision, parts.guards)
 
     @cached_property
     def _on_disk(self) -> DiskStep:
@@ -846,12 +838,7 @@ class Program:
             if self.parts.guards is None
             else jax.jit(self.parts.guards.first, out_shardings=shardings_of(self.state.guard))()
         )
-        exchange = (
-            None
-            if (kept := self.parts.run.kept) is None
-            else jax.jit(lambda: nothing_kept(kept), out_shardings=shardings_of(kept))()
-        )
-        return replace(state, opt_state=opt_state, guard=guard, exchange=exchange)
+        return replace(state, opt_state=opt_state, guard=guard)
 
     @cached_property
     def _first_opt_state(self) -> Callable[[Tree], Tree]:
@@ -938,8 +925,7 @@ def build_program(
     )
     part = _scaled(replace(part, traced=share.traced), model, options.guards)
     driver = driver_of(plan, model, mesh, store, part, share, planned, options)
-    _require_scale(driver.run, options.guards)
-    state = abstract_state(plan, model, store, mesh, options.guards, driver.run.kept)
+    state = abstract_state(plan, model, store, mesh, options.guards)
     writer, disk_findings = (
         disk_writer(options.disk) if "disk" in plan.offload and not options.abstract else (None, ())
     )
@@ -969,7 +955,7 @@ def build_program(
             loss=options.evaluation or loss,
             written=options.evaluated,
             params=store.params,
-            state=replace(state, opt_state=(), exchange=None),
+            state=replace(state, opt_state=()),
             axes=batch_axes or {},
         ),
         programs=driver.programs,
@@ -1000,15 +986,6 @@ def _contribution(
         return as_it_is(part.traced, part.dims, part.shardings)
     batch = whole_batch(planned.traced, planned.rows, model, shapes, part.dims)
     return contribution(plan, batch, part, mesh)
-
-
-def _require_scale(run: Run, guards: Guards | None) -> None:
-    """Raises if the loss has a changing scale and the exchange keeps remainders of gradients."""
-    if run.kept is not None and guards is not None and guards.scale is not None:
-        raise PlanError(
-            "a gradient exchange that keeps what it does not send cannot be scaled with a loss"
-            " whose scale changes\nTry: guards without a scale"
-        )
 
 
 def _step_parts(
@@ -1196,7 +1173,6 @@ def abstract_state(
     store: Store,
     mesh: Mesh | AbstractMesh,
     guards: Guards | None,
-    kept: Kept,
 ) -> TrainState:
     """The state of a program, each leaf with its sharding; replicated if the plan has no layout for
     it.
@@ -1218,7 +1194,6 @@ def abstract_state(
         ),
         opt_state=shardings.with_shardings(store.opt_state, store.opt_shardings),
         guard=None if guards is None else everywhere(jax.eval_shape(guards.first)),
-        exchange=kept,
     )
 
 
@@ -1232,7 +1207,7 @@ def unpiped(
     """The run of a whole batch at once, or of one microbatch after another."""
     loss, late = placed_loss(traced, placing), once(traced, placing)
 
-    def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
+    def gradients(params: Tree, state: Tree, batch: Tree) -> Any:
         def joined(trained: Tree) -> Tree:
             return partition.joined(trained, params)
 
@@ -1242,7 +1217,7 @@ def unpiped(
         if late is not None:
             joined_once = replace(late, joined=joined, complete=partition.numbered(late.complete))
             return accumulated_once(joined_once, batch, microbatches, gradient)(
-                partition.trained(params), state, kept
+                partition.trained(params), state
             )
         run = accumulated(
             of_trained,
@@ -1251,18 +1226,19 @@ def unpiped(
             lambda tree: constrain(tree, gradient),
             placing.reductions,
         )
-        return *run(partition.trained(params), state), None
+        return run(partition.trained(params), state)
 
-    keeps = late is not None and placing.reductions.exchange.keeps
-    return Run(gradients=gradients, kept=late.abstract if late is not None and keeps else None)
+    return Run(gradients=gradients)
 
 
 def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
     """The run of the microbatches through the stages of a pipeline."""
     parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
-    return Run.of(
-        lambda params, state, batch: pipeline.gradients(params, state, *parts.split(batch)),
-        pipeline.stages.table,
+    return Run(
+        gradients=lambda params, state, batch: pipeline.gradients(
+            params, state, *parts.split(batch)
+        ),
+        table=pipeline.stages.table,
     )
 
 
@@ -1271,9 +1247,8 @@ def init_function(
     optimizer: optax.GradientTransformation,
     precision: Precision,
     guards: Guards | None = None,
-    kept: Kept = None,
 ) -> Callable[[Index], TrainState]:
-    """seed -> the state before the first step; `kept` is abstract, see `Run`.
+    """seed -> the state before the first step.
 
     Args:
         precision: dtypes of stored arrays.
@@ -1289,7 +1264,6 @@ def init_function(
             model_state=state,
             opt_state=optimizer.init(model.partition.trained(params)),
             guard=None if guards is None else guards.first(),
-            exchange=nothing_kept(kept),
         )
 
     return init

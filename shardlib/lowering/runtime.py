@@ -544,8 +544,6 @@ class TrainState:
         model_state: state that the model itself updates (random streams, batch statistics).
         opt_state: the optimizer's state.
         guard: state of the guards; None without guards.
-        exchange: partial sums of gradients that devices keep, by the path of the operation that
-            computes them (`shardlib.lowering.collectives`); None if they keep nothing.
     """
 
     step: Any
@@ -553,7 +551,6 @@ class TrainState:
     model_state: Tree
     opt_state: Tree
     guard: GuardState | None = None
-    exchange: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         parts = (
@@ -602,14 +599,12 @@ class Gradients:
         loss: of the batch.
         metrics: the user's own, by name.
         model_state: updated by the model itself.
-        exchange: see `TrainState.exchange`.
     """
 
     params: Tree
     loss: Any
     metrics: dict[str, Any]
     model_state: Tree
-    exchange: dict[str, Any] | None = None
 
 
 def scaled_state(model_state: Tree, scale: Leaf) -> dict[str, Tree]:

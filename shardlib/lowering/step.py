@@ -655,60 +655,35 @@ def limited(state: TrainState, limit: float) -> TrainState:
 # --------------------------------------------------------------------------------------------------
 # Parts of a step.
 
-#: Partial sums of gradients that devices keep from step to step, by path of an operation.
-Kept = dict[str, Any] | None
 #: Results of a loss: the loss, and (metrics, model state after the step).
 Results = tuple[Value, tuple[Metrics, Tree]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The loss over a whole batch, with its layouts in place, as functions of (params, state,
-    batch, kept); parameters are in their stored sharding.
+    """The loss over a whole batch, with its layouts in place, as a function of (params, state,
+    batch); parameters are in their stored sharding.
 
     Attributes:
-        gradients: -> ((loss, (metrics, state)), gradients of the trained parameters, kept).
+        gradients: -> ((loss, (metrics, state)), gradients of the trained parameters).
         table: the schedule of a pipeline; None without stages.
-        kept: abstract, with shardings; None if devices keep nothing from step to step.
     """
 
-    gradients: Callable[[Tree, Tree, Tree, Kept], tuple[Results, Tree, Kept]]
+    gradients: Callable[[Tree, Tree, Tree], tuple[Results, Tree]]
     table: Timetable | None = None
-    kept: Kept = None
-
-    @staticmethod
-    def of(
-        function: Callable[[Tree, Tree, Tree], tuple[Results, Tree]], table: Timetable | None = None
-    ) -> Run:
-        """A run that keeps nothing.
-
-        Args:
-            function: (params, state, batch) -> (results, gradients).
-            table: the schedule of a pipeline; None without stages.
-        """
-
-        def gradients(params: Tree, state: Tree, batch: Tree, kept: Kept) -> Any:
-            return *function(params, state, batch), None
-
-        return Run(gradients=gradients, table=table)
 
     def of_parts(self, prologue: Callable[[Tree, Tree], Tree]) -> Run:
         """The run with a prologue applied to the batch first."""
         return replace(
             self,
-            gradients=lambda params, state, batch, kept: self.gradients(
-                params, state, prologue(state, batch), kept
+            gradients=lambda params, state, batch: self.gradients(
+                params, state, prologue(state, batch)
             ),
         )
 
     def finished(self, finish: Callable[[Results, Tree], tuple[Results, Tree]]) -> Run:
         """The run with its results post-processed after the last microbatch."""
-
-        def gradients(*arguments: Any) -> Any:
-            results, gradients_of_parameters, kept = self.gradients(*arguments)
-            return *finish(results, gradients_of_parameters), kept
-
-        return replace(self, gradients=gradients)
+        return replace(self, gradients=lambda *arguments: finish(*self.gradients(*arguments)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -842,7 +817,7 @@ def updated(
     model_state: Tree,
     chosen: Callable[[Tree, Tree], Tree] = lambda new, old: new,
 ) -> TrainState:
-    """The state after the optimizer's update, without partial sums kept by devices.
+    """The state after the optimizer's update.
 
     Args:
         gradients: of the trained parameters, in the dtypes of the update.
@@ -872,15 +847,10 @@ def of_trained(run: Run, partition: Partition) -> Run:
     """A run with the gradients of trained parameters only, from one with those of all."""
 
     def gradients(*arguments: Any) -> Any:
-        results, all_gradients, kept = run.gradients(*arguments)
-        return results, partition.trained(all_gradients), kept
+        results, all_gradients = run.gradients(*arguments)
+        return results, partition.trained(all_gradients)
 
     return replace(run, gradients=gradients)
-
-
-def nothing_kept(kept: Kept) -> Kept:
-    """Zeros for the partial sums that devices keep, before the first step."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kept)
 
 
 def step_function(
@@ -901,15 +871,14 @@ def gradients_function(parts: StepParts) -> Callable[[TrainState, Tree], Gradien
     """(state, batch) -> gradients, the first half of a step."""
 
     def gradients(state: TrainState, batch: Tree) -> Gradients:
-        (loss, (metrics, model_state)), parameter_gradients, kept = parts.run.gradients(
-            state.params, state.inputs, batch, state.exchange
+        (loss, (metrics, model_state)), parameter_gradients = parts.run.gradients(
+            state.params, state.inputs, batch
         )
         return Gradients(
             params=like(constrain(parameter_gradients, parts.params.gradient), parts.updated),
             loss=loss,
             metrics=dict(metrics),
             model_state=model_state,
-            exchange=kept,
         )
 
     return gradients
@@ -930,10 +899,7 @@ def apply_function(
                 gradients.model_state,
                 lambda new, old: new,
             )
-            return replace(after, exchange=gradients.exchange), {
-                "loss": gradients.loss,
-                **gradients.metrics,
-            }
+            return after, {"loss": gradients.loss, **gradients.metrics}
         outcome = checked(
             parts.guards, state.guard, gradients.loss, gradients.params, parts.params.gradient
         )
@@ -946,8 +912,7 @@ def apply_function(
             outcome.chosen,
         )
         guard = parts.guards.after(state.guard, outcome.finite)
-        exchange = outcome.chosen(gradients.exchange, state.exchange)
-        return replace(after, guard=guard, exchange=exchange), {
+        return replace(after, guard=guard), {
             "loss": outcome.loss,
             **outcome.metrics(state.guard),
             **gradients.metrics,

@@ -14,13 +14,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree
-from shardlib.errors import PlanError
 from shardlib.jax_types import Aval, DType, Index, Value
 from shardlib.layout import MESH_AXES, Layout
 from shardlib.lowering.collectives import (
     Cuts,
-    GradientExchange,
-    InDtype,
     Machine,
     Precision,
     machine_of,
@@ -273,17 +270,15 @@ class Reduction:
     order: tuple[int, ...] = ()
 
     def apply(self, partial: jax.Array, machine: Machine, *, stacked: bool = False) -> jax.Array:
-        """Reduces one device's partial sums, inside a manual region."""
-        return self.exchanged(partial, machine, stacked=stacked)[0]
+        """Reduces one device's partial sums in the communication dtype, inside a manual region:
+        reduce-scatters over the mesh axes that shard the gradient, all-reduces over the others.
+        """
+        dtype = partial.dtype
+        if machine.wire is not None and jnp.issubdtype(dtype, jnp.floating):
+            partial = partial.astype(machine.wire)
+        return self._collectives(partial, machine, stacked).astype(dtype)
 
-    def exchanged(
-        self, partial: jax.Array, machine: Machine, *, stacked: bool = False
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """`apply`, and the array that the device keeps for the next step, or None."""
-        return machine.exchange(partial, lambda sums: self.collectives(sums, machine, stacked))
-
-    def collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:
-        """Reduce-scatters and all-reduces partial sums in their dtype; arguments as for `apply`."""
+    def _collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:
         for dim, axes in self.scattered.items():
             partial = (
                 _scattered_rows(partial, dim, machine.parts(axes), stacked)
@@ -910,8 +905,7 @@ class Deferred:
             of `sums`, any array of the shape of the attribute `sums`, is the per-device partial
             sums.
         finish: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
-            before, and the gradient of the weight is that of all runs, reduced. The gradient of
-            `sums` is the array that each device keeps for the next step; zeros if it keeps nothing.
+            before, and the gradient of the weight is that of all runs, reduced.
         gathers: whether the weight is stored sharded.
         gather: the operand in its stored sharding -> in its compute sharding.
         sums: shape and dtype of partial sums, [devices that have some, ...].
@@ -1041,26 +1035,21 @@ def _finish(operation: Manual, cuts: PartitionSpec) -> Operation:
         activation, weight, sums = saved
 
         def reduce(partial: Any, sums: Any) -> tuple[Any, ...]:
-            gradient, residual = operation.plan.exchanged(
-                partial.astype(sums.dtype) + sums[0], operation.machine
-            )
-            return gradient.astype(weight.dtype), *(() if residual is None else (residual[None],))
+            total = partial.astype(sums.dtype) + sums[0]
+            return (operation.plan.apply(total, operation.machine).astype(weight.dtype),)
 
-        back, (gradient, *residual) = _backward(
+        back, (gradient,) = _backward(
             operation,
             activation,
             lambda: weight,
             cotangent,
             reduce=reduce,
-            results=(
-                operation.gradient_spec,
-                *((cuts,) if operation.machine.exchange.keeps else ()),
-            ),
+            results=(operation.gradient_spec,),
             dtype=sums.dtype,
             sums=(sums,),
             cuts=(cuts,),
         )
-        return back, gradient, residual[0] if residual else jnp.zeros_like(sums)
+        return back, gradient, jnp.zeros_like(sums)
 
     finish.defvjp(forward, backward_of_all)
     return finish
@@ -1119,9 +1108,6 @@ def reduced(
 #
 #     embed.kernel   partial sums over data, fsdp; in the last microbatch; to A[I_F, J_T]; bfloat16
 #     norm.scale     partial sums over data, fsdp; each microbatch; to A[I]; its own dtype
-#
-# Another exchange (compression, error feedback) is another `GradientExchange`, given to
-# `build_program`.
 
 #: Time of the reduction: in each microbatch; in the backward pass of the last microbatch, for the
 #: partial sums of all; or after the last microbatch has left the pipeline.
@@ -1155,14 +1141,12 @@ class GradientReductions:
     Attributes:
         parameters: for every parameter of the loss, in its order; None for frozen ones.
         when: the time of those reductions that can be deferred.
-        exchange: how partial sums are exchanged.
         explicit: whether operations reduce the gradients of their weights themselves; otherwise
             this is left to the compiler, except for reductions in the last microbatch.
     """
 
     parameters: tuple[GradientReduction | None, ...]
     when: str
-    exchange: GradientExchange
     explicit: bool
     precision: Precision
 
@@ -1171,18 +1155,11 @@ class GradientReductions:
         return self.precision.sums(dtype)
 
 
-def moment(plan: Plan, exchange: GradientExchange) -> str:
+def moment(plan: Plan) -> str:
     """The time at which a plan reduces the gradients that can be deferred; see `EACH`."""
-    if exchange.keeps and (plan.mesh["stage"] > 1 or plan.zero >= 2):
-        raise PlanError(
-            "a gradient exchange that keeps what it does not send needs gradients that are reduced"
-            " once per step and are not sharded between microbatches\nTry: a mesh without stages,"
-            " and zero below 2"
-        )
     if plan.mesh["stage"] > 1:
         return DEFERRED if plan.gather == "once" or plan.zero < 2 else EACH
-    once = plan.microbatches > 1 or exchange.keeps
-    return IN_LAST if once and plan.zero < 2 else EACH
+    return IN_LAST if plan.microbatches > 1 and plan.zero < 2 else EACH
 
 
 def gradient_reductions(
@@ -1194,7 +1171,7 @@ def gradient_reductions(
     together: Collection[str],
 ) -> GradientReductions:
     """The reductions of the gradients of a loss under a plan."""
-    when, exchange = moment(plan, machine.exchange), machine.exchange
+    when = moment(plan)
     layouts = [without_axes(plan.parameters[i], ("stage",)) for i in order]
     partial: dict[int, set[str]] = {}
     for path, use in uses.items():
@@ -1214,14 +1191,13 @@ def gradient_reductions(
             axes=tuple(axis for axis in MESH_AXES if axis in axes),
             when=when if number in partial else EACH,
             to=plan.parameters[order[number]].gradient,
-            dtype=exchange.dtype,
+            dtype=machine.wire,
         )
 
     return GradientReductions(
         parameters=tuple(reduction(number, layout) for number, layout in enumerate(layouts)),
         when=when,
-        exchange=exchange,
-        explicit=exchange != InDtype() or not _shares_memory(plan),
+        explicit=machine.wire is not None or not _shares_memory(plan),
         precision=Precision.of(plan),
     )
 

@@ -17,7 +17,6 @@ from shardlib.errors import PlanError
 from shardlib.findings import Finding, diagnostic
 from shardlib.jax_types import Leaf, Metrics, Value
 from shardlib.layout import Layout
-from shardlib.lowering.collectives import GradientExchange
 from shardlib.lowering.loss import followed, fullest_stage, layer_policies, layers
 from shardlib.lowering.mesh import ParameterShardings, parameter_order, parts_of
 from shardlib.lowering.pipeline.layers import (
@@ -1015,14 +1014,9 @@ def pipeline(
     params: ParameterShardings,
     layouts: StagedLayouts,
     keys: Collection[int] = (),
-    exchange: GradientExchange | None = None,
     same_state: frozenset[int] = frozenset(),
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
-    """Partitions a loss into the stages of a plan.
-
-    Args:
-        exchange: how partial sums of gradients are exchanged; by default as the plan says.
-    """
+    """Partitions a loss into the stages of a plan."""
     written, states = traced, len(jax.tree.leaves(state))
     traced, layouts, findings = _with_loop(plan, traced, states, params, layouts)
     placements, around = layouts.layers, layouts.around
@@ -1037,7 +1031,7 @@ def pipeline(
         keys,
         frozen,
     )
-    placing = Placing.of(traced, plan, mesh, params, placements, exchange=exchange)
+    placing = Placing.of(traced, plan, mesh, params, placements)
     remat = stage_remat(
         plan,
         loss_cut,

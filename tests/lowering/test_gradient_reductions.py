@@ -1,0 +1,100 @@
+"""When, over which axes and to which layout gradients are reduced."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import shardlib
+from shardlib.lowering.uses import LossReading
+from shardlib.lowering.weights import DEFERRED, EACH, IN_LAST, moment
+from shardlib.tracing.program import flatten
+from tests.lowering import small
+from tests.zoo.parity import capture
+
+
+def placements_of(program):
+    """Batch over all axes but tensor, and nothing else: all that gradients need."""
+    loss = LossReading(program=flatten(program.source.closed_jaxpr), parameters=5)
+    rows = next(iter(dict(program.plan.batch_layouts).values()))[0]
+    found = {}
+    for path, use in loss.uses.items():
+        rank = use.equation.eqn.outvars[0].aval.ndim
+        found[path, 0] = shardlib.Layout(rows, *[()] * (rank - 1))
+    return found
+
+
+def test_every_parameter_says_how_its_gradient_is_reduced():
+    reductions = {
+        name: built_placing({"mesh": mesh, "zero": zero, "microbatches": 2})
+        for name, mesh, zero in (
+            ("once", {"data": 4, "tensor": 2}, 0),
+            ("scattered", {"data": 2, "fsdp": 4}, 2),
+        )
+    }
+    once = {one.path: one for one in reductions["once"].parameters}
+    assert {path: one.when for path, one in once.items()} == {
+        "down": IN_LAST,
+        "parts": EACH,
+        "scale": EACH,
+        "table": IN_LAST,
+        "up": IN_LAST,
+    }
+    assert {one.axes for one in once.values()} == {("data",)}
+    scattered = {one.path: one for one in reductions["scattered"].parameters}
+    assert {one.when for one in scattered.values()} == {EACH}
+    assert scattered["up"].axes == ("data", "fsdp")
+    assert "fsdp" in scattered["up"].to.axes and scattered["up"].dtype is None
+
+
+def built_placing(pin):
+    from shardlib.lowering.mesh import parameter_shardings
+    from shardlib.lowering.placing import Placing
+
+    program = small.program(capture(), pin)
+    params = parameter_shardings(program.plan, program.model, program.mesh)
+    return Placing.of(
+        program.source, program.plan, program.mesh, params, placements_of(program)
+    ).reductions
+
+
+def test_plans_reduce_at_one_moment_each():
+    def plan(**pin):
+        return small.program(capture(), pin).plan
+
+    data = {"mesh": {"data": 8}, "zero": 0}
+    assert moment(plan(**data)) == EACH
+    assert moment(plan(**data, microbatches=2)) == IN_LAST
+    assert moment(plan(mesh={"data": 2, "fsdp": 4}, zero=2, microbatches=2)) == EACH
+    assert moment(plan(mesh={"data": 4, "stage": 2}, zero=0, microbatches=4)) == DEFERRED
+
+
+def test_a_weight_that_layers_hand_on_as_it_is_has_another_reader():
+    """What becomes of it after the loop adds to the gradients of all microbatches, not to those of
+    the last one alone.
+    """
+
+    def loss(params, batch):
+        x = params["table"][batch["tokens"]]
+
+        def layer(x, p):
+            return x + jnp.tanh(x @ p["up"]) @ p["down"], (p["up"].T, p["down"])
+
+        x, (up, down) = jax.lax.scan(layer, x, {name: params[name] for name in ("up", "down")})
+        rest = (params["scale"] ** 2).mean() + (params["parts"] ** 2).mean()
+        kept = (x.sum((1, 2)) * batch["weight"]).mean() * ((up**2).mean() + (down**2).mean())
+        return kept + (x**2).mean() + rest
+
+    found = []
+    for microbatches in (1, 2):
+        program = small.program(
+            capture(),
+            {"mesh": {"data": 8}, "zero": 0, "microbatches": microbatches},
+            loss=loss,
+            rows="mean",
+        )
+        state, _ = program.step(program.init(0), small.batch())
+        found.append(state.opt_state)
+    for name in ("up", "down"):
+        np.testing.assert_allclose(found[1][name], found[0][name], rtol=1e-4, atol=1e-6)
