@@ -417,7 +417,7 @@ def nnx_predicate(wrt: Filter) -> Predicate:
         return nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:
         raise AnnotationError(
-            f"wrt is a {type(wrt).__name__}, {wrt!r}, not a filter of Flax\nTry: a type of"
+            f"wrt is {wrt!r}, of type {type(wrt).__name__}, not a filter of Flax\nTry: a type of"
             " variables such as nnx.LoRAParam, nnx.Any(...), nnx.All(...), nnx.Not(...), or a"
             " predicate (path, variable) -> bool"
         ) from error

@@ -477,7 +477,7 @@ def _without_keys(leaf: Any) -> Any:
 
 #: Number of arrays listed, the largest first.
 _MOST = 40
-_HEAD = ("array", "shape", "dtype", "sharded over", "a device")
+_HEAD = ("array", "shape", "dtype", "sharded over", "per device")
 
 
 def state_card(title: str, parts: Mapping[str, Tree]) -> str:

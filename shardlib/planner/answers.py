@@ -597,7 +597,7 @@ def _part_lines(parts: Sequence[Part]) -> list[str]:
         return sum(part.received_bytes for part in group)
 
     ranked = sorted(groups.values(), key=lambda group: -size(group))
-    rows = [("part", "", "received", "a device", "layout")]
+    rows = [("part", "", "received", "per device", "layout")]
     rows += [
         (
             clip(pattern(group[0].path) if len(group) > 1 else group[0].path, 30),
@@ -987,7 +987,7 @@ def price_row(price: Price) -> tuple[str, str, str, str]:
     """A table row: resource, current amount, one unit more, and what that saves."""
     if price.kind == "hbm":
         return (
-            "memory of a device",
+            "memory per device",
             bytes_text(price.amount),
             "1 GB",
             seconds_text(price.saved_seconds),

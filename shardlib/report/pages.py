@@ -288,10 +288,10 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
     """(value, what it is) of the main figures."""
     estimate = plan.estimate
     return [
-        (seconds_text(estimate.step_seconds), "a step"),
+        (seconds_text(estimate.step_seconds), "per step"),
         (count_text(estimate.tokens_per_second), "tokens/s"),
         (percent_text(estimate.mfu), "MFU"),
-        (bytes_text(estimate.device_bytes.peak), "a device"),
+        (bytes_text(estimate.device_bytes.peak), "per device"),
     ]
 
 

@@ -597,14 +597,15 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
         else f"{LABELS.get(name, name).capitalize()} limits the step: {share}."
     ]
     if estimate.model_flops:
-        again = estimate.hardware_flops / estimate.model_flops - 1
+        more = estimate.hardware_flops / estimate.model_flops - 1
+        cause = (
+            " in element-wise operations and what the model or its kernels recompute"
+            if plan.remat == "none" and not plan.remat_classes
+            else " to recompute activations"
+        )
         lines.append(
             f"The step needs {count_text(estimate.model_flops, 'FLOP')}"
-            + (
-                f" and executes {percent_text(again)} more to recompute activations"
-                if again > 0.005
-                else ""
-            )
+            + (f" and executes {percent_text(more)} more{cause}" if more > 0.005 else "")
             + f"; the devices peak at {count_text(estimate.peak_flops_per_s, 'FLOP/s')} together."
         )
     lines += _communication_reason(plan)
@@ -906,8 +907,8 @@ def plan_card(plan: Plan) -> str:
         first,
         lines,
         bars=(
-            ("time of a step", parts_of(plan.estimate.seconds)),
-            ("memory of a device", memory),
+            ("time per step", parts_of(plan.estimate.seconds)),
+            ("memory per device", memory),
         ),
         rows=decision_lines(plan),
         text=explain(plan),

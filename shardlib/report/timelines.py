@@ -609,7 +609,7 @@ def _predicted_events(plan: Plan, starts: Sequence[float]) -> Iterator[JsonObjec
     """Yields the trace events that a plan predicts of a step."""
     predicted_lanes = lanes(plan)
     rows = [f"{lane.row.kind} over {'·'.join(lane.row.axes)}" for lane in predicted_lanes]
-    yield from _named(_PREDICTED, "predicted", ["a device", *rows])
+    yield from _named(_PREDICTED, "predicted", ["per device", *rows])
     note = "the order within a step is not known"
     for start in starts:
         time = start

@@ -79,7 +79,7 @@ def test_the_landscape_by_mouse_and_by_keyboard(browser, page_file, plan):
     assert points.count() == len(plan.search.landscape)
     panel = page.locator("#landscape-panel")
     points.nth(1).hover(force=True)
-    assert "a step" in panel.text_content() and "mesh" in panel.text_content()
+    assert "per step" in panel.text_content() and "mesh" in panel.text_content()
     points.nth(1).click(force=True)
     assert page.locator("#landscape-compared th", has_text="chosen").count() == 1
     page.locator("#landscape-picture svg").focus()

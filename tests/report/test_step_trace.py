@@ -70,7 +70,7 @@ def tracks(text: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
 
 
 def test_a_prediction_adds_up_to_its_step():
-    found = tracks(step_trace(PLAN))["predicted", "a device"]
+    found = tracks(step_trace(PLAN))["predicted", "per device"]
     seconds = PLAN.estimate.seconds
     assert sum(one["dur"] for one in found) == pytest.approx(seconds.total * 1e6)
     assert found[0]["name"] == "compute"
@@ -82,7 +82,7 @@ def test_prediction_and_measurement_begin_together():
     starts = [one["ts"] for one in found["measured, device 0", "steps"]]
     assert starts[0] == 0
     assert starts[1] == pytest.approx(PLAN.estimate.step_seconds * 2e6)
-    predicted = [one["ts"] for one in found["predicted", "a device"] if one["name"] == "compute"]
+    predicted = [one["ts"] for one in found["predicted", "per device"] if one["name"] == "compute"]
     assert predicted == pytest.approx(starts)
     (first, second) = found["measured, device 0", "collectives"]
     assert (first["ts"], first["name"]) == (pytest.approx(0.25e6), "all-gather.3")
@@ -101,7 +101,7 @@ def test_a_prediction_stands_only_where_it_has_room():
         )
         for number, at in ((6, 100.0), (7, 100.002))
     ]
-    found = tracks(step_trace(PLAN, near))["predicted", "a device"]
+    found = tracks(step_trace(PLAN, near))["predicted", "per device"]
     assert [one["ts"] for one in found if one["name"] == "compute"] == [0]
 
 

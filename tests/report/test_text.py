@@ -447,7 +447,7 @@ def test_a_plan_as_a_card_says_what_its_text_says():
     text = read(PLAN._repr_html_())
     for line in PLAN.explain().splitlines()[:2]:
         assert line in text
-    assert "time of a step" in text and "memory of a device" in text
+    assert "time per step" in text and "memory per device" in text
 
 
 def test_a_serving_plan_shows_its_curve(serving):

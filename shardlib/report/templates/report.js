@@ -38,7 +38,7 @@
     const X = (b) => LEFT + ((WIDTH - LEFT - RIGHT) * (Math.log(b) - x0)) / (x1 - x0);
     const Y = (s) => TOP + (HEIGHT - TOP - BOTTOM) * (1 - (Math.log(s) - y0) / (y1 - y0));
     const told = (p) => ["mesh " + p.mesh, ...Object.entries(p.decided).map(([w, v]) => `${w} ${v}`)].join(", ");
-    const line = (p) => `${seconds(p.s)} a step, ${bytes(p.b)} a device${p.fits ? "" : ", does not fit"}: ${told(p)}`;
+    const line = (p) => `${seconds(p.s)} per step, ${bytes(p.b)} per device${p.fits ? "" : ", does not fit"}: ${told(p)}`;
     const value = (p, word) =>
       word === "fits" ? (p.fits ? "fits" : "does not fit")
         : word.startsWith("axis ") ? String(p.axes[word.slice(5)] || 1)
@@ -58,8 +58,8 @@
       grid.append(svg("text", { class: "soft", x: X(b), y: HEIGHT - BOTTOM + 16, "text-anchor": k < 5 ? "middle" : "end" }, bytes(b)));
       grid.append(svg("text", { class: "soft", x: LEFT - 6, y: Y(s) + 4, "text-anchor": "end" }, seconds(s)));
     }
-    grid.append(svg("text", { class: "soft", x: (LEFT + WIDTH) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "memory of a device (logarithmic)"));
-    grid.append(svg("text", { class: "soft", x: LEFT + 4, y: TOP + 10 }, "seconds a step (logarithmic)"));
+    grid.append(svg("text", { class: "soft", x: (LEFT + WIDTH) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "memory per device (logarithmic)"));
+    grid.append(svg("text", { class: "soft", x: LEFT + 4, y: TOP + 10 }, "seconds per step (logarithmic)"));
     if (data.fitting && !near)
       grid.append(svg("text", { x: WIDTH - RIGHT - 4, y: TOP + 12, "text-anchor": "end" }, `memory that plans may fill: ${bytes(data.fitting)}, far to the right`));
     if (near && Math.log(data.fitting) > x0) {
@@ -100,7 +100,7 @@
       for (const text of ["", "chosen", "this plan", "change"]) head.append(make("th", { scope: "col" }, text));
       table.append(make("caption", { class: "soft" }, "The chosen plan beside the one that was picked"), head);
       const ratio = (a, b) => `${(b / a).toFixed(2)}x`;
-      const rows = [["a step", seconds(chosen.s), seconds(other.s), ratio(chosen.s, other.s)], ["a device", bytes(chosen.b), bytes(other.b), ratio(chosen.b, other.b)],
+      const rows = [["per step", seconds(chosen.s), seconds(other.s), ratio(chosen.s, other.s)], ["per device", bytes(chosen.b), bytes(other.b), ratio(chosen.b, other.b)],
         ["mesh", chosen.mesh, other.mesh, chosen.mesh === other.mesh ? "same" : "differs"]];
       for (const word of words) {
         const a = chosen.decided[word] || defaults[word], b = other.decided[word] || defaults[word];
