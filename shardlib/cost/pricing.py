@@ -28,7 +28,15 @@ from shardlib.cost.collectives import (
 )
 from shardlib.cost.framework import XLA
 from shardlib.cost.roofline import Applied, efficiency
-from shardlib.cost.stages import Meshes, Plans, Sums, bottleneck, cut_by_work, on_stage, slowest
+from shardlib.cost.stages import (
+    Meshes,
+    Plans,
+    Quantities,
+    bottleneck,
+    cut_by_work,
+    on_stage,
+    slowest,
+)
 from shardlib.cost.tables import Point, Pricer, moves
 from shardlib.cost.terms import OUTSIDE_LAYERS, Item, LazyTable, Transfer
 from shardlib.errors import PlanError
@@ -433,7 +441,7 @@ def _spreads_ends(plan: Plans) -> bool:
 # reductions in the backward pass (two thirds), of the last microbatch if it reduces once per step.
 
 
-def exposed(s: Sums, plans: Plans, compute: Array) -> Array:
+def exposed(s: Quantities, plans: Plans, compute: Array) -> Array:
     """Exposed seconds per step of gathers of parameters, reductions of gradients and rings of keys
     and values.
 
@@ -497,7 +505,7 @@ def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, zero: 
     return reduced + gathered + np.maximum(0.0, ring - behind)
 
 
-def _reduced(s: Sums, scale: Array, plans: Plans) -> Array:
+def _reduced(s: Quantities, scale: Array, plans: Plans) -> Array:
     """Seconds of reductions of gradients: per microbatch; or once per step in a pipeline without
     ZeRO 2 and 3, or if the framework does so, except for those of experts.
     """
@@ -527,7 +535,7 @@ def _in_step(seconds: Array, scale: Array, times: Array, plans: Plans) -> Array:
     return total + np.where(plans.c.stage > 1, ends, 0.0)
 
 
-def dealt_out(s: Sums, plans: Plans) -> Array:
+def dealt_out(s: Quantities, plans: Plans) -> Array:
     """Seconds per step in which layers are dealt to stages of several chunks, and their gradients
     dealt back.
     """
@@ -552,7 +560,7 @@ _DEALING = np.array(
 )
 
 
-def _updated_gather(s: Sums, scale: Array, c: Meshes) -> Array:
+def _updated_gather(s: Quantities, scale: Array, c: Meshes) -> Array:
     """Seconds of the gather of updated parameters after the optimizer (ZeRO 1, 2)."""
     experts = on_stage(s.stored.experts, scale)
     dense = on_stage(s.stored.parameters, scale) - experts
@@ -574,7 +582,7 @@ def _updated_gather(s: Sums, scale: Array, c: Meshes) -> Array:
 PIPELINE_ON_GPUS = 1.25
 
 
-def stored_bytes(s: Sums, plans: Plans) -> tuple[Array, Array, Array, Array]:
+def stored_bytes(s: Quantities, plans: Plans) -> tuple[Array, Array, Array, Array]:
     """Bytes of trained and of frozen parameters, of gradients and of optimizer state, as stored;
     plus unsharded parameters and gradients if a stage gathers and reduces once per step.
     """
@@ -603,7 +611,7 @@ def stored_bytes(s: Sums, plans: Plans) -> tuple[Array, Array, Array, Array]:
     )
 
 
-def least_bytes(s: Sums, plans: Plans) -> tuple[Array, Array, Array]:
+def least_bytes(s: Quantities, plans: Plans) -> tuple[Array, Array, Array]:
     """Lower bounds of the bytes per device at the end of the forward pass: of stored arrays without
     optimizer state, of that state, and of each class's saved layers.
 
@@ -664,7 +672,7 @@ class _Stage:
     stored: Array
 
 
-def bytes_by_part(s: Sums, gradients: Array, plans: Plans) -> tuple[dict[str, Array], Array]:
+def bytes_by_part(s: Quantities, gradients: Array, plans: Plans) -> tuple[dict[str, Array], Array]:
     """Bytes allocated by a step, by part; and those of the stacks that the forward pass saves, less
     two layers, which offloading could move.
 
@@ -690,7 +698,7 @@ def bytes_by_part(s: Sums, gradients: Array, plans: Plans) -> tuple[dict[str, Ar
     return memory, np.minimum(stacks, peak.saved)
 
 
-def _at(s: Sums, point: Point, stage: _Stage, plans: Plans) -> _Occupied:
+def _at(s: Quantities, point: Point, stage: _Stage, plans: Plans) -> _Occupied:
     """The memory of a stage at a point where it may peak."""
     zero, c, stored = plans.decisions.zero, plans.c, stage.stored
     together = plans.profile.collected == "together"
@@ -884,7 +892,7 @@ def reprice(
 # stages with less work than the slowest.
 
 
-def least_seconds(s: Sums, plans: Plans) -> Array:
+def least_seconds(s: Quantities, plans: Plans) -> Array:
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden, which
     does not depend on the ZeRO stage.
     """
@@ -894,14 +902,14 @@ def least_seconds(s: Sums, plans: Plans) -> Array:
     return busy + np.where(stages > 1, decisions.accumulation * each, 0.0)
 
 
-def _passes(s: Sums, plans: Plans) -> Array:
+def _passes(s: Quantities, plans: Plans) -> Array:
     """Exposed seconds of sending a microbatch from stage to stage and its cotangents back."""
     return np.where(plans.c.stage > 1, s.collectives.passes * plans.chunks, 0.0) * (
         1 - plans.profile.send_overlap
     )
 
 
-def tick_seconds(s: Sums, plans: Plans) -> Array:
+def tick_seconds(s: Quantities, plans: Plans) -> Array:
     """Seconds of one microbatch on the slowest stage, forward and backward, without the collectives
     when it enters and leaves: all stages run those together, so that they do not add to the bubble.
     """
@@ -935,14 +943,14 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
     return np.where((stages > 1) & (virtual == 1), by_work, tick)
 
 
-def _starved(s: Sums, busy: Array, c: Meshes) -> Array:
+def _starved(s: Quantities, busy: Array, c: Meshes) -> Array:
     """Seconds per microbatch that a stage waits for the host to launch kernels, if launching takes
     longer than running them.
     """
     return np.maximum(0.0, s.kernels.host.sum(0) - busy.sum(0)) / c.stage
 
 
-def seconds_by_part(s: Sums, plans: Plans) -> tuple[dict[str, Array], Array]:
+def seconds_by_part(s: Quantities, plans: Plans) -> tuple[dict[str, Array], Array]:
     """Seconds of compute, exposed communication and bubble; and FLOPs."""
     stages, micro = plans.c.stage, plans.c.micro
     block = s.collectives.block + s.along(plans.decisions.context)
@@ -1006,7 +1014,7 @@ class Totals(LazyTable):
         return sum(self.device_bytes.values(), np.zeros_like(self.flops))
 
 
-def combine(s: Sums, plans: Plans) -> Totals:
+def combine(s: Quantities, plans: Plans) -> Totals:
     """Combines quantities into the parts of time and memory."""
     c, model, pricer, profile, zero = (
         plans.c,

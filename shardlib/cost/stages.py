@@ -149,7 +149,7 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sums(LazyTable):
+class Quantities(LazyTable):
     """The quantities of one remat policy under one choice, by segment and candidate, with
     collectives in seconds; all ZeRO stages and schedules share them.
 
@@ -187,7 +187,7 @@ class Sums(LazyTable):
         )
 
 
-def sums(
+def quantities_of(
     work: Array,
     resting: Array,
     points: Sequence[Array],
@@ -196,7 +196,7 @@ def sums(
     c: Meshes,
     *,
     stacks: Array | None = None,
-) -> Sums:
+) -> Quantities:
     """Converts tallies by shape into quantities by candidate.
 
     Args:
@@ -243,7 +243,7 @@ def sums(
         for field in fields(Collectives)
         if field.name not in ("routed", *ends)
     }
-    return Sums(
+    return Quantities(
         kernels=Kernels(
             compute=by_candidate(work[:, Q.COMPUTE]),
             weights=by_candidate(work[:, Q.WEIGHTS].sum(0)),

@@ -2,9 +2,9 @@
 their coefficients.
 
 A measure is a function of the shape alone: the seconds of one kernel, or one over the number of
-shards of the batch. A `Part` is a product of such factors.
+shards of the batch. A `Share` is a product of such factors.
 
->>> Part(batch=True).by(Ways("tensor")).factors
+>>> Share(batch=True).by(Ways("tensor")).factors
 (Ways(axis='tensor'),)
 
 A `Tally` has coefficients of measures by quantity, for any shapes. Tallies of different items add
@@ -74,7 +74,7 @@ from shardlib.machines.topology import Topology
 from shardlib.propagation.colours import Choice, Cut, has
 
 # --------------------------------------------------------------------------------------------------
-# The components of `shardlib.cost.stages.Sums`: arrays whose last dim is candidates.
+# The components of `shardlib.cost.stages.Quantities`: arrays whose last dim is candidates.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,7 @@ class DividesStored:
 
 
 @dataclass(frozen=True)
-class Load:
+class BusiestLoad:
     """A factor: load of the busiest device over the mean (`shardlib.cost.roofline`)."""
 
     routed: Routed
@@ -200,11 +200,11 @@ class Counts:
     heads: Heads
 
 
-Factor = Ways | StoredWays | DividesStored | Load | Launch | Counts
+Factor = Ways | StoredWays | DividesStored | BusiestLoad | Launch | Counts
 
 
 @dataclass(frozen=True)
-class Part:
+class Share:
     """The local share of an amount, by the fields of `Amount`, times some factors."""
 
     batch: bool = False
@@ -213,11 +213,11 @@ class Part:
     expert: bool = False
     factors: tuple[Factor, ...] = ()
 
-    def by(self, *factors: Factor) -> Part:
-        """The part times more factors."""
+    def by(self, *factors: Factor) -> Share:
+        """The share times more factors."""
         if not factors:
             return self
-        return Part(self.batch, self.tensor, self.context, self.expert, (*self.factors, *factors))
+        return Share(self.batch, self.tensor, self.context, self.expert, (*self.factors, *factors))
 
 
 @dataclass(frozen=True)
@@ -230,17 +230,17 @@ class Kernel:
     outside: bool
 
 
-Measure = Part | Kernel
+Measure = Share | Kernel
 
 
 @lru_cache(maxsize=64)
-def _part(batch: bool, tensor: bool, context: bool, expert: bool) -> Part:
-    return Part(batch, tensor, context, expert)
+def _share(batch: bool, tensor: bool, context: bool, expert: bool) -> Share:
+    return Share(batch, tensor, context, expert)
 
 
-def part(amount: Amount) -> Part:
+def share(amount: Amount) -> Share:
     """The measure of an amount, whose total is the coefficient."""
-    return _part(amount.batch, amount.tensor, amount.context, amount.expert)
+    return _share(amount.batch, amount.tensor, amount.context, amount.expert)
 
 
 #: Sizes that a measure may depend on: fields of `Shapes`.
@@ -266,7 +266,7 @@ def depends(measure: Measure) -> frozenset[str]:
     return frozenset[str]().union(_cutting(measure), *map(_in_factor, measure.factors))
 
 
-def _cutting(amount: Amount | Part) -> frozenset[str]:
+def _cutting(amount: Amount | Share) -> frozenset[str]:
     """The sizes that divide an amount."""
     return frozenset(name for name in SIZES[:-1] if getattr(amount, name))
 
@@ -281,7 +281,7 @@ def _in_factor(factor: Factor) -> frozenset[str]:
             return frozenset(STORED_AXES)
         case DividesStored():
             return frozenset(SIZES[1:])
-        case Load(routed):
+        case BusiestLoad(routed):
             return _cutting(routed.rows) | _cutting(routed.experts)
         case Launch():
             return frozenset()
@@ -298,7 +298,7 @@ def _in_factor(factor: Factor) -> frozenset[str]:
 Array = np.ndarray
 
 
-def evaluate(measure: Part, shapes: Shapes, constants: Efficiency) -> Array:
+def evaluate(measure: Share, shapes: Shapes, constants: Efficiency) -> Array:
     """A measure other than a kernel, by shape."""
     values = local(
         Amount(
@@ -356,7 +356,7 @@ def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | fl
             return divides_stored(shape, cut, frozen, shapes, flat=flat) == divides
         case Launch():
             return constants.dispatch_s
-        case Load(routed):
+        case BusiestLoad(routed):
             return busiest(routed, lambda amount: local(amount, shapes), constants)
         case Counts(heads):
             return _counting(heads, shapes)
@@ -368,11 +368,11 @@ def _counting(heads: Heads, shapes: Shapes) -> Array:
     return np.array([float(heads.counts(int(n))) for n in degrees])[which.reshape(-1)]
 
 
-#: Number of sets of shapes whose measures a book caches.
+#: Number of sets of shapes whose measures a index caches.
 MOST_KEPT = 8
 
 
-class Book:
+class MeasureIndex:
     """An index of measures; equal measures share an index.
 
     Attributes:
@@ -399,7 +399,7 @@ class Book:
         values = self._kept.pop(key, None)
         if values is None:
             values = Values(
-                book=self, chip=chip, constants=constants, outside=outside, shapes=shapes
+                index=self, chip=chip, constants=constants, outside=outside, shapes=shapes
             )
         self._kept[key] = values
         if len(self._kept) > MOST_KEPT:
@@ -449,14 +449,14 @@ class Values:
     sizes that it depends on.
 
     Attributes:
-        book: the measures.
+        index: the measures.
         chip, constants, outside: the chip, and its efficiencies in layers and outside of them.
         shapes: the shapes.
         work: distinct shapes ignoring fsdp, on which kernels do not depend; `which` is the index
             into them by shape.
     """
 
-    book: Book
+    index: MeasureIndex
     chip: Chip
     constants: Efficiency
     outside: Efficiency
@@ -491,7 +491,7 @@ class Values:
         """
         groups: dict[frozenset[str], list[int]] = {}
         for position, number in enumerate(numbers):
-            groups.setdefault(self.book.sizes[number], []).append(position)
+            groups.setdefault(self.index.sizes[number], []).append(position)
         for sizes in groups.keys() - self._tables.keys():
             self._tables[sizes] = self._table(sizes)
         return [
@@ -508,8 +508,8 @@ class Values:
         return Table(lambda number: self._made(number, shapes), len(shapes)), which
 
     def _made(self, number: int, shapes: Shapes) -> Array:
-        measure = self.book.measures[number]
-        if isinstance(measure, Part):
+        measure = self.index.measures[number]
+        if isinstance(measure, Share):
             return evaluate(measure, shapes, self.constants)
         seconds = kernel_seconds(
             measure.term,
@@ -539,7 +539,7 @@ class Tally:
 
     Attributes:
         rows: indices of the non-empty rows, ascending.
-        measures: indices of the measures in a `Book`.
+        measures: indices of the measures in a `MeasureIndex`.
         matrix: array [rows, measures].
     """
 
@@ -643,7 +643,7 @@ CORRECTED: dict[str, tuple[Q, ...]] = {
 
 
 # --------------------------------------------------------------------------------------------------
-# The charges of every term of a step: (row, measure, coefficient).
+# The coefficients of every term of a step: (row, measure, coefficient).
 #
 # A kernel of three executions adds three times its seconds to `Q.COMPUTE`; a gather of parameters
 # adds to the count and the bytes of its slot, by `moved`.
@@ -672,12 +672,14 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 }
 
 
-def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple[Slot, Part, Part]]:
+def moved(
+    term: Transfer, segment: int, profile: FrameworkProfile
+) -> list[tuple[Slot, Share, Share]]:
     """(slot, size, count) of the collectives of a transfer per microbatch, over `term.bytes.total`
     and over `term.trips`.
     """
     all_stages = segment == OUTSIDE_LAYERS and profile.ends_on_all_stages
-    size, once = part(term.bytes), Part().by(*_counts(term))
+    size, once = share(term.bytes), Share().by(*_counts(term))
     if term.group in _ROLES:
         role, axis = _ROLES[term.group]
         sharded = term.kind == "reduce-scatter"
@@ -712,13 +714,13 @@ def moved(term: Transfer, segment: int, profile: FrameworkProfile) -> list[tuple
 
 
 #: The host's launch of one kernel.
-_LAUNCH = Part(factors=(Launch(),))
+_LAUNCH = Share(factors=(Launch(),))
 #: One entry of a tally: row, measure, coefficient.
-Charge = tuple[int, Measure, float]
+Coefficient = tuple[int, Measure, float]
 
 
-def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Charge]:
-    """The charges of a term of a segment: the row of the tally, the measure and the coefficient."""
+def coefficients(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Coefficient]:
+    """Yields (row of the tally, measure, coefficient) for a term of a segment."""
     match term:
         case Compute():
             return _compute(segment, term)
@@ -730,13 +732,13 @@ def charges(segment: int, term: Term, profile: FrameworkProfile) -> Iterator[Cha
             return _rest(term, profile)
 
 
-def _compute(segment: int, term: Compute) -> Iterator[Charge]:
+def _compute(segment: int, term: Compute) -> Iterator[Coefficient]:
     kernel = Kernel(term if term.trips == 1 else replace(term, trips=1), segment == OUTSIDE_LAYERS)
     counting = _counts(term)
     yield Q.COMPUTE, kernel, term.trips
     if term.weight:
         yield Q.WEIGHTS, kernel, term.trips
-    yield Q.FLOPS, part(term.flops).by(*counting), term.flops.total * term.trips
+    yield Q.FLOPS, share(term.flops).by(*counting), term.flops.total * term.trips
     yield Q.HOST, _LAUNCH.by(*counting), term.trips
 
 
@@ -744,20 +746,20 @@ def _counts(term: Compute | Transfer | Resident) -> tuple[Counts, ...]:
     return () if term.heads is None else (Counts(term.heads),)
 
 
-def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterator[Charge]:
-    load = (Load(term.routed),) if term.routed is not None else ()
+def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterator[Coefficient]:
+    load = (BusiestLoad(term.routed),) if term.routed is not None else ()
     for slot, size, count in moved(term, segment, profile):
         yield COUNTS + INDEX[slot], count, term.trips
         yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
 
 
 def _cut(
-    unsharded: Part,
+    unsharded: Share,
     shape: tuple[int, ...],
     cut: Cut,
     frozen: frozenset[int],
     profile: FrameworkProfile,
-) -> tuple[Part, Part]:
+) -> tuple[Share, Share]:
     """Two measures whose sum is that of a stored array: sharded if it divides, and replicated if
     not.
     """
@@ -767,8 +769,8 @@ def _cut(
     )
 
 
-def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Charge]:
-    unsharded, size = part(term.bytes).by(*_counts(term)), term.bytes.total
+def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Coefficient]:
+    unsharded, size = share(term.bytes).by(*_counts(term)), term.bytes.total
     if term.part not in _PIECES:
         yield _PARTS[term.part], unsharded, size
         return
@@ -778,8 +780,8 @@ def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Charge]:
         yield cut, shard, size
 
 
-def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Charge]:
-    unsharded = Part(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
+def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
+    unsharded = Share(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
     shards, elements = (
         _cut(unsharded, term.shape, term.cut, term.frozen, profile),
         float(term.elements * term.count),
@@ -813,17 +815,17 @@ def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Charge]:
 Entry = tuple[int, int, float]
 
 
-class Charged:
+class ItemEntries:
     """Entries of items under choices; items with equal `made_of` share them.
 
     Args:
-        book: the index of measures.
+        index: the index of measures.
         profile: framework profile.
         segments: number of segments.
     """
 
-    def __init__(self, book: Book, profile: FrameworkProfile, segments: int) -> None:
-        self.book, self.segments, self._profile = book, segments, profile
+    def __init__(self, index: MeasureIndex, profile: FrameworkProfile, segments: int) -> None:
+        self.index, self.segments, self._profile = index, segments, profile
         self._numbers: dict[Hashable, int] = {}
         self._items: list[Item] = []
         self._entries: dict[Choice, dict[int, list[Entry]]] = {}
@@ -848,8 +850,8 @@ class Charged:
     def _made(self, item: Item, choice: Choice) -> Iterator[Entry]:
         offset = item.segment % self.segments * ROWS
         for term in item.terms(choice):
-            for row, measure, amount in charges(item.segment, term, self._profile):
-                yield offset + row, self.book.number(measure), amount
+            for row, measure, amount in coefficients(item.segment, term, self._profile):
+                yield offset + row, self.index.number(measure), amount
 
 
 # --------------------------------------------------------------------------------------------------
@@ -931,9 +933,9 @@ class Pricer:
             factors[quantity] = factor
         return quantities * factors[: quantities.shape[-2]]
 
-    def values(self, book: Book, shapes: Shapes) -> Values:
+    def values(self, index: MeasureIndex, shapes: Shapes) -> Values:
         """The measures on some shapes."""
-        return book.on(self.topology.chip, self.constants, self.outside, shapes)
+        return index.on(self.topology.chip, self.constants, self.outside, shapes)
 
     def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int) -> Array:
         """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last
@@ -945,12 +947,12 @@ class Pricer:
 
     def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int) -> Array:
         """Quantities of (segment, term) pairs, see `tally`."""
-        book, segments = Book(), classes + 2
+        index, segments = MeasureIndex(), classes + 2
         tally = tallied(
-            (segment % segments * ROWS + row, book.number(measure), amount)
+            (segment % segments * ROWS + row, index.number(measure), amount)
             for segment, term in terms
-            for row, measure, amount in charges(segment, term, self.profile)
+            for row, measure, amount in coefficients(segment, term, self.profile)
         )
         total = np.zeros((segments * ROWS, len(shapes)))
-        total[tally.rows] = tally.on(self.values(book, shapes), np.arange(len(shapes)))
+        total[tally.rows] = tally.on(self.values(index, shapes), np.arange(len(shapes)))
         return total.reshape(segments, ROWS, len(shapes))

@@ -17,7 +17,7 @@ from shardlib.cost.facts import Facts
 from shardlib.cost.items import gathers_of, kernel_items, reductions_of
 from shardlib.cost.pricing import Totals, heap_share
 from shardlib.cost.stages import Meshes, Plans
-from shardlib.cost.tables import Pricer, Q, evaluate, moves, part
+from shardlib.cost.tables import Pricer, Q, evaluate, moves, share
 from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
@@ -297,7 +297,7 @@ class _Prices:
         size = amount(
             float(self._facts.graph.values[value].bytes), self._facts.value_cut(value, self._choice)
         )
-        return size.total * float(evaluate(part(size), self._c.shapes, self._pricer.constants)[0])
+        return size.total * float(evaluate(share(size), self._c.shapes, self._pricer.constants)[0])
 
     def _seconds(self, segment: int, terms: list[Compute]) -> float:
         return float(

@@ -38,7 +38,7 @@ from shardlib.jax_types import Jaxpr
 from shardlib.layout import BATCH_AXES, MESH_AXIS_ALIASES, LogicalAxes
 from shardlib.machines.topology import Topology, devices_of
 from shardlib.planner.plan import Plan
-from shardlib.planner.search import garbage_put_off
+from shardlib.planner.search import rare_garbage_collection
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.tracing.layouts import NO_MESH, OwnLayout, brings_layouts, freed, names_axes
 from shardlib.tracing.trace import PlacedLayout, Traced, abstract, trace
@@ -604,7 +604,7 @@ def ignored_constraints(
     )
 
 
-@garbage_put_off()
+@rare_garbage_collection()
 def read_and_trace(
     init: Init,
     loss: Loss,

@@ -596,7 +596,7 @@ class Rewriting:
 
     Attributes:
         factors: factors of operands.
-        handed: operands that are replaced.
+        whole_values: operands that are replaced.
         values: their replacements.
         sums: (result, total, weight) of every weighted mean.
         draws: by path, draws at positions in the whole batch.
@@ -605,7 +605,7 @@ class Rewriting:
     """
 
     factors: Mapping[Place, float]
-    handed: Mapping[Place, WholeBatchValue]
+    whole_values: Mapping[Place, WholeBatchValue]
     values: Mapping[WholeBatchValue, jax.Array]
     sums: list[tuple[Any, Any, Any]]
     draws: Mapping[str, Draw]
@@ -648,9 +648,9 @@ class Rewriting:
         if name in _LOOPS and self._changed(path):
             return _LOOPS[name](self, eqn, operands, path, scope)
         for position, variable in enumerate(eqn.invars):
-            handed = self.handed.get((path, position))
-            if handed is not None:
-                operands[position] = self.values[handed]
+            value = self.whole_values.get((path, position))
+            if value is not None:
+                operands[position] = self.values[value]
                 assert (operands[position].shape, operands[position].dtype) == (
                     variable.aval.shape,
                     variable.aval.dtype,
@@ -676,7 +676,7 @@ class Rewriting:
 
     def _changed(self, path: str) -> bool:
         return any(
-            place.startswith(f"{path}/") for place, _ in (*self.handed, *self.factors)
+            place.startswith(f"{path}/") for place, _ in (*self.whole_values, *self.factors)
         ) or any(drawn_at.startswith(f"{path}/") for drawn_at in self.draws)
 
     def _call(
@@ -768,23 +768,23 @@ def times(leaf: jax.Array, factor: float) -> jax.Array:
     return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
 
 
-def part_of_value(aval: Aval, handed: WholeBatchValue, parts: int) -> jax.ShapeDtypeStruct:
+def part_of_value(aval: Aval, value: WholeBatchValue, parts: int) -> jax.ShapeDtypeStruct:
     """The slice of a whole-batch value that a microbatch receives, abstract."""
     shape = tuple(aval.shape)
-    if handed.dim is not None:
-        shape = (*shape[: handed.dim], shape[handed.dim] // parts, *shape[handed.dim + 1 :])
+    if value.dim is not None:
+        shape = (*shape[: value.dim], shape[value.dim] // parts, *shape[value.dim + 1 :])
     return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
-def dealt_by_rows(leaf: jax.Array, handed: WholeBatchValue, parts: int) -> jax.Array:
+def dealt_by_rows(leaf: jax.Array, value: WholeBatchValue, parts: int) -> jax.Array:
     """A value reordered so that every `parts`-th element along the dim of rows forms a microbatch;
     rows of several elements stay together.
     """
-    if handed.dim is None or handed.inner == 1:
+    if value.dim is None or value.inner == 1:
         return leaf
-    before, after = leaf.shape[: handed.dim], leaf.shape[handed.dim + 1 :]
-    rows = leaf.reshape(*before, -1, parts, handed.inner, *after)
-    return jnp.swapaxes(rows, handed.dim + 1, handed.dim + 2).reshape(leaf.shape)
+    before, after = leaf.shape[: value.dim], leaf.shape[value.dim + 1 :]
+    rows = leaf.reshape(*before, -1, parts, value.inner, *after)
+    return jnp.swapaxes(rows, value.dim + 1, value.dim + 2).reshape(leaf.shape)
 
 
 def numbers_of(program: Program, values: Sequence[WholeBatchValue]) -> list[int]:
@@ -794,7 +794,7 @@ def numbers_of(program: Program, values: Sequence[WholeBatchValue]) -> list[int]
         for equation in program.equations
         for position, number in enumerate(equation.outputs)
     }
-    return [results[handed.origin] for handed in values]
+    return [results[value.origin] for value in values]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -813,7 +813,7 @@ class Contribution:
         shardings: of each array of that batch.
         finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same
             for the whole batch.
-        handed: layouts of the whole-batch values.
+        whole_value_layouts: of the whole-batch values.
         repeated: positions of the arrays of model state that every microbatch reads as they were
             before the step; the others are carried from microbatch to microbatch.
         by_row: for each metric, its dim of rows; None for one that is averaged.
@@ -824,7 +824,7 @@ class Contribution:
     dims: BatchDims
     shardings: Tree
     finish: Callable[[Tree, Tree], tuple[Tree, Tree]]
-    handed: tuple[Layout, ...] = ()
+    whole_value_layouts: tuple[Layout, ...] = ()
     repeated: frozenset[int] = frozenset()
     by_row: tuple[RowDim | None, ...] = ()
 
@@ -886,7 +886,7 @@ class Edits:
     Attributes:
         parts: number of microbatches.
         factors: factors of operands.
-        handed: operands that are replaced by whole-batch values.
+        whole_values: operands that are replaced by whole-batch values.
         results: for each result a factor, a whole-batch value that replaces it, or "vouched" for a
             weighted mean; no entry for no change.
         draws: by path, draws at the positions of the rows in the whole batch.
@@ -894,7 +894,7 @@ class Edits:
 
     parts: int
     factors: Mapping[Place, float] = field(default_factory=dict)
-    handed: Mapping[Place, WholeBatchValue] = field(default_factory=dict)
+    whole_values: Mapping[Place, WholeBatchValue] = field(default_factory=dict)
     results: tuple[float | WholeBatchValue | str, ...] = ()
     draws: Mapping[str, Draw] = field(default_factory=dict)
 
@@ -912,7 +912,7 @@ class Edits:
             factors={
                 place: _factor(exponent, parts) for place, exponent in analysis.scales.items()
             },
-            handed=dict(analysis.handed),
+            whole_values=dict(analysis.whole_values),
             results=tuple(results),
             draws=draws,
         )
@@ -920,7 +920,7 @@ class Edits:
     def __bool__(self) -> bool:
         return bool(
             self.factors
-            or self.handed
+            or self.whole_values
             or self.draws
             or any(result != 1.0 for result in self.results)
         )
@@ -931,7 +931,7 @@ class Edits:
         return tuple(
             dict.fromkeys(
                 (
-                    *self.handed.values(),
+                    *self.whole_values.values(),
                     *(result for result in self.results if isinstance(result, WholeBatchValue)),
                 )
             )
@@ -950,23 +950,23 @@ class Edits:
         program = flatten(full_loss.traced.closed_jaxpr, remat=True)
         numbers = numbers_of(program, self.values)
         avals = [
-            part_of_value(program.avals[number], handed, self.parts)
-            for number, handed in zip(numbers, self.values, strict=True)
+            part_of_value(program.avals[number], value, self.parts)
+            for number, value in zip(numbers, self.values, strict=True)
         ]
-        places = [handed.dim for handed in self.values]
+        places = [value.dim for value in self.values]
         if self.draws:
             avals.append(jax.ShapeDtypeStruct((full_loss.size // self.parts,), jnp.uint32))
             places.append(0)
 
-        def run(arguments: list[Any], handed: list[Any]) -> Any:
-            values = dict(zip(self.values, handed, strict=False))
+        def run(arguments: list[Any], passed: list[Any]) -> Any:
+            values = dict(zip(self.values, passed, strict=False))
             rewriting = Rewriting(
                 factors=self.factors,
-                handed=self.handed,
+                whole_values=self.whole_values,
                 values=values,
                 sums=[],
                 draws=self.draws,
-                rows=handed[-1] if self.draws else None,
+                rows=passed[-1] if self.draws else None,
                 parts=self.parts,
             )
             outputs, weights = self._results(rewriting.run(closed, arguments, "", ""), rewriting)
@@ -1003,7 +1003,7 @@ class Edits:
             dims={**inner, **more},
             shardings=(shardings, cut),
             finish=finish,
-            handed=layouts,
+            whole_value_layouts=layouts,
         )
 
     def _results(
@@ -1123,15 +1123,15 @@ def _made(
             )
         ),
     )
-    handed_over = [
-        dealt_by_rows(jax.lax.stop_gradient(env[number]), handed, edits.parts)
-        for number, handed in zip(numbers, edits.values, strict=True)
+    passed = [
+        dealt_by_rows(jax.lax.stop_gradient(env[number]), value, edits.parts)
+        for number, value in zip(numbers, edits.values, strict=True)
     ]
     if edits.draws:
-        handed_over.append(jnp.arange(full_loss.size, dtype=jnp.uint32))
+        passed.append(jnp.arange(full_loss.size, dtype=jnp.uint32))
     return [
         jax.lax.with_sharding_constraint(leaf, sharding)
-        for leaf, sharding in zip(handed_over, cut, strict=True)
+        for leaf, sharding in zip(passed, cut, strict=True)
     ]
 
 

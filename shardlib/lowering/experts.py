@@ -227,7 +227,7 @@ ROWS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class ExpertSharding:
     """Experts on a mesh.
 
     Attributes:
@@ -294,6 +294,10 @@ class Where:
         assignments of each device's tokens.
         """
         return min(assignments * self.ways, -(-math.ceil(self.slack * assignments) // ROWS) * ROWS)
+
+
+#: Earlier name of `ExpertSharding`.
+Where = ExpertSharding
 
 
 # --------------------------------------------------------------------------------------------------
@@ -387,7 +391,7 @@ class Queue:
 
 
 def queue_of(
-    form: ExpertForm, axes: Where, chosen: jax.Array, count: int
+    form: ExpertForm, axes: ExpertSharding, chosen: jax.Array, count: int
 ) -> tuple[Queue, jax.Array]:
     """The queue of a device, and the number of assignments that all devices drop.
 
@@ -426,7 +430,7 @@ def _sorted(keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Arra
     return order, jnp.argsort(order).astype(jnp.int32), starts.astype(jnp.int32)
 
 
-def _rounds(axes: Where, counts: jax.Array, assignments: int) -> jax.Array:
+def _rounds(axes: ExpertSharding, counts: jax.Array, assignments: int) -> jax.Array:
     """Number of rounds for the longest message between two devices (dense), or for the most rows
     that a device receives (ragged).
     """
@@ -439,7 +443,7 @@ def _rounds(axes: Where, counts: jax.Array, assignments: int) -> jax.Array:
     return jax.lax.pmax(jnp.maximum(-(-longest // capacity), 1).astype(jnp.int32), axes.axes)
 
 
-def _kept(form: ExpertForm, axes: Where, chosen: jax.Array, count: int) -> jax.Array:
+def _kept(form: ExpertForm, axes: ExpertSharding, chosen: jax.Array, count: int) -> jax.Array:
     """Mask of the assignments [N, K] within the experts' capacity: first come, first served over
     the tokens of all devices in order; all first choices precede all second ones.
     """
@@ -493,7 +497,7 @@ class Round:
     ordered: bool = False
 
 
-def round_of(axes: Where, queue: Queue, number: Index) -> Round:
+def round_of(axes: ExpertSharding, queue: Queue, number: Index) -> Round:
     """The round with an index, from 0."""
     if axes.ways == 1:
         return _without_exchange(queue)
@@ -513,7 +517,7 @@ def _without_exchange(queue: Queue) -> Round:
     )
 
 
-def _dense(axes: Where, queue: Queue, number: Index) -> Round:
+def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> Round:
     count, assignments, size = queue.counts.shape[1], queue.order.shape[0], axes.ways
     local, rows_per_message = axes.local(count), axes.room(assignments)
     passed = number * rows_per_message
@@ -548,7 +552,7 @@ def _dense(axes: Where, queue: Queue, number: Index) -> Round:
     return Round(there=there, back=back, expert=expert, dispatch=exchanged, combine=exchanged)
 
 
-def _for_me(axes: Where, queue: Queue) -> jax.Array:
+def _for_me(axes: ExpertSharding, queue: Queue) -> jax.Array:
     """Assignments of every device for every local expert, [X, L]."""
     local = axes.local(queue.counts.shape[1])
     return jax.lax.dynamic_slice_in_dim(
@@ -556,7 +560,7 @@ def _for_me(axes: Where, queue: Queue) -> jax.Array:
     )
 
 
-def _ragged(axes: Where, queue: Queue, number: Index) -> Round:
+def _ragged(axes: ExpertSharding, queue: Queue, number: Index) -> Round:
     assignments, local = queue.order.shape[0], axes.local(queue.counts.shape[1])
     window = axes.window(assignments)
     from_to = queue.counts.reshape(axes.ways, axes.ways, local).sum(2)
@@ -634,7 +638,7 @@ class Work:
     """The dispatch, expert computation and combine of one call."""
 
     form: ExpertForm
-    where: Where
+    where: ExpertSharding
 
     def all(
         self, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
@@ -786,7 +790,7 @@ def saving(run: Function, *names: str) -> Function:
 
 def routed(
     form: ExpertForm,
-    axes: Where,
+    axes: ExpertSharding,
     x: jax.Array,
     weights: jax.Array,
     chosen: jax.Array,
@@ -908,7 +912,7 @@ class Placed:
     """
 
     form: ExpertForm
-    where: Where
+    where: ExpertSharding
     tokens: tuple[tuple[str, ...], ...]
     over: tuple[str, ...]
     scattered: bool
@@ -972,7 +976,7 @@ def on_their_devices(
         # matrices
     ):
         return lambda *arrays: list(
-            routed(site.call.form, Where(expert=(), ways=1, grouped=grouped), *arrays)
+            routed(site.call.form, ExpertSharding(expert=(), ways=1, grouped=grouped), *arrays)
         )
     if plan.experts == "none":
         return None
@@ -1018,7 +1022,7 @@ def _placed(
         else tuple(axis for axis in tokens[1] if axis not in hidden and axis != "tensor")
     )
     batch, sequence = machine.parts(tokens[0]), machine.parts(along)
-    expert_axes = Where(
+    expert_axes = ExpertSharding(
         expert=machine.parts(shared),
         ways=machine.ways(shared),
         every=(*batch, *sequence),

@@ -88,7 +88,7 @@ def followed(
     traced: LossJaxpr,
     order: Sequence[int],
     states: int,
-    handed: Sequence[Layout] = (),
+    whole_value_layouts: Sequence[Layout] = (),
 ) -> Placements:
     """Layouts propagated from the parameters and the batch, for a loss whose equations are not
     those of the plan.
@@ -99,7 +99,7 @@ def followed(
     input_layouts += [
         Layout.replicated(rank) for rank in ranks[len(input_layouts) : len(input_layouts) + states]
     ]
-    input_layouts += [*(layout for _, layout in plan.batch_layouts), *handed]
+    input_layouts += [*(layout for _, layout in plan.batch_layouts), *whole_value_layouts]
     inputs = [
         layout if len(layout) == rank else Layout.replicated(rank)
         for layout, rank in zip(input_layouts, ranks, strict=True)

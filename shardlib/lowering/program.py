@@ -296,7 +296,7 @@ def driver_of(
         StagedLayouts(
             layers=part.placements,
             around={} if part.lost else planned.around or {},
-            handed=share.handed,
+            whole_value_layouts=share.whole_value_layouts,
         ),
         key_inputs(share.dims, part.traced.closed_jaxpr),
         share.repeated,

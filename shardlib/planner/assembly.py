@@ -23,7 +23,7 @@ from shardlib.cost.pricing import (
     tick_seconds,
 )
 from shardlib.cost.roofline import applied, kernel_seconds
-from shardlib.cost.stages import Meshes, Plans, sums
+from shardlib.cost.stages import Meshes, Plans, quantities_of
 from shardlib.cost.tables import Pricer, Q
 from shardlib.cost.terms import Amount, Compute, Item, Term, local
 from shardlib.cost.variants import (
@@ -184,7 +184,9 @@ class OnMachine:
         decisions = candidate.decisions
 
         def priced(work: Array, points: Sequence[Array]) -> Totals:
-            quantities = sums(work, self.tally(load.rest), points, load.model, self.pricer, c)
+            quantities = quantities_of(
+                work, self.tally(load.rest), points, load.model, self.pricer, c
+            )
             totals = combine(quantities, self.plan)
             return (
                 offloaded(totals, decisions.offload, self.pricer, c)
@@ -442,7 +444,7 @@ def stage_seconds(priced: OnMachine) -> StageSeconds | None:
 def _seconds(priced: OnMachine, program: Program) -> StageSeconds:
     stored = priced.tally(priced.load.rest)
     both, ahead = (
-        sums(priced.tally(items), stored, [], priced.load.model, priced.pricer, priced.c)
+        quantities_of(priced.tally(items), stored, [], priced.load.model, priced.pricer, priced.c)
         for items in (program.work, program.forward)
     )
     # of the two messages of a microbatch, one goes forward

@@ -40,7 +40,7 @@ from shardlib.planner.space import (
     alone,
     forward_first,
 )
-from shardlib.planner.workload import Account
+from shardlib.planner.workload import ItemTallies
 from shardlib.propagation.colours import Choice
 from shardlib.schedules import (
     NONE,
@@ -84,13 +84,13 @@ def resting(segments: int) -> Array:
     return coefficients.reshape(2 * (len(RESTING) + 1), -1)
 
 
-def occupying(account: Account, pricer: Pricer) -> Array:
+def occupying(tallies: ItemTallies, pricer: Pricer) -> Array:
     """Coefficients that turn a tally of memory into the `KINDS` at every point of the live range:
     array [points x 5, rows].
     """
-    factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], account.segments - 2
-    coefficients = np.zeros((account.lists, len(KINDS), account.lists, account.segments, ROWS))
-    for point in range(account.lists):
+    factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], tallies.segments - 2
+    coefficients = np.zeros((tallies.lists, len(KINDS), tallies.lists, tallies.segments, ROWS))
+    for point in range(tallies.lists):
         for quantity in (
             Q.SAVED,
             Q.TEMPORARY,
@@ -104,7 +104,7 @@ def occupying(account: Account, pricer: Pricer) -> Array:
             coefficients[point, EVERYWHERE, point, layers, quantity] = coefficients[
                 point, OUTSIDE_LAYERS, point, layers + 1, quantity
             ] = factor
-    return coefficients.reshape(account.lists * len(KINDS), -1)
+    return coefficients.reshape(tallies.lists * len(KINDS), -1)
 
 
 def with_lacking(points: Array) -> Array:
@@ -188,27 +188,27 @@ class Footprints:
 
     def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
         self._model, self._pricer, self._profile = scope.load.model, pricer, pricer.profile
-        self._space, accounts = scope.space, scope.accounts
+        self._space, model_tallies = scope.space, scope.model_tallies
 
         def parts(
-            account: Account, weights: Array, after: Callable[[Array], Array]
+            tallies: ItemTallies, weights: Array, after: Callable[[Array], Array]
         ) -> ComponentCosts:
             weighed: dict[int, Tally] = {}
 
             def measured(tally: Tally, shapes: Array) -> Array:
-                if id(tally) not in weighed:  # the account keeps it
+                if id(tally) not in weighed:  # the tallies keep it
                     weighed[id(tally)] = tally.weighed(weights)
                 return after(weighed[id(tally)].on(values, shapes))
 
-            return ComponentCosts(scope, account, values.shapes, measured, len(weights))
+            return ComponentCosts(scope, tallies, values.shapes, measured, len(weights))
 
         self._rest = parts(
-            accounts.rest, resting(accounts.rest.segments), lambda quantities: quantities
+            model_tallies.rest, resting(model_tallies.rest.segments), lambda quantities: quantities
         )
         self._points = {
-            policy: parts(account, occupying(account, pricer), with_lacking)
+            policy: parts(tallies, occupying(tallies, pricer), with_lacking)
             for policy in scope.space.policies
-            for account in [accounts.points[policy, scope.routes]]
+            for tallies in [model_tallies.points[policy, scope.routes]]
         }
 
     def least(self, shapes: Array) -> tuple[Array, dict[str, Array]]:
@@ -465,7 +465,11 @@ class Bounds:
         self._first[values.which[::-1]] = np.arange(len(values.which))[::-1]
         self._parts = {
             policy: ComponentCosts(
-                scope, scope.accounts.work[policy, scope.routes], work, self._seconds, QUANTITIES
+                scope,
+                scope.model_tallies.work[policy, scope.routes],
+                work,
+                self._seconds,
+                QUANTITIES,
             )
             for policy in scope.space.policies
         }
@@ -474,7 +478,7 @@ class Bounds:
                 [
                     ComponentCosts(
                         scope,
-                        scope.accounts.work[policy, scope.routes],
+                        scope.model_tallies.work[policy, scope.routes],
                         work,
                         partial(self._of_segment, segment),
                         QUANTITIES,
@@ -800,11 +804,11 @@ class Traffic:
             into=np.ones((1, 2)),
             whole=np.zeros(2, dtype=bool),
         )
-        accounts, shapes = scope.accounts, values.shapes.take(shape)
+        model_tallies, shapes = scope.model_tallies, values.shapes.take(shape)
         self._work = {
             policy: ComponentCosts(
                 scope,
-                accounts.work[policy, scope.routes],
+                model_tallies.work[policy, scope.routes],
                 shapes,
                 lambda tally, positions: self._seconds(tally, positions, self._roles),
                 len(into),
@@ -813,7 +817,7 @@ class Traffic:
         }
         self._rest = ComponentCosts(
             scope,
-            accounts.rest,
+            model_tallies.rest,
             shapes,
             lambda tally, positions: self._seconds(tally, positions, self._updates),
             1,

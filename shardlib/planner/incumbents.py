@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from shardlib.cost.pricing import Totals, combine, exposed, least_bytes, least_seconds
-from shardlib.cost.stages import Meshes, Plans, Sums, sums
+from shardlib.cost.stages import Meshes, Plans, Quantities, quantities_of
 from shardlib.cost.tables import Pricer, Values
 from shardlib.cost.terms import ArrayTable, LazyTable
 from shardlib.cost.variants import (
@@ -63,7 +63,7 @@ from shardlib.machines.topology import Placement
 from shardlib.planner.bounds import EACH, Kind, Tick, passing, step_seconds
 from shardlib.planner.space import Space
 from shardlib.planner.stored import Candidate
-from shardlib.planner.workload import Accounts, Workload
+from shardlib.planner.workload import ModelTallies, Workload
 from shardlib.propagation.colours import Choice
 from shardlib.report.elements import TIE
 from shardlib.schedules import Pipelines, named
@@ -618,7 +618,7 @@ class Rows(LazyTable):
         candidates: position of each row's candidate in its block.
         choices: number of each row's choice.
         c: the candidates, by row.
-        sums: quantities, by remat policy.
+        quantities: by remat policy.
         ticks: bounds for one microbatch, by remat policy; also for `EACH` where layer groups may
             differ.
         kinds: bounds for plans that fit, by kind of plan, where they are known.
@@ -627,7 +627,7 @@ class Rows(LazyTable):
     candidates: Array
     choices: Array
     c: Meshes
-    sums: dict[str, Sums]
+    quantities: dict[str, Quantities]
     ticks: dict[str, Tick]
     kinds: Mapping[Kind, Array]
 
@@ -657,7 +657,7 @@ class Rows(LazyTable):
         )
 
 
-#: Quantities of `Sums` that only ever add to the step time.
+#: Fields of `Quantities` that only ever add to the step time.
 _SLOWER: Mapping[str, tuple[str, ...]] = {
     "kernels": ("compute", "host"),
     "collectives": ("block", "context", "reduce", "scatter", "gather"),
@@ -714,12 +714,12 @@ def rates(seconds: Array, sizes: Array) -> Array:
     return np.where(smaller > 0, slower / np.where(smaller > 0, smaller, 1.0), 0.0)
 
 
-def _joined(parts: Sequence[Sums]) -> Sums:
+def _joined(parts: Sequence[Quantities]) -> Quantities:
     """The concatenated candidates. A part with fewer memory points than the others repeats its
     first.
     """
     count = max(len(part.points) for part in parts)
-    return Sums.joined(
+    return Quantities.joined(
         replace(part, points=(*part.points, *part.points[:1] * (count - len(part.points))))
         for part in parts
     )
@@ -767,7 +767,7 @@ class GroupPricer(Setting):
 
     def _wanted(
         self,
-        sums: Mapping[str, Sums],
+        quantities: Mapping[str, Quantities],
         c: Meshes,
         alternatives: Sequence[Decisions],
         results: Incumbents,
@@ -779,19 +779,22 @@ class GroupPricer(Setting):
         """
         plain = np.logical_and.reduce(
             [
-                (getattr(getattr(s, part), name) >= getattr(getattr(sums[NONE], part), name)).all(0)
-                for s in sums.values()
+                (
+                    getattr(getattr(s, part), name)
+                    >= getattr(getattr(quantities[NONE], part), name)
+                ).all(0)
+                for s in quantities.values()
                 for part, names in _SLOWER.items()
                 for name in names
             ]
         )
         hopeful = ~plain | (
-            least_seconds(sums[NONE], self.plans(alternatives[0], c)) < results.limit
+            least_seconds(quantities[NONE], self.plans(alternatives[0], c)) < results.limit
         )
         alive: dict[Decisions, tuple[Array, Totals]] = {}
         for decisions in alternatives:
             legal = np.flatnonzero(hopeful & self.space.legal_zero(decisions.zero, c))
-            none = combine(sums[NONE].take(legal), self.plans(decisions, c.take(legal)))
+            none = combine(quantities[NONE].take(legal), self.plans(decisions, c.take(legal)))
             left = np.flatnonzero(
                 ~plain[legal]
                 | ((none.step_seconds < results.limit) & (none.peak_bytes > self.capacity))
@@ -800,13 +803,13 @@ class GroupPricer(Setting):
         rows = np.unique(np.concatenate([positions for positions, _ in alive.values()]))
         if not len(rows):
             return {}
-        sums, c, plain = (
-            {policy: s.take(rows) for policy, s in sums.items()},
+        quantities, c, plain = (
+            {policy: s.take(rows) for policy, s in quantities.items()},
             c.take(rows),
             plain[rows],
         )
         busy = {
-            corner: self._busy(corner, sums)
+            corner: self._busy(corner, quantities)
             for corner in corners(self.space.policies, len(self.load.counts))
         }
         plans = self.plans(alternatives[0], c)
@@ -822,7 +825,7 @@ class GroupPricer(Setting):
                 for corner, (seconds, compute) in minima.items()
             }
             bound = self._floor(
-                {policy: s.take(legal) for policy, s in sums.items()},
+                {policy: s.take(legal) for policy, s in quantities.items()},
                 selected,
                 none,
                 plain[legal],
@@ -831,15 +834,17 @@ class GroupPricer(Setting):
             hopeful_rows[decisions] = own_rows[bound < results.limit]
         return hopeful_rows
 
-    def _busy(self, corner: Corner, sums: Mapping[str, Sums]) -> Sums:
+    def _busy(self, corner: Corner, quantities: Mapping[str, Quantities]) -> Quantities:
         """The quantities of a corner that `least_seconds` reads (no memory, no weight
         gradients).
         """
         counts = self.load.counts
-        first = sums[corner[0]]
+        first = quantities[corner[0]]
 
         def mixed(part: str, name: str) -> Array:
-            arrays: list[Array] = [getattr(getattr(sums[policy], part), name) for policy in corner]
+            arrays: list[Array] = [
+                getattr(getattr(quantities[policy], part), name) for policy in corner
+            ]
             array_sum = sum(
                 (
                     array * (count / sum(counts))
@@ -861,7 +866,7 @@ class GroupPricer(Setting):
 
     def _floor(
         self,
-        sums: Mapping[str, Sums],
+        quantities: Mapping[str, Quantities],
         minima: Mapping[Corner, tuple[Array, Array]],
         none: Totals,
         plain: Array,
@@ -879,8 +884,8 @@ class GroupPricer(Setting):
         # not counted by `least_seconds`: exposed communication, the optimizer, and fixed costs
         beside = np.where(plain, none.step_seconds - first, 0.0)
         constant = none.seconds["optimizer"] + self.pricer.constants.step_s
-        resting, state, _ = least_bytes(sums[NONE], plans)
-        saves = {policy: least_bytes(s, plans)[2] for policy, s in sums.items()}
+        resting, state, _ = least_bytes(quantities[NONE], plans)
+        saves = {policy: least_bytes(s, plans)[2] for policy, s in quantities.items()}
         seconds: list[Array] = []
         sizes: list[Array] = []
         hides: list[Array] = []
@@ -940,25 +945,25 @@ class GroupPricer(Setting):
         return best
 
     @cached_property
-    def _accounts(self) -> Accounts:
-        return self.load.ledger.accounts(self.cuttable)
+    def _model_tallies(self) -> ModelTallies:
+        return self.load.tallies.of_cuttable(self.cuttable)
 
     @cached_property
-    def _moments(self) -> Accounts:
-        return self.load.moments.accounts(self.cuttable)
+    def _moments(self) -> ModelTallies:
+        return self.load.moments.of_cuttable(self.cuttable)
 
     def _quantities(
         self,
-        uniform: Mapping[str, Sums],
+        uniform: Mapping[str, Quantities],
         choices: Array,
         c: Meshes,
         listed: Sequence[tuple[Choice, bool]],
-    ) -> dict[Corner, Sums]:
+    ) -> dict[Corner, Quantities]:
         """Quantities of every corner, by row."""
         all_corners = corners(self.space.policies, len(self.load.counts))
         mixed = [corner for corner in all_corners if len(set(corner)) > 1]
         order = np.argsort(choices, kind="stable")
-        parts: dict[Corner, list[Sums]] = {corner: [] for corner in mixed}
+        parts: dict[Corner, list[Quantities]] = {corner: [] for corner in mixed}
         for number in np.unique(choices):
             rows = np.flatnonzero(choices == number)
             for corner, s in self._of_choice(mixed, *listed[int(number)], c.take(rows)).items():
@@ -971,7 +976,7 @@ class GroupPricer(Setting):
 
     def _of_choice(
         self, mixed: Sequence[Corner], choice: Choice, routes: bool, c: Meshes
-    ) -> dict[Corner, Sums]:
+    ) -> dict[Corner, Quantities]:
         """Quantities of the corners whose layer groups differ, under one choice."""
         shapes = np.unique(c.shape)
         local = replace(c, shape=np.searchsorted(shapes, c.shape))
@@ -979,19 +984,21 @@ class GroupPricer(Setting):
         parts = {
             policy: self._tallies(policy, routes, choice, shapes) for policy in self.space.policies
         }
-        resting = self._accounts.rest.on(self.values, shapes).columns(
+        resting = self._model_tallies.rest.on(self.values, shapes).columns(
             [(choice, np.arange(len(shapes)))]
         )[0]
-        by_corner: dict[Corner, Sums] = {}
+        by_corner: dict[Corner, Quantities] = {}
         for corner in mixed:
             work, points = composed(corner, parts, segments, self.load.counts)
-            by_corner[corner] = sums(work, resting, points, self.load.model, self.pricer, local)
+            by_corner[corner] = quantities_of(
+                work, resting, points, self.load.model, self.pricer, local
+            )
         return by_corner
 
     def _tallies(self, policy: str, routes: bool, choice: Choice, shapes: Array) -> Tallies:
         """The tallies of a program on some shapes, in the order of `Workload.moments`."""
         columns = [(choice, np.arange(len(shapes)))]
-        work = self._accounts.work[policy, routes].on(self.values, shapes).columns(columns)[0]
+        work = self._model_tallies.work[policy, routes].on(self.values, shapes).columns(columns)[0]
         lists = list(self._moments.points[policy, routes].on(self.values, shapes).columns(columns))
         points: list[tuple[Array, ...]] = []
         stacks: list[Array] = []
@@ -1008,7 +1015,7 @@ class GroupPricer(Setting):
 
     def price(
         self,
-        uniform: Mapping[str, Sums],
+        uniform: Mapping[str, Quantities],
         choices: Array,
         candidates: Array,
         c: Meshes,
@@ -1155,7 +1162,7 @@ class GroupPricer(Setting):
 # Many rows are priced at once, whatever their choices and meshes, one decision after another.
 
 
-def saved_by_gathering_once(s: Sums, plans: Plans) -> Array:
+def saved_by_gathering_once(s: Quantities, plans: Plans) -> Array:
     """Seconds per step that a pipeline with ZeRO 3 saves if it gathers weights and reduces
     gradients once for all microbatches, and not at every use.
     """
@@ -1251,7 +1258,7 @@ class RowPricer(Setting):
         if len(hopeful):
             less = rows.take(hopeful)
             self.groups.price(
-                less.sums, less.choices, less.candidates, less.c, alternatives, results
+                less.quantities, less.choices, less.candidates, less.c, alternatives, results
             )
 
     def _alike(
@@ -1266,7 +1273,7 @@ class RowPricer(Setting):
         for policy in worth:  # the same for all ZeRO stages
             plans = self.plans(alternatives[policy][0], less.c)
             worth[policy] = worth[policy] & (
-                least_seconds(less.sums[policy], plans) < results.limit
+                least_seconds(less.quantities[policy], plans) < results.limit
             )
         for zero, gather in sorted(
             {
@@ -1324,7 +1331,7 @@ class RowPricer(Setting):
         less, saving = rows.take(hopeful), np.zeros(len(rows), dtype=bool)
         plans = self.plans(replace(decisions, zero=3), less.c)
         for policy in worth:
-            saving[hopeful] |= saved_by_gathering_once(less.sums[policy], plans) > 0
+            saving[hopeful] |= saved_by_gathering_once(less.quantities[policy], plans) > 0
         return {policy: rows_worth & saving for policy, rows_worth in worth.items()}
 
     def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
@@ -1374,9 +1381,9 @@ class RowPricer(Setting):
         if not len(hopeful):
             return None
         s, c = (
-            (rows.sums[policy], rows.c)
+            (rows.quantities[policy], rows.c)
             if len(hopeful) == len(rows)
-            else (rows.sums[policy].take(hopeful), rows.c.take(hopeful))
+            else (rows.quantities[policy].take(hopeful), rows.c.take(hopeful))
         )
         totals = combine(s, self.plans(decisions, c))
         quick: Totals | None = None

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardlib.cost.framework import ANYTHING, Framework
 from shardlib.cost.roofline import fitting_bytes
-from shardlib.cost.stages import Meshes, distinct, sums
+from shardlib.cost.stages import Meshes, distinct, quantities_of
 from shardlib.cost.tables import Pricer, Q, Values
 from shardlib.cost.terms import ONE, BoundedTable, Shapes
 from shardlib.decisions.lowerings import facts_of_pins, require
@@ -44,7 +44,7 @@ from shardlib.planner.stored import (
     effective,
     fixed_choice,
 )
-from shardlib.planner.workload import Account, Workload
+from shardlib.planner.workload import ItemTallies, Workload
 from shardlib.propagation.colours import Choice
 
 Array = np.ndarray
@@ -172,8 +172,8 @@ class PairPricer(Setting):
     def _rows(self, entries: Entries, placed: Placed) -> Rows:
         """Candidates under choices, with their quantities."""
         rows, choices, c = placed.at, placed.choices, placed.block.c.take(placed.at)
-        accounts, policies, routes = (
-            entries.scope.accounts,
+        model_tallies, policies, routes = (
+            entries.scope.model_tallies,
             self.space.policies,
             entries.scope.routes,
         )
@@ -188,10 +188,10 @@ class PairPricer(Setting):
             for number in np.unique(keys[0])
         ]
 
-        def columns(account: Account) -> Array:
-            return account.on(entries.values, shapes).columns(columns_needed)
+        def columns(tallies: ItemTallies) -> Array:
+            return tallies.on(entries.values, shapes).columns(columns_needed)
 
-        local, resting = replace(c, shape=column.reshape(-1)), columns(accounts.rest)[0]
+        local, resting = replace(c, shape=column.reshape(-1)), columns(model_tallies.rest)[0]
         row_choices = RowChoices(entries.scope.chosen, keys[0])
         ticks = {
             policy: entries.bounds.ticks(policy, row_choices, shapes[keys[1]]).take(local.shape)
@@ -199,17 +199,19 @@ class PairPricer(Setting):
         }
         saved = (
             {
-                policy: columns(self.load.stacks.accounts(self.cuttable).points[policy, routes])[0]
+                policy: columns(self.load.stacks.of_cuttable(self.cuttable).points[policy, routes])[
+                    0
+                ]
                 for policy in policies
             }
             if by_group
             else dict[str, Array]()
         )
-        sums_by_policy = {
-            policy: sums(
-                columns(accounts.work[policy, routes])[0],
+        by_policy = {
+            policy: quantities_of(
+                columns(model_tallies.work[policy, routes])[0],
                 resting,
-                list(columns(accounts.points[policy, routes])),
+                list(columns(model_tallies.points[policy, routes])),
                 self.load.model,
                 self.pricer,
                 local,
@@ -221,7 +223,7 @@ class PairPricer(Setting):
             candidates=rows,
             choices=choices,
             c=c,
-            sums=sums_by_policy,
+            quantities=by_policy,
             ticks=ticks,
             kinds=placed.kinds,
         )
@@ -341,7 +343,7 @@ class Unsharded:
     def _total(self, key: tuple[str, bool] | None, *, routes: bool) -> Array:
         """Quantities of the stored arrays, or of a program: array [segments, rows, 1]."""
         values = (
-            self.pricer.values(self.load.ledger.book, ONE) if self.values is None else self.values
+            self.pricer.values(self.load.tallies.index, ONE) if self.values is None else self.values
         )
         colouring = self.load.colouring
         choice = Choice(
@@ -350,7 +352,7 @@ class Unsharded:
             expert=self.load.expert if routes else None,
         )
         last = np.array([len(values.shapes) - 1])
-        return self.load.ledger.uncut(key).on(values, last).total(choice)[0]
+        return self.load.tallies.uncut(key).on(values, last).total(choice)[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -543,7 +545,7 @@ class Explorer:
             for axis in mesh_sizes[0]
         }
         shapes, shape = distinct(sizes)
-        values = self.pricer.values(self.load.ledger.book, Shapes.joined([shapes, ONE]))
+        values = self.pricer.values(self.load.tallies.index, Shapes.joined([shapes, ONE]))
         self._uncut = replace(self._uncut, values=values)
         return [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)

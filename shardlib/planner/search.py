@@ -681,7 +681,7 @@ def _limit_threads() -> Callable[[], None]:
 
 
 #: Garbage in cycles is collected rarely.
-garbage_put_off = ForAllThreads(_raise_thresholds)
+rare_garbage_collection = ForAllThreads(_raise_thresholds)
 #: Matrix products of NumPy run on the calling thread alone.
 one_thread = ForAllThreads(_limit_threads)
 
@@ -757,7 +757,7 @@ class Prepared:
         return search(self.on_islands(after.islands), self.topology, pins)
 
 
-@garbage_put_off()
+@rare_garbage_collection()
 @one_thread()
 def search(
     problem: Problem,

@@ -27,9 +27,9 @@ from shardlib.machines.chips import Chip
 from shardlib.machines.topology import divisors
 from shardlib.planner.workload import (
     MAX_MICROBATCHES,
-    Account,
-    Accounts,
+    ItemTallies,
     Limits,
+    ModelTallies,
     Workload,
     batch_size,
     experts_form,
@@ -900,9 +900,9 @@ class Scope:
     routes: bool
 
     @cached_property
-    def accounts(self) -> Accounts:
+    def model_tallies(self) -> ModelTallies:
         """The tallies of the model."""
-        return self.load.ledger.accounts(self.cuttable)
+        return self.load.tallies.of_cuttable(self.cuttable)
 
     @cached_property
     def choices(self) -> list[Choice]:
@@ -1037,18 +1037,18 @@ class LazyColumns:
 
 
 class ComponentCosts:
-    """Cached quantities of one account by component, on some shapes.
+    """Cached quantities by component, on some shapes.
 
     Args:
-        account: the tallies.
+        tallies: of the items.
         measured: turns a tally into quantities.
         count: number of quantities.
     """
 
     def __init__(
-        self, scope: Scope, account: Account, shapes: Shapes, measured: Measured, count: int
+        self, scope: Scope, tallies: ItemTallies, shapes: Shapes, measured: Measured, count: int
     ) -> None:
-        self._scope, self._account, self._measured, self._count = scope, account, measured, count
+        self._scope, self._tallies, self._measured, self._count = scope, tallies, measured, count
         self._tensor, self._legal = (
             shapes.tensor,
             (shapes.expert >= 1 if scope.routes else shapes.expert == 1),
@@ -1065,7 +1065,7 @@ class ComponentCosts:
         Choices that shard a component alike are summed together.
         """
         total = np.zeros((self._count, len(shapes)))
-        for part in ((), *self._account.parts):
+        for part in ((), *self._tallies.parts):
             for choice, positions in row_choices.rows(part):
                 quantities = self._part(part, choice)
                 if positions is None:
@@ -1091,7 +1091,7 @@ class ComponentCosts:
         for flag, choice in self._scope.first.items():
             bare = self._part((), choice).on(shapes)
             total = np.where((self._tensor[shapes] > 1) | (flag is None), bare, np.inf)
-            for part in self._account.parts[:first]:
+            for part in self._tallies.parts[:first]:
                 total += self._least_of(part, flag).on(shapes)
             minimum = np.minimum(minimum, total)
         return np.where(self._legal[shapes], minimum, np.inf)
@@ -1120,7 +1120,7 @@ class ComponentCosts:
 
     def _part(self, part: tuple[str, ...], choice: Choice) -> LazyColumns:
         """The quantities of a component under a choice; zeros where the choice does not apply."""
-        (_, restricted), tally = self._account.of(part, choice)
+        (_, restricted), tally = self._tallies.of(part, choice)
         key = part, restricted
         if key not in self._known:
             cut = bool(restricted.tensor or restricted.sequence)

@@ -19,7 +19,7 @@ from shardlib.cost.framework import ANYTHING, XLA, Abilities, Framework, Framewo
 from shardlib.cost.items import fused_parameters, order_items, work_items
 from shardlib.cost.memory import Peaks, parameter_segments, peaks, stored_items
 from shardlib.cost.stages import Model
-from shardlib.cost.tables import ROWS, Book, Charged, Entry, Tally, Values, tallied
+from shardlib.cost.tables import ROWS, Entry, ItemEntries, MeasureIndex, Tally, Values, tallied
 from shardlib.cost.terms import Item
 from shardlib.decisions.table import Dtypes
 from shardlib.graph import ITEMSIZE, Problem, StepGraph, forward_pass
@@ -297,22 +297,22 @@ class Group:
     add.
     """
 
-    def __init__(self, colours: frozenset[str], charged: Charged) -> None:
+    def __init__(self, colours: frozenset[str], item_entries: ItemEntries) -> None:
         self.colours = colours
         self.items: list[tuple[int, int]] = []
-        self._charged = charged
+        self._item_entries = item_entries
         self._entries: dict[Choice, list[Entry]] = {}
 
     def entries(self, choice: Choice) -> list[Entry]:
         """(row, number of the measure, amount) of all items under a choice."""
         key = choice.restrict(self.colours)
         if key not in self._entries:
-            self._entries[key] = list(self._charged.entries(key, self.items))
+            self._entries[key] = list(self._item_entries.entries(key, self.items))
         return self._entries[key]
 
 
 def grouped(
-    lists: Sequence[Iterable[Item]], relevant: frozenset[str], charged: Charged
+    lists: Sequence[Iterable[Item]], relevant: frozenset[str], item_entries: ItemEntries
 ) -> tuple[Group, ...]:
     """Items grouped by the relevant colours on which they depend; the segments of each list follow
     those of the list before.
@@ -322,8 +322,10 @@ def grouped(
         for item in items:
             colours = item.colours & relevant
             if colours not in groups:
-                groups[colours] = Group(colours, charged)
-            groups[colours].items.append((number * charged.segments, charged.number(item)))
+                groups[colours] = Group(colours, item_entries)
+            groups[colours].items.append(
+                (number * item_entries.segments, item_entries.number(item))
+            )
     return tuple(groups.values())
 
 
@@ -347,7 +349,7 @@ def components(
 
 
 @dataclass(kw_only=True)
-class Account:
+class ItemTallies:
     """The tallies of some lists of items under every choice.
 
     Attributes:
@@ -404,15 +406,15 @@ class Account:
         return self._asked[request]
 
     def on(self, values: Values, shapes: Array) -> OnShapes:
-        """The account on some shapes."""
-        return OnShapes(account=self, values=values, at=shapes)
+        """The tallies on some shapes."""
+        return OnShapes(tallies=self, values=values, at=shapes)
 
 
 @dataclass(kw_only=True)
 class OnShapes:
-    """An account on the shapes of `values` numbered `at`; components are evaluated once."""
+    """Tallies on the shapes of `values` numbered `at`; components are evaluated once."""
 
-    account: Account
+    tallies: ItemTallies
     values: Values
     at: Array
     _known: dict[tuple[tuple[str, ...], Choice], Array] = field(
@@ -427,27 +429,27 @@ class OnShapes:
         """Quantities under choices, each at some positions of `at`, concatenated: array [lists,
         segments, rows, columns].
         """
-        account = self.account
+        tallies = self.tallies
         quantities = np.zeros(
             (
-                account.lists * account.segments * ROWS,
+                tallies.lists * tallies.segments * ROWS,
                 sum(len(positions) for _, positions in choices),
             )
         )
         begin = 0
         for choice, positions in choices:
             columns = slice(begin, begin := begin + len(positions))
-            for part in ((), *account.parts):
-                key, tally = account.of(part, choice)
+            for part in ((), *tallies.parts):
+                key, tally = tallies.of(part, choice)
                 if key not in self._known:
                     self._known[key] = tally.on(self.values, self.at)
                 quantities[tally.rows, columns] += self._known[key][:, positions]
-        return quantities.reshape(account.lists, account.segments, ROWS, -1)
+        return quantities.reshape(tallies.lists, tallies.segments, ROWS, -1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Accounts:
-    """The accounts of a model.
+class ModelTallies:
+    """The tallies of a model.
 
     Attributes:
         rest: stored arrays.
@@ -455,13 +457,13 @@ class Accounts:
         points: memory, one list per point where it may peak, by the same keys.
     """
 
-    rest: Account
-    work: dict[tuple[str, bool], Account]
-    points: dict[tuple[str, bool], Account]
+    rest: ItemTallies
+    work: dict[tuple[str, bool], ItemTallies]
+    points: dict[tuple[str, bool], ItemTallies]
 
 
-class Ledger:
-    """The accounts of a model, computed lazily.
+class TallyCache:
+    """The tallies of a model, computed lazily.
 
     Args:
         work: work items by (remat policy, True where tokens are routed).
@@ -469,7 +471,7 @@ class Ledger:
         resting: items of stored parameters.
         classes: number of layer classes.
         fixed: colours other than those of a choice's tensor axis on which items may depend.
-        beside: a ledger to share measures with, and the groups of lists of items that are in both.
+        beside: a cache to share measures with, and the groups of lists of items that are in both.
     """
 
     def __init__(
@@ -480,33 +482,37 @@ class Ledger:
         classes: int,
         profile: FrameworkProfile,
         fixed: frozenset[str],
-        beside: Ledger | None = None,
+        beside: TallyCache | None = None,
     ) -> None:
         self._work, self._points, self._rest = work, points, resting
         self._segments, self._fixed = classes + 2, fixed
-        self._charged = Charged(Book(), profile, classes + 2) if beside is None else beside._charged
+        self._item_entries = (
+            ItemEntries(MeasureIndex(), profile, classes + 2)
+            if beside is None
+            else beside._item_entries
+        )
         self._groups: dict[
             tuple[frozenset[str], tuple[int, ...]], tuple[Sequence[list[Item]], tuple[Group, ...]]
         ] = {} if beside is None else beside._groups
-        self._known: dict[tuple[str, ...], Accounts] = {}
+        self._known: dict[tuple[str, ...], ModelTallies] = {}
 
     @property
-    def book(self) -> Book:
+    def index(self) -> MeasureIndex:
         """The measures."""
-        return self._charged.book
+        return self._item_entries.index
 
-    def uncut(self, key: tuple[str, bool] | None) -> Account:
-        """The account without tensor sharding of a program's work, or of stored arrays.
+    def uncut(self, key: tuple[str, bool] | None) -> ItemTallies:
+        """The tallies without tensor sharding of a program's work, or of stored arrays.
 
         Args:
             key: (remat policy, True where tokens are routed); None for stored arrays.
         """
         items = self._rest if key is None else self._work[key]
         groups = self._grouped([items], self._fixed)
-        return Account(lists=1, segments=self._segments, groups=groups, parts=())
+        return ItemTallies(lists=1, segments=self._segments, groups=groups, parts=())
 
-    def accounts(self, cuttable: tuple[str, ...]) -> Accounts:
-        """The accounts where the tensor axis may shard the given colours."""
+    def of_cuttable(self, cuttable: tuple[str, ...]) -> ModelTallies:
+        """The tallies where the tensor axis may shard the given colours."""
         if cuttable not in self._known:
             relevant = self._fixed | set(cuttable)
             points = self._points()
@@ -518,7 +524,7 @@ class Ledger:
             groups = [self._grouped(items, relevant) for items in lists]
             parts = components((group.colours for items in groups for group in items), cuttable)
             resting, *others = [
-                Account(
+                ItemTallies(
                     lists=len(listed),
                     segments=self._segments,
                     groups=items,
@@ -526,7 +532,7 @@ class Ledger:
                 )
                 for listed, items in zip(lists, groups, strict=True)
             ]
-            self._known[cuttable] = Accounts(
+            self._known[cuttable] = ModelTallies(
                 rest=resting,
                 work=dict(zip(self._work, others[: len(self._work)], strict=True)),
                 points=dict(zip(points, others[len(self._work) :], strict=True)),
@@ -537,7 +543,7 @@ class Ledger:
         """See `grouped`; cached by the identity of the lists, which are therefore kept alive."""
         key = relevant, tuple(map(id, lists))
         if key not in self._groups:
-            self._groups[key] = lists, grouped(lists, relevant, self._charged)
+            self._groups[key] = lists, grouped(lists, relevant, self._item_entries)
         return self._groups[key][1]
 
 
@@ -572,7 +578,7 @@ class Workload:
     __repr__ = compact
 
     @cached_property
-    def ledger(self) -> Ledger:
+    def tallies(self) -> TallyCache:
         """The tallies of all programs, computed lazily and shared by all searches."""
         work = {key: program.work for key, program in self.programs.items()}
 
@@ -583,8 +589,8 @@ class Workload:
         if self.beside is not None and self.profile == replace(
             self.beside.profile, attention=self.profile.attention
         ):
-            beside = self.beside.ledger
-        return Ledger(
+            beside = self.beside.tallies
+        return TallyCache(
             work,
             points,
             self.rest,
@@ -600,9 +606,9 @@ class Workload:
         return frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
 
     @cached_property
-    def moments(self) -> Ledger:
+    def moments(self) -> TallyCache:
         """The tallies of every program's moments: for each moment what is saved, then its points.
-        Its measures are in the book of `ledger`.
+        Its measures are in the index of `tallies`.
         """
         return self._of(
             {
@@ -614,17 +620,17 @@ class Workload:
         )
 
     @cached_property
-    def stacks(self) -> Ledger:
+    def stacks(self) -> TallyCache:
         """The tallies of the activations that every program's loops over layers have saved at the
-        end of the forward pass. Its measures are in the book of `ledger`.
+        end of the forward pass. Its measures are in the index of `tallies`.
         """
         return self._of(
             {key: (program.moments[0].stacks,) for key, program in self.programs.items()}
         )
 
-    def _of(self, points: dict[tuple[str, bool], tuple[list[Item], ...]]) -> Ledger:
-        return Ledger(
-            {}, lambda: points, [], len(self.counts), self.profile, self._fixed, beside=self.ledger
+    def _of(self, points: dict[tuple[str, bool], tuple[list[Item], ...]]) -> TallyCache:
+        return TallyCache(
+            {}, lambda: points, [], len(self.counts), self.profile, self._fixed, beside=self.tallies
         )
 
     @cached_property

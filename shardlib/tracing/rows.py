@@ -45,7 +45,7 @@ from shardlib.tracing.row_kinds import (
 #
 # A primitive without a rule that reads rows has mixed results. A whole-batch value that does not
 # depend on parameters (`Kind.beforehand`) acts as a constant where a learned operation reads it:
-# the operand is recorded in `Analysis.handed`, so that microbatches can be passed the value.
+# the operand is recorded in `Analysis.whole_values`, so that microbatches can be passed the value.
 
 
 #: Operations that keep the running sum of a scan over rows a running sum.
@@ -59,7 +59,7 @@ class Analysis:
     Attributes:
         sizes: number of rows in the two traces.
         scales: see `Step.scales`, for operands of equations.
-        handed: whole-batch values passed to every microbatch, by (path, operand).
+        whole_values: whole-batch values passed to every microbatch, by (path, operand).
         judged: custom derivatives already checked, with the fault found ("" if none).
         independent: whether microbatches are computed independently, so that none is passed a value
             of the whole batch.
@@ -69,7 +69,7 @@ class Analysis:
 
     sizes: tuple[int, int]
     scales: dict[tuple[str, int], Fraction] = field(default_factory=dict)
-    handed: dict[tuple[str, int], WholeBatchValue] = field(default_factory=dict)
+    whole_values: dict[tuple[str, int], WholeBatchValue] = field(default_factory=dict)
     judged: dict[Any, str] = field(default_factory=dict)
     independent: bool = False
     derivatives_are_judged: bool = False
@@ -142,7 +142,7 @@ class Analysis:
             return self.run(step.inside(), kinds, editable=editable)
         if any(kind.descent.learned for kind in kinds):
             kinds = [
-                self._handed(step, index, kind, editable=editable)
+                self._passed_whole(step, index, kind, editable=editable)
                 for index, kind in enumerate(kinds)
             ]
             bad = next((kind for kind in kinds if kind.family == "mixed"), None)
@@ -217,7 +217,7 @@ class Analysis:
                 return data(cause=cause)
         return self._by_rule(step, kinds)
 
-    def _handed(self, step: Step, index: int, kind: Kind, *, editable: bool) -> Kind:
+    def _passed_whole(self, step: Step, index: int, kind: Kind, *, editable: bool) -> Kind:
         """The kind of an operand of an equation that has learned operands."""
         if (
             not kind.beforehand
@@ -242,7 +242,7 @@ class Analysis:
                 f"numbers of the whole batch are made inside of a loop{reason}", step.where
             )
         place = number.place
-        self.handed[step.first.path, index] = WholeBatchValue(
+        self.whole_values[step.first.path, index] = WholeBatchValue(
             origin=kind.origin,
             dim=None if place is None else place.start,
             inner=1 if place is None else place.inner,

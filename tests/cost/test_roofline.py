@@ -33,7 +33,7 @@ from shardlib.cost.roofline import (
 )
 from shardlib.cost.terms import Amount, AttentionCore, Compute, Elements, Matmul, Routed
 from shardlib.errors import PinError, TopologyError
-from shardlib.lowering.experts import Where
+from shardlib.lowering.experts import ExpertSharding
 from shardlib.machines.catalog import CATALOG
 from shardlib.machines.topology import Topology, topology
 
@@ -365,7 +365,7 @@ def test_the_default_says_nothing_but_what_lowering_does_with_experts_gathers_an
         reduction="microbatch",
         gathered_inputs="again",
     ) == FrameworkProfile(name="xla")
-    assert XLA.exchange_room == Where(expert=(), ways=1).slack
+    assert XLA.exchange_room == ExpertSharding(expert=(), ways=1).slack
     assert framework_profile("xla") is XLA is framework_profile(XLA)
 
 

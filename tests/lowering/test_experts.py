@@ -18,7 +18,15 @@ from shardlib.errors import LayoutError
 from shardlib.functions.experts import ExpertForm, visit
 from shardlib.layout import MeshShape
 from shardlib.lowering.collectives import Machine
-from shardlib.lowering.experts import OVERFLOW, Grouped, Matrices, Placed, Where, moved, routed
+from shardlib.lowering.experts import (
+    OVERFLOW,
+    ExpertSharding,
+    Grouped,
+    Matrices,
+    Placed,
+    moved,
+    routed,
+)
 from shardlib.tracing.rewriting import keeping
 from shardlib.tracing.rewriting import recomputed as computed_again
 from shardlib.verification.traffic import read_traffic
@@ -63,7 +71,7 @@ def on_devices(axes, form, *, exchange="dense", grouped=BLOCKS, slack=1.25):
         tuple(axis for axis in axes if axis == "t"),
     )
     every = tuple(axis for axis in axes if axis != "t")
-    where = Where(
+    where = ExpertSharding(
         expert=expert,
         ways=math.prod(axes[axis] for axis in expert),
         tensor=tensor,
@@ -340,7 +348,7 @@ def test_what_the_backward_pass_finds(around, recomputed):
     axes = {"fsdp": 2, "expert": 4}
     machine = Machine(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
     matrices = Matrices(rest={0: ("expert",), 1: ("fsdp",)}, gathered={1: ("fsdp",)})
-    where = Where(expert=("expert",), ways=4, every=tuple(axes), grouped=BLOCKS)
+    where = ExpertSharding(expert=("expert",), ways=4, every=tuple(axes), grouped=BLOCKS)
     placed = Placed(
         form=ExpertForm(),
         where=where,
@@ -400,7 +408,7 @@ def test_tokens_are_gathered_three_times(around):
     widths = [Matrices(rest={0: ("expert",), dim: ("tensor",)}, gathered={}) for dim in (2, 1, 2)]
     placed = Placed(
         form=ExpertForm(),
-        where=Where(expert=("expert",), ways=2, every=("expert",), grouped=BLOCKS),
+        where=ExpertSharding(expert=("expert",), ways=2, every=("expert",), grouped=BLOCKS),
         tokens=(("expert",), ()),
         over=("tensor",),
         scattered=True,
@@ -427,11 +435,11 @@ def test_what_does_not_fit():
     with pytest.raises(
         LayoutError, match="experts on the axes \\('expert',\\) are not shared in 1 ways"
     ):
-        Where(expert=("expert",), ways=1)
+        ExpertSharding(expert=("expert",), ways=1)
     with pytest.raises(LayoutError, match="exchange 'sparse' is not known\nTry: dense or ragged"):
-        Where(expert=(), ways=1, exchange="sparse")
+        ExpertSharding(expert=(), ways=1, exchange="sparse")
     with pytest.raises(LayoutError, match="slack 0\\.0 leaves no room"):
-        Where(expert=(), ways=1, slack=0.0)
+        ExpertSharding(expert=(), ways=1, slack=0.0)
     with pytest.raises(
         LayoutError,
         match=(
@@ -439,6 +447,6 @@ def test_what_does_not_fit():
             " divides 6"
         ),
     ):
-        Where(expert=("expert",), ways=4).local(6)
+        ExpertSharding(expert=("expert",), ways=4).local(6)
     with pytest.raises(LayoutError, match="rows cannot be grouped as 'dense'"):
         Grouped(kind="dense")

@@ -76,7 +76,7 @@ def _entries(
         routes=routes,
     )
     return (
-        Entries(scope, pricer, fitting, sizes, pricer.values(load.ledger.book, shapes), shape),
+        Entries(scope, pricer, fitting, sizes, pricer.values(load.tallies.index, shapes), shape),
         fitting,
     )
 

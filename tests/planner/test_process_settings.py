@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
-from shardlib.planner.search import THRESHOLDS, garbage_put_off, one_thread
+from shardlib.planner.search import THRESHOLDS, one_thread, rare_garbage_collection
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def thresholds():
 
 
 def test_thresholds_are_raised_inside_and_restored_after_an_error():
-    with pytest.raises(ValueError, match="inside"), garbage_put_off():
+    with pytest.raises(ValueError, match="inside"), rare_garbage_collection():
         assert gc.get_threshold() == THRESHOLDS
         raise ValueError("inside")
     assert gc.get_threshold() == (700, 10, 10)
@@ -31,12 +31,12 @@ def test_the_last_of_several_threads_restores_them():
     inside, leave = threading.Event(), threading.Event()
 
     def other() -> None:
-        with garbage_put_off():
+        with rare_garbage_collection():
             inside.set()
             leave.wait(60)
 
     thread = threading.Thread(target=other)
-    with garbage_put_off():
+    with rare_garbage_collection():
         thread.start()
         assert inside.wait(60)
     assert gc.get_threshold() == THRESHOLDS
@@ -48,7 +48,7 @@ def test_the_last_of_several_threads_restores_them():
 def test_a_collector_without_thresholds_stays_off_and_larger_ones_stay():
     for mine in ((0, 10, 10), (500_000, 50, 200)):
         gc.set_threshold(*mine)
-        with garbage_put_off():
+        with rare_garbage_collection():
             assert gc.get_threshold() == mine
         assert gc.get_threshold() == mine
 

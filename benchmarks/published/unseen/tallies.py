@@ -23,7 +23,7 @@ from shardlib.cost.collectives import Links
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.pricing import combine
 from shardlib.cost.stages import Meshes, Model, Plans, sums
-from shardlib.cost.tables import ROWS, Kernel, Launch, Measure, Pricer, charges, evaluate
+from shardlib.cost.tables import ROWS, Kernel, Launch, Measure, Pricer, coefficients, evaluate
 from shardlib.cost.terms import Item, Shapes
 from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import Topology, place
@@ -188,7 +188,7 @@ def _split(
     hosts: list[tuple[int, float]] = []
     for item in items:
         for term in item.terms(choice):
-            for row, measure, amount in charges(item.segment, term, stack):
+            for row, measure, amount in coefficients(item.segment, term, stack):
                 at = item.segment % (classes + 2) * ROWS + row
                 if isinstance(measure, Kernel):
                     kernels.setdefault(measure, []).append((at, amount))

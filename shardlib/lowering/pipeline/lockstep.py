@@ -998,12 +998,12 @@ class StagedLayouts:
         layers: those of the plan.
         around: layouts outside of the layers, where the stages may shard values too; empty if
             unknown.
-        handed: layouts of values of the whole batch that every microbatch reads.
+        whole_value_layouts: layouts of values of the whole batch that every microbatch reads.
     """
 
     layers: Placements
     around: Placements
-    handed: tuple[Layout, ...] = ()
+    whole_value_layouts: tuple[Layout, ...] = ()
 
 
 def pipeline(
@@ -1087,7 +1087,7 @@ def _with_loop(
             " without stages"
         )
     order = parameter_order(plan, params.compute)
-    layers = followed(plan, looped, order, states, layouts.handed)
+    layers = followed(plan, looped, order, states, layouts.whole_value_layouts)
     return looped, replace(layouts, layers=layers, around={}), findings
 
 
