@@ -555,7 +555,7 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
         joined = [
             column for degrees, strides in spans for column in _joined(degrees, strides, axes)
         ]
-        for slots in _apart(OF_GROUP[group]) if torus else (OF_GROUP[group],):
+        for slots in _by_steps(OF_GROUP[group]) if torus else (OF_GROUP[group],):
             stepwise = torus and _stepwise(SLOTS[slots[0]])
             alike = axes if stepwise else joined
             first, which = distinct_rows(alike)
@@ -611,7 +611,7 @@ def _stepwise(slot: Slot) -> bool:
     return slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
 
 
-def _apart(slots: Sequence[int]) -> tuple[list[int], ...]:
+def _by_steps(slots: Sequence[int]) -> tuple[list[int], ...]:
     """Indices of the slots that are done in steps, and of the others."""
     parts = ([slot for slot in slots if _stepwise(SLOTS[slot]) == flag] for flag in (True, False))
     return tuple(part for part in parts if part)

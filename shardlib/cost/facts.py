@@ -116,13 +116,13 @@ class Fusion:
     Attributes:
         kernels: in execution order; loop boundaries move no memory and are left out.
         materialised: value indices that exist in memory.
-        apart: results of kernels on whole rows, which are not written over an operand.
+        by_rows: results of kernels on whole rows, which are not written over an operand.
         roots: for every value, the materialised values it is made of (itself, if materialised).
     """
 
     kernels: tuple[Kernel, ...]
     materialised: frozenset[int]
-    apart: frozenset[int]
+    by_rows: frozenset[int]
     roots: tuple[tuple[int, ...], ...]
 
 
@@ -195,7 +195,7 @@ def fuse(graph: Graph, traits: Traits | None = None) -> Fusion:
     return Fusion(
         kernels=tuple(kernels),
         materialised=materialised,
-        apart=_by_rows(graph, traits or Traits()),
+        by_rows=_by_rows(graph, traits or Traits()),
         roots=tuple(roots),
     )
 
@@ -463,7 +463,7 @@ def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict
         if op.category != "elementwise":
             continue
         for value in op.results:
-            if value not in births or value in fusion.apart:
+            if value not in births or value in fusion.by_rows:
                 continue
             dying = [
                 root

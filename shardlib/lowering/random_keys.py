@@ -75,16 +75,16 @@ class Fold:
 
     Attributes:
         dtype: dtype of the keys that the integers represent; None for typed keys.
-        apart: whether microbatches get different keys; otherwise all get the same, because they
+        distinct: whether microbatches get different keys; otherwise all get the same, because they
             draw the whole batch's numbers for their rows.
     """
 
     dtype: Any = None
-    apart: bool = True
+    distinct: bool = True
 
     def stacked(self, leaf: jax.Array, parts: int) -> jax.Array:
         """The keys of all microbatches, [parts, ...]; the key itself for a single microbatch."""
-        if parts == 1 or not self.apart:
+        if parts == 1 or not self.distinct:
             return jnp.broadcast_to(leaf[None], (parts, *leaf.shape))
         keys = (
             leaf
@@ -154,7 +154,7 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
 def of_the_whole(dims: BatchDims) -> BatchDims:
     """Batch dims with the keys of the whole batch passed to all microbatches."""
     return {
-        path: replace(dim, apart=False) if isinstance(dim, Fold) else dim
+        path: replace(dim, distinct=False) if isinstance(dim, Fold) else dim
         for path, dim in dims.items()
     }
 

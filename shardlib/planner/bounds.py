@@ -487,7 +487,7 @@ class Bounds:
                 ]
                 for segment in range(self._layers + 2)
             ]
-            if scope.space.apart
+            if scope.space.by_group
             else []
         )
 
@@ -1248,8 +1248,8 @@ class Entries:
             scope.choices,
             LazyColumns(1, len(shape), self._fitting_seconds),
         )
-        self._apart = scope.space.apart  # then the bounds ignore memory
-        self._policies = (*scope.space.policies, EACH) if self._apart else scope.space.policies
+        self._by_group = scope.space.by_group  # then the bounds ignore memory
+        self._policies = (*scope.space.policies, EACH) if self._by_group else scope.space.policies
         self._fastest = MemoryAgnosticBounds(self.bounds, fitting, self._policies, sizes, shape)
 
     def __len__(self) -> int:
@@ -1304,13 +1304,13 @@ class Entries:
     @cached_property
     def fewest_bytes(self) -> Array:
         """Lower bound on bytes per device, by entry; infinite where no choice fits."""
-        if self._apart:
+        if self._by_group:
             return np.where(np.isfinite(self.fastest), 0.0, np.inf)
         return self.leanest(np.arange(len(self)))
 
     def leanest(self, entries: Array) -> Array:
         """Lower bound on bytes per device of the given entries; infinite where no choice fits."""
-        if self._apart:
+        if self._by_group:
             return np.zeros(len(entries))
         with np.errstate(invalid="ignore"):  # bytes of what does not fit are infinite
             minimum_bytes = self._fitting.leanest(
@@ -1322,7 +1322,7 @@ class Entries:
         """Lower bound on the step time of plans of the given entries that fit; infinite where none
         fits.
         """
-        if self._apart:
+        if self._by_group:
             return self.fastest[entries]
         return self._seconds.on(entries)[0]
 
@@ -1367,7 +1367,7 @@ class Entries:
         if minimum_memory:
             minimum_bytes = (
                 np.zeros(len(fitting))
-                if self._apart
+                if self._by_group
                 else self._fitting.leanest(self._footprint(row_choices, shapes, sizes))
             )
             return replace(fitting, least=minimum_bytes).below(limit)
@@ -1377,7 +1377,7 @@ class Entries:
         fastest = self._fitting.fastest(ticks, sizes)
         below = np.flatnonzero(fastest < limit)
         fitting_pairs = replace(fitting, least=fastest).take(below)
-        if not self._apart and len(fitting_pairs):
+        if not self._by_group and len(fitting_pairs):
             row_choices, shapes, sizes = self._rows(fitting_pairs)
             fitting_pairs = replace(
                 fitting_pairs,

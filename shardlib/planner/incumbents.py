@@ -1240,9 +1240,9 @@ class RowPricer(Setting):
                 alternatives,
                 results,
             )
-        self._apart(rows, legal, alternatives[self.space.policies[-1]], results)
+        self._by_group(rows, legal, alternatives[self.space.policies[-1]], results)
 
-    def _apart(
+    def _by_group(
         self, rows: Rows, legal: Array, alternatives: list[Decisions], results: Incumbents
     ) -> None:
         """Offers the plans of one schedule whose layer groups differ."""
@@ -1464,7 +1464,7 @@ class RowPricer(Setting):
         if (
             fast is None
             or pinned_layers == 0
-            or self.space.apart
+            or self.space.by_group
             or "partly" not in self.space.limits.able.remat
         ):
             return

@@ -126,7 +126,7 @@ class PairPricer(Setting):
         those not below the fastest plan are dropped. None if there is no placement.
         """
         placed = self.placed(entries, pairs)
-        if placed is None or self.space.apart:
+        if placed is None or self.space.by_group:
             return placed
         bounds = np.maximum(placed.least, entries.seconds_on(placed.block.c)[placed.at])
         return replace(placed, least=bounds).below(self.best.limit).alone()
@@ -135,7 +135,7 @@ class PairPricer(Setting):
         """Placed pairs, sorted by bounds that use the choice too; those not below the fastest plan
         are dropped.
         """
-        if self.space.apart or not len(placed):
+        if self.space.by_group or not len(placed):
             return placed
         placed = placed.alone()
         kinds = entries.on_places(placed.block.c, placed.at, placed.choices)
@@ -164,7 +164,7 @@ class PairPricer(Setting):
         differ.
         """
         setting: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Setting)}
-        if not self.space.apart:
+        if not self.space.by_group:
             return RowPricer(**setting)
         groups = GroupPricer(**setting, values=entries.values, cuttable=self.cuttable)
         return RowPricer(**setting, groups=groups)
@@ -177,7 +177,7 @@ class PairPricer(Setting):
             self.space.policies,
             entries.scope.routes,
         )
-        by_group = self.space.apart
+        by_group = self.space.by_group
         bounds = (*policies, EACH) if by_group else policies
         shapes, shape_of_row = np.unique(c.shape, return_inverse=True)
         keys, column = np.unique(
@@ -324,7 +324,7 @@ class Unsharded:
             for policy in self.space.policies
         ]
         seconds = np.stack(totals)
-        return float(seconds.min(0).sum() if self.space.apart else seconds.sum(1).min())
+        return float(seconds.min(0).sum() if self.space.by_group else seconds.sum(1).min())
 
     def slower(self, devices: int, limit: float) -> bool:
         """True if no plan on this many devices is faster than a limit in seconds."""

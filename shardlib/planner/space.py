@@ -321,7 +321,7 @@ class Space:
     strategy: Strategy
 
     @property
-    def apart(self) -> bool:
+    def by_group(self) -> bool:
         """True if the space has plans whose layer groups differ: they are pinned, or the planner
         may choose them.
         """

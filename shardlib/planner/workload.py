@@ -137,7 +137,7 @@ class Program:
     Attributes:
         step: the step graph as the framework runs it.
         guesses: choices under which memory may peak.
-        apart: True if layer groups can follow different remat policies.
+        by_group: True if layer groups can follow different remat policies.
         work: items of computation and communication.
     """
 
@@ -145,12 +145,12 @@ class Program:
     step: StepGraph
     guesses: tuple[Choice, ...]
     profile: FrameworkProfile
-    apart: bool
+    by_group: bool
     work: list[Item]
 
     @cached_property
     def _peaks(self) -> Peaks:
-        return peaks(self.facts, self.step, self.guesses, self.profile, moments=self.apart)
+        return peaks(self.facts, self.step, self.guesses, self.profile, moments=self.by_group)
 
     @property
     def points(self) -> tuple[list[Item], ...]:
@@ -165,7 +165,7 @@ class Program:
     @property
     def loops(self) -> tuple[int, ...]:
         """The segments of `moments`."""
-        moments = spans(self.facts.graph, self.facts.layers) if self.apart else ()
+        moments = spans(self.facts.graph, self.facts.layers) if self.by_group else ()
         return tuple(span.segment for span in moments)
 
     @cached_property
@@ -209,7 +209,7 @@ def program_of(
         step=step,
         guesses=tuple(_guesses(colouring, expert_colour(facts.graph, names) if routes else None)),
         profile=profile,
-        apart=by_group,
+        by_group=by_group,
         work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
     )
 

@@ -1562,7 +1562,7 @@ class StagePrograms:
         return is_floating(self.works[0].cut.program.avals[number])
 
     @property
-    def apart(self) -> bool:
+    def splits_backward(self) -> bool:
         """True if the schedule computes weight gradients separately."""
         return any(task.kind == WEIGHTS for task in self.order[0])
 
@@ -1612,7 +1612,7 @@ class StagePrograms:
                     inputs,
                     mesh,
                     f"{name}_chunk{number}",
-                    split=self.apart,
+                    split=self.splits_backward,
                     at_once=self.at_once and number == last,
                 )
             )
