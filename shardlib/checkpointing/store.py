@@ -296,16 +296,10 @@ def handler(
     the description.
     """
     handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    if extended:
-        arrays = ocp.handlers.PyTreeCheckpointHandler(
-            use_compression=False,
-            multiprocessing_options=options,
-            type_handler_registry=registry(options.primary_host),
-        )
-    else:
-        arrays = ocp.handlers.PyTreeCheckpointHandler(
-            use_compression=False, multiprocessing_options=options
-        )
+    own: Any = {"type_handler_registry": registry(options.primary_host)} if extended else {}
+    arrays = ocp.handlers.PyTreeCheckpointHandler(
+        use_compression=False, multiprocessing_options=options, **own
+    )
     text = ocp.handlers.JsonCheckpointHandler(multiprocessing_options=options)
     handlers.add("state", ocp.args.PyTreeSave, arrays)
     handlers.add("about", ocp.args.JsonSave, text)
@@ -313,6 +307,10 @@ def handler(
         handler_registry=handlers,
         composite_options=ocp.CompositeOptions(multiprocessing_options=options),
     )
+
+
+#: What reading raises where the description is other data than one.
+NOT_A_DESCRIPTION = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 
 
 def read_about(path: epath.Path, step: int) -> About:
@@ -323,15 +321,7 @@ def read_about(path: epath.Path, step: int) -> About:
         description = _about(path, step)
     except DamagedError as error:
         failure = str(error)
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        FileNotFoundError,
-        NotADirectoryError,
-        RecursionError,
-    ) as error:
+    except (*NOT_A_DESCRIPTION, FileNotFoundError, NotADirectoryError) as error:
         failure = f"its description cannot be read ({said(error)})"
     except OSError as error:
         raise CheckpointError(
@@ -364,16 +354,7 @@ def try_about(path: epath.Path, step: int) -> About | None:
     """
     try:
         return _about(path, step)
-    except (
-        DamagedError,
-        CheckpointError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        OSError,
-        RecursionError,
-    ):
+    except (DamagedError, CheckpointError, OSError, *NOT_A_DESCRIPTION):
         return None
 
 

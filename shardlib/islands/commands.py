@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,7 +13,7 @@ from shardlib.errors import LaunchError
 from shardlib.wings import Extension
 
 if TYPE_CHECKING:
-    from shardlib.launch.commands import Here
+    from shardlib.launch.commands import Common, Here
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,25 +74,11 @@ class Islands:
     ] = None
 
 
-class Kept(Protocol):
-    """Options of all launches."""
-
-    @property
-    def run(self) -> str | None:
-        """Folder of the run."""
-        ...
-
-    @property
-    def restarts(self) -> int | None:
-        """The number of restarts."""
-        ...
-
-
 def run_islands(
     words: Sequence[str],
     options: Islands,
     here: Here,
-    common: Kept,
+    common: Common,
     variables: Mapping[str, str],
 ) -> int:
     """Runs islands of this machine and their server, and gives their exit code."""

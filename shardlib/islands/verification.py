@@ -24,27 +24,24 @@ from shardlib.islands.delayed import IslandCall, calls_of
 from shardlib.islands.exchanges import Compressed, DiLoCo, Several
 from shardlib.islands.meeting import BetweenSteps, meetings_of
 from shardlib.islands.planning import of_one_island, on_islands, require_carried
-from shardlib.layout import ISLAND, MeshShape
+from shardlib.layout import ISLAND
 from shardlib.lowering.program import Options, Program
 from shardlib.machines.topology import Topology, island_of, used_by
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import bytes_text
 from shardlib.verification import report
-from shardlib.verification.hlo import parse
 from shardlib.verification.isolation import (
-    Compiled,
     ExportedStep,
     Failure,
     Limits,
-    Target,
     compile_apart,
     exported,
     failed,
     target,
 )
 from shardlib.verification.report import CompiledStep, Verification
-from shardlib.verification.traffic import InstructionTraffic, Traffic, read_traffic, timed
-from shardlib.verification.verify import verify_program
+from shardlib.verification.traffic import InstructionTraffic
+from shardlib.verification.verify import read_compiled, verify_program
 
 #: Dtypes by which compilers know what crosses; narrow numbers cross as integers of their bits.
 WIRES = {"float32": {"f32"}, "bfloat16": {"u16"}, "int8": {"u8"}, "int4": {"u8"}}
@@ -76,10 +73,8 @@ def verify_islands(
         if isinstance(outcome, Failure) or step.compiled is None:
             findings = (failed(outcome, plan),) if isinstance(outcome, Failure) else ()
             return replace(step, plan=plan, compiled=None, findings=(*step.findings, *findings))
-        traffic = read_traffic(
-            parse(outcome.text), mesh, exported.arguments, compile_target.positions
-        )
-        met.append(_compiled(outcome, traffic, compile_target, mesh, machine))
+        compiled, traffic = read_compiled(mesh, (), machine, compile_target, exported, outcome)
+        met.append(compiled)
         collectives += traffic.found
         seconds += outcome.seconds
     assert step.compiled is not None
@@ -131,23 +126,6 @@ def abstract_meetings(exchange: Several, program: Program) -> tuple[BetweenSteps
     return meetings_of(exchange, program, mesh)
 
 
-def _compiled(
-    compiled: Compiled, traffic: Traffic, compile_target: Target, mesh: MeshShape, machine: Topology
-) -> CompiledStep:
-    """Returns what the compiler made of a meeting."""
-    return CompiledStep(
-        device_bytes=compiled.memory,
-        collectives=timed(traffic, mesh, machine),
-        wire_bytes=sum(item.wire_bytes for item in traffic.found),
-        compute_seconds=traffic.cycles / compile_target.cycles_per_s
-        if compile_target.cycles_per_s
-        else 0.0,
-        device_kind=compiled.device_kind,
-        unread=traffic.problems,
-        reductions=traffic.reductions,
-    )
-
-
 def _together(met: Sequence[CompiledStep]) -> CompiledStep:
     """Several meetings as one: what all of them move, and the memory of the largest."""
     first = max(met, key=lambda step: step.device_bytes.get("peak", 0))
@@ -158,6 +136,7 @@ def _together(met: Sequence[CompiledStep]) -> CompiledStep:
         compute_seconds=sum(step.compute_seconds for step in met),
         unread=tuple(problem for step in met for problem in step.unread),
         reductions=tuple(reduction for step in met for reduction in step.reductions),
+        scheduled=(),
     )
 
 
