@@ -720,7 +720,7 @@ CONNECT_SECONDS = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ear:
+class Listener:
     """The port at which a process listens.
 
     Attributes:
@@ -737,21 +737,25 @@ class Ear:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unheard:
+class FailedConnection:
     """A connection that was not made."""
 
-    caller: Ear
-    listener: Ear
+    caller: Listener
+    listener: Listener
     why: str
 
 
-def unreached(process: int, host: str, coordinator: str, *, seconds: float) -> tuple[Unheard, ...]:
+def unreached(
+    process: int, host: str, coordinator: str, *, seconds: float
+) -> tuple[FailedConnection, ...]:
     """Tries connections between the hosts of all processes, both ways; to be called by all."""
     with _listening(coordinator) as (address, port):
         replies = all_say(
             "ears", json.dumps({"host": host, "address": address, "port": port}), seconds=seconds
         )
-        ears = {number: Ear(process=number, **json.loads(text)) for number, text in replies.items()}
+        ears = {
+            number: Listener(process=number, **json.loads(text)) for number, text in replies.items()
+        }
         unreached_here = [
             [listener, why]
             for listener in callees(process, ears)
@@ -760,17 +764,17 @@ def unreached(process: int, host: str, coordinator: str, *, seconds: float) -> t
         reports = all_say("who could not be reached", json.dumps(unreached_here), seconds=seconds)
         meet("ports", seconds=seconds)
     return tuple(
-        Unheard(caller=ears[caller], listener=ears[listener], why=why)
+        FailedConnection(caller=ears[caller], listener=ears[listener], why=why)
         for caller, text in sorted(reports.items())
         for listener, why in json.loads(text)
     )
 
 
-def callees(process: int, ears: Mapping[int, Ear]) -> list[int]:
+def callees(process: int, ears: Mapping[int, Listener]) -> list[int]:
     """Whom a process calls: the first process of hosts 1, 2, 4, ... places further, so that every
     host is called by several and nobody calls thousands.
 
-    >>> callees(0, {n: Ear(process=n, host=f"h{n}", address="", port=0) for n in range(8)})
+    >>> callees(0, {n: Listener(process=n, host=f"h{n}", address="", port=0) for n in range(8)})
     [1, 2, 4]
     """
     firsts: dict[str, int] = {}
@@ -786,7 +790,7 @@ def callees(process: int, ears: Mapping[int, Ear]) -> list[int]:
     return list(dict.fromkeys(firsts[hosts[(here + step) % len(hosts)]] for step in steps))
 
 
-def at_fault(failures: Sequence[Unheard]) -> list[Finding]:
+def at_fault(failures: Sequence[FailedConnection]) -> list[Finding]:
     """Returns the hosts at fault: a host that several others do not reach, or that does not reach
     several others; else both ends of the connection.
     """
@@ -845,7 +849,7 @@ def _own_address(coordinator: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _called(ear: Ear) -> str:
+def _called(ear: Listener) -> str:
     """Calls an ear and says why it is not reached; empty where it is."""
     try:
         socket.create_connection((ear.address, ear.port), timeout=CONNECT_SECONDS).close()

@@ -76,7 +76,7 @@ class Caller:
 
 
 @dataclass(kw_only=True)
-class Book:
+class RollCall:
     """The processes that have come so far."""
 
     processes: int
@@ -170,7 +170,7 @@ async def listen(
     place: Place, host: str, port: int, me: Caller, say: Callable[[str], None]
 ) -> Answer:
     """Process 0: writes down who comes, and answers all of them at once."""
-    book = Book(processes=place.processes, start=place.start, secret=place.secret)
+    book = RollCall(processes=place.processes, start=place.start, secret=place.secret)
     book.enter(me)
     address = address_here(place)
     try:
@@ -202,7 +202,7 @@ async def listen(
     return book.answer
 
 
-async def _complete(book: Book, place: Place, say: Callable[[str], None]) -> Answer:
+async def _complete(book: RollCall, place: Place, say: Callable[[str], None]) -> Answer:
     """Waits until the book is complete, something is wrong with it, or the time is over."""
     begin, next_message = time.monotonic(), SAY_AFTER
     while book.absent and not book.wrong:
@@ -237,7 +237,9 @@ async def _complete(book: Book, place: Place, say: Callable[[str], None]) -> Ans
     )
 
 
-async def _served(book: Book, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _served(
+    book: RollCall, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     """One of the others, from its greeting to its answer."""
     talk = asyncio.current_task()
     assert talk is not None
@@ -264,7 +266,7 @@ async def _served(book: Book, reader: asyncio.StreamReader, writer: asyncio.Stre
 
 
 async def _introduced(
-    book: Book, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    book: RollCall, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> tuple[Caller | None, str]:
     """Returns the caller of a connection, and the number that it has said; None for one of another
     start, which is told so.
@@ -290,7 +292,7 @@ async def _introduced(
 
 
 async def _answered(
-    book: Book,
+    book: RollCall,
     caller: Caller,
     challenge: str,
     reader: asyncio.StreamReader,

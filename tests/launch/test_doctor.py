@@ -19,11 +19,11 @@ from shardlib.cost.collectives import collective_cost
 from shardlib.errors import LaunchError
 from shardlib.launch import doctor as links
 from shardlib.launch.doctor import (
-    Ear,
     Examination,
+    FailedConnection,
     HostFacts,
+    Listener,
     Measured,
-    Unheard,
     alone,
     at_fault,
     callees,
@@ -129,14 +129,17 @@ def test_hosts_that_are_not_those_of_the_topology():
 
 
 def test_who_is_to_blame_for_connections_that_fail():
-    ears = {n: Ear(process=n, host=f"node{n}", address="10.0.0.1", port=1) for n in range(5)}
+    ears = {n: Listener(process=n, host=f"node{n}", address="10.0.0.1", port=1) for n in range(5)}
 
     def blamed(*ends: tuple[int, int]) -> list[str]:
         return list(
             dict.fromkeys(
                 finding.where
                 for finding in at_fault(
-                    [Unheard(caller=ears[a], listener=ears[b], why="timed out") for a, b in ends]
+                    [
+                        FailedConnection(caller=ears[a], listener=ears[b], why="timed out")
+                        for a, b in ends
+                    ]
                 )
             )
         )
@@ -158,7 +161,7 @@ def test_a_port_that_nobody_listens_at():
         assert (
             "refused"
             in _called(
-                Ear(process=0, host="here", address="127.0.0.1", port=taken.getsockname()[1])
+                Listener(process=0, host="here", address="127.0.0.1", port=taken.getsockname()[1])
             ).lower()
         )
     assert unreached(0, socket.gethostname(), "127.0.0.1:9", seconds=5) == ()

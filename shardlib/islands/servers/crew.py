@@ -378,7 +378,7 @@ def joined(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class TrainingRun:
     """A run.
 
     Attributes:

@@ -53,7 +53,7 @@ from shardlib.processes.values import first_decides, is_first, is_process_zero, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Met:
+class MeetingRecord:
     """A meeting of this island.
 
     Attributes:
@@ -73,10 +73,10 @@ class Met:
     finite: bool = True
 
 
-class Crossed(Protocol):
+class PendingMeeting(Protocol):
     """A meeting that may not be done."""
 
-    def result(self) -> Met | None:
+    def result(self) -> MeetingRecord | None:
         """The meeting, once it is done; None where the round was closed without this island."""
         ...
 
@@ -129,7 +129,7 @@ def mean_order(
     return in_buckets(parts, elements=max(1, bucket_bytes // ELEMENTWISE[wire]))
 
 
-class Coming:
+class ArrivingMean:
     """A mean on its way, and what it makes of the outer parameters.
 
     Attributes:
@@ -175,7 +175,7 @@ class Coming:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InBuckets:
+class BucketedMeeting:
     """A meeting whose outer parameters can be used before it is done.
 
     Attributes:
@@ -183,15 +183,15 @@ class InBuckets:
         coming: the mean.
     """
 
-    met: Future[Met | None]
-    coming: Coming
+    met: Future[MeetingRecord | None]
+    coming: ArrivingMean
 
-    def result(self) -> Met | None:
-        """See `Crossed`."""
+    def result(self) -> MeetingRecord | None:
+        """See `PendingMeeting`."""
         return self.met.result()
 
     def run(self, part: Part) -> np.ndarray | None:
-        """See `Crossed`."""
+        """See `PendingMeeting`."""
         try:
             return self.coming.landing.run(part.path)
         except LaunchError:
@@ -278,7 +278,7 @@ class Exchanging:
         theta, momentum = np.array(arrays["theta"]), np.array(arrays["momentum"])
         self._outer = Outer(theta=theta, momentum=momentum)
 
-    def send(self, runs: Runs) -> Crossed:
+    def send(self, runs: Runs) -> PendingMeeting:
         """Meets in a thread: sends the outer gradient of the next round, and does its update.
 
         Returns:
@@ -286,8 +286,8 @@ class Exchanging:
         """
         parts = self.parts()
         order = mean_order(self.uses, parts, self.exchange.wire, self.bucket_bytes)
-        coming = Coming(self.outer, self.span()[0], parts, self.exchange, order)
-        return InBuckets(met=self._threads.submit(self._meet_in, coming, runs), coming=coming)
+        coming = ArrivingMean(self.outer, self.span()[0], parts, self.exchange, order)
+        return BucketedMeeting(met=self._threads.submit(self._meet_in, coming, runs), coming=coming)
 
     def leave(self) -> None:
         """Says that the island is done, and ends the connection."""
@@ -301,13 +301,13 @@ class Exchanging:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.link.close()
 
-    def _meet_in(self, coming: Coming, runs: Runs) -> Met | None:
+    def _meet_in(self, coming: ArrivingMean, runs: Runs) -> MeetingRecord | None:
         try:
             return self._meet(coming, runs)
         finally:  # who waits for what has not come waits no longer
             coming.landing.fail(LaunchError("the meeting is done"))
 
-    def _meet(self, coming: Coming, runs: Runs) -> Met | None:
+    def _meet(self, coming: ArrivingMean, runs: Runs) -> MeetingRecord | None:
         start, stop = self.span()
         parameters = runs()  # waits for the step
         began = time.monotonic()
@@ -328,7 +328,7 @@ class Exchanging:
             mean = unpack(arrays, sizes, self.exchange.wire)
             self.outer.update(start, stop, mean, self.exchange)
         self._last = base, arrays
-        met = Met(
+        met = MeetingRecord(
             round=self.round,
             fragment=self.fragment,
             islands=answer.islands,
@@ -338,7 +338,7 @@ class Exchanging:
         self.round += 1
         return met
 
-    def _mean(self, kind: str, base: int, sent: Flat, coming: Coming) -> tuple[Answer, Flat]:
+    def _mean(self, kind: str, base: int, sent: Flat, coming: ArrivingMean) -> tuple[Answer, Flat]:
         """Sends, and waits until the round is closed."""
         message_kind, receiver = kind, coming.receiver
         order = order_text(receiver.order) if receiver.order else ""
@@ -454,7 +454,7 @@ def _copy(array: Value) -> Value:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Crossing:
+class GradientInFlight:
     """An outer gradient in flight: sent, not yet applied.
 
     Attributes:
@@ -465,7 +465,7 @@ class Crossing:
 
     due: int
     parts: tuple[Part, ...]
-    met: Crossed
+    met: PendingMeeting
 
 
 @dataclass(kw_only=True, eq=False)
@@ -487,9 +487,9 @@ class Island:
     findings: tuple[Finding, ...] = ()
     say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     steps: int = 0
-    meetings: list[Met] = field(default_factory=list[Met])
+    meetings: list[MeetingRecord] = field(default_factory=list[MeetingRecord])
     events: list[str] = field(default_factory=list[str])
-    _crossing: Crossing | None = None
+    _crossing: GradientInFlight | None = None
 
     @property
     def number(self) -> int:
@@ -566,12 +566,12 @@ class Island:
     def __exit__(self, *raised: object) -> None:
         self.exchanging.close()
 
-    def _sent(self, state: TrainState) -> Crossing:
+    def _sent(self, state: TrainState) -> GradientInFlight:
         """Sends the fragment of the next round, once the devices have it."""
         exchanging, leaves = self.exchanging, self._leaves(state)
         parts = exchanging.parts()
         arrays = copies([leaves[part.path] for part in parts])
-        return Crossing(
+        return GradientInFlight(
             due=self.steps + self.exchange.delay,
             parts=parts,
             met=exchanging.send(lambda: runs(arrays, parts)),
@@ -601,7 +601,9 @@ class Island:
             leaves[part.path] = mixed(parameter, there, part, mixing)
         return replace(state, params=with_placed(self.program, state.params, leaves)), True
 
-    def _placed(self, crossing: Crossing, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    def _placed(
+        self, crossing: GradientInFlight, leaves: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
         """Outer parameters, each placed as soon as it has come, those that are used first in front;
         not all of them where the meeting ends otherwise.
         """
@@ -660,13 +662,13 @@ class SeveralProcesses(Exchanging):
         if not is_process_zero():
             self.round, self._outer = int(number), Outer.first(theta)
 
-    def send(self, runs: Runs) -> Crossed:
+    def send(self, runs: Runs) -> PendingMeeting:
         """See `Exchanging.send`; `runs` gathers parameters from all processes, before this
         returns.
         """
         parameters, span, fragment = runs(), self.span(), self.fragment
         crossed = super().send(lambda: parameters) if is_process_zero() else None
-        return Heard(island=self, crossed=crossed, span=span, fragment=fragment)
+        return BroadcastMeeting(island=self, crossed=crossed, span=span, fragment=fragment)
 
     def leave(self) -> None:
         """See `Exchanging.leave`."""
@@ -675,7 +677,7 @@ class SeveralProcesses(Exchanging):
 
 
 @dataclass(kw_only=True)
-class Heard:
+class BroadcastMeeting:
     """A meeting, which all processes hear of.
 
     Attributes:
@@ -686,12 +688,12 @@ class Heard:
     """
 
     island: SeveralProcesses
-    crossed: Crossed | None
+    crossed: PendingMeeting | None
     span: tuple[int, int]
     fragment: int
-    _met: tuple[Met | None] | None = None
+    _met: tuple[MeetingRecord | None] | None = None
 
-    def result(self) -> Met | None:
+    def result(self) -> MeetingRecord | None:
         """The meeting, once it is done; to be called by all."""
         if self._met is None:
             self._met = (self._heard(),)
@@ -701,7 +703,7 @@ class Heard:
         """None: all processes hear of a meeting as a whole."""
         return None
 
-    def _heard(self) -> Met | None:
+    def _heard(self) -> MeetingRecord | None:
         crossed, (start, stop) = self.crossed, self.span
         met = first_decides("a meeting", crossed.result if crossed is not None else _nothing)
         header = np.zeros(SAID, np.int32)
@@ -715,7 +717,7 @@ class Heard:
             return met
         self.island.outer.theta[start:stop] = theta
         self.island.round = number + 1
-        return Met(
+        return MeetingRecord(
             round=number, fragment=self.fragment, islands=(), seconds=0.0, finite=bool(finite)
         )
 

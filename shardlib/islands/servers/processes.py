@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.errors import ShardlibError
-from shardlib.islands.servers.rounds import FILE, Last, Rounds, RoundService, Short
+from shardlib.islands.servers.rounds import FILE, ClosedRound, Rounds, RoundService, Short
 from shardlib.islands.servers.server import ServerSettings, service_of
 from shardlib.islands.servers.service import Listening, MessageService, ProcessSettings, write
 from shardlib.islands.servers.wire import address_file
@@ -69,7 +69,7 @@ def serve_rounds(folder: Path) -> None:
         _line(folder / EVENTS, {"at_s": time.time(), "event": text})
         print(text, flush=True)
 
-    def closed(last: Last) -> None:
+    def closed(last: ClosedRound) -> None:
         now = time.time()
         seconds, began[0] = now - began[0], now
         line = {"round": last.number, "islands": last.islands, "seconds": seconds, "at_s": now}

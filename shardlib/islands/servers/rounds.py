@@ -336,7 +336,7 @@ NOT_FINITE = "with it, outer parameters would not be finite"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Last:
+class ClosedRound:
     """A round that has closed.
 
     Attributes:
@@ -353,7 +353,7 @@ class Last:
 
 
 @dataclass(kw_only=True)
-class Held:
+class RoundState:
     """The outer values, and the open round.
 
     Attributes:
@@ -374,11 +374,11 @@ class Held:
     gradients: dict[int, tuple[float, np.ndarray]] = field(
         default_factory=dict[int, "tuple[float, np.ndarray]"]
     )
-    last: Last | None = None
+    last: ClosedRound | None = None
     _base: tuple[int, int] = (0, 0)
 
     @staticmethod
-    def offered(text: str, arrays: Mapping[str, np.ndarray], islands: int) -> Held:
+    def offered(text: str, arrays: Mapping[str, np.ndarray], islands: int) -> RoundState:
         """Begins with the parameters of an island."""
         description = read_about(text)
         exchange = exchange_of(description.exchange)
@@ -393,7 +393,7 @@ class Held:
         theta = outline.vector(arrays)
         if not np.isfinite(theta).all():
             raise RefusedError("what is offered is not finite")
-        return Held(exchange=exchange, outline=outline, outer=Outer.first(theta))
+        return RoundState(exchange=exchange, outline=outline, outer=Outer.first(theta))
 
     def require_same(self, text: str) -> None:
         """Refuses an island of another run."""
@@ -444,7 +444,7 @@ class Held:
         if arrays and not self._updated(number, arrays):
             raise RefusedError(NOT_FINITE)
         everyone = tuple(islands)
-        self.last = Last(number=number, islands=everyone, sent=everyone, arrays=dict(arrays))
+        self.last = ClosedRound(number=number, islands=everyone, sent=everyone, arrays=dict(arrays))
 
     def _updated(self, number: int, arrays: Mapping[str, np.ndarray]) -> bool:
         """Runs the outer update by a mean as it crosses; False, and nothing has changed, where
@@ -461,7 +461,7 @@ class Held:
         """Returns begin and end of the fragment of a round."""
         return self.outline.span(self.exchange.fragment(number), self.exchange.fragments)
 
-    def close(self, number: int, sent: tuple[int, ...]) -> tuple[Last, str]:
+    def close(self, number: int, sent: tuple[int, ...]) -> tuple[ClosedRound, str]:
         """Runs the outer update with what has arrived."""
         gradients, self.gradients = self.gradients, {}
         arrays, why = Flat(), "" if gradients else "no outer gradient was finite"
@@ -469,7 +469,9 @@ class Held:
             arrays = pack(mean(gradients), self.sizes(number), self.exchange.wire)
             if not self._updated(number, arrays):
                 arrays, why = Flat(), NOT_FINITE
-        self.last = Last(number=number, islands=tuple(sorted(gradients)), sent=sent, arrays=arrays)
+        self.last = ClosedRound(
+            number=number, islands=tuple(sorted(gradients)), sent=sent, arrays=arrays
+        )
         return self.last, why
 
 
@@ -689,7 +691,7 @@ class StoredAbout:
     Attributes:
         version: of the form of the file.
         exchange: as plain data, in one text.
-        era: see `Held`.
+        era: see `RoundState`.
         entries: pairs of an island and its newest entry.
         round: that is open.
         active: islands that have begun it.
@@ -721,7 +723,7 @@ class Checkpoint:
     failed: Callable[[str], None]
     _writing: threading.Thread | None = None
 
-    def save(self, state: Held, number: int, active: Sequence[int]) -> None:
+    def save(self, state: RoundState, number: int, active: Sequence[int]) -> None:
         """Begins to write what there is now, once the one before is written."""
         self.wait()
         outer = Outer(theta=state.outer.theta.copy(), momentum=state.outer.momentum.copy())
@@ -735,14 +737,14 @@ class Checkpoint:
         if self._writing is not None:
             self._writing.join()
 
-    def _write(self, state: Held, number: int, active: Sequence[int]) -> None:
+    def _write(self, state: RoundState, number: int, active: Sequence[int]) -> None:
         try:
             write(self.path, packed_state(state, number, active))
         except OSError as error:
             self.failed(f"the checkpoint before round {number} is not written: {error}")
 
 
-def packed_state(state: Held, number: int, active: Sequence[int]) -> bytes:
+def packed_state(state: RoundState, number: int, active: Sequence[int]) -> bytes:
     """The checkpoint of a server, all of it."""
     last = state.last
     header = {
@@ -762,7 +764,7 @@ def packed_state(state: Held, number: int, active: Sequence[int]) -> bytes:
     return packed_file(header, arrays)
 
 
-def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
+def restored(path: Path) -> tuple[RoundState, int, tuple[int, ...]] | None:
     """Reads a checkpoint: the outer values, the open round, islands that have begun it; None where
     there is none.
     """
@@ -778,7 +780,7 @@ def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
         exchange = exchange_of(header.exchange)
     except ValueError as error:
         raise CheckpointError(f"{what} cannot be used: {error}") from error
-    state = Held(
+    state = RoundState(
         exchange=exchange,
         outline=outline,
         outer=Outer(theta=outline.vector(theta), momentum=outline.vector(momentum)),
@@ -786,7 +788,7 @@ def restored(path: Path) -> tuple[Held, int, tuple[int, ...]] | None:
         entries=dict(header.entries),
     )
     if header.sent:
-        state.last = Last(
+        state.last = ClosedRound(
             number=header.round - 1, islands=header.islands, sent=header.sent, arrays=mean_arrays
         )
     return state, header.round, header.active
@@ -830,21 +832,21 @@ class RoundService(MessageService):
 
     islands: int
     rounds: Rounds = field(default_factory=Rounds)
-    closed: Callable[[Last], None] = lambda last: None
+    closed: Callable[[ClosedRound], None] = lambda last: None
 
     def __post_init__(self) -> None:
         self.table = Attendance(islands=self.islands, rounds=self.rounds)
-        self.held: Held | None = None
+        self.state: RoundState | None = None
         self._changed = threading.Condition()
         path = self.checkpoint
         self._file = None if path is None else Checkpoint(path=path, failed=self.note)
         stored = None if path is None else restored(path)
         if stored is not None:
-            self.held, self.table.number, active = stored
+            self.state, self.table.number, active = stored
             if self.rounds.save_every == 1:
                 self.table.active = set(active)
             else:  # rounds may be lost, and islands have to begin anew
-                self.held.era = secrets.token_hex(8)
+                self.state.era = secrets.token_hex(8)
             self.note(f"it goes on at its checkpoint, before round {self.table.number}")
 
     @property
@@ -855,7 +857,7 @@ class RoundService(MessageService):
     @property
     def most_bytes(self) -> int | None:
         """Bytes of the parameters; None before they are known."""
-        return None if self.held is None else self.held.outer.theta.nbytes
+        return None if self.state is None else self.state.outer.theta.nbytes
 
     @property
     def progress(self) -> Answer:
@@ -889,8 +891,8 @@ class RoundService(MessageService):
         if ask.kind == "enter":
             return self._enter(ask)
         if ask.kind == "offer":
-            if self.held is None:
-                self.held = Held.offered(ask.about, arrays, self.islands)
+            if self.state is None:
+                self.state = RoundState.offered(ask.about, arrays, self.islands)
                 self._save()
             return Answer(), {}
         if ask.kind in ("send", "skip", "collect"):
@@ -906,10 +908,10 @@ class RoundService(MessageService):
         raise RefusedError("there is no such message")
 
     def _enter(self, ask: Ask) -> tuple[Answer, Flat]:
-        if self.held is None:
+        if self.state is None:
             return Answer(kind="empty"), {}
-        self.held.require_same(ask.about)
-        word = self.held.entry(ask.worker, ask.start)
+        self.state.require_same(ask.about)
+        word = self.state.entry(ask.worker, ask.start)
         self.table.come(ask.worker)
         self._tick()
         until = time.monotonic() + HOLD_SECONDS
@@ -920,13 +922,13 @@ class RoundService(MessageService):
                 return Answer(kind="wait", round=self.table.number, start=word), {}
             self._changed.wait(LOOK_SECONDS)
             self._tick()
-        outer = self.held.outer
+        outer = self.state.outer
         # Copies: they are sent outside of the lock.
         arrays = {"theta": outer.theta.copy(), "momentum": outer.momentum.copy()}
         return Answer(round=self.table.number, start=word), arrays
 
     def _met(self, ask: Ask, arrays: Flat) -> tuple[Answer, Outgoing]:
-        state, late = self.held, Answer(kind="late")
+        state, late = self.state, Answer(kind="late")
         if state is None or not state.knows(ask.worker, ask.start):
             return late, {}
         if ask.round == self.table.number + 1:
@@ -956,7 +958,7 @@ class RoundService(MessageService):
 
     def _repeated(self, ask: Ask, arrays: Flat) -> Answer:
         """Runs a round once more that was closed before the server was started again."""
-        state, number = self.held, self.table.number
+        state, number = self.state, self.table.number
         if state is None or not state.knows(ask.worker, ask.start):
             return Answer(kind="late")
         if ask.round == number - 1:
@@ -969,7 +971,7 @@ class RoundService(MessageService):
         self._tick()
         return Answer()
 
-    def _take(self, state: Held, ask: Ask, arrays: Flat) -> None:
+    def _take(self, state: RoundState, ask: Ask, arrays: Flat) -> None:
         """Takes an outer gradient, once."""
         if ask.worker in self.table.sent:
             return
@@ -1001,7 +1003,7 @@ class RoundService(MessageService):
         self._changed.notify_all()
 
     def _close(self) -> None:
-        state, number = self.held, self.table.number
+        state, number = self.state, self.table.number
         assert state is not None
         last, why = state.close(number, tuple(sorted(self.table.sent)))
         if why:
@@ -1019,8 +1021,8 @@ class RoundService(MessageService):
         )
 
     def _save(self) -> None:
-        if self._file is not None and self.held is not None:
-            self._file.save(self.held, self.table.number, sorted(self.table.active))
+        if self._file is not None and self.state is not None:
+            self._file.save(self.state, self.table.number, sorted(self.table.active))
 
     def report(self) -> JsonObject:
         """Returns the server's report, as plain data."""

@@ -19,7 +19,7 @@ from shardlib.checkpointing.folder import claim
 from shardlib.errors import ArgumentError, LaunchError, MissingPackageError, raise_all
 from shardlib.islands.exchanges import Asynchronous, whole
 from shardlib.islands.servers import processes
-from shardlib.islands.servers.crew import Asked, Crew, Trained, Upkeep, environment
+from shardlib.islands.servers.crew import Crew, Trained, TrainingRun, Upkeep, environment
 from shardlib.islands.servers.processes import SECRET
 from shardlib.islands.servers.server import ServerSettings, service_of
 from shardlib.islands.servers.wire import (
@@ -44,7 +44,7 @@ from shardlib.untrusted.data import JsonObject, fit, printable, shown
 # Workers and servers as processes of this machine, over its loopback address.
 
 
-def run_processes(request: Asked) -> Trained:
+def run_processes(request: TrainingRun) -> Trained:
     """Runs it to its end."""
     secret, began, logs = secrets.token_hex(16), time.monotonic(), request.logs()
     servers, workers = range(request.exchange.servers), range(request.exchange.workers)
@@ -82,12 +82,12 @@ def run_processes(request: Asked) -> Trained:
         crew.close()
 
 
-def _server(request: Asked, server: int, secret: str) -> dict[str, str]:
+def _server(request: TrainingRun, server: int, secret: str) -> dict[str, str]:
     settings = request.server(server, LOOPBACK).to_json()
     return environment(None, {SECRET: secret, processes.SETTINGS: settings})
 
 
-def _worker(request: Asked, worker: int, secret: str) -> dict[str, str]:
+def _worker(request: TrainingRun, worker: int, secret: str) -> dict[str, str]:
     settings = request.worker(worker).to_json()
     return environment(request.devices, {SECRET: secret, SETTINGS: settings})
 
@@ -204,7 +204,7 @@ class RayLink:
         """Ray closes what it has opened."""
 
 
-def run_actors(request: Asked) -> Trained:
+def run_actors(request: TrainingRun) -> Trained:
     """Runs it to its end."""
     ray = _ray()
     if not ray.is_initialized():
@@ -228,7 +228,7 @@ def run_actors(request: Asked) -> Trained:
             ray.kill(actor)
 
 
-def _server_actor(ray: ModuleType, request: Asked, number: int) -> Handle:
+def _server_actor(ray: ModuleType, request: TrainingRun, number: int) -> Handle:
     """An actor, on whatever host has room. It reserves nothing: it computes little."""
     options = {
         "num_cpus": 0,
@@ -240,7 +240,7 @@ def _server_actor(ray: ModuleType, request: Asked, number: int) -> Handle:
     return ray.remote(ServerActor).options(**options).remote(settings, str(request.folder))
 
 
-def _worker_actor(ray: ModuleType, request: Asked) -> Handle:
+def _worker_actor(ray: ModuleType, request: TrainingRun) -> Handle:
     needs = dict(request.upkeep.resources)
     options = {
         "num_cpus": needs.pop("CPU", 0),
@@ -260,7 +260,7 @@ def _environment(devices: int | None, more: Mapping[str, str]) -> Mapping[str, M
 
 def _watched(
     ray: ModuleType,
-    request: Asked,
+    request: TrainingRun,
     servers: Sequence[Handle],
     workers: Sequence[Handle],
     events: list[str],
@@ -359,7 +359,7 @@ def train(
         folder.mkdir(parents=True, exist_ok=True)
         owner = claim(folder, say=say or _to_stderr)
         stack.callback(owner.release)
-        request = Asked(
+        request = TrainingRun(
             job=reference,
             steps=steps,
             exchange=exchange,

@@ -469,7 +469,7 @@ def _on_host(tree: Tree) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crossing:
+class TransferOrder:
     """The order in which elements cross between a worker and one server.
 
     Attributes:
@@ -481,7 +481,9 @@ class Crossing:
     text: str
 
     @staticmethod
-    def of(parts: Iterable[Part], owned_parts: Mapping[str, Part], bucket_bytes: int) -> Crossing:
+    def of(
+        parts: Iterable[Part], owned_parts: Mapping[str, Part], bucket_bytes: int
+    ) -> TransferOrder:
         """The order of those parts that a server owns.
 
         Args:
@@ -492,18 +494,18 @@ class Crossing:
             (part for part in here if part.start < part.stop),
             elements=max(1, bucket_bytes // FLOAT32.itemsize),
         )
-        return Crossing._counted(order, owned_parts)
+        return TransferOrder._counted(order, owned_parts)
 
-    def reversed(self, owned_parts: Mapping[str, Part]) -> Crossing:
+    def reversed(self, owned_parts: Mapping[str, Part]) -> TransferOrder:
         """The last buckets first."""
-        return Crossing._counted(tuple(reversed(self.order)), owned_parts)
+        return TransferOrder._counted(tuple(reversed(self.order)), owned_parts)
 
     @staticmethod
-    def _counted(order: Order, owned_parts: Mapping[str, Part]) -> Crossing:
+    def _counted(order: Order, owned_parts: Mapping[str, Part]) -> TransferOrder:
         counted = tuple(
             tuple(_from(owned_parts[part.path], part) for part in bucket) for bucket in order
         )
-        return Crossing(order=order, text=order_text(counted))
+        return TransferOrder(order=order, text=order_text(counted))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -515,8 +517,8 @@ class Orders:
         pushes: of each server, of gradients.
     """
 
-    fetches: tuple[Crossing, ...]
-    pushes: tuple[Crossing, ...]
+    fetches: tuple[TransferOrder, ...]
+    pushes: tuple[TransferOrder, ...]
 
     @staticmethod
     def of(
@@ -529,7 +531,9 @@ class Orders:
         """
         all_parts = tuple(parts)
         owns = [{part.path: part for part in parts} for parts in owned(sizes, servers)]
-        fetches = tuple(Crossing.of(all_parts, owned_parts, bucket_bytes) for owned_parts in owns)
+        fetches = tuple(
+            TransferOrder.of(all_parts, owned_parts, bucket_bytes) for owned_parts in owns
+        )
         if (
             max(len(crossing.text) for crossing in fetches) > ORDER_BYTES // 2
         ):  # rows of very many layers
@@ -538,7 +542,7 @@ class Orders:
                 for path in dict.fromkeys(part.path for part in all_parts)
             ]
             fetches = tuple(
-                Crossing.of(whole_parts, owned_parts, bucket_bytes) for owned_parts in owns
+                TransferOrder.of(whole_parts, owned_parts, bucket_bytes) for owned_parts in owns
             )
         pushes = tuple(
             crossing.reversed(owned_parts)

@@ -12,7 +12,7 @@ import pytest
 import shardlib
 from shardlib.errors import ArgumentError
 from shardlib.islands.exchanges import Part
-from shardlib.islands.servers.island import Coming, mean_order
+from shardlib.islands.servers.island import ArrivingMean, mean_order
 from shardlib.islands.servers.rounds import Outer, RoundService, pack, unpack
 from shardlib.islands.servers.wire import Answer, gathered
 from shardlib.processes.wire import FrameError, made
@@ -73,7 +73,7 @@ def test_what_comes_in_buckets_is_the_outer_update(wire: str, bucket_bytes: int)
     outer, same = (Outer.first(np.arange(30, dtype=np.float32)) for _ in range(2))
     mean = pack(rng.normal(size=19).astype(np.float32), [3, 5, 11], wire)
     order = mean_order(USES, FRAGMENT, wire, bucket_bytes)
-    coming = Coming(outer, 4, FRAGMENT, exchange, order)
+    coming = ArrivingMean(outer, 4, FRAGMENT, exchange, order)
     coming.receiver.begin(Answer())
     for name, array in made(gathered(mean, order)).items():
         with pytest.raises(FrameError, match="bucket"):
@@ -91,7 +91,7 @@ def test_what_comes_in_buckets_is_the_outer_update(wire: str, bucket_bytes: int)
 def test_what_is_used_first_is_there_first() -> None:
     exchange = shardlib.DiLoCo(islands=2, every=1)
     order = mean_order(USES, FRAGMENT, "float32", 20)
-    coming = Coming(Outer.first(np.zeros(19, np.float32)), 0, FRAGMENT, exchange, order)
+    coming = ArrivingMean(Outer.first(np.zeros(19, np.float32)), 0, FRAGMENT, exchange, order)
     buckets = list(made(gathered({"numbers": np.ones(19, np.float32)}, order)).items())
     for name, array in buckets[:2]:
         coming.receiver.take(name, array)

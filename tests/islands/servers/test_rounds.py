@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib.islands.servers.island import Crossed, Exchanging, Met
+from shardlib.islands.servers.island import Exchanging, MeetingRecord, PendingMeeting
 from shardlib.islands.servers.rounds import Attendance, Outline, Rounds, RoundService, checksum
 from shardlib.islands.servers.wire import Ask, Flat
 from tests.islands.servers.helpers import Direct, together
@@ -43,20 +43,20 @@ def entered_all(first: Callable[[], Flat], *islands: Exchanging) -> None:
     together(*(partial(one.enter, first) for one in islands))
 
 
-def sent(one: Exchanging, value: float) -> Crossed:
+def sent(one: Exchanging, value: float) -> PendingMeeting:
     """An island whose parameters are all `value` meets."""
     start, stop = one.span()
     return one.send(lambda: [np.full(stop - start, value, np.float32)])
 
 
-def taken(future: Crossed) -> Met:
+def taken(future: PendingMeeting) -> MeetingRecord:
     """What came of a meeting that was in time."""
     found = future.result()
     assert found is not None
     return found
 
 
-def met(one: Exchanging, value: float) -> Met | None:
+def met(one: Exchanging, value: float) -> MeetingRecord | None:
     return sent(one, value).result()
 
 
@@ -73,10 +73,10 @@ def test_the_mean_is_weighted_and_all_have_the_same() -> None:
         d = theta[span] - (3 * 0.5 * number - 1.0) / 4
         v[span] = d + 0.8 * v[span]
         theta[span] -= 0.5 * (d + 0.8 * v[span])
-        assert service.held is not None
-        for outer in (one.outer, two.outer, service.held.outer):
+        assert service.state is not None
+        for outer in (one.outer, two.outer, service.state.outer):
             np.testing.assert_allclose(outer.theta, theta, rtol=1e-6, atol=1e-6)
-        assert np.array_equal(one.outer.theta, service.held.outer.theta)
+        assert np.array_equal(one.outer.theta, service.state.outer.theta)
     assert one.round == two.round == 5
 
 
@@ -89,8 +89,8 @@ def test_narrow_dtypes_leave_all_alike(wire: str) -> None:
     mine = np.random.default_rng(0).normal(size=(2, 11)).astype(np.float32)
     future = one.send(lambda: [mine[0]])
     assert two.send(lambda: [mine[1]]).result() and future.result()
-    assert service.held is not None
-    assert np.array_equal(one.outer.theta, service.held.outer.theta)
+    assert service.state is not None
+    assert np.array_equal(one.outer.theta, service.state.outer.theta)
     step = {"bfloat16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}[wire]
     largest = np.abs(1 - mine).max()
     assert np.abs(one.outer.theta - mine.mean(0)).max() <= step * largest
@@ -193,8 +193,8 @@ def test_a_server_that_is_started_again_has_lost_nothing(tmp_path: Path, behind:
     assert taken(late).round == 1
     assert np.array_equal(one.outer.theta, two.outer.theta)
     assert met(two, 0.25) and taken(future).islands == (0, 1)
-    assert again.held is not None and np.array_equal(one.outer.theta, again.held.outer.theta)
-    assert np.array_equal(one.outer.momentum, again.held.outer.momentum)
+    assert again.state is not None and np.array_equal(one.outer.theta, again.state.outer.theta)
+    assert np.array_equal(one.outer.momentum, again.state.outer.momentum)
     if behind:
         assert again.events[1:] == ["it has heard of round 1 from island 0"]
 
