@@ -64,21 +64,10 @@ class Exact(Shown):
 
     kind: ClassVar[str] = "exact"
     places: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def islands(self) -> int:
-        """One."""
-        return 1
-
-    @property
-    def keeps(self) -> bool:
-        """Nothing is outer."""
-        return False
-
-    @property
-    def delay(self) -> int:
-        """Nothing crosses beside steps."""
-        return 0
+    #: One island, of which nothing is outer, and nothing crosses beside steps.
+    islands = 1
+    keeps = False
+    delay = 0
 
     def met(self, step: int) -> int:
         """No meetings.

@@ -91,11 +91,8 @@ class Settings(Shown):
     kind: ClassVar[str]
     #: Settings whose values stand behind the kind without their names.
     places: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def keeps(self) -> bool:
-        """True if there are outer parameters, which belong to all islands."""
-        return False
+    #: Whether there are outer parameters, which belong to all islands.
+    keeps: bool = False
 
     def to_json(self) -> JsonObject:
         """The settings as plain data, with the kind."""
@@ -290,6 +287,8 @@ class Gossip(Settings):
 
     kind: ClassVar[str] = "gossip"
     places: ClassVar[tuple[str, ...]] = ("islands", "graph")
+    #: Islands wait for what crosses.
+    delay = 0
 
     islands: int = 8
     graph: str = "exponential"
@@ -310,11 +309,6 @@ class Gossip(Settings):
             failures.append(f"islands is {self.islands}; a ring has at least 3")
         if failures:
             raise_all(PinError, "exchange=Gossip is not usable", failures)
-
-    @property
-    def delay(self) -> int:
-        """Islands wait for what crosses."""
-        return 0
 
     @property
     def meetings(self) -> int:
@@ -569,7 +563,10 @@ class Compressed(Settings):
 
     kind: ClassVar[str] = "compressed"
     places: ClassVar[tuple[str, ...]] = ("islands", "by")
+    #: Steps between two exchanges, also alike ones; islands wait for what crosses.
     every: ClassVar[int] = 1
+    period = 1
+    delay = 0
 
     islands: int = 2
     by: Compressor = RANK_FOUR
@@ -592,19 +589,9 @@ class Compressed(Settings):
             raise_all(PinError, "exchange=Compressed is not usable", failures)
 
     @property
-    def delay(self) -> int:
-        """Islands wait for what crosses."""
-        return 0
-
-    @property
     def meetings(self) -> int:
         """Number of exchanges that differ: one for each density of a warm-up."""
         return self.by.stages
-
-    @property
-    def period(self) -> int:
-        """Steps between two exchanges."""
-        return 1
 
     def due(self, step: int) -> int:
         """Returns the number of the exchange of a step.
@@ -716,6 +703,7 @@ class DiLoCo(Settings):
     """
 
     kind: ClassVar[str] = "diloco"
+    keeps = True
     places: ClassVar[tuple[str, ...]] = ("islands", "every")
     islands: int = 2
     every: int = 100
@@ -757,11 +745,6 @@ class DiLoCo(Settings):
         object.__setattr__(self, "mixing", float(self.mixing))
         object.__setattr__(self, "rate", float(self.rate))
         object.__setattr__(self, "momentum", float(self.momentum))
-
-    @property
-    def keeps(self) -> bool:
-        """Parameters and their momentum are outer."""
-        return True
 
     @property
     def meetings(self) -> int:
