@@ -258,10 +258,13 @@ def days_text(seconds: float) -> str:
     return f"{seconds / DAY:,.1f} days" if seconds >= DAY else seconds_text(seconds)
 
 
-def _positive(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 < value < math.inf
+def _not_positive(figures: Mapping[str, object]) -> list[str]:
+    """Lists the figures that are not finite numbers above 0."""
+    return [
+        f"{name} is {value!r:.40}; it is a number above 0"
+        for name, value in figures.items()
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,12 +281,7 @@ class Failures:
     devices: int
 
     def __post_init__(self) -> None:
-        wrong = [
-            f"{name} is {value!r:.40}; it is a number above 0"
-            for name, value in (("every", self.every), ("devices", self.devices))
-            if not _positive(value)
-        ]
-        if wrong:
+        if wrong := _not_positive({"every": self.every, "devices": self.devices}):
             raise_all(ArgumentError, "failures are not defined", wrong)
 
     def of(self, devices: int) -> float:
@@ -315,14 +313,8 @@ class Target:
 
     def __post_init__(self) -> None:
         figures = {"tokens": self.tokens, "deadline": self.deadline, "restart": self.restart}
-        wrong = [
-            f"{name} is {value!r:.40}; it is a number above 0"
-            for name, value in [
-                *figures.items(),
-                *((f"the price of {chip}", price) for chip, price in self.prices.items()),
-            ]
-            if not _positive(value)
-        ]
+        figures |= {f"the price of {chip}": price for chip, price in self.prices.items()}
+        wrong = _not_positive(figures)
         wrong += [
             f"the price of {shown(str(chip))}: no such chip; there are {', '.join(CATALOG)}"
             for chip in self.prices

@@ -14,6 +14,7 @@ from shardlib.launch.submission import (
     Submission,
     check_job,
     check_one_line,
+    check_options,
     check_plain,
     common_place,
     exports,
@@ -74,11 +75,7 @@ class SlurmSettings:
         ) + check_one_line(self)
         if self.gpus not in GPUS:
             failures.append(f"gpus is {self.gpus!r}; it must be one of {', '.join(GPUS)}")
-        failures += [
-            f"options has {text!r}, which does not begin with --"
-            for text in self.options
-            if not text.startswith("--")
-        ]
+        failures += check_options(self.options)
         if self.constraint and not re.fullmatch(r"[\w\-.,&|*()\[\]]+", self.constraint):
             failures.append(f"constraint is {self.constraint!r}, which no sbatch reads")
         if self.workdir is not None and not self.workdir.startswith("/"):

@@ -238,6 +238,15 @@ def check_one_line(settings: DataclassInstance) -> list[str]:
     ]
 
 
+def check_options(options: Iterable[str]) -> list[str]:
+    """Lists the further options of a command that are none."""
+    return [
+        f"options has {text!r}, which does not begin with --"
+        for text in options
+        if not text.startswith("--")
+    ]
+
+
 def check_job(job: Job, engine: str, failures: Iterable[str], hint: str = "") -> None:
     """Refuses a job that an engine cannot run."""
     problems = list(failures)

@@ -13,6 +13,7 @@ from shardlib.launch.submission import (
     accelerator_type,
     check_job,
     check_one_line,
+    check_options,
     check_plain,
     check_tpu,
     exports,
@@ -73,11 +74,7 @@ class TpuVmSettings:
                 f"provisioning is {self.provisioning!r}; it must be one of"
                 f" {', '.join(PROVISIONING)}"
             )
-        failures += [
-            f"options has {text!r}, which does not begin with --"
-            for text in self.options
-            if not text.startswith("--")
-        ]
+        failures += check_options(self.options)
         if failures:
             raise_all(LaunchError, "settings of Cloud TPU are not usable", failures)
 
