@@ -31,7 +31,6 @@ from shardlib.islands.meeting import local
 from shardlib.islands.program import (
     FlyingState,
     IslandsState,
-    OuterState,
     ResidualState,
     has_outer,
     mesh_of_islands,
@@ -249,13 +248,7 @@ def _repeated(array: jax.Array, like: jax.Array) -> jax.Array:
 # Descriptions of the changes to a checkpoint that is restored as other islands.
 
 
-def keeps(state: State) -> bool:
-    """Returns whether parameters are outer in a state."""
-    exchange = state.exchange if isinstance(state, IslandsState) else None
-    return isinstance(exchange, OuterState) and bool(exchange.params)
-
-
-def told(source: WrittenByOthers, target: State, *, new_optimizer: bool) -> Finding:
+def restart_finding(source: WrittenByOthers, target: State, *, new_optimizer: bool) -> Finding:
     """A finding that says what a checkpoint becomes."""
     before = source.islands
     after = len(target.islands) if isinstance(target, IslandsState) else 1
@@ -268,7 +261,7 @@ def told(source: WrittenByOthers, target: State, *, new_optimizer: bool) -> Find
         sentences.append(f"They start from {_start(source)}.")
     if before > 1 and not new_optimizer:
         sentences.append("Moments of optimizers are means.")
-    if keeps(target):
+    if isinstance(target, IslandsState) and target.keeps:
         sentences.append(f"The outer momentum {'is kept' if source.keeps else 'starts at zero'}.")
     if after > before:
         sentences.append(f"Random streams of islands from number {before + 1} on are new.")
@@ -343,7 +336,7 @@ class WrittenByOthers:
 
     def findings(self, like: State, *, new_optimizer: bool) -> tuple[Finding, ...]:
         """See `Written`."""
-        return (told(self, like, new_optimizer=new_optimizer),)
+        return (restart_finding(self, like, new_optimizer=new_optimizer),)
 
 
 def _of_one(state: State) -> TrainState:
@@ -413,7 +406,7 @@ def _trained(
     like: IslandsState,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Trained parameters by path, and the outer ones by name."""
-    wide = dict(zip(like.trained, outer_of(like).params, strict=True)) if keeps(like) else {}
+    wide = dict(zip(like.trained, outer_of(like).params, strict=True)) if like.keeps else {}
     if wide and source.keeps:
         outer = dict(source.checkpoint.read({name: f"{OUTER}{name}" for name in trained}, wide))
         return {path: _copied(outer[name], target[path]) for name, path in trained.items()}, outer
@@ -444,7 +437,7 @@ def _outer(source: WrittenByOthers, like: IslandsState, params: dict[str, Any], 
             f"{source.checkpoint.name} goes on with compressed gradients, and the first of what"
             " they keep is made by a program\nTry: Checkpoints.restore with the program"
         )
-    names = like.trained if keeps(like) else ()
+    names = like.trained if like.keeps else ()
     momenta = dict(zip(names, outer_of(like).momentum, strict=True))
     if source.keeps:
         momentum = dict(

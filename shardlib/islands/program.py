@@ -564,6 +564,11 @@ class IslandsState:
         return int(self.exchange.step)
 
     @property
+    def keeps(self) -> bool:
+        """True if parameters are outer."""
+        return isinstance(self.exchange, OuterState) and bool(self.exchange.params)
+
+    @property
     def guard(self) -> None:
         """There is no guard of all islands: each has its own."""
 
@@ -581,13 +586,11 @@ class IslandsState:
 
     def is_stored_in(self, arrays: Mapping[str, Any]) -> bool:
         """Returns whether a checkpoint has as many islands, and outer parameters if these have."""
-        step = arrays.get("islands.step")
-        exchange = self.exchange
-        outer = isinstance(exchange, OuterState) and bool(exchange.params)
+        step, exchange = arrays.get("islands.step"), self.exchange
         return (
             step is not None
             and step.shape[:1] == (len(self.islands),)
-            and has_outer(arrays, "params") == outer
+            and has_outer(arrays, "params") == self.keeps
             and has_outer(arrays, "residual") == isinstance(exchange, ResidualState)
             and has_outer(arrays, "sent") == isinstance(exchange, FlyingState)
         )
