@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
@@ -41,11 +42,12 @@ from shardlib.annotation.trees import Tree
 from shardlib.checkpointing.folder import Folder, Owner
 from shardlib.checkpointing.tree import (
     Camera,
+    OtherOptimizerError,
     Snapshot,
     Spec,
     State,
     check_target,
-    compared,
+    cut,
     fitted,
     form_of,
     is_key,
@@ -498,6 +500,72 @@ def read_state(
         program: Any = checkpoint.program
         state = program.anew(state)
     return state, (*casts, *written.findings(abstract, new_optimizer=new_optimizer))
+
+
+def compared(
+    stored: Mapping[str, Spec], target: Mapping[str, Spec], subject: str
+) -> tuple[Finding, ...]:
+    """Compares the arrays of a checkpoint with those of the target.
+
+    Returns:
+        Findings for floating-point dtypes that differ, which a restore casts.
+    """
+    differences = {
+        path: text
+        for path in sorted({*stored, *target})
+        if (text := _difference(path, stored.get(path), target.get(path)))
+    }
+    model = [
+        text
+        for path, text in differences.items()
+        if path.removeprefix("islands.").partition(".")[0] != "opt_state"
+    ]
+    if model:
+        raise_all(
+            CheckpointError,
+            f"{subject} is of another model",
+            cut(model),
+            hint="the model that it was saved with, or another folder for this one",
+        )
+    if differences:
+        raise_all(
+            OtherOptimizerError,
+            f"{subject} is of another optimizer",
+            cut(list(differences.values())),
+            hint=(
+                "the optimizer that it was saved with, or restore(program, parameters_only=True),"
+                " which starts the optimizer anew"
+            ),
+        )
+    cast = [
+        f"{path} {stored[path].dtype} -> {target[path].dtype}"
+        for path in target
+        if stored[path].dtype != target[path].dtype
+    ]
+    if not cast:
+        return ()
+    return (
+        Finding(
+            code="checkpoint-dtype",
+            severity="warning",
+            where=shortened(cast),
+            message=f"{len(cast)} arrays of {subject} have another dtype and are cast.",
+        ),
+    )
+
+
+def _difference(path: str, stored: Spec | None, target: Spec | None) -> str:
+    if stored is None or target is None:
+        return (
+            f"{path} is {'not in the checkpoint' if stored is None else 'in the checkpoint alone'}"
+        )
+    castable = all(jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating) for spec in (stored, target))
+    same = (
+        stored.shape == target.shape
+        and stored.key == target.key
+        and (stored.dtype == target.dtype or castable)
+    )
+    return "" if same else f"{path} is {stored} in the checkpoint, {target} here"
 
 
 def _stored_leaf(leaf: Tree, spec: Spec) -> jax.ShapeDtypeStruct:

@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from shardlib.annotation.trees import Tree, path_text
-from shardlib.errors import CheckpointError, raise_all
-from shardlib.findings import Finding
+from shardlib.errors import CheckpointError
 from shardlib.lowering.disk import DiskArray
 from shardlib.lowering.runtime import TrainState, by_path, sums
 from shardlib.lowering.training_program import SeveralStates
@@ -177,79 +176,14 @@ def check_target(target: Tree) -> None:
         )
 
 
-def compared(
-    stored: Mapping[str, Spec], target: Mapping[str, Spec], subject: str
-) -> tuple[Finding, ...]:
-    """Compares the arrays of a checkpoint with those of the target.
-
-    Returns:
-        Findings for floating-point dtypes that differ, which a restore casts.
-    """
-    differences = {
-        path: text
-        for path in sorted({*stored, *target})
-        if (text := _difference(path, stored.get(path), target.get(path)))
-    }
-    model = [
-        text
-        for path, text in differences.items()
-        if path.removeprefix("islands.").partition(".")[0] != "opt_state"
-    ]
-    if model:
-        raise_all(
-            CheckpointError,
-            f"{subject} is of another model",
-            _cut(model),
-            hint="the model that it was saved with, or another folder for this one",
-        )
-    if differences:
-        raise_all(
-            OtherOptimizerError,
-            f"{subject} is of another optimizer",
-            _cut(list(differences.values())),
-            hint=(
-                "the optimizer that it was saved with, or restore(program, parameters_only=True),"
-                " which starts the optimizer anew"
-            ),
-        )
-    cast = [
-        f"{path} {stored[path].dtype} -> {target[path].dtype}"
-        for path in target
-        if stored[path].dtype != target[path].dtype
-    ]
-    if not cast:
-        return ()
-    return (
-        Finding(
-            code="checkpoint-dtype",
-            severity="warning",
-            where=shortened(cast),
-            message=f"{len(cast)} arrays of {subject} have another dtype and are cast.",
-        ),
-    )
-
-
-def _difference(path: str, stored: Spec | None, target: Spec | None) -> str:
-    if stored is None or target is None:
-        return (
-            f"{path} is {'not in the checkpoint' if stored is None else 'in the checkpoint alone'}"
-        )
-    castable = all(jnp.issubdtype(jnp.dtype(spec.dtype), jnp.floating) for spec in (stored, target))
-    same = (
-        stored.shape == target.shape
-        and stored.key == target.key
-        and (stored.dtype == target.dtype or castable)
-    )
-    return "" if same else f"{path} is {stored} in the checkpoint, {target} here"
-
-
-def _cut(texts: list[str]) -> list[str]:
+def cut(texts: list[str]) -> list[str]:
+    """The first of some texts, and the number of others."""
     return texts if len(texts) <= SHOWN else [*texts[:SHOWN], f"and {len(texts) - SHOWN} more"]
 
 
 def shortened(names: list[str]) -> str:
     """Names with commas, the first ones and the number of others."""
-    return ", ".join(_cut(names))
+    return ", ".join(cut(names))
 
 
 def said(error: Exception) -> str:

@@ -33,7 +33,7 @@ from shardlib.launch.kubernetes import KUBERNETES
 from shardlib.launch.ray import RAY
 from shardlib.launch.skypilot import SKYPILOT
 from shardlib.launch.slurm import SLURM
-from shardlib.launch.submission import Engine, Submission, settings_of
+from shardlib.launch.submission import Engine, Submission
 from shardlib.launch.tpu_vm import TPU_VM
 from shardlib.untrusted.data import shown
 from shardlib.wings import NoOptions, extension
@@ -652,7 +652,7 @@ def submission_of(
     described = Job(
         command=completed(command, topology, run), topology=topology, run=run, **_set_values(fields)
     )
-    return engine.submission(described, settings_of(engine.settings, options, engine.defaults()))
+    return engine.submission(described, engine.read_settings(options))
 
 
 def _only(options: dict[str, Any], why: str) -> None:

@@ -422,6 +422,10 @@ class Engine:
     submission: Callable[[Job, Any], Submission]
     defaults: Callable[[], JsonMapping] = dict
 
+    def read_settings(self, words: Sequence[str]) -> Any:
+        """Its settings from the words of a command line."""
+        return settings_of(self.settings, words, self.defaults())
+
 
 # --------------------------------------------------------------------------------------------------
 # Names of TPU slices, as Google's tools have them.
