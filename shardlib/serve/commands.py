@@ -689,7 +689,8 @@ def generate_command(
                 " smaller --most"
             )
         served, others = beside(model, served, guesses, {ADAPTER: adapter} if adapter else {})
-        longest = _longest_request(len(tokens) + most, served.longest)
+        # no more than is needed, but whole blocks of tokens, since a model may want these
+        longest = min(served.longest, -(-(len(tokens) + most) // 1024) * 1024)
         sizes = Capacity(
             longest=longest, slots=1, drafts=guesses.ahead, adapters=len(others.adapters)
         )
@@ -731,13 +732,6 @@ def _show(engine: Engine, request: Request, prompt: str, text: Text) -> None:
             if event.token is not None:
                 echo(pieces.add(event.token), nl=False)
     echo(pieces.end())
-
-
-def _longest_request(tokens: int, longest: int) -> int:
-    """Tokens of the longest request: no more than needed, but whole blocks of them, since a model
-    may want these.
-    """
-    return min(longest, -(-tokens // 1024) * 1024)
 
 
 # --------------------------------------------------------------------------------------------------

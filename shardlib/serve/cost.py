@@ -360,7 +360,8 @@ class _Reader:
 
     def _visit(self, op: Op) -> None:
         weights = [value for value in op.operands if value in self.of]
-        activations = [value for value in op.operands if self._moves(value)]
+        others = [value for value in op.operands if value not in self.of]
+        activations = [value for value in others if self.graph.values[value].role != "constant"]
         if weights and not activations:
             sources = frozenset[int]().union(*(self.of[value] for value in weights))
             self.of.update(dict.fromkeys(op.results, sources))
@@ -381,12 +382,6 @@ class _Reader:
             )
             return
         self._hand_on(op)
-
-    def _moves(self, value: int) -> bool:
-        """Returns whether a value depends on the token: it is neither made of weights nor a
-        constant.
-        """
-        return value not in self.of and self.graph.values[value].role != "constant"
 
     def _multiply(self, op: Op, weights: Sequence[int]) -> None:
         behind = frozenset[int]().union(*(self.of[value] for value in weights))
@@ -808,7 +803,8 @@ class Pricing:
         """
         split, chip, learned = self.split, self.chip, self.constants
         tokens = np.asarray(load.rows + load.prompt, float)
-        share = learned.eight_bit if _is_eight_bit(self.dtype) else learned.matmul
+        eight_bit = self.dtype.startswith("float8") or self.dtype in ("int8", "uint8")
+        share = learned.eight_bit if eight_bit else learned.matmul
         compute = split.flops * tokens / (chip.peak(self.dtype) * share)
         read = split.read + sum(visited(experts, tokens) for experts in split.experts)
         streamed = read / (chip.hbm_bytes_per_s * learned.memory)
@@ -851,7 +847,3 @@ def visited(experts: Experts, tokens: Numbers) -> Numbers:
     """Bytes of experts that a step of so many tokens reads, where each token chooses evenly."""
     rarely = 1.0 - experts.chosen / experts.count
     return experts.bytes * (1.0 - rarely**tokens)
-
-
-def _is_eight_bit(dtype: str) -> bool:
-    return dtype.startswith("float8") or dtype in ("int8", "uint8")

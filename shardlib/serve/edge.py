@@ -368,11 +368,6 @@ def read_secret(path: Path) -> str:
             text = file.read(SECRET_LENGTH)
     except (OSError, UnicodeDecodeError) as error:
         raise MissingFileError(f"the secret in {path} cannot be read: {error}") from error
-    return long_enough(text)
-
-
-def long_enough(text: str) -> str:
-    """A secret, without what stands around it."""
     if len(text.strip()) < 16:
         raise ArgumentError(
             "the secret of a chain has at least 16 characters\nTry: --secret-file with what python"

@@ -446,12 +446,11 @@ def _calls(program: Program, layers: Sequence[Constants]) -> Iterator[CachedCall
 
 
 def _cached(program: Program, call: Call, layers: Sequence[Constants]) -> CachedCall:
-    chosen = Operands.of(call.form, call.inputs).global_layer  # its number
-    windows = (
-        (call.form.window,) * len(layers)
-        if chosen is None
-        else kept_windows(call.form.window, [layer.of(cast(int, chosen)) for layer in layers])
-    )
+    windows = (call.form.window,) * len(layers)
+    everywhere = Operands.of(call.form, call.inputs).global_layer  # its number
+    if everywhere is not None:  # a layer that sees all tokens, or may, keeps all of them
+        known = [layer.of(cast(int, everywhere)) for layer in layers]
+        windows = tuple(0 if value is None or value else call.form.window for value in known)
     operands = Operands.of(call.form, [program.avals[number] for number in call.inputs])
     latent_parts = latent(program, call)
     arrays = [
@@ -681,7 +680,7 @@ def _equation(
         return [jnp.full(params["shape"], cached.token.position, params["dtype"])], cached
     if equation.path in places.slices:
         return [_row(equation, operands[0], places.slices[equation.path], cached)], cached
-    if equation.name == "scan" and _inside(equation, cached):
+    if equation.name == "scan" and looks(equation, places, cached.pages):
         return _scan(equation, operands, cached)
     if equation.name in REMAT:
         ((program, _),) = bodies(equation)
@@ -709,11 +708,6 @@ def _row(equation: Equation, array: Value, dim: int, cached: TokenState) -> Valu
     limits = list(equation.params["limit_indices"])
     start[dim], limits[dim] = 0, 1
     return jax.lax.slice(rows, start, limits, equation.params["strides"])
-
-
-def _inside(equation: Equation, cached: TokenState) -> bool:
-    """Returns whether a loop has attention in it, or looks at the position."""
-    return looks(equation, cached.positions, cached.pages)
 
 
 def written_out(
@@ -839,14 +833,3 @@ def converted(columns: Columns, equation: Equation) -> Columns:
     """Columns in another dtype."""
     parts = tuple(bind(equation, [part])[0] for part in columns.parts)
     return Columns(parts=parts, summed=columns.summed, shape=columns.shape)
-
-
-def kept_windows(window: int, everywhere: Sequence[Value | None]) -> tuple[int, ...]:
-    """Tokens that each layer of a call keeps; 0 for all.
-
-    Args:
-        everywhere: whether a layer sees all tokens; None where that is not known.
-    """
-    return tuple(
-        window if sees_all is not None and not bool(sees_all) else 0 for sees_all in everywhere
-    )

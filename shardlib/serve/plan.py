@@ -109,13 +109,6 @@ class ServingEstimate:
         }
 
 
-# --------------------------------------------------------------------------------------------------
-# The plan, its predictions, and the record of its search.
-#
-# The value is frozen and has JSON. A plan that was just made can be asked on: `why_not`, `pareto`,
-# `replan`; one that was read from a file does not carry its model. The answers are functions of a
-# plan, which its methods import when they are called.
-
 #: Version of the JSON form; readers refuse others.
 FORMAT = "serving-2"
 

@@ -469,7 +469,9 @@ class Schedule:
 
     def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> list[ScheduledChunk]:
         """Schedules the next step; empty where there is nothing to do."""
-        self._end_cancelled()
+        for request in (*self.running, *self.waiting):
+            if request.cancelled:
+                self.end(request, CANCELLED)
         self._admit()
         shares: dict[int, ScheduledChunk] = {}
         ready = [request for request in self.running if not request.late]
@@ -536,11 +538,6 @@ class Schedule:
         if request.ended is not None:
             self.tenants.ended(request.number)
         self.slots = [None if slot is request else slot for slot in self.slots]
-
-    def _end_cancelled(self) -> None:
-        for request in (*self.running, *self.waiting):
-            if request.cancelled:
-                self.end(request, CANCELLED)
 
     def _order(self, request: Request) -> tuple[int, float, int]:
         """Order of admission: higher priority, whose tenant has had less, who came first."""
