@@ -17,7 +17,7 @@ from benchmarks.published.software import memory_of
 from shardlib.annotation import tree
 from shardlib.annotation.tree import read as read_model
 from shardlib.cost.pricing import combine
-from shardlib.cost.stages import Meshes, Plans, sums
+from shardlib.cost.stages import Meshes, Plans, quantities_of
 from shardlib.cost.tables import Pricer
 from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, place
@@ -93,7 +93,9 @@ class Quote:
             for items in (load.programs[how.remat, one.routes].work, load.rest)
         )
         plan = Plans(decisions=how, model=load.model, pricer=pricer, c=c)
-        return float(combine(sums(work, rest, [], load.model, pricer, c), plan).step_seconds[0])
+        return float(
+            combine(quantities_of(work, rest, [], load.model, pricer, c), plan).step_seconds[0]
+        )
 
     def figures(self) -> tuple[str, ...]:
         """Figures of `shardlib.cost.roofline.Efficiency` that the price depends on."""

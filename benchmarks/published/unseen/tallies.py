@@ -22,7 +22,7 @@ from benchmarks.published.unseen.kernels import FITTED, UNIT, Columns, Kernels, 
 from shardlib.cost.collectives import Links
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.pricing import combine
-from shardlib.cost.stages import Meshes, Model, Plans, sums
+from shardlib.cost.stages import Meshes, Model, Plans, quantities_of
 from shardlib.cost.tables import ROWS, Kernel, Launch, Measure, Pricer, coefficients, evaluate
 from shardlib.cost.terms import Item, Shapes
 from shardlib.decisions.table import Decisions
@@ -76,7 +76,9 @@ class Tallied:
         work = work + (self.kernels.times @ kernels).reshape(work.shape)
         c = self._places(of)
         totals = combine(
-            sums(work, self.rest[..., np.zeros(len(c), dtype=np.int64)], [], self.model, pricer, c),
+            quantities_of(
+                work, self.rest[..., np.zeros(len(c), dtype=np.int64)], [], self.model, pricer, c
+            ),
             Plans(decisions=self.how, model=self.model, pricer=pricer, c=c),
         )
         parts, figures = totals.seconds, pricer.constants
