@@ -300,34 +300,27 @@ def send(stream: Stream, header: JsonMapping, arrays: Outgoing) -> None:
         stream.sendall(chunk)
 
 
-def receive(stream: Stream, *, limit: int, header: int = HEADER_BYTES) -> Frame:
+def receive(
+    stream: Stream, *, limit: int, header: int = HEADER_BYTES, taken: Taken | None = None
+) -> Frame:
     """Reads one frame.
 
     Args:
         limit: bytes that its arrays may have; 0 for none.
         header: bytes that its header may have.
+        taken: takes each array as soon as it is there; the frame has none then.
     """
     fields, body = _frames_header(stream, limit, header)
     arrays = arrays_of(body, lambda count: _exactly(stream, count))
-    return Frame(header=fields, arrays=dict(arrays))
-
-
-def receive_in_order(stream: Stream, *, limit: int, taken: Taken) -> Frame:
-    """Reads one frame, and gives each of its arrays away as soon as it is there.
-
-    Args:
-        limit: bytes that its arrays may have; 0 for none.
-    """
-    header, body = _frames_header(stream, limit)
-    taken.begin(header)
-    for name, array in arrays_of(body, lambda count: _exactly(stream, count)):
+    if taken is None:
+        return Frame(header=fields, arrays=dict(arrays))
+    taken.begin(fields)
+    for name, array in arrays:
         taken.take(name, array)
-    return Frame(header=header, arrays={})
+    return Frame(header=fields, arrays={})
 
 
-def _frames_header(
-    stream: Stream, limit: int, longest: int = HEADER_BYTES
-) -> tuple[JsonObject, int]:
+def _frames_header(stream: Stream, limit: int, longest: int) -> tuple[JsonObject, int]:
     """The header of a frame, and the bytes of its body, which come next."""
     mark, header, body = _LENGTHS.unpack(_exactly(stream, _LENGTHS.size))
     if mark != MARK:

@@ -43,7 +43,6 @@ from shardlib.islands.transfers import Bucket
 from shardlib.processes.wire import (
     FLOAT32,
     GREETING_SECONDS,
-    Frame,
     FrameError,
     Later,
     Outgoing,
@@ -51,7 +50,6 @@ from shardlib.processes.wire import (
     introduce,
     keep_alive,
     receive,
-    receive_in_order,
     send,
 )
 from shardlib.untrusted.data import Json, JsonMapping, JsonObject, Limits, construct, parse_json
@@ -281,7 +279,8 @@ class Connection:
             try:
                 stream = self._connected()
                 send(stream, ask.to_json(), arrays)
-                frame = _received(stream, arrivals)
+                taken = None if arrivals is None else _Answers(arrivals=arrivals)
+                frame = receive(stream, limit=MOST_BYTES, taken=taken)
                 return read_answer(frame.header), dict(frame.arrays)
             except StrangerError as error:
                 raise LaunchError(f"server {self.server} is a stranger: {error}") from error
@@ -332,12 +331,6 @@ class _Answers:
 
     def take(self, name: str, array: np.ndarray) -> None:
         self.arrivals.take(name, array)
-
-
-def _received(stream: socket.socket, arrivals: Arrivals | None) -> Frame:
-    if arrivals is None:
-        return receive(stream, limit=MOST_BYTES)
-    return receive_in_order(stream, limit=MOST_BYTES, taken=_Answers(arrivals=arrivals))
 
 
 #: Buckets, those that cross first in front.
