@@ -11,8 +11,10 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -47,6 +49,23 @@ def python(
     )
     assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
     return done
+
+
+def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """What a condition is once it holds, which it has to within so many seconds."""
+    end = time.monotonic() + seconds
+    while not (value := holds()):
+        assert time.monotonic() < end, f"nothing after {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody has asked about does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def child(module: str, *arguments: object) -> subprocess.Popen[str]:

@@ -7,7 +7,6 @@ They save step 1, wait until somebody else has saved step 2, and restore that.
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax
 
 from shardlib.checkpointing.store import Checkpoints
 from tests.checkpointing.states import ROWS, abstract, mesh, state
-from tests.processes import forked
+from tests.processes import forked, until
 
 
 def same_here(found: Any, expected: Any) -> bool:
@@ -39,9 +38,7 @@ def run(number: int, count: int, port: str, folder: str) -> None:
     )()
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(1, first, plan=None, extra={"position": 1}, wait=True)
-    deadline = time.monotonic() + 60
-    while not (Path(folder) / "2").is_dir() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until((Path(folder) / "2").is_dir)
     with Checkpoints(folder, read_only=True) as checkpoints:
         restored = checkpoints.restore(target)
         assert (restored.step, restored.extra) == (2, {"position": 2}) and same_here(

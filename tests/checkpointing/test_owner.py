@@ -21,7 +21,7 @@ from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError, OwnedError, RunError
 from shardlib.processes import kin
 from shardlib.processes.kin import Who, this_process
-from tests.processes import python
+from tests.processes import python, until
 
 #: Claims a folder, says so, and waits to be told to end.
 HOLD = (
@@ -228,9 +228,7 @@ def test_a_process_is_known_by_more_than_its_number():
     assert kin.lives(replace(me, boot="another")) is None
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     one = replace(me, pid=child.pid, started=kin._started(child.pid) or "0")
-    end = time.monotonic() + 60
-    while kin.lives(one) and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: not kin.lives(one))
     assert (
         child.returncode is None and kin.lives(one) is False
     )  # it has ended, and nobody has asked how

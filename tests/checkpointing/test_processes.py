@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import resource
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError
 from tests.checkpointing.states import BOTH, ROWS, WHOLE, abstract, assert_same, mesh, placed, state
 from tests.checkpointing.test_huggingface import CONFIGS, drawn, program_of
-from tests.processes import child, free_port
+from tests.processes import child, free_port, until
 
 #: Where one array cannot be written, Orbax gives up the others, and tensorstore complains of that
 #: in its own threads.
@@ -48,13 +47,13 @@ def test_killed_while_saving(tmp_path: Path):
 def test_four_processes_and_one(tmp_path: Path):
     """4 processes of 2 devices save, 1 of 8 restores that and saves, and the 4 restore that."""
     process = child("tests.checkpointing.child_processes", 4, free_port(), tmp_path)
-    deadline = time.monotonic() + 100
-    while (
-        not ((tmp_path / "1").is_dir() and described(tmp_path) is None)
-        and process.poll() is None
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.05)
+    until(
+        lambda: (
+            ((tmp_path / "1").is_dir() and described(tmp_path) is None)
+            or process.poll() is not None
+        ),
+        100,
+    )
     if process.poll() is None:
         with Checkpoints(tmp_path) as checkpoints:
             assert_same(checkpoints.restore(abstract(state(), mesh(2, 4), BOTH)).state, state(1))

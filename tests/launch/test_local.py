@@ -17,6 +17,7 @@ from shardlib.processes.console import Lines, address_of
 from shardlib.processes.place import HUNG
 from shardlib.training.run import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget
+from tests.processes import alive, until
 
 ROOT = Path(__file__).parents[2]
 #: One of several processes of a run without JAX: ten steps, each of which process 0 saves; one
@@ -170,10 +171,7 @@ def started(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def waited(*paths: Path) -> None:
-    end = time.monotonic() + 60
-    while not all(path.exists() for path in paths) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert all(path.exists() for path in paths)
+    until(lambda: all(path.exists() for path in paths))
 
 
 def test_a_stop_is_passed_on(tmp_path: Path):
@@ -202,18 +200,7 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path):
     assert all(map(alive, pids))
     process.kill()
     process.communicate()
-    end = time.monotonic() + 60
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not any(map(alive, pids))
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has asked about does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    until(lambda: not any(map(alive, pids)))
 
 
 def test_lines_are_whole_and_have_their_number():

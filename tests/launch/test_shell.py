@@ -14,6 +14,7 @@ import yaml
 
 from shardlib.launch.job import Job
 from shardlib.launch.submission import host_script, yaml_text
+from tests.processes import until
 
 #: Writes its place, then ends with the code that its file says, or waits for a signal and ends with
 #: 75.
@@ -80,10 +81,7 @@ def test_a_failure_ends_the_others(tmp_path: Path):
 
 def test_a_signal_reaches_all(tmp_path: Path):
     host = start(tmp_path)
-    end = time.monotonic() + 60
-    while len(list(tmp_path.glob("place-*"))) < 3:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    until(lambda: len(list(tmp_path.glob("place-*"))) == 3)
     host.send_signal(signal.SIGTERM)
     assert ended(host) == 75
     assert len(list(tmp_path.glob("stopped-*"))) == 3

@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from shardlib.training.settings import Settings
 from shardlib.training.states import averaged, with_average
 from shardlib.training.stepping import BatchOf
 from shardlib.training.validation import Validation
-from tests.processes import forked
+from tests.processes import forked, until
 from tests.training.small import Model, batch_of, loss
 
 STEPS, EVERY = 12, 3
@@ -115,10 +114,7 @@ def work(number: int, count: int, port: str, folder: str) -> None:
 
     def batches(step: int) -> Any:
         if step == EVERY + 1 and how == "kill":
-            end = time.monotonic() + 60
-            while not Path(folder, "run", "checkpoints", str(EVERY)).exists():
-                assert time.monotonic() < end
-                time.sleep(0.02)
+            until(Path(folder, "run", "checkpoints", str(EVERY)).exists)
             os.kill(os.getpid(), signal.SIGKILL)
         if (step, how, number) == (EVERY + 1, "term", count - 1):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -16,7 +16,7 @@ from shardlib.processes.place import HUNG, Heartbeat, Observer, Watchdog, read_h
 from shardlib.training.measures import read_lines
 from shardlib.training.run import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget, _passed_on, supervise
-from tests.processes import ROOT, python
+from tests.processes import ROOT, alive, python, until
 
 CARD = (
     "vocab_size = 256\nlayers = 1\nembed = 16\nheads = 2\nkv_heads = 2\nhead_dim = 8\nmlp ="
@@ -46,13 +46,13 @@ def started(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
 
 
 def trains(folder: RunFolder, process: subprocess.Popen[str]) -> bool:
-    end = time.monotonic() + 200
-    while (
-        not (folder.metrics.exists() and len(read_lines(folder.metrics).records) > 5)
-        and process.poll() is None
-        and time.monotonic() < end
-    ):
-        time.sleep(0.1)
+    until(
+        lambda: (
+            (folder.metrics.exists() and len(read_lines(folder.metrics).records) > 5)
+            or process.poll() is not None
+        ),
+        200,
+    )
     return process.poll() is None
 
 
@@ -95,9 +95,7 @@ def test_it_saves_and_says_so_and_shows_no_error(tmp_path: Path, number: signal.
 def test_without_a_folder_ctrl_c_leaves_no_error(tmp_path: Path):
     process = started(tmp_path)
     process.send_signal(signal.SIGCONT)
-    end = time.monotonic() + 200
-    while process.poll() is None and time.monotonic() < end and not _threads(process.pid):
-        time.sleep(0.1)
+    until(lambda: process.poll() is not None or _threads(process.pid), 200)
     process.send_signal(signal.SIGINT)
     try:
         out, errors = process.communicate(timeout=200)
@@ -322,14 +320,12 @@ def _supervisor(tmp_path: Path) -> tuple[RunFolder, subprocess.Popen[bytes]]:
 
 def test_a_stop_is_passed_on(tmp_path: Path):
     folder, process = _supervisor(tmp_path)
-    end = time.monotonic() + 60
-    while not (folder.path / "done").exists() and time.monotonic() < end:
-        time.sleep(0.05)
+    until((folder.path / "done").exists)
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == STOPPED
     beat = folder.heartbeats()
-    assert folder.saved()[-1] == 5 and all(_gone(one.pid) for one in beat)
+    assert folder.saved()[-1] == 5 and not any(alive(one.pid) for one in beat)
 
 
 def test_what_is_passed_on_is_what_came():
@@ -341,17 +337,12 @@ def test_what_is_passed_on_is_what_came():
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
 def test_nobody_trains_on_without_its_supervisor(tmp_path: Path, number: signal.Signals):
     folder, process = _supervisor(tmp_path)
-    end = time.monotonic() + 60
-    while not ((folder.path / "done").exists() and folder.heartbeats()) and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: (folder.path / "done").exists() and folder.heartbeats())
     (beat,) = folder.heartbeats()
-    assert not _gone(beat.pid)
+    assert alive(beat.pid)
     process.send_signal(number)
     assert process.wait(timeout=60) == (-signal.SIGKILL if number == signal.SIGKILL else STOPPED)
-    end = time.monotonic() + 60
-    while not _gone(beat.pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert _gone(beat.pid)
+    until(lambda: not alive(beat.pid))
 
 
 @pytest.mark.long
@@ -367,11 +358,3 @@ def test_clocks_that_are_set_kill_nobody_and_hide_nothing(
     assert code == 0 and said[0].startswith(
         "the training process gave no sign of life for 4 s and was killed"
     )
-
-
-def _gone(pid: int) -> bool:
-    """Whether a process has ended, also where nobody has asked how."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True

@@ -7,10 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,6 +26,7 @@ from shardlib.verification.isolation import (
     target,
 )
 from tests.planner.fixture_plan import PLAN
+from tests.processes import alive, until
 
 HERE = target(topology("cpu:2"), MeshShape(data=2))
 OOM = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 86.97G of 15.75G hbm. Exceeded hbm capacity by 71.23G.
@@ -193,25 +191,10 @@ def test_whoever_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path, numb
         env={**os.environ, "PYTHONPATH": str(root)},
         stderr=subprocess.PIPE,
     ) as process:
-        pids = wait_for(compiling, 120)
+        pids = until(compiling, 120)
         assert pids and all(map(alive, pids))
         process.send_signal(number)
         process.communicate(timeout=60)
         assert process.returncode != 0
-    assert wait_for(lambda: not any(map(alive, pids)), 20)
-    assert wait_for(lambda: not [*tmp_path.iterdir()], 20)
-
-
-def wait_for(look: Callable[[], Any], seconds: float) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := look()) and time.monotonic() < end:
-        time.sleep(0.05)
-    return found
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has asked about does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    until(lambda: not any(map(alive, pids)))
+    until(lambda: not [*tmp_path.iterdir()])

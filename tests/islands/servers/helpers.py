@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -41,11 +40,3 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)
     return results
-
-
-def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Waits until a condition holds."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)

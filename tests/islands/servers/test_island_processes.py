@@ -19,9 +19,8 @@ import pytest
 import shardlib
 from shardlib.islands.servers.joining import OuterServer
 from shardlib.islands.servers.rounds import Rounds
-from tests.islands.servers.helpers import until
 from tests.islands.servers.test_island import replicas
-from tests.processes import python
+from tests.processes import python, until
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = [sys.executable, str(ROOT / "tests" / "islands" / "servers" / "script.py")]

@@ -22,8 +22,8 @@ import shardlib
 from shardlib.islands import servers
 from shardlib.islands.servers.crew import WorkerStep, read_steps
 from tests.islands.servers import jobs
-from tests.islands.servers.helpers import until
 from tests.islands.servers.test_worker import first
+from tests.processes import until
 
 UPKEEP = servers.Upkeep(save_every=1)
 

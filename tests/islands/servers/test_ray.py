@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 import shardlib
 from shardlib.islands import servers
 from tests.islands.servers import jobs
+from tests.processes import until
 
 ROOT = Path(__file__).parents[3]
 #: Two workers, one of which is killed, and a server that is killed; then what there is to tell.
@@ -34,10 +34,7 @@ print(json.dumps(trained.metrics()))
 
 
 def wait_for(path: Path, lines: int) -> None:
-    until = time.monotonic() + 90
-    while not path.exists() or path.read_text().count("\n") < lines:
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: path.exists() and path.read_text().count("\n") >= lines, 90)
 
 
 @pytest.mark.long

@@ -28,6 +28,7 @@ from shardlib.islands.servers.wire import (
 )
 from shardlib.processes import wire as door_module
 from shardlib.processes.wire import Door
+from tests.processes import until
 
 SECRET = "the secret of the run"
 
@@ -60,10 +61,7 @@ def connection(
 
 def event(server: Listening, says: str) -> None:
     """Waits until the server names it."""
-    until = time.monotonic() + 60
-    while not any(says in one for one in server.service.events):
-        assert time.monotonic() < until, server.service.events
-        time.sleep(0.01)
+    until(lambda: any(says in one for one in server.service.events))
 
 
 def greeted(server: Listening, worker: int = 1) -> socket.socket:
@@ -259,9 +257,7 @@ def test_a_greeting_has_one_deadline_and_refusals_are_noted_ever_more_rarely() -
                 while one.recv(1 << 10):
                     pass
     assert 0.4 < time.monotonic() - begun < 8  # twenty times 0.5 one after the other
-    until = time.monotonic() + 60  # a stranger is let go before it is counted
-    while len(refused) < 20 and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: len(refused) >= 20)  # a stranger is let go before it is counted
     door.close()
     assert len(refused) == 20 and len(notes) == 9
     assert "it has not said who it is within 0.5 s" in notes[0]
@@ -287,10 +283,7 @@ def test_of_too_many_strangers_those_of_one_address_go_first(
             pass
     door_module.introduce(other, SECRET, 0, 7)
     door_module.introduce(many[-1], SECRET, 0, 8)
-    until = time.monotonic() + 60
-    while sorted(came) != [7, 8]:
-        assert time.monotonic() < until, came
-        time.sleep(0.01)
+    until(lambda: sorted(came) == [7, 8])
     door.close()
     for one in (other, *many):
         one.close()

@@ -15,6 +15,7 @@ import pytest
 from shardlib.serve.hosting import Deployment, spell
 from shardlib.serve.http.bodies import Chat, asked_of
 from shardlib.serve.http.settings import Fault, NamedModel
+from tests.processes import until
 from tests.serve.http.conftest import TOKENS
 
 HEAD = {"Authorization": f"Bearer {TOKENS[0]}"}
@@ -317,9 +318,7 @@ def test_floods_and_drips_are_cut_off(url: str):
 
 
 def test_nothing_is_left_of_all_that(url: str, deployed: Deployment):
-    end = time.monotonic() + 60
-    while deployed.worker.taken and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: not deployed.worker.taken)
     pool = deployed.worker.engine.schedule.pool
     assert (deployed.worker.taken, pool.available) == (0, pool.pages)
     assert httpx2.get(f"{url}/health").json() == {"status": "ok", "models": {"tiny": ""}}

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardlib.serve.hosting import Deployment
+from tests.processes import until
 
 #: Bodies; more by SHARDLIB_FUZZ.
 EXAMPLES = int(os.environ.get("SHARDLIB_FUZZ", "60"))
@@ -199,9 +200,7 @@ def test_no_request_fails_the_server(
 
 @pytest.mark.long
 def test_nothing_is_left_of_all_that(folder_url: str, folder: Deployment):
-    end = time.monotonic() + 60
-    while folder.worker.taken and time.monotonic() < end:
-        time.sleep(0.05)
+    until(lambda: not folder.worker.taken)
     pool = folder.worker.engine.schedule.pool
     assert (folder.worker.taken, pool.available) == (0, pool.pages)
     assert httpx2.get(f"{folder_url}/health").json()["status"] == "ok"

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from shardlib.serve.http.app import application
 from shardlib.serve.http.server import serving as serve
 from shardlib.serve.http.settings import Settings
 from shardlib.serve.requests import GenerationRequest, Request, SampledToken
+from tests.processes import until
 from tests.serve.http.conftest import CAPACITY, TOKENS
 
 HEAD = {"Authorization": f"Bearer {TOKENS[0]}"}
@@ -48,14 +49,6 @@ def held(deployed: Deployment) -> Iterator[None]:
     finally:
         go.set()
         done.result(60)
-
-
-def comes(true: Callable[[], bool], seconds: float = 30.0) -> bool:
-    """Whether something becomes true."""
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
 
 
 def idle(deployed: Deployment) -> bool:
@@ -89,7 +82,7 @@ def test_one_more_than_there_are_places_is_told_to_come_back(url: str, deployed:
             assert late.status_code == 429 and 1 <= int(late.headers["retry-after"]) <= 60
             assert late.json()["error"]["code"] == "server_busy"
         assert httpx2.get(f"{url}/health").status_code == 200
-    assert comes(lambda: idle(deployed))
+    until(lambda: idle(deployed))
 
 
 def test_clients_that_go_give_back_what_they_had(url: str, deployed: Deployment):
@@ -97,16 +90,16 @@ def test_clients_that_go_give_back_what_they_had(url: str, deployed: Deployment)
         with contextlib.ExitStack() as stack:  # none of these has been seen by the engine
             for _ in range(8):
                 opened(stack, url)
-        assert comes(lambda: deployed.worker.taken == 0)
+        until(lambda: deployed.worker.taken == 0)
         with contextlib.suppress(httpx2.TimeoutException):  # nor has one that waits for the whole
             httpx2.post(f"{url}/v1/completions", json={"prompt": "a"}, headers=HEAD, timeout=0.3)
-        assert comes(lambda: deployed.worker.taken == 0)
-    assert comes(lambda: idle(deployed))
+        until(lambda: deployed.worker.taken == 0)
+    until(lambda: idle(deployed))
     with contextlib.ExitStack() as stack:
         streams = [opened(stack, url, n=2) for _ in range(4)]
         for one in streams:
             assert next(one.iter_lines()).startswith("data: ")
-    assert comes(lambda: idle(deployed))
+    until(lambda: idle(deployed))
 
 
 def test_an_engine_that_hangs_is_not_well(
@@ -117,7 +110,7 @@ def test_an_engine_that_hangs_is_not_well(
         time.sleep(0.1)
         health = httpx2.get(f"{url}/health")
         assert health.status_code == 503 and "more than 0.05 seconds" in health.text
-    assert comes(lambda: httpx2.get(f"{url}/health").status_code == 200)
+    until(lambda: httpx2.get(f"{url}/health").status_code == 200)
 
 
 @pytest.mark.long
@@ -149,7 +142,7 @@ def test_others_do_not_notice(client: openai.OpenAI, url: str, deployed: Deploym
         first = next(beside).choices[0].text
         others.close()
         assert first + "".join(one.choices[0].text for one in beside) == alone
-    assert comes(lambda: idle(deployed))
+    until(lambda: idle(deployed))
 
 
 def heard(token: int, ended: str | None = None) -> StreamEvent:
@@ -208,8 +201,8 @@ def test_who_does_not_read_is_cut_off(second: tuple[str, Deployment]):
         one.connect((where.hostname, where.port))
         head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         one.sendall(head.encode() + body)
-        assert comes(lambda: deployed.worker.taken == 4)
-        assert comes(lambda: idle(deployed)), "the slots of who does not read"
+        until(lambda: deployed.worker.taken == 4)
+        assert until(lambda: idle(deployed)), "the slots of who does not read"
         assert deployed.worker.engine.steps - steps < 250
         found = b""
         with contextlib.suppress(ConnectionResetError):
@@ -276,12 +269,12 @@ def test_figures_count_what_was_done(second: tuple[str, Deployment]):
     with contextlib.ExitStack() as stack:
         lines = opened(stack, url).iter_lines()
         assert next(lines).startswith("data: ")
-    assert comes(lambda: idle(deployed))
+    until(lambda: idle(deployed))
 
     def more(name: str) -> float:
         return figures_of(url)[f"shardlib_{name}"] - before.get(f"shardlib_{name}", 0)
 
-    assert comes(lambda: more('requests_ended_total{reason="cancelled"}') == 1)
+    until(lambda: more('requests_ended_total{reason="cancelled"}') == 1)
     assert more('requests_ended_total{reason="length"}') == 2
     assert more("time_to_first_token_seconds_count{}") == 3
     assert 2 * 9 < more("generated_tokens_total{}") < 2 * 9 + 200
