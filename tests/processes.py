@@ -27,28 +27,36 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def python(
+def child(
     *words: object,
-    check: bool = True,
     cwd: Path = ROOT,
     env: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Runs Python, which finds the package and the tests, with `variables` beside those of this
-    process. Where `check` is true it has to end with 0.
+    **options: Any,
+) -> subprocess.Popen[str]:
+    """Starts Python, which finds the package and the tests, with `variables` beside those of this
+    process.
     """
     usual = {**os.environ, "PYTHONPATH": str(ROOT), **(variables or {})}
-    done = subprocess.run(
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(
         [sys.executable, *map(str, words)],
-        capture_output=True,
-        text=True,
         cwd=cwd,
         env=usual if env is None else dict(env),
-        timeout=600,
-        check=False,
+        **{**pipes, **options},
     )
-    assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
-    return done
+
+
+def python(*words: object, check: bool = True, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs Python as `child` starts it; where `check` is true it has to end with 0."""
+    with child(*words, **options) as process:
+        try:
+            out, errors = process.communicate(timeout=600)
+        except BaseException:
+            process.kill()
+            raise
+    assert process.returncode == 0 or not check, out[-3000:] + errors[-3000:]
+    return subprocess.CompletedProcess(process.args, process.returncode, out, errors)
 
 
 def until(holds: Callable[[], Any], seconds: float = 60.0) -> Any:
@@ -66,18 +74,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def child(module: str, *arguments: object) -> subprocess.Popen[str]:
-    """Starts `python -m module`."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, arguments)],
-        cwd=ROOT,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
 
 
 def forked(work: Callable[[int, int, str, str], None]) -> int:

@@ -28,7 +28,7 @@ def test_killed_while_saving(tmp_path: Path):
     """Whatever the moment, every checkpoint that is seen afterwards is whole, and the next process
     saves on.
     """
-    process = child("tests.checkpointing.child_saves", tmp_path, *(0.02, 0.1, 0.2))
+    process = child("-m", "tests.checkpointing.child_saves", tmp_path, *(0.02, 0.1, 0.2))
     output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors[-3000:]
     left = [ast.literal_eval(line) for line in output.splitlines()]
@@ -46,7 +46,7 @@ def test_killed_while_saving(tmp_path: Path):
 @pytest.mark.long
 def test_four_processes_and_one(tmp_path: Path):
     """4 processes of 2 devices save, 1 of 8 restores that and saves, and the 4 restore that."""
-    process = child("tests.checkpointing.child_processes", 4, free_port(), tmp_path)
+    process = child("-m", "tests.checkpointing.child_processes", 4, free_port(), tmp_path)
     until(
         lambda: (
             ((tmp_path / "1").is_dir() and described(tmp_path) is None)
@@ -73,7 +73,7 @@ def test_four_processes_read_and_write_hugging_face_files(tmp_path: Path):
     (name,) = huggingface.save(
         program, drawn(program), tmp_path / "in", config=tmp_path / "config" / "config.json"
     )
-    process = child("tests.checkpointing.child_huggingface", 4, free_port(), tmp_path)
+    process = child("-m", "tests.checkpointing.child_huggingface", 4, free_port(), tmp_path)
     _, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors[-3000:]
     shares = [float(path.read_text()) for path in tmp_path.glob("share-*")]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib.data.batches import Loader, TokenDataset, local_rows, placed
 from shardlib.data.open import read
 from shardlib.errors import BatchError, DataError
-from tests.processes import free_port
+from tests.processes import child, free_port
 
 SEQ = 8
 
@@ -219,18 +217,8 @@ def processes(count: int, path: Path, start: int) -> Iterator[dict]:
         "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     running = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                _PROCESS,
-                address,
-                str(count),
-                str(number),
-                str(path),
-                str(start),
-            ],
-            env=env,
+        child(
+            "-c", _PROCESS, address, count, number, path, start, env=env, stdout=None, stderr=None
         )
         for number in range(count)
     ]

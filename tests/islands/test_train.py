@@ -156,7 +156,7 @@ def test_a_run_that_fails_goes_on_bit_for_bit(
 @pytest.mark.long
 @pytest.mark.processes
 def test_a_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None:
-    process = child("tests.islands.child_run", tmp_path, 10)
+    process = child("-m", "tests.islands.child_run", tmp_path, 10)
     _, said = process.communicate()
     assert process.returncode == -signal.SIGKILL, said
     made, wanted = program("zero-3"), whole("zero-3")

@@ -17,7 +17,7 @@ from shardlib.processes.console import Lines, address_of
 from shardlib.processes.place import HUNG
 from shardlib.training.run import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget
-from tests.processes import alive, until
+from tests.processes import alive, child, until
 
 ROOT = Path(__file__).parents[2]
 #: One of several processes of a run without JAX: ten steps, each of which process 0 saves; one
@@ -157,17 +157,8 @@ def started(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     """A launcher in a process of its own, once all of its processes have begun."""
     folder = RunFolder(tmp_path / "run")
     folder.open({"model": "none"})
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "shardlib", "launch", "--processes", "2", "--"),
-            *(words or (sys.executable, "-c", RUN, str(folder.path), "wait", "0", "0", "once")),
-        ],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    return process
+    words = words or (sys.executable, "-c", RUN, str(folder.path), "wait", "0", "0", "once")
+    return child("-m", "shardlib", "launch", "--processes", "2", "--", *words)
 
 
 def waited(*paths: Path) -> None:

@@ -58,7 +58,9 @@ def own_losses() -> list[float]:
 
 def trained(folder: Path, count: int, used: str, how: str) -> list[dict[str, Any]]:
     """What each process comes to; nothing where they are killed."""
-    process = child("tests.training.idle_fit", count, free_port(), folder, USED[used](count), how)
+    process = child(
+        "-m", "tests.training.idle_fit", count, free_port(), folder, USED[used](count), how
+    )
     _, errors = process.communicate(timeout=150)
     assert process.returncode == (1 if how == "kill" else 0), errors[-3000:]
     texts = [path.read_text() for path in sorted(folder.glob("found-*"))]
@@ -157,7 +159,7 @@ def test_what_a_job_does_beside_its_steps(tmp_path: Path):
     Hugging Face where process 0, or process 1, owns no device: all as of one process; and what
     needs one process is refused in both.
     """
-    process = child("tests.training.idle_paths", 2, free_port(), tmp_path)
+    process = child("-m", "tests.training.idle_paths", 2, free_port(), tmp_path)
     _, errors = process.communicate(timeout=150)
     assert process.returncode == 0, errors[-3000:]
     first, second = (json.loads((tmp_path / f"found-{number}").read_text()) for number in range(2))

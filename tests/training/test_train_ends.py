@@ -16,7 +16,7 @@ from shardlib.processes.place import HUNG, Heartbeat, Observer, Watchdog, read_h
 from shardlib.training.measures import read_lines
 from shardlib.training.run import RunFolder
 from shardlib.training.supervisor import STOPPED, Budget, _passed_on, supervise
-from tests.processes import ROOT, alive, python, until
+from tests.processes import alive, child, python, until
 
 CARD = (
     "vocab_size = 256\nlayers = 1\nembed = 16\nheads = 2\nkv_heads = 2\nhead_dim = 8\nmlp ="
@@ -34,15 +34,7 @@ def started(tmp_path: Path, *more: str) -> subprocess.Popen[str]:
         ).split(),
         *more,
     ]
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardlib", *words],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return child("-m", "shardlib", *words, start_new_session=True)
 
 
 def trains(folder: RunFolder, process: subprocess.Popen[str]) -> bool:

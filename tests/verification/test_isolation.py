@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from shardlib.verification.isolation import (
     target,
 )
 from tests.planner.fixture_plan import PLAN
-from tests.processes import alive, until
+from tests.processes import alive, child, until
 
 HERE = target(topology("cpu:2"), MeshShape(data=2))
 OOM = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 86.97G of 15.75G hbm. Exceeded hbm capacity by 71.23G.
@@ -44,14 +42,14 @@ OOM = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory 
 """
 
 
-def child(tmp_path: Path, code: str, **limits: float) -> Failure:
+def failure(tmp_path: Path, code: str, **limits: float) -> Failure:
     made = run_child([sys.executable, "-c", code], tmp_path, HERE, Limits(**limits))
     assert isinstance(made, Failure)
     return made
 
 
 def test_abort(tmp_path: Path):
-    made = child(
+    made = failure(
         tmp_path,
         "import os, sys; print('F0000 x.cc:1] Check failed: a == b', file=sys.stderr, flush=True);"
         " os.abort()",
@@ -63,12 +61,12 @@ def test_abort(tmp_path: Path):
 
 
 def test_time_limit(tmp_path: Path):
-    made = child(tmp_path, "import time; time.sleep(60)", seconds=0.3)
+    made = failure(tmp_path, "import time; time.sleep(60)", seconds=0.3)
     assert made.kind == "compile-timeout" and made.seconds < 20
 
 
 def test_memory_limit(tmp_path: Path):
-    made = child(
+    made = failure(
         tmp_path, "import time; x = b'x' * (400 << 20); time.sleep(60)", memory_bytes=200 << 20
     )
     assert made.kind == "compiler-memory"
@@ -81,10 +79,10 @@ def test_errors_of_the_compiler_are_told_apart(tmp_path: Path):
     )
     path = str(tmp_path / "result.json")
     assert (
-        child(tmp_path, write.format(path, "INVALID_ARGUMENT: no")).message
+        failure(tmp_path, write.format(path, "INVALID_ARGUMENT: no")).message
         == "E: INVALID_ARGUMENT: no"
     )
-    assert child(tmp_path, write.format(path, OOM)).kind == "out-of-memory"
+    assert failure(tmp_path, write.format(path, OOM)).kind == "out-of-memory"
 
 
 def test_out_of_memory_names_the_largest_buffers():
@@ -184,13 +182,7 @@ def test_whoever_is_killed_leaves_no_compiler_and_no_folder(tmp_path: Path, numb
         words = [path.read_text().split() for path in tmp_path.glob("shardlib-verify-*/pids")]
         return list(map(int, words[0])) if words and len(words[0]) == 2 else []
 
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, "-c", VERIFYING, str(tmp_path)],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        stderr=subprocess.PIPE,
-    ) as process:
+    with child("-c", VERIFYING, tmp_path) as process:
         pids = until(compiling, 120)
         assert pids and all(map(alive, pids))
         process.send_signal(number)

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import pytest
 import shardlib
 from shardlib.islands import servers
 from tests.islands.servers import jobs
-from tests.processes import until
+from tests.processes import child, until
 
 ROOT = Path(__file__).parents[3]
 #: Two workers, one of which is killed, and a server that is killed; then what there is to tell.
@@ -42,13 +40,7 @@ def wait_for(path: Path, lines: int) -> None:
     importlib.util.find_spec("ray") is None, reason="the package ray is not installed"
 )
 def test_a_run_of_ray_actors(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = child("-c", SCRIPT, tmp_path)
     try:
         for worker in range(2):
             wait_for(tmp_path / f"worker-{worker}.jsonl", 5)

@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -27,6 +25,7 @@ import shardlib
 from shardlib.frontend.steps import StepProgram
 from shardlib.verification.traffic import read_traffic
 from tests.lowering.plain import models
+from tests.processes import child
 
 LINEN = shardlib.linen(models.MODULE, models.TOKENS["x"])
 #: Case -> initialiser, loss, batch, pin.
@@ -154,17 +153,10 @@ def of_child(files: dict[str, str], tmp_path: Path, meanwhile: Callable[[], obje
     script = tmp_path / "models.py"
     script.write_text(Path(models.__file__).read_text())
     (tmp_path / "shardlib.py").write_text("raise ImportError('not here')")
-    child = subprocess.Popen(
-        [sys.executable, str(script), *map("=".join, files.items())],
-        cwd=tmp_path,
-        env=environ,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = child(script, *map("=".join, files.items()), cwd=tmp_path, env=environ)
     meanwhile()
-    out, err = child.communicate(timeout=300)
-    assert child.returncode == 0, err[-3000:]
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err[-3000:]
     return json.loads(out)
 
 
