@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence, Sized
@@ -24,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shardlib.errors import ArgumentError, MissingFileError, raise_all
 from shardlib.serve.hosting import Deployment, FullError, Stream, StreamError, StreamEvent
-from shardlib.untrusted.data import JsonObject, shown
+from shardlib.untrusted.data import JsonObject, is_integer, is_number, shown
 
 #: Bytes of a file of tokens, and characters of one of them.
 TOKEN_FILE_BYTES, TOKEN_LENGTH = 1 << 16, 16
@@ -75,9 +74,9 @@ class Settings:
             for field in fields(self)
             if field.name not in ("tokens", "waiting")
             if (value := getattr(self, field.name)) is not None
-            if not (value > 0 and math.isfinite(value))
+            if not is_number(value) or value <= 0
         ]
-        if self.waiting < 0:
+        if not is_integer(self.waiting) or self.waiting < 0:
             failures.append(f"waiting is {self.waiting!r}; it is a whole number from 0 on")
         if failures:
             raise_all(ArgumentError, "the server cannot run so", failures)
