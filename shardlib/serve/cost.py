@@ -100,15 +100,15 @@ def ordered(windows: Iterable[int], *, longest: int) -> tuple[int, ...]:
 
 
 def group_of(window: int, windows: Sequence[int]) -> int:
-    """Number of the cache group of a layer: the one that keeps what it sees and the least beside;
-    the first where none keeps all of it.
+    """Index of the cache group of a layer: the smallest window that covers its own; the first where
+    none does.
     """
     enough = (number for number, group in enumerate(windows) if not group or 0 < window <= group)
     return max(enough, default=0)
 
 
 def needed(*, window: int, budget: int, size: int, slots: int = 1) -> int:
-    """Pages of some requests at a time at most.
+    """Upper bound of the pages that `slots` requests need at a time.
 
     A request that has n tokens to compute needs the keys of window - 1 + n tokens, which are on
     (window - 1 + n - 2) // size + 2 pages at most; and rounded down, the sum is no less than the
@@ -537,7 +537,7 @@ class ModelShard:
 
 
 def ways(dims: Iterable[Dim], cut: frozenset[str], tensor: int) -> int:
-    """Parts that an array is sharded into: its first dim of a colour that is cut, as far as it
+    """Number of shards of an array: along its first dim of a sharded colour, as far as it
     divides.
     """
     return next((math.gcd(size, tensor) for size, colour in dims if colour in cut), 1)
@@ -552,7 +552,7 @@ def split(
     cache: str,
     parts: Mapping[str, int] | None = None,
 ) -> ModelShard:
-    """Returns the part of a model that one of several devices has.
+    """The shard of a model on one of `tensor` devices.
 
     Args:
         parts: into how many parts each weight is cut, by path; None to follow `cut`.
@@ -644,7 +644,7 @@ def cuts(model: ServedModel) -> frozenset[str]:
 
 
 def _sets(model: ServedModel) -> Iterator[frozenset[str]]:
-    """Sets of colours of which no array has two, and to which none can be added."""
+    """Maximal sets of colours of which no array has two."""
     sizes: dict[str, int] = {}
     beside: dict[str, set[str]] = {}
     layers = _stacked(model)

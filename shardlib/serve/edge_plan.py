@@ -37,7 +37,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class PieceGroup:
-    """Equal pieces that follow each other.
+    """A run of equal pieces.
 
     Attributes:
         name: "before the layers", "layer", "between layers", "after the layers".
@@ -230,7 +230,7 @@ def furthest(allowed: Array, counts: Sequence[int]) -> int:
 def _program(
     compute: Array, messages: Array, counts: Sequence[int], join: Callable[[Array, Array], Array]
 ) -> tuple[float, tuple[Run, ...]]:
-    """The least value of all cuts where `join` says what a run adds, and its runs."""
+    """The lowest value of all cuts, to which `join` adds each run, and the runs of that cut."""
     types, size = compute.shape[:2]
     start = np.full((types, size), np.inf)
     values: dict[tuple[int, ...], Array] = {(0,) * types: start}
@@ -272,9 +272,7 @@ def _program(
 
 
 def _uses(counts: Sequence[int]) -> list[tuple[int, ...]]:
-    """Every number of devices of each type, but none at all, those with the fewest devices
-    first.
-    """
+    """All numbers of devices of each type but 0 of all, fewest devices first."""
     return sorted(
         (used for used in itertools.product(*(range(count + 1) for count in counts)) if any(used)),
         key=lambda used: (sum(used), used),
@@ -526,7 +524,7 @@ def _shared(facts: Facts, groups: list[PieceGroup], owner: Array) -> dict[int, s
 
 
 def _live(facts: Facts) -> Array:
-    """Bytes of values alive while each op runs, weights left out."""
+    """Live bytes at each op, without weights."""
     graph = facts.graph
     change = np.zeros(len(graph.ops) + 1)
     for value, (birth, death) in intervals(graph, facts.fusion, frozenset(facts.weights)).items():
@@ -611,7 +609,7 @@ class ChainCosts:
     handed: Array
 
     def compute(self) -> Array:
-        """Seconds of pieces [i, j), whatever they need; array [devices, pieces + 1, pieces + 1]."""
+        """Seconds of pieces [i, j) in any memory, array [devices, pieces + 1, pieces + 1]."""
         total = np.concatenate(
             [np.zeros((len(self.seconds), 1)), np.cumsum(self.seconds, axis=1)], axis=1
         )

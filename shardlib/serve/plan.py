@@ -322,7 +322,7 @@ def source_of(plan: ServingPlan) -> ServingProblem:
 
 
 def to_data(plan: ServingPlan) -> JsonObject:
-    """A plan as plain data, with what is decided at the top."""
+    """A plan as plain data, its decisions first."""
     content: JsonObject = {
         "format": FORMAT,
         "model": plan.model,
@@ -351,7 +351,7 @@ SHOWN = 8
 
 
 def curve(points: Sequence[ServingPoint]) -> str:
-    """A curve of choices as a table; of many, some that are evenly spread."""
+    """A curve of choices as a table of at most `SHOWN` rows, evenly spread."""
     step = max(1, (len(points) - 1) / (SHOWN - 1)) if len(points) > SHOWN else 1
     shown = [points[round(position * step)] for position in range(min(SHOWN, len(points)))]
     rows = [["tensor", "replicas", "batch", "chunk", "a token", "first token", "tokens/s a chip"]]

@@ -1,10 +1,10 @@
 """Shardings of a served model.
 
-Nothing is trained, and a step reads every weight for a few tokens: so every weight is sharded over
-all devices that share a layer, along a dim that the program multiplies along or looks up: of
-several the one along which activations are multiplied, as heads are, or else that most weights
-have. The residual stream is whole, so that a matmul into it ends in an all-reduce of activations.
-Whole are vectors of the stream, such as scales of norms.
+A step reads every weight for a few tokens, so every weight is sharded over all devices that share a
+layer, along a dim that the program contracts or looks up; of several, along the one that products
+of activations have, such as heads, or else along the one that most weights have. The residual
+stream is replicated, so that a matmul into it ends in an all-reduce of activations; so are vectors
+of the stream, such as scales of norms.
 
 Devices of one `tensor` group are those along the mesh axes `tensor`, which cuts key heads, and
 `context`, which cuts the tokens of every page where there are fewer key heads than devices; other
@@ -46,13 +46,13 @@ def serving_layouts(problem: Problem, mesh: MeshShape) -> Mapping[str, Layout]:
     }
 
 
-#: How much a weight is to be cut along a colour: products of activations whose results have it, as
-#: heads are in two of attention, and widths of heads in one; and elements of weights that have it.
+#: Preference for sharding along a colour: products of activations whose results have it, as heads
+#: are in two of attention, and widths of heads in one; and elements of weights that have it.
 _Rank = tuple[int, int]
 
 
 def _fit(problem: Problem, colouring: Colouring) -> Mapping[str, _Rank]:
-    """Colours that weights may be cut along."""
+    """Colours along which weights may be sharded, with the preference for each."""
     row_colours = {colouring.canonical(name) for name in (*BATCH_NAMES, *SEQUENCE_NAMES)} - {None}
     multiplied, mixed = set[str | None](), Counter[str | None]()
     for op in problem.forward.ops:
@@ -72,7 +72,7 @@ def _fit(problem: Problem, colouring: Colouring) -> Mapping[str, _Rank]:
 
 
 def _walked(problem: Problem, colouring: Colouring) -> set[str | None]:
-    """Colours that loops walk along, as along layers."""
+    """Colours of dims over which loops iterate, such as layers."""
     return {
         colouring.forward[op.operands[0]][0] for op in problem.forward.ops if op.kind == "enter"
     }
@@ -129,7 +129,7 @@ def _preference(rank: _Rank, shards: int, dim: int) -> tuple[int, int, int, int]
 
 
 def _sharding_axes(size: int, mesh: MeshShape) -> tuple[str, ...]:
-    """The most axes that a dim divides over."""
+    """The largest set of axes over which a dim divides."""
     for axes in (SHARED_AXES, ("tensor",), ("context",)):
         if mesh.ways(axes) > 1 and size % mesh.ways(axes) == 0:
             return axes

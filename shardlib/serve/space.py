@@ -60,9 +60,7 @@ class ServingPins:
 
     @classmethod
     def parse(cls, values: Mapping[str, ServingPin] | None) -> Self:
-        """The pins of a table by their words; "mesh" is a table of "tensor" and "data", which is
-        the number of replicas.
-        """
+        """Reads pins by name; "mesh" is a table of "tensor" and "data", the number of replicas."""
         table: dict[str, object] = dict(values or {})
         mesh = table.pop("mesh", {})
         failures: list[str] = []
@@ -89,12 +87,12 @@ class ServingPins:
         return cls(**{word: value for word, value in table.items() if is_integer(value)})
 
     def changed(self, others: Self) -> Self:
-        """These pins with others in their place."""
+        """These pins, overridden by others."""
         values = {field.name: getattr(others, field.name) for field in fields(others)}
         return replace(self, **{name: value for name, value in values.items() if value is not None})
 
     def to_json(self) -> dict[str, int]:
-        """The pins that there are."""
+        """The pinned decisions."""
         return {
             field.name: value
             for field in fields(self)
@@ -124,7 +122,7 @@ class ServingWorkload:
         cache: how keys and values are stored, the same words.
 
     Raises:
-        ArgumentError: values that ask for nothing; all of them are listed.
+        ArgumentError: illegal values; all of them are listed.
     """
 
     prompt: int
@@ -208,7 +206,7 @@ class ServingProblem:
     problem: Problem | None = None
 
     def parts(self, tensor: int) -> Mapping[str, int] | None:
-        """Into how many parts programs cut each weight, by path."""
+        """Number of shards of each weight in the programs, by path; None to follow `cut`."""
         if self.problem is None:
             return None
         shared = self.shared(tensor)
@@ -225,9 +223,7 @@ class ServingProblem:
         return "bfloat16" if self.workload.weights != "model" else self.model.dtype
 
     def shared(self, tensor: int) -> int:
-        """Devices that share the tokens of every page: as many as there are too few key heads
-        for.
-        """
+        """Devices that share the tokens of every page, where key heads are fewer than devices."""
         heads = [max(count for _, count in call.kept) for call in self.model.attention]
         return tensor // math.gcd(tensor, *heads)
 
@@ -353,13 +349,13 @@ class Replica:
         )
 
     def short(self, batch: int, chunk: int) -> float:
-        """Bytes that a device lacks; none where it is not above 0."""
+        """Bytes that a device lacks; 0 or less where the batch fits."""
         split_ = self.pricing.split
         used_bytes = split_.weights + temporaries(split_, tokens=batch + chunk, rows=batch)
         return used_bytes + self.cache_bytes(batch, chunk) - limit(self.problem.topology.chip)
 
     def most(self, chunk: int) -> int:
-        """Requests that fit at a time."""
+        """The largest batch that fits."""
         return bisect.bisect_right(
             range(1, MOST_REQUESTS + 1), 0.0, key=lambda batch: self.short(batch, chunk)
         )
@@ -595,8 +591,8 @@ def prefill_seconds(replica: Replica) -> float:
 
 
 def two_meshes(problem: ServingProblem) -> TwoMeshes | None:
-    """The plan of two meshes with the most tokens a second within the limits, without a rate of
-    requests; None where there is none.
+    """The plan of two meshes with the most tokens per second within the limits, for any rate of
+    requests; None if nothing fits.
     """
     load, devices = problem.workload, problem.topology.devices
     sizes = [replica for replica in problem.replicas() if replica.most(CHUNKS[0]) > 0]
