@@ -678,11 +678,7 @@ def set_aside(
 
 
 def missing(folder: Folder, step: int | None, candidates: Sequence[int]) -> CheckpointError:
-    """The error if there is no checkpoint, or none of the requested step.
-
-    Args:
-        step: requested; None for the newest.
-    """
+    """The error if there is no checkpoint, or none of the requested step."""
     return CheckpointError(
         f"there is no checkpoint{'' if step is None else f' of step {step}'} in"
         f" {folder.path}\nTry: {f'one of {list(candidates)}' if candidates else 'another folder'}"

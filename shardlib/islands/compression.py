@@ -136,9 +136,6 @@ def quantised(
 ) -> tuple[list[Value], list[Value]]:
     """Returns what is sent of gradients. Who sums a part of them rounds the mean as well, and keeps
     what that leaves out.
-
-    Args:
-        by: dtype and block.
     """
     rows = joined(sums, by.dtype, islands, by.block)
     bits = packed(rows, by.dtype, by.block)

@@ -111,9 +111,6 @@ def means(arrays: Sequence[Value], wire: str, islands: int) -> list[Value]:
 
     In float32 each array is reduced by itself, flat: a TPU pads the last two dims of an array to
     whole tiles, and sends them so.
-
-    Args:
-        wire: dtype that crosses.
     """
     if wire == "float32":
         return [
@@ -127,11 +124,7 @@ def means(arrays: Sequence[Value], wire: str, islands: int) -> list[Value]:
 
 
 def joined(arrays: Sequence[Value], wire: str, islands: int, block: int = BLOCK) -> Value:
-    """Arrays one after the other, each in whole blocks, as rows for every island.
-
-    Args:
-        wire: dtype that crosses.
-    """
+    """Arrays one after the other, each in whole blocks, as rows for every island."""
     sizes = [math.prod(array.shape) for array in arrays]
     room = spaces(wire, sizes, block)
     padding = padded(wire, sizes, islands, block) - sum(room)
@@ -143,11 +136,7 @@ def joined(arrays: Sequence[Value], wire: str, islands: int, block: int = BLOCK)
 
 
 def split(rows: Value, like: Sequence[Value], wire: str, block: int = BLOCK) -> list[Value]:
-    """The arrays of what `joined` gave.
-
-    Args:
-        wire: dtype that crosses.
-    """
+    """The arrays of what `joined` gave."""
     flat, arrays, start = rows.reshape(-1), list[Value](), 0
     sizes = [math.prod(shape_source.shape) for shape_source in like]
     for shape_source, size, space in zip(like, sizes, spaces(wire, sizes, block), strict=True):
@@ -157,11 +146,7 @@ def split(rows: Value, like: Sequence[Value], wire: str, block: int = BLOCK) -> 
 
 
 def packed(rows: Value, wire: str, block: int = BLOCK) -> Value:
-    """Rows of numbers as integers that cross: of each row the numbers, then their scales.
-
-    Args:
-        wire: dtype that crosses.
-    """
+    """Rows of numbers as integers that cross: of each row the numbers, then their scales."""
     bits, scales = narrow(rows, wire, block)
     if scales is None:
         return bits
@@ -170,11 +155,7 @@ def packed(rows: Value, wire: str, block: int = BLOCK) -> Value:
 
 
 def unpacked(rows: Value, wire: str, block: int = BLOCK) -> Value:
-    """The float32 numbers of what `packed` gave.
-
-    Args:
-        wire: dtype that crosses.
-    """
+    """The float32 numbers of what `packed` gave."""
     if not blocks(wire):
         return widen(rows, None, wire)
     each = block if wire == "int8" else block // 2

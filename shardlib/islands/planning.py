@@ -280,11 +280,7 @@ class Meetings:
     beside: tuple[float, ...] = ()
 
     def share(self, exchange: Several, step: float) -> float:
-        """Seconds of a step that it waits for meetings, on average.
-
-        Args:
-            step: seconds of a step without them.
-        """
+        """Seconds that a step, which takes `step` without them, waits for meetings on average."""
         while_crossing = exchange.delay * step if isinstance(exchange, DiLoCo) else 0.0
         hidden = sum(min(seconds, while_crossing) for seconds in self.beside)
         return (self.seconds - hidden) / exchange.period

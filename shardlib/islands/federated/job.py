@@ -627,10 +627,6 @@ class Client:
     """The programs of a job on a topology, made when they are first asked for."""
 
     def __init__(self, job: Job, place: Place) -> None:
-        """Args:
-        job: what is trained.
-        place: what to plan for.
-        """
         self._job, self._place, self._made = job, place, dict[bool, Trainer]()
 
     def of(self, term: bool) -> Trainer:

@@ -432,11 +432,7 @@ class TrainingRun:
         events: Sequence[str],
         seconds: float,
     ) -> Trained:
-        """Collects the results of the run, once all workers have ended.
-
-        Args:
-            seconds: that the run has taken.
-        """
+        """Collects the results of the run, once all workers have ended."""
         parts = [link.ask(Ask(kind="fetch", worker=STARTER))[1] for link in links]
         reports = [link.ask(Ask(kind="report", worker=STARTER))[0].report for link in links]
         return Trained(

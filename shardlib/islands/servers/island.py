@@ -105,12 +105,7 @@ def mean_order(
     wire: str,
     bucket_bytes: int,
 ) -> Order:
-    """The order in which the elements of a mean cross; empty where they cross as a whole.
-
-    Args:
-        wire: dtype that crosses.
-        bucket_bytes: of a bucket.
-    """
+    """The order in which the elements of a mean cross; empty where they cross as a whole."""
     if wire not in ELEMENTWISE:
         return ()
     start, begins = 0, dict[str, tuple[int, Part]]()

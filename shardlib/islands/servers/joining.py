@@ -132,11 +132,7 @@ LEAST_PATIENCE = 2 * HOLD_SECONDS
 
 
 def meeting_finding(exchange: DiLoCo, outline: Outline, link: Link | None) -> Finding:
-    """Finding about the traffic of an island at a meeting, and its time.
-
-    Args:
-        link: between island and server; None where it is not known.
-    """
+    """Finding about the traffic of an island at a meeting, and its time."""
     size = meeting_bytes(exchange, outline)
     message = (
         f"{exchange.islands} islands meet every {exchange.between} steps over a server. Each sends"

@@ -62,12 +62,7 @@ class Link:
             )
 
     def seconds(self, sent: float, received: float) -> float:
-        """Seconds of a question and its answer.
-
-        Args:
-            sent: bytes of the question.
-            received: bytes of the answer.
-        """
+        """Seconds of a question and its answer, of so many bytes."""
         return (sent + received) / self.bytes_per_s + 2 * self.latency_s
 
 
@@ -116,11 +111,7 @@ class Direction:
             return self.free + self.link.latency_s
 
     def stall(self, seconds: float) -> None:
-        """Holds what comes for some time.
-
-        Args:
-            seconds: from now on.
-        """
+        """Holds what comes for some time."""
         with self._lock:
             self.free = max(self.free, time.monotonic()) + seconds
 
@@ -151,11 +142,7 @@ class Relay:
         return self._listener.getsockname()[1]
 
     def stall(self, seconds: float) -> None:
-        """Holds everything that comes, in both directions.
-
-        Args:
-            seconds: from now on.
-        """
+        """Holds everything that comes, in both directions."""
         self.up.stall(seconds)
         self.down.stall(seconds)
 

@@ -231,11 +231,7 @@ class Outline:
 
 
 def pack(vector: np.ndarray, sizes: Sequence[int], wire: str) -> Flat:
-    """A vector as arrays that cross.
-
-    Args:
-        wire: dtype that crosses.
-    """
+    """A vector as arrays that cross."""
     if wire == "float32":
         return {"numbers": vector}
     rows = (_padded(vector, sizes) if blocks(wire) else vector)[None]
@@ -247,11 +243,7 @@ def pack(vector: np.ndarray, sizes: Sequence[int], wire: str) -> Flat:
 
 
 def unpack(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: str) -> np.ndarray:
-    """The vector of what `pack` gave; float32.
-
-    Args:
-        wire: dtype that crosses.
-    """
+    """The vector of what `pack` gave; float32."""
     _require_form(arrays, sizes, wire)
     numbers = arrays["numbers"]
     if wire == "float32":

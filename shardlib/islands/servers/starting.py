@@ -122,10 +122,6 @@ class ServerActor:
     """A server; many threads of Ray call it."""
 
     def __init__(self, settings: str, folder: str) -> None:
-        """Args:
-        settings: of the server, as text.
-        folder: of the run.
-        """
         parsed = ServerSettings.read(settings)
         _say_pid(Path(folder), f"server-{parsed.server}")
         self._service = service_of(parsed, Path(folder))

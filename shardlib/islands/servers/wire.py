@@ -397,11 +397,7 @@ def gathered(values: Mapping[str, np.ndarray], order: Order) -> dict[str, Later]
 def in_order(
     order: Order, run: Callable[[Part], np.ndarray], dtype: np.dtype[np.generic] = FLOAT32
 ) -> dict[str, Later]:
-    """The buckets of an order, made when they are sent.
-
-    Args:
-        dtype: of all elements.
-    """
+    """The buckets of an order, made when they are sent."""
 
     def bucket(parts: Bucket) -> np.ndarray:
         runs = [run(part) for part in parts]

@@ -484,11 +484,7 @@ class TransferOrder:
     def of(
         parts: Iterable[Part], owned_parts: Mapping[str, Part], bucket_bytes: int
     ) -> TransferOrder:
-        """The order of those parts that a server owns.
-
-        Args:
-            bucket_bytes: of a bucket.
-        """
+        """The order of those parts that a server owns."""
         here = (_both(part, owned_parts[part.path]) for part in parts if part.path in owned_parts)
         order = in_buckets(
             (part for part in here if part.start < part.stop),
@@ -524,11 +520,7 @@ class Orders:
     def of(
         parts: Iterable[Part], sizes: Mapping[str, int], servers: int, bucket_bytes: int
     ) -> Orders:
-        """The orders for parameters that are divided among servers.
-
-        Args:
-            bucket_bytes: of a bucket.
-        """
+        """The orders for parameters that are divided among servers."""
         all_parts = tuple(parts)
         owns = [{part.path: part for part in parts} for parts in owned(sizes, servers)]
         fetches = tuple(
