@@ -21,7 +21,7 @@ from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import CheckpointError, OwnedError, RunError
 from shardlib.processes import kin
 from shardlib.processes.kin import Who, this_process
-from tests.processes import python, until
+from tests.processes import child, python, until
 
 #: Claims a folder, says so, and waits to be told to end.
 HOLD = (
@@ -64,12 +64,7 @@ for number in range(rounds):
 
 
 def holding(folder: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    process = child("-c", HOLD, folder, stdin=subprocess.PIPE, stderr=None)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     return process
 

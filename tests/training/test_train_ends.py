@@ -284,7 +284,7 @@ def test_hangs_for_ever_have_the_code_of_a_hang(tmp_path: Path):
     assert supervised(tmp_path, "hang", at=0, once=False, restarts=0)[0] == HUNG
 
 
-def _supervisor(tmp_path: Path) -> tuple[RunFolder, subprocess.Popen[bytes]]:
+def _supervisor(tmp_path: Path) -> tuple[RunFolder, subprocess.Popen[str]]:
     """A supervisor in a process of its own, whose run waits after its fifth step."""
     folder = RunFolder(tmp_path / "run")
     folder.open({"model": "none"})
@@ -293,21 +293,8 @@ def _supervisor(tmp_path: Path) -> tuple[RunFolder, subprocess.Popen[bytes]]:
         " from shardlib.training.run import RunFolder;sys.exit(supervise(sys.argv[2:],"
         " RunFolder(Path(sys.argv[1]))))"
     )
-    return folder, subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            program,
-            str(folder.path),
-            sys.executable,
-            "-c",
-            RUN,
-            str(folder.path),
-            "wait",
-            "5",
-            "once",
-        ]
-    )
+    words = (sys.executable, "-c", RUN, folder.path, "wait", "5", "once")
+    return folder, child("-c", program, folder.path, *words, stdout=None, stderr=None)
 
 
 def test_a_stop_is_passed_on(tmp_path: Path):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 from shardlib import serve
 from shardlib.serve.loading import demonstration
 from shardlib.training.run import RunFolder
+from tests.processes import child
 from tests.serve.http.conftest import TOKENS
 
 
@@ -28,13 +27,8 @@ def served(
     tokens.write_text("\n".join(TOKENS))
     words = [f"{card}", f"other={card}", "--port", "0", "--token-file", str(tokens), "--slots", "2"]
     words += ["--topology", "cpu:2", "--groups", "2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "shardlib", "serve", *words, "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "JAX_NUM_CPU_DEVICES": "2"},
-    )
+    variables = {"JAX_NUM_CPU_DEVICES": "2"}
+    process = child("-m", "shardlib", "serve", *words, "--json", variables=variables)
     try:
         assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
