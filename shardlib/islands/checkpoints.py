@@ -29,14 +29,14 @@ from shardlib.islands.compression import CompressedProgram
 from shardlib.islands.exchanges import DiLoCo
 from shardlib.islands.meeting import local
 from shardlib.islands.program import (
-    FlyingState,
+    InFlightState,
     IslandsState,
     ResidualState,
     has_outer,
     mesh_of_islands,
     on_all,
     outer_of,
-    streams_of,
+    with_own_streams,
     zeros,
 )
 from shardlib.layout import ISLAND
@@ -178,7 +178,7 @@ def on_the_way(
     do not meet with a delay.
     """
     flying = like.exchange
-    if not isinstance(flying, FlyingState):
+    if not isinstance(flying, InFlightState):
         return {}
     first = [zeros(array) for array in flying.sent]
     sent, sent_at, place = (
@@ -388,7 +388,7 @@ def _islands(
                 for path, leaf in zip(target, jax.tree.leaves(island), strict=True)
             ]
         )
-        states.append(state if number < source.islands else streams_of(number, state))
+        states.append(state if number < source.islands else with_own_streams(number, state))
     step = int(arrays["step"])
     program = source.checkpoint.program
     if isinstance(program, CompressedProgram):

@@ -30,7 +30,7 @@ from shardlib.islands.meeting import (
     Arrays,
     FragmentCall,
     OuterUpdate,
-    Shared,
+    SharedParameter,
     alike,
     average,
     joined,
@@ -48,7 +48,7 @@ from shardlib.islands.meeting import (
 )
 from shardlib.islands.outer import mixed
 from shardlib.islands.program import (
-    FlyingState,
+    InFlightState,
     IslandsProgram,
     IslandsState,
     OuterState,
@@ -102,7 +102,7 @@ def _copied(array: jax.Array, place: NamedSharding) -> jax.Array:
 
 
 @dataclass(kw_only=True)
-class Flights:
+class CopiesInFlight:
     """The copies that are on the way; of a state that comes from elsewhere, none are.
 
     Attributes:
@@ -284,16 +284,16 @@ class DelayedProgram(IslandsProgram):
         return tuple(zip(*calls, strict=True))
 
     @cached_property
-    def _flights(self) -> Flights:
-        return Flights()
+    def _flights(self) -> CopiesInFlight:
+        return CopiesInFlight()
 
     def _require(self, state: IslandsState) -> None:
         require_islands(state, len(self.programs))
-        flying_of(state)
+        in_flight_of(state)
 
     def _between(self, state: IslandsState, step: int) -> IslandsState:
         """Returns what is done after a step: what has arrived, and what is sent."""
-        flying = flying_of(state)
+        flying = in_flight_of(state)
         if flying.sent_at and step >= int(flying.sent_at) + self.exchange.delay:
             state = self._arrived(state)
         due = self.exchange.due(step)
@@ -301,7 +301,7 @@ class DelayedProgram(IslandsProgram):
 
     def _sent(self, state: IslandsState, fragment: int, step: int) -> IslandsState:
         """The state whose outer gradients of a fragment are on the way."""
-        outer, calls = flying_of(state), self.calls[fragment]
+        outer, calls = in_flight_of(state), self.calls[fragment]
         places = [parameter.place for parameter in calls[0][0].about]
         before = self._apart(outer.sent, places)
         sent: list[list[jax.Array]] = []
@@ -321,7 +321,7 @@ class DelayedProgram(IslandsProgram):
         """The state after what was sent is there; of a state that was saved on the way it is sent
         again.
         """
-        outer = flying_of(state)
+        outer = in_flight_of(state)
         nothing = replace(outer, sent_at=np.int32(0))
         fragment = self.exchange.due(int(outer.sent_at))
         if fragment is None:  # sent by islands that met after other steps
@@ -387,7 +387,7 @@ class DelayedProgram(IslandsProgram):
         sharding = jax.tree.leaves(program.parts.params.state)[place]
         return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
 
-    def _kept(self) -> FlyingState:
+    def _kept(self) -> InFlightState:
         outer: OuterState = super()._kept()
         islands, replicated = len(self.programs), NamedSharding(self.mesh, PartitionSpec())
         sent = [
@@ -399,18 +399,18 @@ class DelayedProgram(IslandsProgram):
             for param, spec in zip(outer.params, self._states, strict=True)
         ]
         sent_at = jax.ShapeDtypeStruct((), np.int32, sharding=replicated)
-        return FlyingState(**vars(outer), sent=sent, sent_at=sent_at)
+        return InFlightState(**vars(outer), sent=sent, sent_at=sent_at)
 
-    def _first(self, states: tuple[TrainState, ...]) -> FlyingState:
+    def _first(self, states: tuple[TrainState, ...]) -> InFlightState:
         outer: OuterState = super()._first(states)
         sent = [zeros(leaf) for leaf in self._kept().sent]
-        return FlyingState(**vars(outer), sent=sent, sent_at=np.int32(0))
+        return InFlightState(**vars(outer), sent=sent, sent_at=np.int32(0))
 
 
 def calls_of(exchange: DiLoCo, program: Program, mesh: Mesh | AbstractMesh) -> tuple[Calls, ...]:
     """Returns what an island runs for each fragment."""
 
-    def made(about: list[Shared]) -> Calls:
+    def made(about: list[SharedParameter]) -> Calls:
         return (
             Sending(exchange=exchange, mesh=mesh, about=about),
             Packing(exchange=exchange, mesh=mesh, about=about),
@@ -420,9 +420,9 @@ def calls_of(exchange: DiLoCo, program: Program, mesh: Mesh | AbstractMesh) -> t
     return tuple(map(made, shared_of(exchange, program)))
 
 
-def flying_of(state: IslandsState) -> FlyingState:
+def in_flight_of(state: IslandsState) -> InFlightState:
     """Returns what is outer, and what is on the way."""
-    if not isinstance(state.exchange, FlyingState):
+    if not isinstance(state.exchange, InFlightState):
         raise StateError(
             "the state has nothing that is on the way between islands, and the program meets with a"
             " delay\nTry: program.init(), or a checkpoint of this exchange"

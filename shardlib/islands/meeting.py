@@ -377,7 +377,7 @@ class BetweenSteps(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared:
+class SharedParameter:
     """A parameter that islands meet about.
 
     Attributes:
@@ -392,7 +392,7 @@ class Shared:
     state: NamedSharding
     rows: Rows = None
 
-    def of(self, rows: Rows) -> Shared:
+    def of(self, rows: Rows) -> SharedParameter:
         """The same about some rows."""
         return replace(self, rows=rows)
 
@@ -407,7 +407,7 @@ class FragmentCall(BetweenSteps):
     """
 
     exchange: Meets
-    about: Sequence[Shared]
+    about: Sequence[SharedParameter]
 
     @property
     def rows(self) -> list[Rows]:
@@ -557,13 +557,13 @@ def meetings_of(
     )
 
 
-def shared_of(exchange: Meets, program: Program) -> list[list[Shared]]:
+def shared_of(exchange: Meets, program: Program) -> list[list[SharedParameter]]:
     """The parameters of each meeting."""
     trained = program.model.partition.trained(program.state.params)
     leaves = jax.tree_util.tree_leaves_with_path(trained)
     states = jax.tree.leaves(program.parts.params.state)
     shared = {
-        path_text(path): Shared(place=place, leaf=leaf, state=state)
+        path_text(path): SharedParameter(place=place, leaf=leaf, state=state)
         for place, ((path, leaf), state) in enumerate(zip(leaves, states, strict=True))
     }
     plan = program.plan

@@ -509,7 +509,7 @@ class OuterState:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class FlyingState(OuterState):
+class InFlightState(OuterState):
     """State that belongs to all islands, and outer gradients in flight between them.
 
     Attributes:
@@ -592,7 +592,7 @@ class IslandsState:
             and step.shape[:1] == (len(self.islands),)
             and has_outer(arrays, "params") == self.keeps
             and has_outer(arrays, "residual") == isinstance(exchange, ResidualState)
-            and has_outer(arrays, "sent") == isinstance(exchange, FlyingState)
+            and has_outer(arrays, "sent") == isinstance(exchange, InFlightState)
         )
 
 
@@ -613,7 +613,7 @@ def outer_of(state: IslandsState) -> OuterState:
 
 def require_arrived(outer: OuterState) -> None:
     """Refuses what is outer of islands that meet with a delay: what is on the way would be lost."""
-    if isinstance(outer, FlyingState):
+    if isinstance(outer, InFlightState):
         raise StateError(
             "the state has what is on the way between islands, and the program meets without a"
             " delay\nTry: program.init(), or a checkpoint, which goes on as this exchange"
@@ -709,7 +709,7 @@ def bytes_of(outer: OuterState | ResidualState) -> int:
     )
 
 
-def streams_of(number: int, state: TrainState) -> TrainState:
+def with_own_streams(number: int, state: TrainState) -> TrainState:
     """A state whose model draws other random numbers than that of the first island."""
     if number == 0:
         return state
@@ -830,7 +830,7 @@ class IslandsProgram:
             first: makes the state of an island, the same for all.
         """
         states = map(first, self.programs)
-        own_streams = tuple(streams_of(number, state) for number, state in enumerate(states))
+        own_streams = tuple(with_own_streams(number, state) for number, state in enumerate(states))
         return IslandsState(
             islands=own_streams, exchange=self._first(own_streams), trained=self.trained
         )

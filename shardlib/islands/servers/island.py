@@ -30,7 +30,7 @@ from shardlib.errors import LaunchError, StateError
 from shardlib.findings import Finding
 from shardlib.islands.exchanges import BUCKET_BYTES, DiLoCo, Part
 from shardlib.islands.outer import mixed as outer_mixed
-from shardlib.islands.program import by_path, streams_of, with_placed, with_trained
+from shardlib.islands.program import by_path, with_own_streams, with_placed, with_trained
 from shardlib.islands.servers.rounds import About, Outer, Outline, checksum, pack, unpack
 from shardlib.islands.servers.wire import (
     Answer,
@@ -505,7 +505,7 @@ class Island:
         """Waits for the others, and makes the state before the first step: parameters are the outer
         ones, random streams of the model are others on each island.
         """
-        return self.begin(streams_of(self.number, self.program.init(seed)))
+        return self.begin(with_own_streams(self.number, self.program.init(seed)))
 
     def begin(self, state: TrainState) -> TrainState:
         """Waits for the others, and goes on from a state, such as one of a checkpoint: its
