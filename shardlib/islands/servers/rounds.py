@@ -103,7 +103,6 @@ from shardlib.islands.servers.service import (
     MessageService,
     packed_file,
     read_file,
-    write,
 )
 from shardlib.islands.servers.wire import (
     Answer,
@@ -707,12 +706,10 @@ class Checkpoint:
     that ends before is one round behind, and hears that round from an island.
 
     Attributes:
-        path: of the file.
-        failed: is told why it is not written.
+        replace: (content, moment) -> nothing; writes the file.
     """
 
-    path: Path
-    failed: Callable[[str], None]
+    replace: Callable[[bytes, str], None]
     _writing: threading.Thread | None = None
 
     def save(self, state: RoundState, number: int, active: Sequence[int]) -> None:
@@ -730,10 +727,7 @@ class Checkpoint:
             self._writing.join()
 
     def _write(self, state: RoundState, number: int, active: Sequence[int]) -> None:
-        try:
-            write(self.path, packed_state(state, number, active))
-        except OSError as error:
-            self.failed(f"the checkpoint before round {number} is not written: {error}")
+        self.replace(packed_state(state, number, active), f"before round {number}")
 
 
 def packed_state(state: RoundState, number: int, active: Sequence[int]) -> bytes:
@@ -831,7 +825,7 @@ class RoundService(MessageService):
         self.state: RoundState | None = None
         self._changed = threading.Condition()
         path = self.checkpoint
-        self._file = None if path is None else Checkpoint(path=path, failed=self.note)
+        self._file = None if path is None else Checkpoint(replace=self.replace_checkpoint)
         stored = None if path is None else restored(path)
         if stored is not None:
             self.state, self.table.number, active = stored

@@ -31,7 +31,6 @@ from shardlib.islands.servers.service import (
     ProcessSettings,
     packed_file,
     read_file,
-    write,
 )
 from shardlib.islands.servers.wire import (
     WHOLE,
@@ -519,10 +518,8 @@ class Service(MessageService):
                     offsets=dict(self.gate.offsets),
                     steps=dict(self.gate.steps),
                 )
-            try:
-                write(self.checkpoint, packed(frozen, places, self.server))
-            except OSError as error:
-                self.note(f"the checkpoint after {frozen.clock} pushes is not written: {error}")
+            data = packed(frozen, places, self.server)
+            self.replace_checkpoint(data, f"after {frozen.clock} pushes")
 
     def report(self) -> JsonObject:
         """Returns the server's report, as plain data."""

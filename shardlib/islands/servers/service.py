@@ -106,6 +106,14 @@ class MessageService(ABC):
             self.note(f"refused a {about}: {error}")
             return replace(self.progress, kind="refused", why=str(error)), {}
 
+    def replace_checkpoint(self, data: bytes, moment: str) -> None:
+        """Writes the file of the checkpoint; where it cannot be written, an event says so."""
+        assert self.checkpoint is not None
+        try:
+            write(self.checkpoint, data)
+        except OSError as error:
+            self.note(f"the checkpoint {moment} is not written: {error}")
+
     def note(self, text: str) -> None:
         """Keeps an event."""
         if len(self.events) < MOST_EVENTS:
