@@ -1133,7 +1133,9 @@ def _save(
     described, family = huggingface.read(config), config["model_type"]
     leaves = {**named_leaves(weights[0]), **held_state(weights[1])}
     if dtype is not None and dtype not in WORDS:
-        raise CheckpointError(f"dtype={dtype!r} is none of files\nTry: one of {', '.join(WORDS)}")
+        raise CheckpointError(
+            f"dtype={dtype!r} is not a dtype of such files\nTry: one of {', '.join(WORDS)}"
+        )
     tensors = stored(
         locate(
             described,

@@ -846,7 +846,7 @@ class IslandsProgram:
             The next state, and metrics: means over islands.
 
         Raises:
-            StateError: the state is none of islands, or was donated.
+            StateError: the state is not one of islands, or was donated.
             BatchError: the batch is not the one that the program was compiled for.
         """
         self._require(state)

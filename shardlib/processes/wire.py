@@ -236,7 +236,7 @@ def _entry(name: str, description: object) -> tuple[int, int, Entry]:
             sizes = [n for n in shape if type(n) is int and n >= 0]
             if dtype in _NAMES and len(sizes) == len(shape) <= 32 and 0 <= start <= stop:
                 return start, stop, Entry(name=name, dtype=_NAMES[dtype], shape=tuple(sizes))
-    raise FrameError("its layout has an entry that is none")
+    raise FrameError("its layout has an entry that does not describe an array")
 
 
 # --------------------------------------------------------------------------------------------------

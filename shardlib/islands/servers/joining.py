@@ -190,8 +190,8 @@ def join(
     place = read_place(os.environ) if place is None else place
     if place.island >= meets.islands:
         raise ArgumentError(
-            f"island {place.island} is none of {meets.islands}, which are numbered from 0 on\nTry:"
-            f" exchange={meets.kind}:{place.island + 1}:{meets.every}"
+            f"island {place.island} is not one of {meets.islands}, which are numbered from 0 on\n"
+            f"Try: exchange={meets.kind}:{place.island + 1}:{meets.every}"
         )
     connection = Connection(
         where=lambda: (place.host, place.port),

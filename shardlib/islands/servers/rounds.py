@@ -266,7 +266,7 @@ def _require_form(arrays: Mapping[str, np.ndarray], sizes: Sequence[int], wire: 
         described = ", ".join(
             f"{name} of {size} {dtype}" for name, (dtype, size) in expected.items()
         )
-        raise RefusedError(f"what came is no {wire} of this fragment, which has {described}")
+        raise RefusedError(f"the arrays are not {wire} of this fragment, which has {described}")
 
 
 _DTYPES = {
@@ -376,7 +376,7 @@ class RoundState:
         outline = Outline.of({path: array.shape for path, array in arrays.items()})
         wrong = [path for path, array in arrays.items() if array.dtype != np.float32]
         if wrong or outline.digest != description.digest or not arrays:
-            raise RefusedError("what is offered is not what it says, or no float32")
+            raise RefusedError("what is offered is not what it says, or is not float32")
         if exchange.islands != islands:
             raise RefusedError(
                 f"its exchange is of {exchange.islands} islands, and this run is of {islands}"

@@ -272,7 +272,7 @@ def _require_finite(arrays: Mapping[str, np.ndarray], what: str) -> None:
     for path, array in arrays.items():
         if array.dtype != np.float32 or array.ndim != 1:
             raise RefusedError(
-                f"{what} of {fit(printable(path), 80)} is {array.dtype}{list(array.shape)}, and no"
+                f"{what} of {fit(printable(path), 80)} is {array.dtype}{list(array.shape)}, and not"
                 " float32 of one dim"
             )
         if not np.isfinite(array).all():

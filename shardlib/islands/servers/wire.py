@@ -364,14 +364,14 @@ def _bucket(data: object) -> Bucket:
     match data:
         case [*parts] if parts:
             return tuple(map(_part, parts))
-    raise OrderError("the order has a bucket that is none")
+    raise OrderError("the order has a bucket that is not a list of parts")
 
 
 def _part(data: object) -> Part:
     match data:
         case [str(path), int(start), int(stop)] if 0 <= start < stop and not _flags(start, stop):
             return Part(path=path, start=start, stop=stop)
-    raise OrderError("the order has a part that is none")
+    raise OrderError("the order has a part that is not a path with two numbers")
 
 
 def _flags(*values: object) -> bool:

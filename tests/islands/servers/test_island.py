@@ -212,7 +212,7 @@ def test_rows_weigh_and_programs_are_refused() -> None:
     with pytest.raises(shardlib.ArgumentError, match="link is 'fast'"):
         joined(service, 0, exchange, link="fast")
     place = MeetingPlace(host="127.0.0.1", port=1, island=2, token="a secret word")
-    with pytest.raises(shardlib.ArgumentError, match="island 2 is none of 2"):
+    with pytest.raises(shardlib.ArgumentError, match="island 2 is not one of 2"):
         join(program(0), exchange=exchange, place=place)
     with pytest.raises(shardlib.LaunchError, match=r"(?s)SHARDLIB_MEETING is.*shardlib launch"):
         join(program(0), exchange=exchange)
