@@ -336,7 +336,7 @@ def read_axis_order(word: str, value: Json) -> tuple[str, ...]:
         )
     axes = tuple(mesh_axis(str(name)) for name in cast("list[Any]", value))
     if len(set(axes)) < len(axes):
-        raise PinError(f"{word} names an axis twice: {', '.join(axes)}")
+        raise PinError(f"{word} names an axis twice: {', '.join(axes)}\nTry: each axis once")
     if ISLAND.name in axes[1:]:
         raise PinError(
             f"{word} is {', '.join(axes)}; islands lie on the outermost links\nTry:"

@@ -488,7 +488,7 @@ def _survivors(old: Topology, new: Topology, lost: Iterable[int]) -> tuple[int, 
     if foreign:
         raise TopologyError(
             f"the lost devices {', '.join(map(str, foreign))} are none of {old.name}, whose devices"
-            f" are 0 to {old.devices - 1}"
+            f" are 0 to {old.devices - 1}\nTry: the numbers that the lost devices had there"
         )
     left = [number for number in range(old.devices) if number not in gone]
     return tuple(left[: new.devices])

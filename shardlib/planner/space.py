@@ -591,7 +591,8 @@ def policies_of_space(
     if pins.remat not in problem.steps:
         raise PinError(
             f"remat={pins.remat!r} rematerialises layers, and {problem.model} has no repeated"
-            f" layer; it can be {', '.join(problem.steps)}"
+            f" layer; it can be {', '.join(problem.steps)}\nTry: layers in jax.lax.scan, or"
+            " remat='none'"
         )
     return (
         ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)

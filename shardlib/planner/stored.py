@@ -463,7 +463,8 @@ def under(
         if profile.state_bytes is not None:
             raise PinError(
                 f"moment_dtype={words['moment_dtype']!r} changes the bytes of optimizer state, and"
-                f" the stack {profile.name!r} says them itself (state_bytes={profile.state_bytes})"
+                f" the profile {profile.name!r} fixes them (state_bytes={profile.state_bytes})\n"
+                "Try: no pin of moment_dtype, or another framework profile"
             )
         problem = replace(
             problem,

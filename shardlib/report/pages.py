@@ -380,7 +380,10 @@ def plan_svg(plan: Plan, topology: Topology) -> str:
     """The picture of a plan, a complete SVG document without scripts; nothing is fetched."""
     machine, _ = machine_picture(plan.mesh, topology, plan.axis_order)
     if machine is None:
-        raise PlanError(f"the mesh {plan.mesh} has no place on {topology.name}")
+        raise PlanError(
+            f"the mesh {plan.mesh} has no place on {topology.name}\nTry: the topology of the plan,"
+            f" {plan.topology}"
+        )
     return render(
         "report/templates/overview.svg",
         title=f"{_title(plan)}: mesh {plan.mesh}",
