@@ -253,6 +253,11 @@ class FrameworkProfile:
         if failures:
             raise_all(PinError, f"framework profile {self.name!r} is not usable", failures)
 
+    @property
+    def overlaps_itself(self) -> bool:
+        """True if the profile says how much of its communication hides."""
+        return self.gather_overlap is not None or self.reduce_overlap is not None
+
     def gradient_bytes(self, itemsize: int) -> int:
         """Bytes per element of an accumulated gradient, for a parameter of `itemsize` bytes."""
         return ITEMSIZE[self.gradient_dtype] if self.gradient_dtype else itemsize

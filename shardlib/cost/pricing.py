@@ -463,18 +463,19 @@ def exposed(s: Quantities, plans: Plans, compute: Array) -> Array:
             else _updated_gather(s, scale, c)
         )
     ring = s.collectives.ring.sum(0) / c.stage * micro if plans.decisions.ring else np.zeros(len(c))
-    if profile.gather_overlap is None and profile.reduce_overlap is None:
+    if not profile.overlaps_itself:
         behind = overlap * compute * micro
         if profile.name == XLA.name and plans.pricer.topology.chip.vendor == "google":
             return _on_tpus(reduced, gathered, ring, behind, zero)
-        together = np.maximum(0.0, reduced + gathered + ring - behind)
+        least = (1 - plans.pricer.constants.hidden) * (reduced + gathered)
+        together = np.maximum(least, reduced + gathered + ring - behind)
         if not profile.reduces_in_the_last(zero):
             return together
         # without stages, during the backward pass of the last microbatch
         late = np.maximum(0.0, reduced - overlap * compute) + np.maximum(
             0.0, gathered + ring - overlap * compute * (micro - 1)
         )
-        return np.where((c.stage > 1) | (micro == 1), together, late)
+        return np.where((c.stage > 1) | (micro == 1), together, np.maximum(least, late))
     gathers, reduces = (
         overlap if share is None else share
         for share in (

@@ -274,6 +274,8 @@ class Efficiency:
         memory: share of HBM bandwidth that streaming kernels sustain.
         tile: matmul dims are padded to multiples of this, elements; used without `tiles`.
         overlap: share of compute time under which gathers and reductions of parameters can hide.
+        hidden: largest share of gathers and reductions of parameters that hides, however long
+            compute takes; the remainder is exposed.
         step_s: fixed seconds per step for dispatch.
         units: multiprocessors or matrix units that compute blocks of a matmul in parallel.
         tiles: possible blocks of a matmul; it takes the fastest. Empty: dims are padded to `tile`.
@@ -327,6 +329,7 @@ class Efficiency:
     tile: int
     overlap: float
     step_s: float
+    hidden: float = 1.0
     units: int = 1
     tiles: tuple[Tile, ...] = ()
     depth: float = 0.0
@@ -374,6 +377,7 @@ class Efficiency:
             "gather",
             "optimizer",
             "misaligned",
+            "hidden",
         )
         failures = [
             f"{name} is {value}; it is above 0 and at most 1"
@@ -527,7 +531,7 @@ class Curve:
     """Figures of a chip, or of a chip under a framework profile, that override its vendor's.
 
     Attributes:
-        chip: name of the chip.
+        chip: name of the chip, or a vendor for all of its chips.
         stack: name of the framework profile; "" for all but "xla".
         values: (figure, value) pairs that replace those of `Efficiency`.
         sources: per figure a source, or a physical meaning with the word "assumed".
@@ -582,13 +586,13 @@ def curves() -> Mapping[tuple[str, str], Curve]:
 def efficiency_of(
     chip: str, vendor: str, stack: str, measured: JsonMapping | None = None
 ) -> Efficiency:
-    """The figures of a chip under a framework profile: the vendor's, overridden by the chip's, by
-    those of both, and by the user's own.
+    """The figures of a chip under a framework profile: the vendor's, overridden by the vendor's
+    under the profile, by the chip's, by those of both, and by the user's own.
     """
     figures, known = efficiency(vendor), curves()
     if stack != "xla" and (frameworks := wing_module("shardlib.frameworks")) is not None:
         known = {**known, **frameworks.curves()}
-    for key in ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
+    for key in [(vendor, stack)] + ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
         if key in known:
             figures = figures.with_values(dict(known[key].values))
     return figures.with_values(measured or {})

@@ -628,6 +628,7 @@ def step_seconds(
     groups: int = 1,
     passes: Array | float = 0.0,
     hiding: Array | float = 0.0,
+    exposed: float = 0.0,
 ) -> Array:
     """A lower bound on the step time.
 
@@ -637,6 +638,7 @@ def step_seconds(
             fills the bubble with weight gradients.
         passes: seconds of the messages of one microbatch.
         hiding: seconds per step of transfers that overlap with compute.
+        exposed: least share of them that does not.
     """
     finite = np.isfinite(tick.busy)
     fuller = np.where(finite, tick.layers, 0.0) * (
@@ -650,7 +652,7 @@ def step_seconds(
         if rounds is None
         else rounds * np.where(finite, busy, 0.0)
     )
-    return np.maximum(busy * micro, loaded * micro + hiding) + np.where(
+    return np.maximum(busy * micro + exposed * hiding, loaded * micro + hiding) + np.where(
         finite, groups * waiting, 0.0
     )
 
@@ -664,6 +666,7 @@ def breadth_first_seconds(
     groups: int,
     passes: Array,
     hiding: Array | float = 0.0,
+    exposed: float = 0.0,
     *,
     pinned: bool,
 ) -> Array:
@@ -673,7 +676,7 @@ def breadth_first_seconds(
     Args:
         tick, stages, micro, layers, groups: see `step_seconds`.
         passes: seconds of the messages of one microbatch and chunk.
-        hiding: seconds per step of transfers that overlap with compute.
+        hiding, exposed: see `step_seconds`.
     """
     fits = chunks > 0
     if not pinned:
@@ -684,7 +687,15 @@ def breadth_first_seconds(
     return np.where(
         fits,
         step_seconds(
-            tick, stages, micro, (stages - 1) / chunks, layers, groups, passes * chunks, hiding
+            tick,
+            stages,
+            micro,
+            (stages - 1) / chunks,
+            layers,
+            groups,
+            passes * chunks,
+            hiding,
+            exposed,
         ),
         np.inf,
     )
@@ -758,7 +769,7 @@ class Traffic:
         self._values, self._shape, self._layers = values, shape, len(model.counts)
         self._distinct, self._place = np.unique(shape, return_inverse=True)
         # overlap that a profile states itself is not part of `Tick.loaded`
-        measured_here = profile.gather_overlap is None and profile.reduce_overlap is None
+        measured_here = not profile.overlaps_itself
         if profile.embedding_and_head == "owners":
             ends = np.where(stages > 1, model.largest_end, 1.0)
         else:
@@ -1020,6 +1031,7 @@ class StepBounds:
         stages, micro = sizes["stage"], sizes["micro"]
         space, groups, layers = self.space, self.space.accumulation_groups, self.space.limits.layers
         behind = {policy: hiding.get(policy, 0.0) for policy in ticks}
+        exposed = 0.0 if self.pricer.profile.overlaps_itself else 1 - self.pricer.constants.hidden
         if not (stages > 1).any():
             return [
                 (
@@ -1031,6 +1043,7 @@ class StepBounds:
                             self._rounds(policy, stages, micro),
                             layers,
                             hiding=behind[policy],
+                            exposed=exposed,
                         )
                         for policy, tick in ticks.items()
                     },
@@ -1048,13 +1061,22 @@ class StepBounds:
                 groups,
                 passes[policy],
                 behind[policy],
+                exposed,
             )
             for policy, tick in ticks.items()
         }
         alone = [
             {
                 policy: step_seconds(
-                    tick, stages, micro, None, layers, groups, passes[policy], behind[policy]
+                    tick,
+                    stages,
+                    micro,
+                    None,
+                    layers,
+                    groups,
+                    passes[policy],
+                    behind[policy],
+                    exposed,
                 )
             }
             for policy, tick in ticks.items()
@@ -1077,6 +1099,7 @@ class StepBounds:
                         groups,
                         passes[policy],
                         behind[policy],
+                        exposed,
                         pinned=pinned,
                     )
                     for policy, tick in ticks.items()

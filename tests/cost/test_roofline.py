@@ -38,8 +38,15 @@ from shardlib.machines.catalog import CATALOG
 from shardlib.machines.topology import Topology, topology
 
 H100 = CATALOG["h100"].chip
+
+
+def vendor_of(chip: str) -> str:
+    """The vendor of a chip, or of all of its own."""
+    return chip if chip == "nvidia" else CATALOG[PRODUCTS.get(chip, chip)].chip.vendor
+
+
 CURVES = [
-    efficiency_of(chip, CATALOG[PRODUCTS.get(chip, chip)].chip.vendor, stack or "megatron-2021")
+    efficiency_of(chip, vendor_of(chip), stack or "megatron-2021")
     for chip, stack in {**curves(), **frameworks.curves()}
 ]
 SIZES = st.integers(1, 1 << 16)
@@ -297,13 +304,17 @@ def test_all_wait_for_the_busiest_device_of_experts() -> None:
 def test_the_default_stack_has_the_constants_of_the_vendor_and_matmuls_of_the_compiler() -> None:
     stored = [
         json.loads((RESULTS / name).read_text(encoding="utf-8"))
-        for name in ("matmul_cycles.json", "default_profile.json")
+        for name in ("matmul_cycles.json", "default_profile.json", "default_profile_nvidia.json")
     ]
     shares = {chip: found["share"] for chip, found in stored[0]["chips"].items()}
     assert shares == stored[1]["compiler_shares"] and 0.7 < stored[1]["factor"] < 1
     for product in CATALOG.values():
         chip = product.chip
         found, vendor = efficiency_of(chip.name, chip.vendor, "xla"), efficiency(chip.vendor)
+        if chip.vendor == "nvidia":
+            share = round(vendor.matmul * stored[2]["factor"], 4)
+            assert found == replace(vendor, matmul=share, hidden=stored[2]["hidden"])
+            continue
         if chip.vendor != "google":
             assert found == vendor
             continue
@@ -349,7 +360,8 @@ def test_a_topology_brings_its_own_figures(tmp_path: Path) -> None:
     place = topology(str(file))
     assert Topology.from_json(place.to_json()) == place
     found = efficiency_of(place.chip.name, place.chip.vendor, "xla", dict(place.efficiency))
-    assert found == replace(efficiency("nvidia"), matmul=0.66, tiles=((128.0, 256.0, 1.0),))
+    default = efficiency_of("h100", "nvidia", "xla")
+    assert found == replace(default, matmul=0.66, tiles=((128.0, 256.0, 1.0),)) != default
     with pytest.raises(TopologyError, match="'efficiency' is not a table"):
         Topology.from_json({**place.to_json(), "efficiency": 3})
 

@@ -49,6 +49,7 @@ def _loss(params: Any, batch: Any) -> jax.Array:
 def _plan(**pin: Any) -> Plan:
     batch = {"tokens": np.zeros((16, 64), np.int32)}
     init = shardlib.tree(_weights, AXES)
+    pin |= {"mesh.stage": 1}
     return shardlib.plan(init, _loss, optax.sgd(0.1), batch, topology=MACHINE, pin=pin)
 
 

@@ -200,7 +200,7 @@ def test_which_devices_are_lost_matters():
 
 
 def test_the_global_batch_stays_and_the_text_says_how():
-    plan = planned("h100:8", {"mesh.tensor": 1, "remat": "none"})
+    plan = planned("h100:8", {"mesh": {"fsdp": 8}, "remat": "none", "offload": []})
     small = with_memory(topology("h100:2"), plan.estimate.device_bytes.peak * 1.2)
     change = plan.replan(small)
     assert change.plan.microbatches > plan.microbatches
@@ -243,12 +243,12 @@ def test_simulated_devices_keep_the_figures_that_they_were_priced_with():
 
 @pytest.mark.long
 def test_growth_and_other_chips_are_said():
-    grown = planned("h100:4").replan("h100:8")
+    grown = planned("v5e:2x2").replan("v5e:2x4")
     assert (
         "The machine has grown from 4 to 8 devices; the new ones hold nothing yet." in grown.notes
     )
     assert all(grown.moved_bytes_per_device[4:])
-    other = planned("h100:8").replan("h200:8")
+    other = planned("h100:8", {"mesh": {"fsdp": 8}}).replan("h200:8")
     assert any(
         note.startswith("The chips are others: h100 before, h200 now.") for note in other.notes
     )

@@ -18,7 +18,7 @@ from shardlib.decisions.table import Decisions
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
 from shardlib.graph import Problem
 from shardlib.layout import MeshShape
-from shardlib.machines.topology import topology
+from shardlib.machines.topology import Topology, topology
 from shardlib.planner import search as planner
 from shardlib.planner import space, workload
 from shardlib.planner.assembly import price
@@ -198,6 +198,11 @@ def test_stages_that_are_asked_for_gather_weights_as_is_best(pin: dict[str, obje
     assert planner.search(load.problem, where, pin, profile=asynchronous).gather == "use"
 
 
+def all_hides(spelling: str) -> Topology:
+    """A machine on which compute hides all gathers and reductions of parameters."""
+    return replace(topology(spelling), efficiency={"hidden": 1.0})
+
+
 def test_weights_are_gathered_at_every_use_where_that_is_as_fast() -> None:
     load = prepare(worlds.stack(depth=4, batch=8, embed=4096, hidden=16384, seq=4096))
     pin = {
@@ -207,8 +212,9 @@ def test_weights_are_gathered_at_every_use_where_that_is_as_fast() -> None:
         "microbatches": 2,
         "remat": "full",
     }
+    place = all_hides("h100:4")
     free, once = (
-        planner.search(load.problem, "h100:4", {**pin, **more}, load=load)
+        planner.search(load.problem, place, {**pin, **more}, load=load)
         for more in ({}, {"gather": "once"})
     )
     assert free.gather == "use" and free.estimate.step_seconds == once.estimate.step_seconds
@@ -486,7 +492,7 @@ def test_dimensions_beyond_those_tried_in_all_sets_are_sharded_where_that_is_fas
 def test_equally_fast_plans_that_nearly_fill_the_memory_go_to_the_one_with_more_room() -> None:
     size = {"embed": 1024, "hidden": 4096, "heads": 8, "vocab": 1024, "depth": 8}
     load = worlds.prepared(worlds.layers, batch=64, seq=512, **size)
-    place, pin = topology("h100:8"), {"mesh": {"fsdp": 8}, "remat": "none", "microbatches": 1}
+    place, pin = all_hides("h100:8"), {"mesh": {"fsdp": 8}, "remat": "none", "microbatches": 1}
     each = {
         zero: planner.search(load.problem, place, {**pin, "zero": zero}, load=load)
         for zero in (1, 3)
