@@ -607,7 +607,7 @@ class Comparison:
         """The subject of the comparison."""
         return (
             f"{self.model}: {count_text(self.target.tokens)} tokens within {self.target.days:,.3g}"
-            f" days, {count_text(self.tokens_per_step)} tokens a step"
+            f" days, {count_text(self.tokens_per_step)} tokens per step"
         )
 
     def rows(self) -> Iterator[tuple[str, ...]]:
