@@ -27,6 +27,7 @@ from shardlib.cost.collectives import (
     stored,
 )
 from shardlib.cost.framework import XLA
+from shardlib.cost.intervals import Interval
 from shardlib.cost.roofline import Applied, efficiency
 from shardlib.cost.stages import (
     Meshes,
@@ -166,6 +167,7 @@ class Estimate:
         corrections: factors applied to seconds and bytes (`shardlib.cost.roofline`).
         stage: seconds of a pipeline stage per microbatch; None without stages.
         offloaded: the offloaded parts; None if there are none.
+        interval: what published runs took over what was predicted; None where there are none.
     """
 
     seconds: Seconds
@@ -178,6 +180,7 @@ class Estimate:
     corrections: tuple[Applied, ...] = ()
     stage: StageSeconds | None = None
     offloaded: Offloaded | None = None
+    interval: Interval | None = None
 
     __repr__ = compact
 
@@ -197,6 +200,14 @@ class Estimate:
     def step_seconds(self) -> float:
         """Seconds of one step."""
         return self.seconds.total
+
+    @property
+    def step_interval(self) -> tuple[float, float] | None:
+        """Seconds of one step between which it lies for most programs (`Interval.share`); None
+        where nothing was published.
+        """
+        known = self.interval
+        return known and (known.low * self.step_seconds, known.high * self.step_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -225,6 +236,7 @@ class Estimate:
         """The estimate as plain data, with totals."""
         return {
             "step_seconds": self.step_seconds,
+            "step_interval": self.step_interval,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
             "hfu": self.hfu,
@@ -238,6 +250,7 @@ class Estimate:
             "corrections": [correction.to_json() for correction in self.corrections],
             "stage": asdict(self.stage) if self.stage else None,
             "offloaded": asdict(self.offloaded) if self.offloaded else None,
+            "interval": self.interval.to_json() if self.interval else None,
         }
 
     @classmethod

@@ -12,6 +12,7 @@ import numpy as np
 from shardlib.cost.collectives import Slot, along, stored
 from shardlib.cost.facts import Facts
 from shardlib.cost.framework import XLA
+from shardlib.cost.intervals import interval
 from shardlib.cost.items import kernel_items
 from shardlib.cost.pricing import (
     Offloaded,
@@ -525,6 +526,7 @@ def assemble(
             corrections=applied(topology),
             stage=stage_seconds(priced),
             offloaded=_offloaded(original, topology, priced),
+            interval=interval(load.profile.name, topology.chip.vendor),
         ),
         search=certificate,
         framework=_framework(load),

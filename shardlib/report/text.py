@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
+from shardlib.cost.intervals import EVEN
 from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.decisions.table import TABLE
 from shardlib.errors import MissingFileError, TopologyError
@@ -608,7 +609,7 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
             + (f" and executes {percent_text(more)} more{cause}" if more > 0.005 else "")
             + f"; the devices peak at {count_text(estimate.peak_flops_per_s, 'FLOP/s')} together."
         )
-    lines += _communication_reason(plan)
+    lines += [*_communication_reason(plan), *_sure_reason(plan)]
     if hbm_bytes:
         limit = limit_bytes(estimate, hbm_bytes)
         spare = limit - estimate.device_bytes.peak
@@ -688,14 +689,17 @@ def _offload_reason(plan: Plan, hbm_bytes: float | None) -> list[str]:
 def _runner_reasons(plan: Plan) -> list[str]:
     slower = [r for r in plan.search.rejected if r.reason in ("slower", "bound")][:_MOST_RUNNERS]
     too_big = [r for r in plan.search.rejected if r.reason == "memory"]
-    groups: dict[tuple[str, str], list[str]] = {}
-    for r in slower:
-        groups.setdefault((r.summary, _speed(plan, r)), []).append(str(r.mesh))
-    runners = [
-        f"{' or '.join(meshes)}{f' ({summary})' if summary else ''}, {speed}"
-        for (summary, speed), meshes in groups.items()
+    most = (1 + EVEN) * plan.estimate.step_seconds
+    even = [r for r in slower if r.reason == "slower" and r.step_seconds < most]
+    even.sort(key=lambda r: r.peak_bytes)
+    lines = [
+        f"{head}: {'; '.join(_runners(plan, runners))}."
+        for head, runners in (
+            (f"Even with it (predicted within {EVEN:.0%}), the least memory first", even),
+            ("Next best", [r for r in slower if r not in even]),
+        )
+        if runners
     ]
-    lines = [f"Next best: {'; '.join(runners)}."] if runners else []
     if too_big:
         smallest = min(too_big, key=lambda r: (r.peak_bytes == 0, r.peak_bytes))
         need = (
@@ -710,6 +714,30 @@ def _runner_reasons(plan: Plan) -> list[str]:
         )
         lines.append(f"{many} {smallest.mesh}{need}.")
     return lines
+
+
+def _runners(plan: Plan, rejected: Sequence[Rejected]) -> list[str]:
+    """Plans with their decisions and times; meshes that have both in common together."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for r in rejected:
+        groups.setdefault((r.summary, _speed(plan, r)), []).append(str(r.mesh))
+    return [
+        f"{' or '.join(meshes)}{f' ({summary})' if summary else ''}, {speed}"
+        for (summary, speed), meshes in groups.items()
+    ]
+
+
+def _sure_reason(plan: Plan) -> list[str]:
+    """Gives how sure the step time is."""
+    known, seconds = plan.estimate.interval, plan.estimate.step_interval
+    if known is None or seconds is None:
+        return []
+    low, high = (seconds_text(bound) for bound in seconds)
+    return [
+        f"Of {known.runs} published runs of {known.sources} sources that no price had seen,"
+        f" {known.share:.0%} took {known.low:.2f} to {known.high:.2f} times as long as"
+        f" predicted: here {low} to {high}."
+    ]
 
 
 def _speed(plan: Plan, rejected: Rejected) -> str:
