@@ -30,6 +30,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 #: Pages that explain; those of the reference stand on the front page; all others say how to.
 EXPLANATION = (
     "concepts",
+    "accuracy",
     "cost_model",
     "peers",
     "verification",
