@@ -42,7 +42,7 @@ MEGASCALE: tuple[str, ...] = _TABLE["megascale"]
 #: decomposes them (assumed).
 SPLIT_OVERLAP, ASYNC_OVERLAP = 0.8, 0.5
 #: Precisions whose matmuls run in eight bits.
-EIGHT_BITS: tuple[str, ...] = ("fp8", "mxfp8")
+EIGHT_BITS: tuple[str, ...] = ("fp8", "mxfp8", "int8")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,8 +53,9 @@ Why
     15.8 PFLOP/s together.
   - Communication takes 576 ms, of which 56.6% hides behind compute; the most is over fsdp (501 ms).
   - Memory: 48.0 GiB of 80.0 GiB per device, 40.0% spare.
-  - Next best: data=2 x fsdp=8 (zero 3, remat full), 1.05x the time; tensor=16, at least 2.21x the
-    time.
+  - Even with it (predicted within 5%), the least memory first: data=2 x fsdp=8 (zero 3, remat
+    full), 1.05x the time.
+  - Next best: tensor=16, at least 2.21x the time.
   - Another mesh does not fit in memory: data=16, which needs 121 GiB per device.
 
 Time: 1.81 s per step
