@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from shardlib.cost.pricing import DeviceBytes, Estimate
+from shardlib.cost.pricing import DeviceBytes
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.decisions.table import TABLE
 from shardlib.errors import ArgumentError, MissingFileError, PlanError, TopologyError
@@ -69,6 +69,7 @@ from shardlib.report.text import (
     collective_rows,
     decision_lines,
     in_every_step,
+    interval_text,
     lanes,
     notation,
     parameter_rows,
@@ -288,21 +289,14 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
     """(value, what it is) of the main figures."""
     estimate = plan.estimate
     return [
-        (seconds_text(estimate.step_seconds), "per step"),
-        *_sure(estimate),
+        (
+            seconds_text(estimate.step_seconds),
+            f"per step, {interval_text(estimate)}" if estimate.interval else "per step",
+        ),
         (count_text(estimate.tokens_per_second), "tokens/s"),
         (percent_text(estimate.mfu), "MFU"),
         (bytes_text(estimate.device_bytes.peak), "per device"),
     ]
-
-
-def _sure(estimate: Estimate) -> list[tuple[str, str]]:
-    """The interval of the step time with the share of runs in it."""
-    known, seconds = estimate.interval, estimate.step_interval
-    if known is None or seconds is None:
-        return []
-    low, high = (seconds_text(bound) for bound in seconds)
-    return [(f"{low} to {high}", f"per step, in {known.share:.0%} of unseen runs")]
 
 
 def _pipeline(plan: Plan) -> Timeline | None:

@@ -729,15 +729,21 @@ def _runners(plan: Plan, rejected: Sequence[Rejected]) -> list[str]:
 
 def _sure_reason(plan: Plan) -> list[str]:
     """Gives how sure the step time is."""
-    known, seconds = plan.estimate.interval, plan.estimate.step_interval
-    if known is None or seconds is None:
+    known = plan.estimate.interval
+    if known is None:
         return []
-    low, high = (seconds_text(bound) for bound in seconds)
     return [
         f"Of {known.runs} published runs of {known.sources} sources that no price had seen,"
         f" {known.share:.0%} took {known.low:.2f} to {known.high:.2f} times as long as"
-        f" predicted: here {low} to {high}."
+        f" predicted: here {interval_text(plan.estimate)}."
     ]
+
+
+def interval_text(estimate: Estimate) -> str:
+    """The interval of the step time: "1.17 to 1.90 s"; "" for an estimate without one."""
+    low, high = (seconds_text(bound).split() for bound in estimate.step_interval or (0.0, 0.0))
+    unit = [] if low[1:] == high[1:] else low[1:]
+    return " ".join([low[0], *unit, "to", *high]) if estimate.step_interval else ""
 
 
 def _speed(plan: Plan, rejected: Rejected) -> str:

@@ -63,13 +63,15 @@ def serve_parameters(folder: Path) -> None:
 def serve_rounds(folder: Path) -> None:
     """Serves until it is ended; SIGTERM saves first."""
     settings = OuterServerSettings.read(os.environ[OUTER_SETTINGS])
-    began = [time.time()]
+    began, written = [time.time()], _last_round(folder / ROUNDS)
 
     def say(text: str) -> None:
         _line(folder / EVENTS, {"at_s": time.time(), "event": text})
         print(text, flush=True)
 
     def closed(last: ClosedRound) -> None:
+        if goes_on and last.number <= written:
+            return  # its line was written before the server was killed, its checkpoint was not
         now = time.time()
         seconds, began[0] = now - began[0], now
         line = {"round": last.number, "islands": last.islands, "seconds": seconds, "at_s": now}
@@ -82,11 +84,22 @@ def serve_rounds(folder: Path) -> None:
         say=say,
         closed=closed,
     )
+    goes_on = service.state is not None
     listening = Listening(
         service=service, secret=os.environ[TOKEN], host=settings.host, wanted=settings.port
     )
 
     serve(listening, service, folder / ADDRESS)
+
+
+def _last_round(path: Path) -> int:
+    """The number of the last round in a file, 0 without any; the half of a line that a killed
+    server left is removed.
+    """
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    if lines and not lines[-1].endswith("\n"):
+        path.write_text("".join(lines := lines[:-1]))
+    return json.loads(lines[-1])["round"] if lines else 0
 
 
 def _line(path: Path, data: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import shardlib
+from shardlib.islands.servers import processes
 from shardlib.islands.servers.joining import OuterServer
 from shardlib.islands.servers.rounds import Rounds
 from tests.islands.servers.test_island import replicas
@@ -199,3 +200,12 @@ def test_a_server_that_cannot_be() -> None:
         OuterServer(islands=1)
     with pytest.raises(shardlib.ArgumentError, match=r"port is 70000"):
         OuterServer(islands=2, port=70000, rounds=Rounds())
+
+
+def test_a_round_is_told_once_where_its_checkpoint_was_not_written(tmp_path: Path) -> None:
+    """A server that is killed between the two closes the round again."""
+    told = tmp_path / processes.ROUNDS
+    assert processes._last_round(told) == 0
+    told.write_text('{"round": 1}\n{"round": 2}\n{"rou')
+    assert processes._last_round(told) == 2
+    assert told.read_text() == '{"round": 1}\n{"round": 2}\n'
