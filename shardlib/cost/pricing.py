@@ -28,7 +28,7 @@ from shardlib.cost.collectives import (
 )
 from shardlib.cost.framework import XLA
 from shardlib.cost.intervals import Interval
-from shardlib.cost.roofline import Applied, efficiency
+from shardlib.cost.roofline import Applied, efficiency, efficiency_of, linked
 from shardlib.cost.stages import (
     Meshes,
     Plans,
@@ -841,12 +841,13 @@ def group_seconds(
     """
     placed = place(mesh, topology, order)
     assert placed is not None, f"{mesh} does not fit {topology.name}"
+    chip = topology.chip
+    figures = efficiency_of(chip.name, chip.vendor, XLA.name, dict(topology.efficiency))
     spans = tuple(span for axis in axes or tuple(mesh) for span in placed.get(axis, ()))
     degree = mesh.ways(tuple(axes)) if axes else mesh.devices
     partial = kind != "collective-permute" and members != degree
-    return collective_cost(kind, _part(spans, members) if partial else spans, topology).seconds(
-        size
-    )
+    group = _part(spans, members) if partial else spans
+    return collective_cost(kind, group, linked(topology, figures)).seconds(size)
 
 
 def _part(spans: tuple[Span, ...], members: int) -> tuple[Span, ...]:
