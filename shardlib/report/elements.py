@@ -123,7 +123,7 @@ def wrapped(prefix: str, text: str) -> list[str]:
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list[str]:
     """Rows in aligned columns, indented by two; columns that would pass the width go to a second
-    line, in every row.
+    line, in every row, and one that is longer than a line is wrapped.
     """
     aligned_right = set(right)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -137,6 +137,9 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list
             if i in starts:
                 lines.append(line.rstrip())
                 line = "     "
+                if len(cell) + 7 > WIDTH:
+                    *before, cell = textwrap.wrap(cell, WIDTH - 7)
+                    lines += [f"       {part}" for part in before]
             line += (" " if i == 0 else "  ") + (
                 f"{cell:>{widths[i]}}" if i in aligned_right else f"{cell:{widths[i]}}"
             )

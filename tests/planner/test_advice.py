@@ -52,7 +52,7 @@ def test_every_rule_names_its_source():
 
 @pytest.mark.long
 def test_plans_carry_the_advice():
-    plan = planner.search(worlds.layers(), "h100:8")
+    plan = planner.search(worlds.layers(), "h100:8", {"mesh": {"data": 8}})
     assert "below-ridge" in {finding.code for finding in plan.findings}  # 512 tokens on 8 devices
     large = planner.search(worlds.layers(batch=4096, seq=64), "h100:1")
     assert "below-ridge" not in {finding.code for finding in large.findings}

@@ -95,9 +95,9 @@ def _key(entries: Entries, one: Candidate) -> tuple[int, ...]:
     )
 
 
-def _placed(entries: Entries, at: int, one: Candidate) -> Meshes:
-    """An entry on the place of a plan."""
-    where = topology(WHERE)
+def _placed(entries: Entries, at: int, one: Candidate, software: str) -> Meshes:
+    """An entry on the place of a plan, on links as the software reaches them."""
+    where = Pricer(topology(WHERE), framework_profile(software)).topology
     placement = place(one.mesh, where, one.decisions.axis_order)
     assert placement is not None
     c = Meshes.placed([(one.mesh, placement)], [one.decisions.microbatches], where)
@@ -133,7 +133,7 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(
                 continue
             at = places[_key(entries, one)]
             choice = entries.choices.index(replace(one.choice, context=entries.scope.along))
-            placed = _placed(entries, at, one)
+            placed = _placed(entries, at, one, software)
             kinds = entries.on_places(placed, np.zeros(1, dtype=np.int64), np.array([choice]))
             on_place = min(float(least[0]) for least in kinds.values())
             assert entries.fastest[at] <= seconds * (1 + 1e-9)

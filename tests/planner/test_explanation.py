@@ -283,7 +283,8 @@ def breaks(place: Topology) -> list[str]:
 @pytest.mark.long
 def test_the_break_point_of_a_link_is_where_the_plan_changes():
     assert breaks(slowed("v5e:2x2", 0.1)) == ["ICI"]
-    assert breaks(slowed("2*h100:4", 0.1)) == ["InfiniBand", "NVLink"]
+    everything_hides = replace(slowed("2*h100:4", 0.1), efficiency={"hidden": 1.0})
+    assert breaks(everything_hides) == ["InfiniBand", "NVLink"]
 
 
 @pytest.mark.long
