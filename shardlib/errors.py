@@ -93,6 +93,13 @@ class ModelError(ShardlibError, ValueError):
     """A model name, configuration file or model card that cannot be understood."""
 
 
+class SettingsError(ArgumentError, ModelError, PlanError):
+    """Settings of a run, or guards of a step, that cannot be used.
+
+    It is a `ModelError` and a `PlanError` too, since callers catch those for numbers out of range.
+    """
+
+
 class DataError(ShardlibError, ValueError):
     """Training data that is empty, too small or unreadable."""
 

@@ -19,7 +19,8 @@ from flax import nnx
 import shardlib
 from shardlib import models
 from shardlib.decisions.pins import Pins
-from shardlib.errors import ArgumentError
+from shardlib.errors import ArgumentError, ModelError, PlanError
+from shardlib.training.loggers import TensorBoard
 from tests.zoo import decoder, decoder_scan, linen_transformer, mlp, tree_model
 from tests.zoo.parity import errors, run_sharded
 
@@ -149,6 +150,47 @@ ARGUMENTS: dict[str, tuple[Any, str, str]] = {
     "guards": (3, "3, not guards", "guards=shardlib.Guards(clip=1.0)"),
     "disk": (3, "3, not the path of a folder", 'disk="/path"'),
 }
+
+#: Values that `shardlib.Settings` refuses, and how a message shows each.
+SETTINGS: list[tuple[str, Any, str]] = [
+    ("run", 5, "5"),
+    ("run", ["a"], "a list"),
+    ("run", "", "''"),
+    ("run", "a\0b", r"'a\x00b'"),
+    ("save_every", "x", "'x'"),
+    ("save_every", float("nan"), "nan"),
+    ("save_every", True, "True"),
+    ("save_every", -1, "-1"),
+    ("save_every", 2.5, "2.5"),
+    ("save_every", None, "None"),
+    ("save_every", -(10**5000), "an integer of 16610 bits"),
+    ("save_seconds", 10**400, "an integer of 1329 bits"),
+    ("keep", 3, "3"),
+    ("policy", "x", "'x'"),
+    ("hang_seconds", "x", "'x'"),
+    ("hang_seconds", float("inf"), "inf"),
+    ("profile", 3, "3"),
+    ("profile", (1, "x"), "(1, 'x')"),
+    ("profile", (1, 2, 3), "(1, 2, 3)"),
+    ("allow_changes", 5, "5"),
+    ("allow_changes", (5,), "(5,)"),
+    ("doctor_seconds", "x", "'x'"),
+    ("validation", 3, "3"),
+    ("callbacks", 3, "3"),
+    ("callbacks", (3,), "(3,)"),
+    ("loggers", (TensorBoard,), "a tuple"),
+]
+#: Values that `shardlib.Guards` refuses, and how a message shows each.
+GUARDS: list[tuple[str, Any, str]] = [
+    ("clip", "x", "'x'"),
+    ("clip", True, "True"),
+    ("clip", 0, "0"),
+    ("scale", [], "a list"),
+    ("scale", float("inf"), "inf"),
+    ("growth", "x", "'x'"),
+    ("growth", None, "None"),
+    ("spike", 20.0, "20.0"),
+]
 
 #: What is done, the error, and its whole message, or parts of it in a list.
 ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str | list[str]]] = {
@@ -524,6 +566,41 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str | l
         shardlib.ModelError,
         ["softcap=-1 is negative"],
     ),
+    "attention of numbers": (
+        lambda: shardlib.attention(cast(Any, 1), cast(Any, 2), cast(Any, 3)),
+        ArgumentError,
+        (
+            "shardlib.attention cannot use its arguments:\n"
+            "  - query is 1, not an array [batch, queries, heads, width], or several such arrays\n"
+            "  - key is 2, not an array [batch, keys, key heads, width], or several such arrays\n"
+            "  - value is 3, not an array [batch, keys, key heads, width]\n"
+            "Try: query=jnp.ones((2, 128, 8, 64)); key=jnp.ones((2, 128, 8, 64));"
+            " value=jnp.ones((2, 128, 8, 64))"
+        ),
+    ),
+    "attention of matrices": (
+        lambda: shardlib.attention(*[jnp.ones((2, 3))] * 3),
+        ArgumentError,
+        ["query is an array of shape (2, 3), not", "key is an array", "value is an array"],
+    ),
+    "attention of no arrays": (
+        lambda: shardlib.attention([], [], QUERY),
+        ArgumentError,
+        ["query is a list, not", "key is a list, not"],
+    ),
+    "routes of a number": (
+        lambda: shardlib.route(cast(Any, 5), 5),
+        ArgumentError,
+        (
+            "shardlib.route cannot use its arguments: logits is 5, not an array [..., experts] of"
+            " logits of the router\nTry: logits=jnp.ones((2, 128, 8))"
+        ),
+    ),
+    "routes to a fraction of experts": (
+        lambda: shardlib.route(jnp.ones((4, 8)), cast(Any, 2.0), bias=cast(Any, 3)),
+        ArgumentError,
+        ["k is 2.0, not an integer", "bias is 3, not an array [experts]"],
+    ),
     "a negative block": (lambda: attend(block=-2), shardlib.ModelError, ["block=-2 is negative"]),
     "other segments": (
         lambda: attend(segments=jnp.ones((2, 7), jnp.int32)),
@@ -679,3 +756,31 @@ def test_a_mesh_that_the_user_has_set_changes_nothing(
     with jax.set_mesh(jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(kind,))):
         sharded = run_sharded(case, {"mesh": {"data": 4, "tensor": 2}})
     assert max(errors(sharded.loss, sharded.gradients, case.reference(0)).values()) <= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "says"),
+    [
+        *((shardlib.Settings, *row) for row in SETTINGS),
+        *((shardlib.Guards, *row) for row in GUARDS),
+    ],
+)
+def test_settings_of_another_kind_are_refused(
+    kind: Callable[..., Any], name: str, value: Any, says: str
+) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        kind(**{name: value})
+    assert f": {name} is {says}, not " in str(caught.value)
+    assert f"\nTry: {name}=" in str(caught.value)
+    assert isinstance(caught.value, ModelError) and isinstance(caught.value, PlanError)
+
+
+def test_all_settings_of_another_kind_come_together() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        shardlib.Settings(**dict.fromkeys(dict.fromkeys(name for name, *_ in SETTINGS), object()))
+    assert len(caught.value.failures) == len({name for name, *_ in SETTINGS}) == 11
+
+
+def test_numbers_of_numpy_and_jax_are_settings() -> None:
+    shardlib.Settings(save_every=cast(int, np.int64(5)), hang_seconds=cast(float, jnp.float32(9)))
+    shardlib.Guards(clip=cast(float, np.float32(1.0)), growth=cast(int, jnp.int32(5)))

@@ -35,6 +35,7 @@ import jax.numpy as jnp
 
 from shardlib.errors import ModelError, raise_all
 from shardlib.jax_types import Eqn, Function
+from shardlib.untrusted.data import Kind, require_kinds
 
 # --------------------------------------------------------------------------------------------------
 # Checks of the operands of `shardlib.functions.attention`.
@@ -86,7 +87,10 @@ def check(
                 f" {[key.shape[-1] for key in keys]} differ in width"
             ),
         ),
-        (heads % groups == 0, f"{groups} key heads do not divide {heads} query heads"),
+        (
+            groups > 0 and heads % groups == 0,
+            f"{groups} key heads do not divide {heads} query heads",
+        ),
         (
             window >= 0 and (causal or not window),
             f"a window of {window} keys needs causal attention and cannot be negative",
@@ -397,8 +401,15 @@ def attention(
         [B, S, N, V], in the dtype of `value`.
 
     Raises:
+        ArgumentError: operands that are not arrays of such ranks.
         ModelError: shapes or options that do not fit each other.
     """
+    require_kinds(
+        "attention",
+        _KINDS,
+        {"query": query, "key": key, "value": value},
+        needed=("query", "key", "value"),
+    )
     queries, keys = _parts(query), _parts(key)
     check(
         queries,
@@ -426,6 +437,37 @@ def attention(
     beside = (global_layer, form.chosen), (segments, form.packed), (offsets, biased is not None)
     extra = [operand for operand, present in beside if present]
     return marked(form, attend)(*queries, *keys, value, *extra)
+
+
+def is_array(value: Any, *ranks: int) -> bool:
+    """True for an array of one of the ranks; of any rank from 1 on where none is named."""
+    rank = len(value.shape) if hasattr(value, "shape") and hasattr(value, "dtype") else 0
+    return rank in ranks if ranks else rank > 0
+
+
+def _are_arrays(value: Any, *ranks: int) -> bool:
+    parts = _parts(value)
+    return bool(parts) and all(is_array(part, *ranks) for part in parts)
+
+
+#: Expected kinds of the operands of `attention`.
+_KINDS: Mapping[str, Kind] = {
+    "query": (
+        lambda value: _are_arrays(value, 4),
+        "an array [batch, queries, heads, width], or several such arrays",
+        "query=jnp.ones((2, 128, 8, 64))",
+    ),
+    "key": (
+        lambda value: _are_arrays(value, 3, 4),
+        "an array [batch, keys, key heads, width], or several such arrays",
+        "key=jnp.ones((2, 128, 8, 64))",
+    ),
+    "value": (
+        lambda value: is_array(value, 4),
+        "an array [batch, keys, key heads, width]",
+        "value=jnp.ones((2, 128, 8, 64))",
+    ),
+}
 
 
 def _parts(arrays: jax.Array | Sequence[jax.Array]) -> list[jax.Array]:

@@ -6,13 +6,16 @@ scattered, neither forward nor backward, so that a partitioner can shard tokens 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.errors import ModelError, raise_all
-from shardlib.functions.attention import marked
+from shardlib.functions.attention import is_array, marked
+from shardlib.untrusted.data import Kind, require_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,23 @@ class Routing:
     weights: jax.Array
     chosen: jax.Array
     shares: jax.Array
+
+
+def _is_index(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+_INTEGERS = ("k", "groups", "groups_per_token", "group_score")
+#: Expected kinds of the arguments of `route`.
+_KINDS: Mapping[str, Kind] = {
+    "logits": (
+        is_array,
+        "an array [..., experts] of logits of the router",
+        "logits=jnp.ones((2, 128, 8))",
+    ),
+    "bias": (lambda value: is_array(value, 1), "an array [experts]", "bias=jnp.zeros(8)"),
+    **{name: (_is_index, "an integer", f"{name}=2") for name in _INTEGERS},
+}
 
 
 def route(
@@ -70,9 +90,24 @@ def route(
         scores of all experts, [..., E].
 
     Raises:
+        ArgumentError: logits or a bias that are not arrays of such ranks, or other numbers than
+            integers.
         ModelError: `k` or the groups do not fit the number of experts, `bias` is not [E], or
             `scores` is unknown; all errors are listed.
     """
+    require_kinds(
+        "route",
+        _KINDS,
+        {
+            "logits": logits,
+            "k": k,
+            "bias": bias,
+            "groups": groups,
+            "groups_per_token": groups_per_token,
+            "group_score": group_score,
+        },
+        needed=("logits", "k", "groups", "groups_per_token", "group_score"),
+    )
     _check(logits, k, scores, bias, groups, groups_per_token)
     wide = logits.astype(jnp.float32)
     scored = jax.nn.softmax(wide, axis=-1) if scores == "softmax" else jax.nn.sigmoid(wide)

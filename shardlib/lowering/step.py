@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,7 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib import _jax_compat
 from shardlib.annotation.names import Model, PureLoss, UserLoss
 from shardlib.annotation.trees import Partition, Tree
-from shardlib.errors import BatchError, PlanError, raise_all
+from shardlib.errors import BatchError, PlanError, SettingsError
 from shardlib.findings import Finding
 from shardlib.graph import Parameter, Problem
 from shardlib.jax_types import Function, KeyPath, Metrics, Value
@@ -50,6 +51,7 @@ from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import placements
 from shardlib.schedules import GPIPE, Timetable
 from shardlib.tracing.trace import describe_batch, graph_from_program, named
+from shardlib.untrusted.data import Kind, is_positive, require_kinds
 
 # --------------------------------------------------------------------------------------------------
 # Layouts of a loss on another number of rows than a step is compiled for, or of another loss.
@@ -489,6 +491,19 @@ def _at_once(plan: Plan) -> Plan:
 # too.
 
 
+#: Expected kinds of the values of `Guards`.
+_GUARDS: Mapping[str, Kind] = {
+    "clip": (is_positive, "a finite number above 0", "clip=1.0, or None"),
+    "scale": (is_positive, "a finite number above 0", "scale=2.0**15, or None"),
+    "growth": (
+        lambda value: is_positive(value, operator.index),
+        "an integer of at least 1",
+        "growth=2000",
+    ),
+    "spike": (lambda value: isinstance(value, bool), "true or false", "spike=True"),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Guards:
     """Guards of a training step. A step whose loss or gradients are not finite leaves parameters,
@@ -505,7 +520,7 @@ class Guards:
             `limited` sets it.
 
     Raises:
-        PlanError: numbers out of range, all of them listed.
+        SettingsError: values of another kind or out of range, all of them listed.
     """
 
     clip: float | None = None
@@ -514,14 +529,9 @@ class Guards:
     spike: bool = False
 
     def __post_init__(self) -> None:
-        failures = [
-            f"{name} is {value!r}; it must be positive and finite"
-            for name, value in (("clip", self.clip), ("scale", self.scale))
-            if value is not None and not (math.isfinite(value) and value > 0)
-        ]
-        failures += [f"growth is {self.growth!r}; it must be at least 1"] if self.growth < 1 else []
-        if failures:
-            raise_all(PlanError, "the guards are not usable", failures)
+        require_kinds(
+            "Guards", _GUARDS, vars(self), needed=("growth", "spike"), error=SettingsError
+        )
 
     def first(self) -> GuardState:
         """The guard state before the first step."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import operator
+import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import optax
 
 from shardlib.checkpointing.store import Keep
 from shardlib.compact import plain_fields
-from shardlib.errors import ModelError, raise_all
+from shardlib.errors import ModelError, SettingsError, raise_all
 from shardlib.planner.plan import Plan, plan_to_data
 from shardlib.training.callbacks import BestCheckpoint, Callback
 from shardlib.training.loggers import Logger, TensorBoard
@@ -18,7 +22,78 @@ from shardlib.training.measures import Policy
 from shardlib.training.run import unknown_names
 from shardlib.training.states import with_average
 from shardlib.training.validation import Validation
-from shardlib.untrusted.data import SEEDS, JsonMapping, JsonObject
+from shardlib.untrusted.data import (
+    SEEDS,
+    JsonMapping,
+    JsonObject,
+    Kind,
+    is_positive,
+    require_kinds,
+)
+
+
+def _is_count(value: Any) -> bool:
+    return is_positive(value, operator.index)
+
+
+def _is_folder(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and str(value) != "" and "\0" not in str(value)
+
+
+def _are_callables(value: Any) -> bool:
+    return isinstance(value, tuple) and all(callable(item) for item in value)
+
+
+def _is_logger(value: Any) -> bool:
+    return hasattr(value, "open") and not isinstance(value, type)
+
+
+_SECONDS = "a finite number of seconds above 0"
+#: Expected kinds of the values of `Settings`.
+_KINDS: Mapping[str, Kind] = {
+    "run": (_is_folder, "the path of a folder", 'run="runs/first", or None'),
+    "save_every": (_is_count, "an integer of at least 1", "save_every=50"),
+    "save_seconds": (is_positive, _SECONDS, "save_seconds=600.0, or None"),
+    "keep": (
+        lambda value: isinstance(value, Keep),
+        "rules for keeping checkpoints",
+        "keep=shardlib.checkpointing.store.Keep(newest=3)",
+    ),
+    "policy": (
+        lambda value: isinstance(value, Policy),
+        "a policy for bad losses",
+        'policy=shardlib.training.measures.Policy(action="roll-back")',
+    ),
+    "hang_seconds": (is_positive, _SECONDS, "hang_seconds=600.0, or None"),
+    "profile": (
+        lambda value: (
+            isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_count, value))
+        ),
+        "the first step and the number of steps, integers of at least 1",
+        "profile=(10, 3), or None",
+    ),
+    "allow_changes": (
+        lambda value: (
+            isinstance(value, Collection)
+            and not isinstance(value, str)
+            and all(isinstance(item, str) for item in value)
+        ),
+        "a tuple of names",
+        'allow_changes=("lr",)',
+    ),
+    "doctor_seconds": (is_positive, _SECONDS, "doctor_seconds=60.0, or None"),
+    "validation": (
+        lambda value: isinstance(value, Validation),
+        "a validation",
+        "validation=shardlib.training.validation.Validation(data=held_out), or None",
+    ),
+    "callbacks": (_are_callables, "a tuple of callbacks", "callbacks=(function,)"),
+    "loggers": (
+        lambda value: isinstance(value, tuple) and all(map(_is_logger, value)),
+        "a tuple of loggers",
+        "loggers=(shardlib.training.loggers.TensorBoard(),)",
+    ),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +125,7 @@ class Settings:
             by default event files for TensorBoard in the folder.
 
     Raises:
-        ModelError: numbers out of range, all of them listed.
+        SettingsError: values of another kind or out of range, all of them listed.
     """
 
     run: str | Path | None = None
@@ -67,34 +142,14 @@ class Settings:
     loggers: tuple[Logger, ...] = (TensorBoard(),)
 
     def __post_init__(self) -> None:
-        failures = (
-            [f"save_every is {self.save_every}; it must be at least 1"]
-            if self.save_every < 1
-            else []
+        require_kinds(
+            "Settings",
+            _KINDS,
+            vars(self),
+            needed=("save_every", "keep", "policy", "allow_changes", "callbacks", "loggers"),
+            error=SettingsError,
+            more=self._best(),
         )
-        failures += [
-            f"{name} is {value}; it must be positive"
-            for name, value in (
-                ("save_seconds", self.save_seconds),
-                ("hang_seconds", self.hang_seconds),
-                ("doctor_seconds", self.doctor_seconds),
-            )
-            if value is not None and not value > 0
-        ]
-        if self.profile is not None and min(self.profile) < 1:
-            failures.append(
-                f"profile is {self.profile}; the first step and the number of steps are at least 1"
-            )
-        if isinstance(self.allow_changes, str):
-            failures.append(f"allow_changes is {self.allow_changes!r}; it must be a tuple of names")
-        failures += [
-            f"{name} is {value!r}; it must be a tuple of {name}"
-            for name, value in (("callbacks", self.callbacks), ("loggers", self.loggers))
-            if not isinstance(value, tuple)
-        ]
-        failures += self._best()
-        if failures:
-            raise_all(ModelError, "the settings of the run are not usable", failures)
 
     @property
     def kept(self) -> Keep:
@@ -107,12 +162,13 @@ class Settings:
         )
 
     def _bests(self) -> list[BestCheckpoint]:
-        return [callback for callback in self.callbacks if isinstance(callback, BestCheckpoint)]
+        callbacks = self.callbacks if _are_callables(self.callbacks) else ()
+        return [callback for callback in callbacks if isinstance(callback, BestCheckpoint)]
 
     def _best(self) -> list[str]:
         """The errors in a best checkpoint."""
         best = self._bests()
-        if len(best) > 1 or (best and self.keep.best is not None):
+        if len(best) > 1 or (best and getattr(self.keep, "best", None) is not None):
             return ["there is more than one best checkpoint: `BestCheckpoint`, `Keep(best=...)`"]
         if best and self.run is None:
             return ["a best checkpoint needs a folder to be kept in: run"]

@@ -53,22 +53,25 @@ def require_kinds(
     values: Mapping[str, object],
     *,
     needed: Collection[str],
+    error: type[ShardlibError] = ArgumentError,
+    more: Sequence[str] = (),
 ) -> None:
     """Refuses arguments of the wrong kind.
 
     Args:
         values: arguments by name; None where one is left out.
+        more: failures of other checks, listed with these.
     """
     wrong = [
         name
         for name, value in values.items()
         if (value is not None or name in needed) and not kinds[name][0](value)
     ]
-    if wrong:
+    if wrong or more:
         raise_all(
-            ArgumentError,
+            error,
             f"shardlib.{function} cannot use its arguments",
-            [f"{name} is {_shown(values[name])}, not {kinds[name][1]}" for name in wrong],
+            [*(f"{name} is {_shown(values[name])}, not {kinds[name][1]}" for name in wrong), *more],
             hint="; ".join(kinds[name][2] for name in wrong),
         )
 
@@ -81,6 +84,18 @@ def is_integer(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """True for a finite number; a boolean is none."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def is_positive(value: object, read: Callable[[Any], float] = float) -> bool:
+    """True for a finite number above 0, of NumPy or JAX as well; booleans and texts are none.
+
+    Args:
+        read: `operator.index` for integers alone.
+    """
+    try:
+        return not isinstance(value, bool | str | bytes) and 0 < read(value) < math.inf
+    except (TypeError, ValueError, OverflowError):
+        return False
 
 
 def read_seed(seed: SupportsIndex) -> int:
@@ -98,14 +113,16 @@ def read_seed(seed: SupportsIndex) -> int:
 
 def _shown(value: Any) -> str:
     """A value in a few words."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        text = repr(value)
+    plain = (bool, int, float, str, type(None))
+    if isinstance(value, tuple) and all(isinstance(item, plain) for item in value[:40]):
+        return shown(value, 40)
+    if isinstance(value, plain):
+        text = shown(value, 1000)
         return text if len(text) <= 40 else f"{text[:40]}..."
-    return (
-        f"the function {value.__name__}"
-        if hasattr(value, "__name__")
-        else f"a {type(value).__name__}"
-    )
+    if hasattr(value, "__name__"):
+        return f"the function {value.__name__}"
+    shape = getattr(value, "shape", None)
+    return f"an array of shape {tuple(shape)}" if shape else f"a {type(value).__name__}"
 
 
 #: Characters of a value in a message; failures in one message; characters of a line that tells one

@@ -172,7 +172,7 @@ def test_a_callback_that_fails_loses_nothing(program: StepProgram, tmp_path: Pat
 def test_settings_of_callbacks_are_checked(tmp_path: Path):
     with pytest.raises(ModelError, match="best checkpoint needs a folder"):
         Settings(callbacks=(BestCheckpoint(),))
-    with pytest.raises(ModelError, match="must be a tuple of loggers"):
+    with pytest.raises(ModelError, match="not a tuple of loggers"):
         Settings(loggers=[])  # pyright: ignore[reportArgumentType]
     with pytest.raises(ModelError, match="patience is 0"):
         EarlyStop(patience=0)

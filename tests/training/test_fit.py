@@ -375,11 +375,13 @@ def test_a_trace_on_demand(program: Program, tmp_path: Path):
 def test_bad_requests(program: Program, tmp_path: Path):
     with pytest.raises(ModelError) as caught:
         Settings(save_every=0, hang_seconds=0, profile=(0, 1))
-    assert (
-        str(caught.value)
-        == "the settings of the run are not usable:\n  - save_every is 0; it must be at least 1\n "
-        " - hang_seconds is 0; it must be positive\n  - profile is (0, 1); the first step and"
-        " the number of steps are at least 1"
+    assert isinstance(caught.value, ArgumentError)
+    assert str(caught.value) == (
+        "shardlib.Settings cannot use its arguments:\n"
+        "  - save_every is 0, not an integer of at least 1\n"
+        "  - hang_seconds is 0, not a finite number of seconds above 0\n"
+        "  - profile is (0, 1), not the first step and the number of steps, integers of at least 1\n"
+        "Try: save_every=50; hang_seconds=600.0, or None; profile=(10, 3), or None"
     )
     with pytest.raises(ModelError, match="the program has no guard that could\nTry: "):
         fit(program, batch_of, steps=1, settings=Settings(policy=Policy(action="skip")))

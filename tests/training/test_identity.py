@@ -289,5 +289,5 @@ def test_fit_goes_on_with_another_optimizer_on_purpose(tmp_path: Path):
         match="allow_changes has 'lss'; known are loss, optimizer, lr, data, seed, model, batch",
     ):
         run(other, 9, allow_changes=("lss",))
-    with pytest.raises(ModelError, match="allow_changes is 'loss'; it must be a tuple of names"):
+    with pytest.raises(ModelError, match="allow_changes is 'loss', not a tuple of names"):
         Settings(allow_changes="loss")  # pyright: ignore[reportArgumentType]
