@@ -764,6 +764,7 @@ def test_a_mesh_that_the_user_has_set_changes_nothing(
         *((shardlib.Settings, *row) for row in SETTINGS),
         *((shardlib.Guards, *row) for row in GUARDS),
     ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_settings_of_another_kind_are_refused(
     kind: Callable[..., Any], name: str, value: Any, says: str

@@ -404,12 +404,8 @@ def attention(
         ArgumentError: operands that are not arrays of such ranks.
         ModelError: shapes or options that do not fit each other.
     """
-    require_kinds(
-        "attention",
-        _KINDS,
-        {"query": query, "key": key, "value": value},
-        needed=("query", "key", "value"),
-    )
+    operands = {"query": query, "key": key, "value": value}
+    require_kinds("attention", _KINDS, operands, needed=_KINDS)
     queries, keys = _parts(query), _parts(key)
     check(
         queries,

@@ -106,7 +106,7 @@ def route(
             "groups_per_token": groups_per_token,
             "group_score": group_score,
         },
-        needed=("logits", "k", "groups", "groups_per_token", "group_score"),
+        needed=("logits", *_INTEGERS),
     )
     _check(logits, k, scores, bias, groups, groups_per_token)
     wide = logits.astype(jnp.float32)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,7 +50,7 @@ from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import placements
 from shardlib.schedules import GPIPE, Timetable
 from shardlib.tracing.trace import describe_batch, graph_from_program, named
-from shardlib.untrusted.data import Kind, is_positive, require_kinds
+from shardlib.untrusted.data import Kind, is_count, is_positive, require_kinds
 
 # --------------------------------------------------------------------------------------------------
 # Layouts of a loss on another number of rows than a step is compiled for, or of another loss.
@@ -495,11 +494,7 @@ def _at_once(plan: Plan) -> Plan:
 _GUARDS: Mapping[str, Kind] = {
     "clip": (is_positive, "a finite number above 0", "clip=1.0, or None"),
     "scale": (is_positive, "a finite number above 0", "scale=2.0**15, or None"),
-    "growth": (
-        lambda value: is_positive(value, operator.index),
-        "an integer of at least 1",
-        "growth=2000",
-    ),
+    "growth": (is_count, "an integer of at least 1", "growth=2000"),
     "spike": (lambda value: isinstance(value, bool), "true or false", "spike=True"),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -27,13 +26,10 @@ from shardlib.untrusted.data import (
     JsonMapping,
     JsonObject,
     Kind,
+    is_count,
     is_positive,
     require_kinds,
 )
-
-
-def _is_count(value: Any) -> bool:
-    return is_positive(value, operator.index)
 
 
 def _is_folder(value: Any) -> bool:
@@ -52,7 +48,7 @@ _SECONDS = "a finite number of seconds above 0"
 #: Expected kinds of the values of `Settings`.
 _KINDS: Mapping[str, Kind] = {
     "run": (_is_folder, "the path of a folder", 'run="runs/first", or None'),
-    "save_every": (_is_count, "an integer of at least 1", "save_every=50"),
+    "save_every": (is_count, "an integer of at least 1", "save_every=50"),
     "save_seconds": (is_positive, _SECONDS, "save_seconds=600.0, or None"),
     "keep": (
         lambda value: isinstance(value, Keep),
@@ -67,7 +63,7 @@ _KINDS: Mapping[str, Kind] = {
     "hang_seconds": (is_positive, _SECONDS, "hang_seconds=600.0, or None"),
     "profile": (
         lambda value: (
-            isinstance(value, (tuple, list)) and len(value) == 2 and all(map(_is_count, value))
+            isinstance(value, (tuple, list)) and len(value) == 2 and all(map(is_count, value))
         ),
         "the first step and the number of steps, integers of at least 1",
         "profile=(10, 3), or None",

@@ -87,15 +87,16 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def is_positive(value: object, read: Callable[[Any], float] = float) -> bool:
-    """True for a finite number above 0, of NumPy or JAX as well; booleans and texts are none.
-
-    Args:
-        read: `operator.index` for integers alone.
-    """
+    """True for a finite number above 0, of NumPy or JAX as well; booleans and texts are none."""
     try:
         return not isinstance(value, bool | str | bytes) and 0 < read(value) < math.inf
     except (TypeError, ValueError, OverflowError):
         return False
+
+
+def is_count(value: object) -> bool:
+    """True for an integer of at least 1, of NumPy or JAX as well; a boolean is none."""
+    return is_positive(value, operator.index)
 
 
 def read_seed(seed: SupportsIndex) -> int:
@@ -121,8 +122,12 @@ def _shown(value: Any) -> str:
         return text if len(text) <= 40 else f"{text[:40]}..."
     if hasattr(value, "__name__"):
         return f"the function {value.__name__}"
-    shape = getattr(value, "shape", None)
-    return f"an array of shape {tuple(shape)}" if shape else f"a {type(value).__name__}"
+    shape = getattr(value, "shape", ())
+    return (
+        f"an array of shape {tuple(shape)}"
+        if shape and isinstance(shape, tuple)
+        else f"a {type(value).__name__}"
+    )
 
 
 #: Characters of a value in a message; failures in one message; characters of a line that tells one
