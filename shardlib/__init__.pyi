@@ -23,6 +23,7 @@ from shardlib.errors import PinError as PinError
 from shardlib.errors import PlanError as PlanError
 from shardlib.errors import RuleError as RuleError
 from shardlib.errors import RunError as RunError
+from shardlib.errors import SettingsError as SettingsError
 from shardlib.errors import ShardlibError as ShardlibError
 from shardlib.errors import StateError as StateError
 from shardlib.errors import StoppedError as StoppedError

@@ -782,7 +782,7 @@ def test_all_settings_of_another_kind_come_together() -> None:
     with pytest.raises(ArgumentError) as caught:
         shardlib.Settings(**cast(Any, dict.fromkeys(SETTINGS_NAMES, object())))
     assert len(caught.value.failures) == len(SETTINGS_NAMES)
-    assert SETTINGS_NAMES == {field.name for field in dataclasses.fields(shardlib.Settings)}
+    assert {field.name for field in dataclasses.fields(shardlib.Settings)} == SETTINGS_NAMES
 
 
 def test_numbers_of_numpy_and_jax_are_settings() -> None:
