@@ -120,8 +120,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, plain):
         text = shown(value, 1000)
         return text if len(text) <= 40 else f"{text[:40]}..."
-    if hasattr(value, "__name__"):
-        return f"the function {value.__name__}"
+    if name := getattr(value, "__name__", ""):
+        return f"the function {name}"
     shape = getattr(value, "shape", ())
     return (
         f"an array of shape {tuple(shape)}"
