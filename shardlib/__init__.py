@@ -48,7 +48,10 @@ __version__ = "0.1.0"
 #: Public name -> the module that defines it: as `__init__.pyi` imports them.
 _HOME = wings.names_of(__file__)
 __all__ = ["__version__"]
-__all__ += sorted(_HOME)  # noqa: PLE0605  # pyright: ignore
+# without the names of a wing whose package is missing, so that a star import works
+__all__ += sorted(  # noqa: PLE0605  # pyright: ignore
+    name for name, module in _HOME.items() if not wings.is_missing(module)
+)
 
 _moved.install()
 

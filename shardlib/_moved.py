@@ -1,5 +1,6 @@
 """Earlier names of modules that the documentation showed: importing one gives the module that has
-its contents now.
+its contents now. Two more register themselves (`keep_name`): their modules have a function of that
+name, which the import system would replace by the module.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ MOVED = {
     "shardlib.hardware": "shardlib.machines",
     "shardlib.launching": "shardlib.launch",
     "shardlib.lowering.experts.groups": "shardlib.lowering.experts",
-    "shardlib.lowering.experts.routed": "shardlib.lowering.experts",
     "shardlib.planning": "shardlib.planner",
     "shardlib.planning.pictures": "shardlib.report",
     "shardlib.planning.pictures.timelines": "shardlib.report.timelines",
@@ -37,7 +37,6 @@ MOVED = {
     "shardlib.serving.http.app": "shardlib.serve.http.app",
     "shardlib.serving.http.server": "shardlib.serve.http.server",
     "shardlib.training.measures.judge": "shardlib.training.measures",
-    "shardlib.training.run.status": "shardlib.training.run",
     "shardlib.training.states.average": "shardlib.training.states",
     "shardlib.training.states.rates": "shardlib.training.states",
     "shardlib.training.states.surgery": "shardlib.training.states",
@@ -80,3 +79,8 @@ def install() -> None:
     """Lets the earlier names be imported, in this process."""
     if not any(type(finder).__name__ == Moved.__name__ for finder in sys.meta_path):
         sys.meta_path.insert(0, Moved())
+
+
+def keep_name(module: str, name: str) -> None:
+    """Keeps `name` as an earlier name of a submodule that is part of `module` now."""
+    sys.modules[f"{module}.{name}"] = sys.modules[module]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,11 +23,15 @@ from typing import Any
 from shardlib.errors import MissingPackageError
 
 WINGS = ("launch", "serve", "islands", "frameworks")
-#: The commands of wings, for the message where the package of one is missing.
+#: The commands of wings, and the options that they add to commands of others, for the message where
+#: the package of one is missing.
 COMMANDS_OF = {
     "launch": ("doctor", "launch", "compare", "fit-model"),
     "serve": ("edge", "edge-stage", "generate", "export", "serve", "bench-serve"),
 }
+
+
+OPTIONS_OF = {"serve": ("plan", "--serve"), "islands": ("launch", "--islands")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,7 @@ def required(name: str, what: str) -> ModuleType:
     if module is None:
         raise MissingPackageError(
             f"{what} is part of {'.'.join(name.split('.')[:2])}, and that package is missing"
-            " here\nTry: pip install --force-reinstall shardlib"
+            " here\nTry: install shardlib whole: pip install --force-reinstall, from where it came"
         )
     return module
 
@@ -133,7 +137,7 @@ def face(file: str, package: str) -> tuple[list[str], Callable[[str], Any]]:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(home[name]), name)
 
-    return sorted(home), get
+    return sorted(name for name in home if not is_missing(home[name])), get
 
 
 def commands() -> dict[str, Callable[..., None]]:
@@ -141,15 +145,18 @@ def commands() -> dict[str, Callable[..., None]]:
     return {name: command for module in _modules() for name, command in module.COMMANDS.items()}
 
 
-def require_command(name: str) -> None:
-    """Does nothing for a command that is there, or that no wing has.
+def require_command(words: Sequence[str]) -> None:
+    """Does nothing for a command line without a command or an option of a wing, or with its wing.
 
     Raises:
-        MissingPackageError: the command is one of a wing whose package is missing.
+        MissingPackageError: the package of the wing is missing.
     """
     for wing, names in COMMANDS_OF.items():
-        if name in names:
-            required(f"shardlib.{wing}.commands", f"the command {name}")
+        if words and words[0] in names:
+            required(f"shardlib.{wing}.commands", f"the command {words[0]}")
+    for wing, (command, option) in OPTIONS_OF.items():
+        if words and words[0] == command and option in words:
+            required(f"shardlib.{wing}.commands", f"{command} {option}")
 
 
 def extension(command: str) -> Extension:

@@ -10,6 +10,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -207,6 +208,22 @@ def test_earlier_names_of_modules_are_the_modules_of_today():
         module = importlib.import_module(earlier)
         assert module is importlib.import_module(name), earlier
         assert module.__spec__ is not None and module.__spec__.name == name, earlier
+
+
+@pytest.mark.processes
+def test_earlier_names_of_modules_replace_no_function():
+    code = (
+        "import shardlib.training.run.status, shardlib.lowering.experts.routed\n"
+        "from shardlib.training.run.status import status as earlier\n"
+        "from shardlib.training.run import status\n"
+        "from shardlib.lowering.experts import routed\n"
+        "print(callable(status), callable(routed), earlier is status)"
+    )
+    assert python("-c", code).stdout.split() == ["True"] * 3
+    for earlier in _moved.MOVED:
+        parent, _, child = earlier.rpartition(".")
+        here = vars(importlib.import_module(parent)).get(child)
+        assert here is None or isinstance(here, ModuleType), f"{earlier} would replace {here}"
 
 
 def test_public_names_exist_where_the_package_says():

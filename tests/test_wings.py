@@ -19,8 +19,8 @@ PACKAGE = Path(shardlib.__file__).parent
 #: Wing -> its commands, and an option that it adds to a command of another package.
 COMMANDS = {
     "launch": (wings.COMMANDS_OF["launch"], None),
-    "serve": (wings.COMMANDS_OF["serve"], ("plan", "--serve")),
-    "islands": ((), ("launch", "--islands")),
+    "serve": (wings.COMMANDS_OF["serve"], wings.OPTIONS_OF["serve"]),
+    "islands": ((), wings.OPTIONS_OF["islands"]),
     "frameworks": ((), None),
 }
 #: Wing -> public names that it defines.
@@ -73,6 +73,7 @@ for name in names:
     except shardlib.MissingPackageError as refusal:
         refusals[name] = str(refusal)
 loaded = sorted({name.split(".")[1] for name in sys.modules if name.startswith("shardlib.")})
+exec("from shardlib import *", {})
 
 def run(variables, words):
     from shardlib.cli import main
@@ -150,8 +151,8 @@ def without(
 @pytest.fixture(scope="module")
 def help_texts() -> dict[str, str]:
     """Helps of the whole package, by command; "" for that of all commands."""
-    commands = {command: ({}, (command, "--help")) for command in ("plan", "launch")}
-    commands[""] = {}, ("--help",)
+    helps = {"": ("--help",), **{name: (name, "--help") for name in ("plan", "launch")}}
+    commands = {name: ({}, words) for name, words in helps.items()}
     done = run(PACKAGE.parent, "-c", WORK, json.dumps([(), commands]))
     results = json.loads(done.stdout.splitlines()[-1])["commands"]
     return {command: result["out"] for command, result in results.items()}
@@ -206,7 +207,7 @@ def compiles_and_steps(wing: str, folder: Path, data: dict[str, Any]) -> None:
     assert not set(data["wings"]) & set(wings.WINGS)
     assert data["refusals"] == {
         name: f"shardlib.{name} is part of shardlib.{wing}, and that package is missing here\nTry:"
-        " pip install --force-reinstall shardlib"
+        " install shardlib whole: pip install --force-reinstall, from where it came"
         for name in NAMES[wing]
     }
 

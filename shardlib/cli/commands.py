@@ -41,7 +41,7 @@ def run(arguments: list[str] | None) -> None:
     words_given = sys.argv[1:] if arguments is None else arguments
     words = [word for word in words_given if word != "--traceback"]
     try:
-        wings.require_command(words[0] if words else "")
+        wings.require_command(words)
         code = app(words, prog_name="shardlib", standalone_mode=False)
     except ShardlibError as error:
         if "--traceback" in words_given:

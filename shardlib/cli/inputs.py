@@ -358,7 +358,7 @@ def price(text: str, what: str) -> float:
     if match is None:
         raise PlanError(
             f"{what} {text!r} is not a price: a number in your own money, of an hour, or with /h or"
-            f" /d\nTry: {what} 2.40/h"
+            f" /d\nTry: {what}{'' if what.endswith('=') else ' '}2.40/h"
         )
     return float(match[1]) / {None: 1.0, "h": 1.0, "d": 24.0}[match[2]]
 

@@ -76,7 +76,7 @@ def prices(words: Sequence[str]) -> dict[str, float]:
         if match is None or match[1] in costs:
             twice = " stands there twice" if match else " says no price"
             raise PlanError(f"--price {word!r}{twice}\nTry: --price h100=2.40,v5p=4.20")
-        costs[match[1]] = price(match[2], f"--price {match[1]}")
+        costs[match[1]] = price(match[2], f"--price {match[1]}=")
     return costs
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
+from shardlib import _moved
 from shardlib.cost.framework import EXCHANGE_ROOM
 from shardlib.errors import LayoutError, PlanError, ShardlibError
 from shardlib.functions.experts import ExpertForm
@@ -1073,3 +1074,6 @@ def _grouped(plan: Plan, machine: Machine) -> Grouped:
     except ShardlibError:  # a user-defined topology
         tpu = machine.torus
     return Grouped(kind="ragged" if tpu else "blocks")
+
+
+_moved.keep_name(__name__, "routed")

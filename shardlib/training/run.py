@@ -18,6 +18,7 @@ from typing import Any
 
 from etils import epath
 
+from shardlib import _moved
 from shardlib.checkpointing.folder import Claim, Folder, described
 from shardlib.cost.pricing import Estimate
 from shardlib.errors import MissingFileError, RunError, raise_all
@@ -843,3 +844,6 @@ def _event(event: JsonMapping) -> str:
         f"{name} {value}" for name, value in event.items() if name not in ("event", "step", "time")
     )
     return f"step {event['step']}: {event['event']}{': ' + more if more else ''}"
+
+
+_moved.keep_name(__name__, "status")

@@ -116,7 +116,7 @@ def test_islands_that_leave_devices_idle_still_meet_over_what_joins_them(
 
 def test_other_plans_take_their_part_of_the_exchange() -> None:
     made = planned("2@1gbit*h100:8", **ISLANDS)
-    assert made.estimate.seconds.exchange > made.estimate.step_seconds / 2
+    assert made.estimate.seconds.exchange > made.estimate.step_seconds / 3
     slower = [one for one in made.search.rejected if one.reason == "slower"]
     assert slower and all(one.step_seconds >= made.estimate.step_seconds for one in slower)
 
