@@ -130,6 +130,7 @@ def without(
         commands["missing"] = {}, (name, "runs/a")
     if option := COMMANDS[wing][1]:
         commands["option"] = {}, (option[0], "--help")
+        commands["refused option"] = {}, (*option, "2")
     if wing == "islands":
         commands["exchange"] = {}, (*plan[:6], "--seq", "128", "--pin", "exchange=diloco:2:100")
     if wing == "frameworks":
@@ -183,7 +184,7 @@ def test_core_works_without_a_wing(
     if wing == "serve":
         earlier = run(folder, "-c", "import shardlib.serving", check=False)
         missing = "shardlib.serving is part of shardlib.serve, and that package is missing here"
-        assert f"MissingPackageError: {missing}\nTry: pip install" in earlier.stderr
+        assert f"MissingPackageError: {missing}\nTry: install" in earlier.stderr
     if wing == "frameworks":
         for name, what in (
             ("framework", "framework 'megatron-core'"),
@@ -229,6 +230,10 @@ def lacks_the_commands_of_the_wing(
         assert name in help_texts[command]
         text = results["option"]
         assert text["status"] == 0 and name not in text["out"], text
+        refused = results["refused option"]
+        said = " ".join((refused["out"] + refused["err"]).split())
+        assert refused["status"] == 2
+        assert f"{command} {name} is part of shardlib.{wing}, and that package is missing" in said
 
 
 def test_commands_of_wings_are_known():
