@@ -56,7 +56,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlib.errors import MissingFileError, TopologyError, raise_all
-from shardlib.layout import MESH_AXES, MeshShape
+from shardlib.layout import ISLAND, MESH_AXES, MeshShape
 from shardlib.machines.catalog import CATALOG, USUAL_MS, wide
 from shardlib.machines.chips import LARGEST, Chip, Link, Product, Tier
 from shardlib.untrusted.data import JsonMapping, JsonObject, bounded, construct, read_toml, shown
@@ -1027,7 +1027,7 @@ def place(mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()) -> P
     if used is None:
         return None
     left, spans = used, dict[str, tuple[Span, ...]]()
-    for axis in reversed(order or MESH_AXES):
+    for axis in reversed(dict.fromkeys((ISLAND.name, *order)) if order else MESH_AXES):
         if mesh[axis] > 1:
             spans[axis], left = _take(mesh[axis], topology, used, left)
     return MappingProxyType({axis: spans[axis] for axis in mesh})

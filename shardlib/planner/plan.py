@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,10 +38,11 @@ from shardlib.errors import (
 )
 from shardlib.exchanges import Exchange, read_exchange
 from shardlib.findings import Finding
-from shardlib.layout import Layout, LogicalAxes, MeshShape, Rules
+from shardlib.layout import ISLAND, Layout, LogicalAxes, MeshShape, Rules
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as find_topology
 from shardlib.planner.stored import MESH, ActivationLayout, Priced, Refined
+from shardlib.schedules import SCHEDULES
 from shardlib.untrusted.data import (
     Form,
     Json,
@@ -819,34 +821,18 @@ def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
             " with --pin for decisions of your own; or take it as it is: --changed, or"
             " Plan.from_json(text, changed=True)"
         )
+    change = "The plan was changed since it was written;"
     if stored_sum is None:
-        as_written = (
-            "its decisions are those of its digest, and"
-            if data.get("digest") == plan.digest
-            else "its decisions are not those of its digest;"
-        )
-        return [
-            Finding(
-                code="plan-unchecked",
-                severity="warning",
-                where="checksum",
-                hint=AGAIN,
-                message=(
-                    f"The plan has no checksum: {as_written} its estimate, search and findings may"
-                    " be those of another plan."
-                ),
-            )
-        ]
+        same = data.get("digest") == plan.digest
+        decided = "are those of its digest, and" if same else "are not those of its digest;"
+        change = f"The plan has no checksum: its decisions {decided}"
     return [
         Finding(
-            code="plan-changed",
+            code="plan-unchecked" if stored_sum is None else "plan-changed",
             severity="warning",
             where="checksum",
             hint=AGAIN,
-            message=(
-                "The plan was changed since it was written; its estimate, search and findings may"
-                " be those of another plan."
-            ),
+            message=f"{change} its estimate, search and findings may be those of another plan.",
         )
     ]
 
@@ -854,58 +840,67 @@ def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
 def _faults(plan: Plan) -> list[str]:
     """Values of the right types that are illegal in a plan."""
     faults = illegal(plan.decisions)
-    faults += (
-        [f"estimate.peak_flops_per_s is {plan.estimate.peak_flops_per_s}; it is positive"]
-        if plan.estimate.peak_flops_per_s <= 0
-        else []
-    )
-    faults += [
-        f"axis_order is {shown(plan.axis_order)}; it names axes of the mesh {plan.mesh}, each once"
-        for _ in [0]
-        if not set(plan.axis_order) <= set(plan.mesh)
-        or len(set(plan.axis_order)) < len(plan.axis_order)
-    ]
+    if (peak := plan.estimate.peak_flops_per_s) <= 0:
+        faults.append(f"estimate.peak_flops_per_s is {peak}; it is positive")
+    if plan.axis_order and {*plan.axis_order} | ({ISLAND.name} & {*plan.mesh}) != {*plan.mesh}:
+        faults.append(
+            f"axis_order is {shown(plan.axis_order)}; it names axes of the mesh {plan.mesh},"
+            " each once"
+        )
+    faults += _misfits(plan)
     faults += [
         f"placement is of {shown(axis)}, which is not an axis of the mesh {plan.mesh}"
         for axis, _ in plan.placement
         if axis not in plan.mesh
     ]
-    faults += [fault for parameter in plan.parameters for fault in _cut_wrong(parameter)]
-    faults += [fault for activation in plan.activations for fault in _held_wrong(activation)]
+    for p in plan.parameters:
+        stored = [(word, getattr(p, word)) for word in ("compute", "rest", "gradient", "state")]
+        faults += _layouts_wrong("parameter", p.path, p.colours, p.shape, stored)
+    for a in plan.activations:
+        held = [("held", a.held), *(("a move", move.layout) for move in a.moves)]
+        faults += _layouts_wrong("activation", a.name, a.colours, a.shape, held)
     return faults
 
 
-def _held_wrong(activation: ActivationLayout) -> list[str]:
-    """Faults of an activation's layouts: a number of dims other than that of the activation."""
-    dims = len(activation.shape)
-    layouts = [("held", activation.held), *(("a move", move.layout) for move in activation.moves)]
-    faults = [
-        f"{what} of {shown(activation.name)} is {layout}, which has {len(layout)} dims, and the"
-        f" activation has {dims}"
-        for what, layout in layouts
-        if len(layout) != dims
-    ]
-    if len(activation.colours) != dims:
+def _misfits(plan: Plan) -> list[str]:
+    """Faults of the mesh against the topology, the schedule and the batch.
+
+    A topology file may be another one by now, or be missing, so only spelled topologies count.
+    """
+    faults: list[str] = []
+    if not plan.topology.strip().endswith(".toml"):
+        with suppress(TopologyError):
+            if plan.mesh.devices > (devices := find_topology(plan.topology).devices):
+                faults.append(
+                    f"mesh is {plan.mesh}, which has {plan.mesh.devices} devices, and the topology"
+                    f" {shown(plan.topology)} has {devices}"
+                )
+    schedule, stages = SCHEDULES.get(plan.schedule), plan.mesh["stage"]
+    if schedule and schedule.staged != (stages > 1):
+        faults.append(f"schedule is {plan.schedule!r}, and the mesh has stage={stages}")
+    batch = str(plan.framework.batch) if plan.framework else dict(plan.origin).get("batch", "")
+    if batch.isdecimal() and len(batch) < 19 and int(batch) % max(plan.microbatches, 1):
         faults.append(
-            f"{shown(activation.name)} has {len(activation.colours)} colours for {dims} dims"
+            f"microbatches is {plan.microbatches}, which does not divide the batch of {batch}"
         )
     return faults
 
 
-def _cut_wrong(parameter: ParameterLayout) -> list[str]:
-    faults = (
-        [
-            f"{shown(parameter.path)} has {len(parameter.colours)} colours for"
-            f" {len(parameter.shape)} dims"
-        ]
-        if len(parameter.colours) != len(parameter.shape)
-        else []
-    )
-    for name in ("compute", "rest", "gradient", "state"):
-        layout: Layout = getattr(parameter, name)
-        if len(layout) != len(parameter.shape):
-            faults.append(
-                f"{name} of {shown(parameter.path)} is {layout}, which has {len(layout)} dims, and"
-                f" the parameter has {len(parameter.shape)}"
-            )
+def _layouts_wrong(
+    what: str,
+    name: str,
+    colours: LogicalAxes,
+    shape: tuple[int, ...],
+    layouts: Iterable[tuple[str, Layout]],
+) -> list[str]:
+    """Faults of an array's colours and layouts: a number of dims other than that of the array."""
+    dims = len(shape)
+    faults = [
+        f"{which} of {shown(name)} is {layout}, which has {len(layout)} dims, and the {what} has"
+        f" {dims}"
+        for which, layout in layouts
+        if len(layout) != dims
+    ]
+    if len(colours) != dims:
+        faults.append(f"{shown(name)} has {len(colours)} colours for {dims} dims")
     return faults

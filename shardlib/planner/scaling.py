@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from shardlib.decisions.pins import Pins
-from shardlib.errors import InfeasibleError, PinError, TopologyError
+from shardlib.errors import InfeasibleError, PinError, PlanError, TopologyError
 from shardlib.graph import ITEMSIZE
 from shardlib.layout import Layout
 from shardlib.machines.chips import Tier
@@ -659,5 +659,6 @@ def _keeps_outer(plan: Plan) -> bool:
 
 def _order(plan: Plan, topology: Topology) -> Ints:
     order = device_order(plan.mesh, topology, plan.axis_order)
-    assert order is not None, "plans lie on their topology"
+    if order is None:  # the file of a topology was changed
+        raise PlanError(f"the mesh {plan.mesh} has no place on {topology.name}\nTry: plan again")
     return order.reshape(-1)

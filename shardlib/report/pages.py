@@ -385,8 +385,8 @@ def plan_svg(plan: Plan, topology: Topology) -> str:
     machine, _ = machine_picture(plan.mesh, topology, plan.axis_order)
     if machine is None:
         raise PlanError(
-            f"the mesh {plan.mesh} has no place on {topology.name}\nTry: the topology of the plan,"
-            f" {plan.topology}"
+            f"the mesh {plan.mesh} has no place on {topology.name}\nTry: the topology for which"
+            " the plan was made, or plan again"
         )
     return render(
         "report/templates/overview.svg",

@@ -521,9 +521,10 @@ class _Reader:
             return make()
         except (ShardlibError, *WRONG) as error:
             self.raised = error if isinstance(error, ShardlibError) else self.raised
+            reason = str(error).removeprefix(f"the {path} is not usable:").lstrip()
             self.failures.append(
                 f"{printable(fit(path, 120))} is not usable:"
-                f" {fit(printable(str(error)), 240) or type(error).__name__}"
+                f" {fit(printable(reason), 240) or type(error).__name__}"
             )
             return None
 

@@ -158,6 +158,34 @@ def test_values_that_no_plan_has(at: tuple[Any, ...], value: Any, message: str, 
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"topology": "h100:1"}, "which has 16 devices, and the topology 'h100:1' has 1"),
+        ({"axis_order": ["fsdp"]}, "axis_order is ('fsdp',); it names axes of the mesh"),
+        ({"axis_order": ["fsdp", "data"]}, "it names axes of the mesh fsdp=4 x tensor=4, each"),
+        ({"schedule": "1f1b"}, "schedule is '1f1b', and the mesh has stage=1"),
+        ({"mesh": {"stage": 16}}, "schedule is 'none', and the mesh has stage=16"),
+        ({"origin": {"model": "gpt2-small", "batch": "64"}, "microbatches": 10**9}, "batch of 64"),
+        ({"mesh": {"fsdp": 0}}, "mesh is not usable: mesh axis 'fsdp' has size 0"),
+        ({"axis_order": []}, ""),
+        ({"axis_order": ["tensor", "fsdp"]}, ""),
+        ({"topology": "a machine of its own"}, ""),
+        ({"topology": "missing.toml"}, ""),
+        ({"mesh": {"island": 2, "fsdp": 2, "tensor": 4}, "axis_order": ["tensor", "fsdp"]}, ""),
+    ],
+)
+def test_decisions_that_exclude_each_other(values: dict[str, Any], message: str):
+    text = json.dumps({**DATA, **values})
+    if not message:
+        plan = Plan.from_json(text, changed=True)
+        assert plan.findings[-1].code == "plan-changed" and html_report(plan)
+        return
+    with pytest.raises(PlanError) as caught:
+        Plan.from_json(text, changed=True)
+    assert message in str(caught.value) and "the mesh is not usable" not in str(caught.value)
+
+
 @pytest.mark.long
 def test_everything_that_is_wrong_is_listed_and_no_more_than_people_read():
     data = {**DATA, "zero": "a", "remat": 3, "estimate": {**DATA["estimate"], "tokens": None}}
