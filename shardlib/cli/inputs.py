@@ -356,9 +356,10 @@ def price(text: str, what: str) -> float:
     """Money of an hour: "2.40", "2.40/h", or "57.60/d"."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*(?:/\s*(h|d))?\s*", text)
     if match is None:
+        word = what if what.endswith("=") else f"{what} "
         raise PlanError(
-            f"{what} {text!r} is not a price: a number in your own money, of an hour, or with /h or"
-            f" /d\nTry: {what}{'' if what.endswith('=') else ' '}2.40/h"
+            f"{word}{text!r} is not a price: a number in your own money, of an hour, or with /h or"
+            f" /d\nTry: {word}2.40/h"
         )
     return float(match[1]) / {None: 1.0, "h": 1.0, "d": 24.0}[match[2]]
 

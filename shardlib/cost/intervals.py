@@ -1,4 +1,4 @@
-"""How sure a predicted step time is: measured over predicted seconds of published runs that no
+"""Intervals of predicted step times: measured over predicted seconds of published runs that no
 price had seen, by framework profile and vendor.
 
 `intervals.json` is written by `benchmarks/intervals.py`, which also holds how many runs of each

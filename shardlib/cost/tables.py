@@ -368,7 +368,7 @@ def _counting(heads: Heads, shapes: Shapes) -> Array:
     return np.array([float(heads.counts(int(n))) for n in degrees])[which.reshape(-1)]
 
 
-#: Number of sets of shapes whose measures a index caches.
+#: Number of sets of shapes whose measures an index caches.
 MOST_KEPT = 8
 
 

@@ -666,7 +666,7 @@ _SLOWER: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What prices depend on: the model, the space, the machine, and the usable bytes per device."""
+    """Inputs of pricing: the model, the space, the machine, and the usable bytes per device."""
 
     load: Workload
     space: Space

@@ -80,7 +80,7 @@ class Placed(BoundedTable):
 
 @dataclass(frozen=True, kw_only=True)
 class PairPricer(Setting):
-    """Prices pairs (a candidate under a choice of colours) on their placements.
+    """Prices pairs (an entry under a choice of colours) on their placements.
 
     Attributes:
         cuttable: colours that some choice shards.

@@ -59,9 +59,7 @@ class Limits:
 
 
 def experts_form(problem: Problem) -> str:
-    """How a model's experts take tokens: all of them ("dropless") or up to a capacity
-    ("capacity").
-    """
+    """The routing form of a model's experts: "dropless" or "capacity"."""
     return "capacity" if "capacity" in problem.functions else "dropless"
 
 

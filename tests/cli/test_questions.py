@@ -122,8 +122,8 @@ def test_a_comparison_is_a_table_json_pictures_and_plans(shell, tmp_path: Path):
         ),
         (
             ("--price", "h100=2/week"),
-            "error: --price h100 '2/week' is not a price: a number in your own money, of an hour, or"
-            " with /h or /d\nTry: --price h100 2.40/h\n",
+            "error: --price h100='2/week' is not a price: a number in your own money, of an hour, or"
+            " with /h or /d\nTry: --price h100=2.40/h\n",
         ),
         (("--deadline", "0d"), "--deadline '0d' is not a duration, above 0"),
         (

@@ -36,7 +36,7 @@ class Cut:
         ways: its size.
         zigzag: whether a device has two runs of the sequence.
         number: index of the device, inside of a region where it must not be a constant of the
-            region (`beside`).
+            region (`tied_to`).
     """
 
     axis: str | tuple[str, ...]

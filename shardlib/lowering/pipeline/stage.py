@@ -472,7 +472,7 @@ class Stages:
         )
 
     def in_host_memory(self, resident: StageArrays) -> list[bool]:
-        """Whether each array of the stash is offloaded to host memory."""
+        """The offload flag of each array of the stash."""
         on_host: list[bool] = []
 
         def one(operands: Operands, zeros: Arrays) -> Arrays:
