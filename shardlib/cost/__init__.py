@@ -7,6 +7,18 @@ framework profile runs it; `roofline` and `collectives` have the rates of chips 
 and `memory` turn the step into separable terms; `tables` evaluates those for every shape; `pricing`
 puts them together.
 
+Terms:
+
+shape        sizes of the mesh axes with a number of microbatches; many candidates share one
+item         a separable part of a step; `made_of` says which items have equal costs
+term         an amount of FLOPs or bytes of the whole program, with the axes that divide it
+segment      the layer group of an item; `OUTSIDE_LAYERS` (embedding, head, loss); `INSIDE` a layer
+slot         a class of collectives: kind, mesh axes, and role (gather, reduce, block ...)
+measure      a function of the shape alone, such as the seconds of one kernel
+tally        coefficients of measures, by quantity of a step (`Q`) and by slot
+colour       dims of all arrays that are sharded together (`shardlib.propagation.colours`)
+choice       the colours that are sharded
+
 activations.py    rewrites of a step for a framework profile: 8-bit and half-precision products,
                   values saved for the backward pass
 attention.py      fused attention: cores of attention as one kernel each

@@ -37,7 +37,7 @@ CONTRACTIONS: frozenset[str] = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pins:
+class ContractionShardings:
     """The layouts of one contraction while it runs.
 
     Attributes:
@@ -56,9 +56,9 @@ class Pins:
     @staticmethod
     def of(
         equation: Equation, placements: Mapping[tuple[str, int], Layout], mesh: Mesh | AbstractMesh
-    ) -> Pins | None:
-        """The pins of an equation; None if it is not a contraction, or if the plan has no layouts
-        for it.
+    ) -> ContractionShardings | None:
+        """The shardings of an equation; None if it is not a contraction, or if the plan has
+        none for it.
         """
         if equation.name not in CONTRACTIONS:
             return None
@@ -70,7 +70,7 @@ class Pins:
         if len(layouts) <= len(equation.inputs):
             return None
         *operands, result = layouts
-        return Pins(
+        return ContractionShardings(
             operands=tuple(named_sharding(mesh, operand) for operand in operands),
             result=named_sharding(mesh, result),
             settles=not follows(placements.get((equation.path, 0)), operands, result),
@@ -232,12 +232,14 @@ def _slope_of_right(equation: Equation, left: jax.Array, cotangent: jax.Array) -
     return jax.lax.transpose(product, [order.index(dim) for dim in range(product.ndim)])
 
 
-def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) -> jax.Array:
+def pinned(
+    contraction: Contraction, shardings: ContractionShardings, operands: Sequence[jax.Array]
+) -> jax.Array:
     """The result of a contraction in its planned layouts, with its gradients in theirs."""
     like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
 
     def made(*operands: jax.Array) -> jax.Array:
-        return pins.run(contraction, operands)
+        return shardings.run(contraction, operands)
 
     run = jax.custom_vjp(made)
 
@@ -256,15 +258,15 @@ def pinned(contraction: Contraction, pins: Pins, operands: Sequence[jax.Array]) 
         if isinstance(cotangent, SymbolicZero):
             return (None,) * len(like)
         reads = [
-            None if value is None else pins.read(position, value)
+            None if value is None else shardings.read(position, value)
             for position, value in enumerate((left, right, *others))
         ]
-        back = pins.cotangent(cotangent)
+        back = shardings.cotangent(cotangent)
 
         def gradient(position: int) -> Any:
             if reads[1 - position] is None:
                 return None
-            return pins.gradient(contraction, position, reads, back, like[position])
+            return shardings.gradient(contraction, position, reads, back, like[position])
 
         return gradient(0), gradient(1), *(None for _ in others)
 
@@ -567,13 +569,13 @@ class InGroups:
     Attributes:
         contraction: its automatically partitioned form.
         equation: the model's equation.
-        pins: its layouts.
+        shardings: its layouts.
         changed: parameters of the primitive that differ from the model's.
     """
 
     contraction: Contraction
     equation: Equation
-    pins: Pins
+    shardings: ContractionShardings
     changed: dict[str, EqnParam]
 
     def run(self, operands: Sequence[jax.Array], /) -> jax.Array:
@@ -581,7 +583,7 @@ class InGroups:
         features that it sums over are rows.
         """
         numbers, groups = self._numbers, self.equation.params["batch_group_count"]
-        rows = _axes(self.pins.operands[0], numbers.lhs_spec[1])
+        rows = _axes(self.shardings.operands[0], numbers.lhs_spec[1])
         if groups == 1 or not rows:
             return self.contraction.run(operands)
         channels = self._channels(groups)
@@ -609,7 +611,7 @@ class InGroups:
     ) -> jax.Array:
         """See `Contraction`."""
         numbers, groups = self._numbers, self.equation.params["feature_group_count"]
-        rows, left = _axes(self.pins.operands[0], numbers.lhs_spec[0]), operands[0]
+        rows, left = _axes(self.shardings.operands[0], numbers.lhs_spec[0]), operands[0]
         if position == 0 or left is None or groups == 1 or not rows:
             return self.contraction.slope(position, operands, cotangent, like)
         channels = self._channels(groups)
@@ -643,29 +645,34 @@ class InGroups:
 
     @property
     def _machine(self) -> Machine:
-        return Machine(mesh=self.pins.result.mesh, torus=False)
+        return Machine(mesh=self.shardings.result.mesh, torus=False)
 
     def _channels(self, groups: int) -> tuple[str, ...]:
         """Mesh axes over which devices have whole groups."""
-        axes = _axes(self.pins.result, self._numbers.out_spec[1])
+        axes = _axes(self.shardings.result, self._numbers.out_spec[1])
         return axes if groups % self._ways(axes) == 0 else ()
 
     def _ways(self, axes: Sequence[str]) -> int:
-        return math.prod(self.pins.result.mesh.shape[axis] for axis in axes)
+        return math.prod(self.shardings.result.mesh.shape[axis] for axis in axes)
 
 
 def by_groups(
-    contraction: Contraction, equation: Equation, pins: Pins, **changed: EqnParam
+    contraction: Contraction,
+    equation: Equation,
+    shardings: ContractionShardings,
+    **changed: EqnParam,
 ) -> Contraction:
     """A contraction with its sums over rows in a manual region if it is a grouped convolution;
     others unchanged.
     """
-    if equation.name != "conv_general_dilated" or pins.result.mesh.size == 1:
+    if equation.name != "conv_general_dilated" or shardings.result.mesh.size == 1:
         return contraction
     counts = equation.params["feature_group_count"], equation.params["batch_group_count"]
     if max(counts) == 1:
         return contraction
-    return InGroups(contraction=contraction, equation=equation, pins=pins, changed=changed)
+    return InGroups(
+        contraction=contraction, equation=equation, shardings=shardings, changed=changed
+    )
 
 
 def _axes(sharding: NamedSharding, dim: int) -> tuple[str, ...]:
@@ -722,7 +729,7 @@ class Use:
         rows: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
         product: for a matmul in a dtype other than the traced one, that dtype.
         stored: dtype of the stored parameter, if other than the traced one.
-        pins: for a contraction, the layouts in which it runs.
+        shardings: for a contraction, the layouts in which it runs.
         again: whether the backward pass recomputes the other operand (rematerialisation).
     """
 
@@ -732,7 +739,7 @@ class Use:
     rows: Any = None
     product: Any = None
     stored: Any = None
-    pins: Pins | None = None
+    shardings: ContractionShardings | None = None
     again: bool = False
 
     @property
@@ -800,18 +807,18 @@ class Use:
 
     def pinned(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation in its planned layouts."""
-        return self.run(operands) if self.pins is None else self.pins.run(self, operands)
+        return self.run(operands) if self.shardings is None else self.shardings.run(self, operands)
 
     def to_activation(
         self, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
     ) -> jax.Array:
         """The gradient of the other operand, in its planned layout."""
-        pins, position = self.pins, 1 - self.operand
-        if pins is None:
+        shardings, position = self.shardings, 1 - self.operand
+        if shardings is None:
             like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
             return self.slope(position, (weight, weight), cotangent, like)
-        weight, cotangent = pins.read(self.operand, weight), pins.cotangent(cotangent)
-        return pins.gradient(self, position, (weight, weight), cotangent, activation)
+        weight, cotangent = shardings.read(self.operand, weight), shardings.cotangent(cotangent)
+        return shardings.gradient(self, position, (weight, weight), cotangent, activation)
 
     def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
         """See `Contraction`."""
@@ -835,8 +842,8 @@ class Use:
         their weight gradients share one all-gather. A saved operand is saved sharded.
         """
         return (
-            self.pins.read(1 - self.operand, activation)
-            if self.again and self.pins is not None
+            self.shardings.read(1 - self.operand, activation)
+            if self.again and self.shardings is not None
             else activation
         )
 

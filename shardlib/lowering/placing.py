@@ -28,9 +28,9 @@ from shardlib.lowering.context.dispatch import around_devices
 from shardlib.lowering.contractions import (
     AS_WRITTEN,
     AsWritten,
+    ContractionShardings,
     Interleaving,
     Orders,
-    Pins,
     Use,
     as_dtype,
     by_groups,
@@ -300,9 +300,9 @@ class Placing:
         and the layouts of the parameter.
         """
         use = self.uses[path]
-        pins = Pins.of(use.equation, self.placements, mesh)
+        layouts_of_use = ContractionShardings.of(use.equation, self.placements, mesh)
         return (
-            replace(use, pins=pins, again=self._finds_gathered),
+            replace(use, shardings=layouts_of_use, again=self._finds_gathered),
             self.placements[path, 0],
             self._parameter(use.view.parameter, mesh),
         )
@@ -455,14 +455,14 @@ class Placing:
             if equation.name in CUSTOM and has_matmul(equation.eqn):
                 return bind(equation, self._operands(equation, operands, mesh))
             use = self.uses[equation.path] if equation.path in narrow else None
-            pins = Pins.of(equation, self.placements, mesh)
-            if pins is None:
+            layouts_of_use = ContractionShardings.of(equation, self.placements, mesh)
+            if layouts_of_use is None:
                 return None if use is None else [use.run(operands)]
             if use is None:
-                written = by_groups(AsWritten(equation=equation), equation, pins)
-                return [pinned(written, pins, operands)]
-            inside = by_groups(use, equation, pins, preferred_element_type=use.product)
-            return [pinned(inside, pins, use.narrowed(operands))]
+                written = by_groups(AsWritten(equation=equation), equation, layouts_of_use)
+                return [pinned(written, layouts_of_use, operands)]
+            inside = by_groups(use, equation, layouts_of_use, preferred_element_type=use.product)
+            return [pinned(inside, layouts_of_use, use.narrowed(operands))]
 
         return self.interleaving.around(
             Walk(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 import shardlib
 from shardlib.errors import ModelError, PinError
 from shardlib.functions.attention import Alibi, BiasForm, RelativeBias
-from shardlib.lowering.context.block import Offsets, Scores
+from shardlib.lowering.context.block import PositionBias, Scores
 from shardlib.lowering.context.dispatch import Collected
 from shardlib.lowering.context.ring import Ring
 from shardlib.lowering.context.sequence_partition import Cut
@@ -92,7 +92,7 @@ def test_over_devices_a_bias_is_that_of_one_device(way: str, kind: str, causal: 
     }
     spec = PartitionSpec(None, "context")
     region = jax.shard_map(
-        lambda q, k, v, array: ways[way](q, k, v, offsets=Offsets(form=form, array=array)),
+        lambda q, k, v, array: ways[way](q, k, v, offsets=PositionBias(form=form, array=array)),
         mesh=Mesh(np.array(jax.devices()[:4]), ("context",)),
         in_specs=(spec, spec, spec, PartitionSpec()),
         out_specs=spec,

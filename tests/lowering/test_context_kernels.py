@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.attention import Attention, attend
-from shardlib.lowering.context.block import Scores, Sight
+from shardlib.lowering.context.block import AttentionMask, Scores
 from shardlib.lowering.context.dispatch import Collected, Heads, Kernels, Local
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.verification.isolation import GPU_PLUGINS, environment
@@ -141,7 +141,9 @@ def test_a_kernel_says_why_it_does_not_apply(kind, shapes, how, why):
         **shapes,
         **how,
     }
-    sight = Sight(**{name: given.pop(name) for name in ("window", "causal") if name in given})
+    sight = AttentionMask(
+        **{name: given.pop(name) for name in ("window", "causal") if name in given}
+    )
     found = Kernels(kind=kind).why_not(sight=sight, **given)
     assert str(found).startswith(why) and bool(found) == bool(why)
 
@@ -167,7 +169,7 @@ def test_heads_of_two_widths_are_padded_for_a_kernel_that_has_one(
 
     def loss(kind, *given):
         found = Kernels(kind=kind).attention(
-            *given, scores=Scores(scale=0.2), sight=Sight(window=window)
+            *given, scores=Scores(scale=0.2), sight=AttentionMask(window=window)
         )
         assert found.shape == (2, 64, 4, values)
         return jnp.sum(jnp.sin(found.astype(jnp.float32)))

@@ -13,10 +13,12 @@ keys: no array has a dim for all queries and one for all keys.
 
 >>> import jax.numpy as jnp
 >>> tokens = Tokens(position=jnp.arange(4))
->>> Sight(window=2).seen(tokens, tokens).astype(int).tolist()
+>>> AttentionMask(window=2).seen(tokens, tokens).astype(int).tolist()
 [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
->>> bool(Sight().some(tokens[:2], tokens[2:])), bool(Sight().some(tokens[2:], tokens[:2]))
-(False, True)
+>>> bool(AttentionMask().some(tokens[:2], tokens[2:]))
+False
+>>> bool(AttentionMask().some(tokens[2:], tokens[:2]))
+True
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offsets:
+class PositionBias:
     """Biases that depend on distance, added to scores.
 
     Attributes:
@@ -89,11 +91,11 @@ class Offsets:
         return pull[1](cotangent)[0]
 
 
-jax.tree_util.register_dataclass(Offsets, data_fields=["array"], meta_fields=["form"])
+jax.tree_util.register_dataclass(PositionBias, data_fields=["array"], meta_fields=["form"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sight:
+class AttentionMask:
     """The mask of attention: the keys that a query attends to.
 
     Attributes:
@@ -106,7 +108,7 @@ class Sight:
 
     causal: bool = True
     window: Index | None = None
-    offsets: Offsets | None = None
+    offsets: PositionBias | None = None
 
     def added(self, query: Tokens, key: Tokens) -> Value | None:
         """The distance biases, [N, Q, K], or None."""
@@ -160,43 +162,43 @@ class Sight:
         return reduce(operator.and_, conditions) if conditions else None
 
     @property
-    def split(self) -> tuple[int, Given]:
+    def split(self) -> tuple[int, MaskInputs]:
         """(the window if it is static, otherwise 0; the traced inputs of the mask)."""
         if self.window is None or isinstance(self.window, int | np.integer):
-            return int(self.window or 0), Given(offsets=self.offsets)
-        return 0, Given(window=jnp.asarray(self.window, jnp.int32), offsets=self.offsets)
+            return int(self.window or 0), MaskInputs(offsets=self.offsets)
+        return 0, MaskInputs(window=jnp.asarray(self.window, jnp.int32), offsets=self.offsets)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class MaskInputs:
     """Traced inputs of a mask.
 
     Attributes:
-        window: see `Sight`; None if it is static.
-        offsets: see `Sight`.
+        window: see `AttentionMask`; None if it is static.
+        offsets: see `AttentionMask`.
     """
 
     window: Value | None = None
-    offsets: Offsets | None = None
+    offsets: PositionBias | None = None
 
-    def sight(self, window: int, *, causal: bool) -> Sight:
+    def sight(self, window: int, *, causal: bool) -> AttentionMask:
         """The mask with these inputs."""
-        return Sight(
+        return AttentionMask(
             causal=causal,
             window=window if self.window is None else self.window,
             offsets=self.offsets,
         )
 
-    def cotangent(self, *gradient: Value) -> Given | None:
+    def cotangent(self, *gradient: Value) -> MaskInputs | None:
         """The cotangent of these inputs."""
         if self.offsets is None:
             return None
         array = gradient[0].astype(self.offsets.array.dtype)
-        return Given(offsets=replace(self.offsets, array=array))
+        return MaskInputs(offsets=replace(self.offsets, array=array))
 
 
-ALL_BEFORE = Sight()
+ALL_BEFORE = AttentionMask()
 
 
 #: Log-sum-exp over no keys: finite, so that differences of two of them are not NaN.
@@ -264,7 +266,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Incoming:
+class OutputCotangent:
     """The cotangent of queries' attention to all keys.
 
     Attributes:
@@ -278,7 +280,7 @@ class Incoming:
     inner: Value
 
     @classmethod
-    def of(cls, result: Value, total: Value, cotangent: Value) -> Incoming:
+    def of(cls, result: Value, total: Value, cotangent: Value) -> OutputCotangent:
         """The cotangent together with the values of the forward pass that gradients need.
 
         Args:
@@ -291,9 +293,9 @@ class Incoming:
             inner=(cotangent.astype(jnp.float32) * result).sum(-1),
         )
 
-    def map(self, change: Callable[[Value], Value]) -> Incoming:
+    def map(self, change: Callable[[Value], Value]) -> OutputCotangent:
         """All arrays changed by one function, for other queries."""
-        return Incoming(
+        return OutputCotangent(
             total=change(self.total),
             cotangent=change(self.cotangent),
             inner=change(self.inner),
@@ -339,7 +341,7 @@ def grouped(query: Value, groups: int) -> Value:
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
 
-def attend_block(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
+def attend_block(inputs: Inputs, sight: AttentionMask, scores: Scores) -> Part:
     """Attention of queries to keys."""
     query, value = inputs.query, inputs.value
     added = sight.added(inputs.rows, inputs.columns)
@@ -363,7 +365,7 @@ def attend_block(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
 
 
 def attend_back_block(
-    inputs: Inputs, sight: Sight, scores: Scores, incoming: Incoming
+    inputs: Inputs, sight: AttentionMask, scores: Scores, incoming: OutputCotangent
 ) -> tuple[Value, ...]:
     """Gradients of queries, keys and values from attention to these keys, and of the array of
     distance biases, if there are any, in float32; operands of matmuls have the dtypes of queries,
@@ -510,7 +512,7 @@ class Blocks:
         return sequence.reshape(sequence.shape[0], -1, *sequence.shape[3:])[:, : self.length]
 
 
-def attend(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
+def attend(inputs: Inputs, sight: AttentionMask, scores: Scores) -> Part:
     """Attention of queries to keys, block by block."""
     blocked = Blocked.of(inputs, scores.block)
     if blocked is None:
@@ -533,7 +535,7 @@ def attend(inputs: Inputs, sight: Sight, scores: Scores) -> Part:
 
 
 def attend_back(
-    inputs: Inputs, sight: Sight, scores: Scores, incoming: Incoming
+    inputs: Inputs, sight: AttentionMask, scores: Scores, incoming: OutputCotangent
 ) -> tuple[Value, ...]:
     """Gradients of queries, keys and values from attention to these keys, and of the array of
     distance biases, if there are any, in float32.
@@ -615,7 +617,7 @@ class Blocked:
         )
 
 
-def _full(blocks: Blocks, incoming: Incoming) -> Incoming:
+def _full(blocks: Blocks, incoming: OutputCotangent) -> OutputCotangent:
     """The cotangent for padded queries: padding has a cotangent of zeros, and so adds nothing to
     gradients of keys.
     """
@@ -623,7 +625,7 @@ def _full(blocks: Blocks, incoming: Incoming) -> Incoming:
         jnp.pad(array, [(0, 0), (0, blocks.missing), *[(0, 0)] * (array.ndim - 2)])
         for array in (incoming.cotangent, incoming.inner)
     )
-    return Incoming(total=blocks.full(incoming.total), cotangent=cotangent, inner=inner)
+    return OutputCotangent(total=blocks.full(incoming.total), cotangent=cotangent, inner=inner)
 
 
 def _beside(inputs: Inputs) -> Inputs:

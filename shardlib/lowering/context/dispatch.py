@@ -22,7 +22,14 @@ from shardlib.graph import Graph, Kind
 from shardlib.jax_types import Aval, Function, Index, Value
 from shardlib.layout import Layout
 from shardlib.lowering.collectives import Machine
-from shardlib.lowering.context.block import ALL_BEFORE, FAR, Offsets, Scores, Sight, Tokens
+from shardlib.lowering.context.block import (
+    ALL_BEFORE,
+    FAR,
+    AttentionMask,
+    PositionBias,
+    Scores,
+    Tokens,
+)
 from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.lowering.mesh import held, named_sharding
@@ -187,7 +194,7 @@ class Kernels:
         value: Value,
         *,
         scores: Scores,
-        sight: Sight = ALL_BEFORE,
+        sight: AttentionMask = ALL_BEFORE,
         documents: bool = False,
     ) -> str:
         """The reason why a kernel cannot be used for arrays of these shapes and dtypes; empty if it
@@ -219,7 +226,7 @@ class Kernels:
         documents: tuple[Value, ...] | None = None,
         *,
         scores: Scores,
-        sight: Sight = ALL_BEFORE,
+        sight: AttentionMask = ALL_BEFORE,
     ) -> Value:
         """Attention, with gradients, for positions 0, 1, 2, ...; arguments as for `why_not`, and
         documents of queries and keys, [B, Q] and [B, K].
@@ -263,7 +270,7 @@ def _blocks(
     value: Value,
     documents: tuple[Value, ...] | None,
     scores: Scores,
-    sight: Sight,
+    sight: AttentionMask,
 ) -> Value:
     rows, columns = (
         Tokens(
@@ -393,13 +400,13 @@ class Collected:
         segments: Value | None = None,
         *,
         window: Index | None = None,
-        offsets: Offsets | None = None,
+        offsets: PositionBias | None = None,
     ) -> Value:
         """Attention of this device's queries to gathered keys; arguments and result as those of
         `Ring.attention`. Vendors' kernels are used only if all keys are visible, since they do not
         take positions.
         """
-        sight = Sight(causal=self.causal, window=window, offsets=offsets)
+        sight = AttentionMask(causal=self.causal, window=window, offsets=offsets)
         whole = self.cut.whole
         if self.kernels.kind != "blocks":
             documents = None if segments is None else (segments, whole(segments))
@@ -421,14 +428,14 @@ class Collected:
         segments: Value | None = None,
         *,
         window: Index | None = None,
-        offsets: Offsets | None = None,
+        offsets: PositionBias | None = None,
     ) -> Value:
         """Attention to the whole sequence for this device's share of the heads; arguments and
         result as those of `Ring.attention`. For vendors' kernels, tokens are put in the order of
         the sequence.
         """
         exchange = Exchange(cut=self.cut)
-        sight = Sight(
+        sight = AttentionMask(
             causal=self.causal, window=window, offsets=offsets and exchange.of_heads(offsets)
         )
         arrays = exchange.for_heads(query, key, value)
@@ -447,7 +454,7 @@ class Collected:
         key: Value,
         value: Value,
         documents: tuple[Value, ...] | None,
-        sight: Sight,
+        sight: AttentionMask,
     ) -> Value:
         return self.kernels.attention(query, key, value, documents, scores=self.scores, sight=sight)
 
@@ -482,7 +489,7 @@ class Exchange:
             self._all_to_all(value, 2, 1),
         )
 
-    def of_heads(self, offsets: Offsets) -> Offsets:
+    def of_heads(self, offsets: PositionBias) -> PositionBias:
         """The distance biases of this device's share of the heads."""
         each = offsets.array.shape[-1] // self.cut.ways
         first = jax.lax.axis_index(self.cut.axis) * each
@@ -653,7 +660,7 @@ class Local:
         offsets = (
             None
             if self.form.bias is None or operands_of_call.bias is None
-            else Offsets(form=self.form.bias, array=operands_of_call.bias)
+            else PositionBias(form=self.form.bias, array=operands_of_call.bias)
         )
         if operands_of_call.global_layer is None:
             return self._attend(operands, self.form.window or None, offsets)
@@ -677,7 +684,7 @@ class Local:
         )
 
     def _attend(
-        self, operands: Sequence[Value], window: Index | None, offsets: Offsets | None
+        self, operands: Sequence[Value], window: Index | None, offsets: PositionBias | None
     ) -> Value:
         scores = Scores(scale=self.form.scale, softcap=self.form.softcap)
         if self.along is None:
@@ -688,7 +695,7 @@ class Local:
                 value,
                 (*documents, *documents) if documents else None,
                 scores=scores,
-                sight=Sight(causal=self.form.causal, window=window, offsets=offsets),
+                sight=AttentionMask(causal=self.form.causal, window=window, offsets=offsets),
             )
         if not self.ring:
             return Collected(

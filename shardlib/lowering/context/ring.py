@@ -27,13 +27,13 @@ import jax.numpy as jnp
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import (
     ALL_BEFORE,
-    Given,
-    Incoming,
+    AttentionMask,
     Inputs,
-    Offsets,
+    MaskInputs,
+    OutputCotangent,
     Part,
+    PositionBias,
     Scores,
-    Sight,
     Tokens,
     attend,
     attend_back,
@@ -42,7 +42,7 @@ from shardlib.lowering.context.block import (
 from shardlib.lowering.context.sequence_partition import Cut
 
 #: (slice of own queries, slice of keys, mask) -> anything.
-Work = Callable[[slice, slice, Sight], Any]
+Work = Callable[[slice, slice, AttentionMask], Any]
 #: (distance in devices, local state, arrays passed around) -> (local state, arrays passed around).
 Turn = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
 EVERY = slice(None)
@@ -56,7 +56,7 @@ class Ring:
         cut: the partition of the sequence.
         scores: how scores are computed.
         causal: whether later positions are masked.
-        window: static window, as in `Sight`; 0 for none.
+        window: static window, as in `AttentionMask`; 0 for none.
     """
 
     cut: Cut
@@ -72,7 +72,7 @@ class Ring:
         segments: Value | None = None,
         *,
         window: Index | None = None,
-        offsets: Offsets | None = None,
+        offsets: PositionBias | None = None,
     ) -> Value:
         """Attention of this device's queries to all keys; inside of a region that is manual over
         the axis.
@@ -86,13 +86,13 @@ class Ring:
         Returns:
             [B, S / N, H, V], of the dtype of the values.
         """
-        sight = Sight(window=self.window if window is None else window, offsets=offsets)
+        sight = AttentionMask(window=self.window if window is None else window, offsets=offsets)
         static_window, inputs = sight.split
         ring = replace(self, window=static_window)
         return _with_gradients(ring, query, key, value, segments, inputs)
 
     def forward(
-        self, query: Value, key: Value, value: Value, segments: Value | None, inputs: Given
+        self, query: Value, key: Value, value: Value, segments: Value | None, inputs: MaskInputs
     ) -> Part:
         """Attention as a `Part`, before it is cast."""
         ring, local = replace(self, cut=self.cut.tied_to(query)), query.shape[1]
@@ -106,7 +106,7 @@ class Ring:
                 columns=ring._tokens(number, local, *goes[2:]),
             )
 
-            def work(rows: slice, columns: slice, sight: Sight) -> Part:
+            def work(rows: slice, columns: slice, sight: AttentionMask) -> Part:
                 attended = attend(all_inputs.taken(rows, columns), sight, ring.scores)
                 return jax.tree.map(
                     lambda all_, rows_part: all_.at[:, rows].set(rows_part),
@@ -126,8 +126,8 @@ class Ring:
         key: Value,
         value: Value,
         segments: Value | None,
-        inputs: Given,
-        incoming: Incoming,
+        inputs: MaskInputs,
+        incoming: OutputCotangent,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of the distance biases, in float32."""
         ring, local = replace(self, cut=self.cut.tied_to(query)), query.shape[1]
@@ -143,7 +143,7 @@ class Ring:
                 columns=ring._tokens(number, local, *goes[4:]),
             )
 
-            def work(rows: slice, columns: slice, sight: Sight) -> tuple[Any, ...]:
+            def work(rows: slice, columns: slice, sight: AttentionMask) -> tuple[Any, ...]:
                 gradients = attend_back(
                     all_inputs.taken(rows, columns),
                     sight,
@@ -230,7 +230,7 @@ class Ring:
             document=segments,
         )
 
-    def _turn(self, number: Index, local: int, inputs: Given, work: Work, before: Any) -> Any:
+    def _turn(self, number: Index, local: int, inputs: MaskInputs, work: Work, before: Any) -> Any:
         """The work on keys from `number` devices away (an integer or traced); `before` if no query
         attends to any of them.
         """
@@ -268,7 +268,7 @@ class Local:
     Attributes:
         scores: how scores are computed.
         causal: whether later positions are masked.
-        window: static window, as in `Sight`; 0 for none.
+        window: static window, as in `AttentionMask`; 0 for none.
     """
 
     scores: Scores
@@ -281,7 +281,7 @@ class Local:
         key: Value,
         value: Value,
         places: tuple[Tokens, Tokens],
-        inputs: Given,
+        inputs: MaskInputs,
     ) -> Part:
         """Attention as a part, before it is cast."""
         arrays = Inputs(query=query, key=key, value=value, rows=places[0], columns=places[1])
@@ -293,14 +293,14 @@ class Local:
         key: Value,
         value: Value,
         places: tuple[Tokens, Tokens],
-        inputs: Given,
-        incoming: Incoming,
+        inputs: MaskInputs,
+        incoming: OutputCotangent,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of the distance biases, in float32."""
         arrays = Inputs(query=query, key=key, value=value, rows=places[0], columns=places[1])
         return attend_back(arrays, self._sight(inputs), self.scores, incoming)
 
-    def _sight(self, inputs: Given) -> Sight:
+    def _sight(self, inputs: MaskInputs) -> AttentionMask:
         return inputs.sight(self.window, causal=self.causal)
 
 
@@ -311,7 +311,7 @@ def attention(
     value: Value,
     rows: Tokens,
     columns: Tokens,
-    sight: Sight = ALL_BEFORE,
+    sight: AttentionMask = ALL_BEFORE,
 ) -> Value:
     """Attention of queries to keys, with gradients.
 
@@ -331,7 +331,7 @@ def attention(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradients(
-    method: Ring | Local, query: Value, key: Value, value: Value, places: Any, inputs: Given
+    method: Ring | Local, query: Value, key: Value, value: Value, places: Any, inputs: MaskInputs
 ) -> Value:
     """Attention, of the dtype of the values, with the gradients of the method."""
     return method.forward(query, key, value, places, inputs).result.astype(value.dtype)
@@ -347,7 +347,7 @@ def _forward(method: Ring | Local, *operands: Any) -> tuple[Any, Any]:
 
 def _backward(method: Ring | Local, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
     query, key, value, places, inputs, result, total = saved
-    incoming = Incoming.of(result, total, cotangent)
+    incoming = OutputCotangent.of(result, total, cotangent)
     gradients = method.backward(query, key, value, places, inputs, incoming)
     return (
         *(
