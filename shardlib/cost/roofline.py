@@ -30,13 +30,13 @@ much memory they share is not known that exactly.
 [('margin', 1.1, 0), ('temporaries', 1.2, 24)]
 
 Efficiencies are the fractions of data-sheet rates that a chip reaches. The vendor's figures are the
-default, and nearly all that the framework profile "xla" uses. *Curves* override them for a chip
-(`curves/CHIP.json`), or for a chip under a framework profile (`curves/CHIP.xla.json`; those under
-other profiles belong to `shardlib.frameworks`), with sources or with the measurements that they
-were fitted to. A user's own measurements override both.
+default. *Curves* override them for a chip (`curves/CHIP.json`), or for a chip or a vendor under a
+framework profile (`curves/CHIP.xla.json`; those under other profiles belong to
+`shardlib.frameworks`), with sources or with the measurements that they were fitted to. A user's own
+measurements override both.
 
->>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla") == efficiency("nvidia")
-(0.8, True)
+>>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla").matmul
+(0.8, 0.54)
 >>> efficiency_of("h100", "nvidia", "xla", {"matmul": 0.7}).matmul
 0.7
 """
