@@ -27,8 +27,7 @@ from shardlib.annotation.names import (
 )
 from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Tree, path_text, static_difference
-from shardlib.decisions.pins import PinMapping
-from shardlib.decisions.pins import Pins as pins_Pins
+from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import (
     ArgumentError,
     BatchError,
@@ -57,7 +56,7 @@ from shardlib.functions.experts import found_axes, whole_batch
 from shardlib.jax_types import Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.checks import require
-from shardlib.lowering.contractions import AsWritten, Pins, by_groups
+from shardlib.lowering.contractions import AsWritten, ContractionShardings, by_groups
 from shardlib.lowering.mesh import abstract_mesh, device_mesh, held, named_sharding, physical_parts
 from shardlib.lowering.program import Options
 from shardlib.lowering.random_keys import implementation, is_key
@@ -347,8 +346,10 @@ class StepProgram:
         shardings = [named_sharding(self.mesh, layout) for layout in layouts if layout is not None]
         if len(shardings) < len(layouts):
             return bind(equation, operands)
-        pins = Pins(operands=tuple(shardings[:-1]), result=shardings[-1], settles=False)
-        return [by_groups(AsWritten(equation=equation), equation, pins).run(operands)]
+        planned = ContractionShardings(
+            operands=tuple(shardings[:-1]), result=shardings[-1], settles=False
+        )
+        return [by_groups(AsWritten(equation=equation), equation, planned).run(operands)]
 
     def _held(self, value: Value, layout: Layout) -> Value:
         return held(value, named_sharding(self.mesh, layout))
@@ -690,20 +691,20 @@ def stepping(
     marked = MarkedStep.of(traced) if traced.losses else None
     problem = traced.problem if marked is None else marked.traced.problem
 
-    def pins(user_pins: PinMapping | pins_Pins | None) -> PinMapping:
-        plain_pins = user_pins.to_json() if isinstance(user_pins, pins_Pins) else user_pins
+    def pins(user_pins: PinMapping | Pins | None) -> PinMapping:
+        plain_pins = user_pins.to_json() if isinstance(user_pins, Pins) else user_pins
         if marked is None:
             return step_pins(plain_pins)
         return marked_pins(plain_pins, marked.unstaged, marked.unsharded)
 
-    def searched(user_pins: pins_Pins) -> Plan:
+    def searched(user_pins: Pins) -> Plan:
         return search(problem if marked is None else marked.problem, machine, pins(user_pins))
 
     user_pins = pin
     if honour == "pins":
         pins_of_layouts = layout_pins(traced.layouts, problem, pin, searched)
         user_pins = (
-            pins_of_layouts.to_json() if isinstance(pins_of_layouts, pins_Pins) else pins_of_layouts
+            pins_of_layouts.to_json() if isinstance(pins_of_layouts, Pins) else pins_of_layouts
         )
     if marked is not None:
         marked, plan = marked.searched(machine, user_pins)
