@@ -15,7 +15,7 @@ import numpy as np
 import safetensors.numpy
 
 from benchmarks.environment import TABLES
-from shardlib.calibration import figure_names, read_figures
+from shardlib.calibration import figure_names, read_calibration
 from shardlib.checkpointing.huggingface import INDEX, Files
 from shardlib.checkpointing.store import DamagedError, digest, from_json
 from shardlib.cost.framework import FrameworkProfile, framework_profile
@@ -273,7 +273,7 @@ def _stack(_: Path) -> Prepared:
 def _measured(folder: Path) -> Prepared:
     path = folder / "cpu.json"
     valid = _json({**dict.fromkeys(figure_names(8), 1e9), "cpu": "x", "jax": "0"})
-    return _file(path, lambda: read_figures(path, 8), valid)
+    return _file(path, lambda: read_calibration(path, 8), valid)
 
 
 FORMATS: tuple[Format, ...] = (

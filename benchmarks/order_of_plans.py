@@ -7,7 +7,7 @@ For each job: every mesh over data, fsdp and tensor with ZeRO stages 1 and 3 and
 microbatches is priced; of the plans within 20% of the best prediction, the best and others that are
 spread evenly over the predictions are run, their steps interleaved in one process. The time of a
 step is the least of its wall time and of its processor time over the cores (lower quartile), as
-`shardlib.calibration` does it: where other work runs beside it, the second.
+`shardlib.processes.timing` does it: where other work runs beside it, the second.
 
 *Regret*: how much longer the plan that was predicted to be the fastest takes than the fastest of
 those that were run. *Rank correlation*: Spearman's, over plans that differ by more than noise, the
@@ -34,7 +34,8 @@ import shardlib
 from benchmarks.order_candidates import candidates, judged, pins, summary
 from benchmarks.order_jobs import JOBS
 from benchmarks.stepping import stepping
-from shardlib.calibration import cores, measured_cpu, quiet_seconds
+from shardlib.calibration import measured_cpu
+from shardlib.processes.timing import cores, quiet_seconds
 
 
 def run(name: str, devices: int, most: int, repeats: int) -> dict[str, Any]:

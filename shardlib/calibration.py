@@ -5,9 +5,11 @@
 devices in use: N devices on C cores have together the FLOP/s of C cores, and a device that computes
 alone is as fast as XLA makes it (`Topology.alone`).
 
-The measurement takes a few seconds; the figures are stored as JSON in the user's cache folder
-(`SHARDLIB_CACHE_DIR` if set), one file per processor, core count, JAX version and number of
-devices. Nothing runs, and JAX starts no backend, before the first call.
+The programs run in several passes, ten to twenty seconds in all. The runs of passes in which other
+programs left the processors alone count (`shardlib.processes.timing`); without such a pass the
+figures are marked as made under load. They are stored as JSON in the user's cache folder for a
+week, one file per processor, core count, versions of JAX and number of devices. Nothing runs, and
+JAX starts no backend, before the first call.
 
 >>> [name for name in figure_names(4) if name.startswith("all-reduce")]
 ['all-reduce.2.s', 'all-reduce.2.s_per_byte', 'all-reduce.4.s', 'all-reduce.4.s_per_byte']
@@ -22,14 +24,16 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import platformdirs
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -38,64 +42,20 @@ from jax.typing import DTypeLike
 from shardlib.errors import MissingFileError, TopologyError
 from shardlib.layout import KINDS
 from shardlib.machines.catalog import CPU
-from shardlib.machines.chips import LARGEST, Chip, Exchange, Tier
+from shardlib.machines.chips import LARGEST, Chip, Exchange, Measurement, Tier
 from shardlib.machines.topology import Topology, topology
+from shardlib.processes.cache import user_cache
 from shardlib.processes.devices import let_collectives_wait
+from shardlib.processes.timing import QUIET, Busy, Clock, cores
 from shardlib.processes.values import of_first
 from shardlib.untrusted.data import Limits, read_json
 
-#: Seconds for which a program is repeated.
-BUDGET_S = 0.15
-#: Minimum number of runs, regardless of their time.
-RUNS = 3
-
-
-def cores() -> int:
-    """Number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def quiet_seconds(
-    walls: Sequence[float], processor: Sequence[float], *, cores: int, all_busy: bool
-) -> float:
-    """Seconds of a program without the influence of other processes.
-
-    Other processes only ever slow a run down, so the fastest of several runs counts. If a program
-    keeps all cores busy, its processor time over the cores is its time on an idle machine;
-    otherwise processor time is too low.
-
-    >>> quiet_seconds([0.5, 0.3, 0.4], [0.4, 0.4, 0.4], cores=2, all_busy=True)
-    0.2
-    >>> quiet_seconds([0.5, 0.3, 0.4], [0.4, 0.4, 0.4], cores=2, all_busy=False)
-    0.3
-
-    Args:
-        walls: seconds of each run.
-        processor: processor seconds of each run, summed over the cores.
-    """
-    if not all_busy:
-        return min(walls)
-    return min(min(walls), sorted(processor)[len(processor) // 4] / cores)
-
-
-def seconds_of(
-    call: Callable[..., object], *operands: jax.Array, devices: int, budget_s: float = BUDGET_S
-) -> float:
-    """Seconds of a call that is already compiled."""
-    jax.block_until_ready(call(*operands))
-    walls: list[float] = []
-    processor: list[float] = []
-    end = time.perf_counter() + budget_s
-    while len(walls) < RUNS or time.perf_counter() < end:
-        start, used = time.perf_counter(), time.process_time()
-        jax.block_until_ready(call(*operands))
-        walls.append(time.perf_counter() - start)
-        processor.append(time.process_time() - used)
-    return quiet_seconds(walls, processor, cores=cores(), all_busy=devices >= cores())
-
-
+#: Seconds for which a program is repeated in a pass, and passes.
+BUDGET_S, PASSES = 0.05, 3
+#: Seconds of a look at what other programs use.
+LOOK_S = 0.3
 #: Version of the cached figures; increased with the method, so that old files are ignored.
-FORMAT = 5
+FORMAT = 6
 #: Maximum size of a cache file.
 CACHED = Limits(bytes=1 << 16, depth=4)
 #: Rates and times of kernels: large matmuls and convolutions, forward and backward; the depth of a
@@ -154,11 +114,10 @@ def figure_names(local: int) -> tuple[str, ...]:
 
 def cache_path(devices: int, local: int) -> Path:
     """The cache file of the figures of `devices` devices, measured on `local` devices."""
-    folder = os.environ.get("SHARDLIB_CACHE_DIR") or platformdirs.user_cache_dir(
-        "shardlib", appauthor=False
-    )
-    key = [FORMAT, cpu_model(), cores(), jax.__version__, devices, local]
-    return Path(folder) / f"cpu-{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]}.json"
+    libraries = [jax.__version__, metadata.version("jaxlib")]
+    key = [FORMAT, cpu_model(), cores(), *libraries, devices, local]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+    return user_cache() / f"cpu-{digest}.json"
 
 
 def cpu_model() -> str:
@@ -171,34 +130,64 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def read_figures(path: Path, local: int) -> dict[str, float] | None:
-    """The figures of a cache file; None if there is none, or if no run can have written it."""
+#: How long figures are used: machines are updated, and slow down.
+LASTS = timedelta(days=7)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Measured figures of simulated devices.
+
+    Attributes:
+        figures: by name.
+        made: date and time, in ISO 8601 and UTC.
+        load: share of the processors that other programs used in the quietest pass; None if the
+            system does not say.
+    """
+
+    figures: Mapping[str, float]
+    made: str
+    load: float | None = None
+
+    @property
+    def expired(self) -> bool:
+        """True if the figures are too old, or of a time to come."""
+        age = datetime.now(UTC) - datetime.fromisoformat(self.made)
+        return not timedelta(minutes=-5) < age < LASTS
+
+
+def now() -> str:
+    """The date and time, in ISO 8601 and UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def read_calibration(path: Path, local: int) -> Calibration | None:
+    """What a cache file has; None if there is none, or if no run can have written it."""
     try:
-        figures = read_json(path, "measured figures", TopologyError, limits=CACHED)
-    except (MissingFileError, TopologyError):
+        stored = read_json(path, "measured figures", TopologyError, limits=CACHED)
+        return _calibration(stored, figure_names(local))
+    except (MissingFileError, TopologyError, ValueError, TypeError, KeyError):
         return None
-    if not isinstance(figures, dict):
-        return None
-    stored, names = cast("dict[str, Any]", figures), figure_names(local)
-    values = {
-        name: float(value)
-        for name in names
-        if isinstance(value := stored.get(name), int | float)
-        and not isinstance(value, bool)
-        and 0 < value < LARGEST
-    }
-    return values if len(values) == len(names) else None
 
 
-def write_figures(path: Path, figures: Mapping[str, float]) -> None:
+def _calibration(stored: Any, names: Sequence[str]) -> Calibration:
+    """The calibration of plain data; any error if a figure is missing or impossible."""
+    figures = {name: stored["figures"][name] for name in names}
+    if not all(type(value) in (int, float) and 0 < value < LARGEST for value in figures.values()):
+        raise ValueError("a figure is not a positive number")
+    load, made = stored["load"], datetime.fromisoformat(stored["made"])
+    if made.tzinfo is None or not (load is None or 0 <= float(load) <= 1):
+        raise ValueError("the date or the load is not one")
+    return Calibration(figures=figures, made=stored["made"], load=load)
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
     """Writes a cache file; does nothing if that is not possible."""
+    place = {"cpu": cpu_model(), "cores": cores(), "jax": jax.__version__}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(
-            json.dumps({**figures, "cpu": cpu_model(), "jax": jax.__version__}, indent=1),
-            encoding="utf-8",
-        )
+        draft.write_text(json.dumps({**asdict(calibration), **place}, indent=1), encoding="utf-8")
         draft.replace(path)  # another process never reads half a file
 
 
@@ -215,14 +204,15 @@ SMALL = 16
 CHAIN = 8
 
 
-def exchange_figures(devices: Sequence[jax.Device]) -> dict[str, float]:
+def exchange_figures(devices: Sequence[jax.Device], clock: Clock) -> dict[str, float]:
     """The figures of every kind of collective, measured by number of participants."""
     figures: dict[str, float] = {}
     for degree in measured_ways(len(devices)):
         grid = np.array(devices).reshape(-1, degree)
         mesh = Mesh(grid, ("groups", "along"), axis_types=(AxisType.Auto,) * 2)
         for kind in KINDS:
-            seconds = [_seconds(mesh, kind, size) for size in (SMALL * degree * degree, MESSAGE)]
+            sizes = (SMALL * degree * degree, MESSAGE)
+            seconds = [collective_seconds(mesh, kind, size, clock) for size in sizes]
             figures |= dict(zip(exchange_names(kind, degree), line(*seconds), strict=True))
     return figures
 
@@ -237,8 +227,8 @@ def line(small: float, large: float) -> tuple[float, float]:
     return small, max(large - small, large / 10) / (4 * MESSAGE)
 
 
-def _seconds(mesh: Mesh, kind: str, elements: int) -> float:
-    """Seconds of one collective whose full array has `elements` elements."""
+def collective_seconds(mesh: Mesh, kind: str, elements: int, clock: Clock) -> float:
+    """Seconds of one collective along an axis of a mesh, whose full array has so many elements."""
     degree = mesh.shape["along"]
     step = _steps(degree)[kind]
 
@@ -249,13 +239,18 @@ def _seconds(mesh: Mesh, kind: str, elements: int) -> float:
 
     size = elements // degree if kind == "all-gather" else elements // degree * degree
     sharding = NamedSharding(mesh, P(("groups", "along")))
-    a = jax.jit(lambda: jnp.ones((mesh.size * size,), jnp.float32), out_shardings=sharding)()
-    program = jax.jit(
-        jax.shard_map(
-            chain, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+
+    def make() -> Callable[[], jax.Array]:
+        a = jax.jit(lambda: jnp.ones((mesh.size * size,), jnp.float32), out_shardings=sharding)()
+        program = jax.jit(
+            jax.shard_map(
+                chain, mesh=mesh, in_specs=sharding.spec, out_specs=sharding.spec, check_vma=False
+            )
         )
-    )
-    return seconds_of(program, a, devices=mesh.size) / CHAIN
+        return lambda: program(a)
+
+    name = f"{kind} of {degree}, {elements} elements"
+    return clock.seconds(name, make, devices=mesh.size) / CHAIN
 
 
 def _steps(degree: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
@@ -294,7 +289,7 @@ IMAGES = (8, 16, 32)
 STREAM = 1 << 19
 #: Additions and multiplications of the longer of two chains over the same elements.
 PROGRAMS_CHAIN = 17
-PASSES = 6
+STEPS = 6
 #: float32 elements of a chain that uses a single core.
 SHORT = 1 << 15
 #: Matmuls per kernel, and rows, columns and depth of each.
@@ -309,11 +304,27 @@ TABLE = (1024, 128, 1024)
 TINY_OPS = 256
 
 
-def local_program(mesh: Mesh, body: Callable[..., object]) -> Callable[..., object]:
-    """The jitted program in which every device runs `body` on its shards of all operands."""
-    return jax.jit(
-        jax.shard_map(body, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False)
-    )
+def timed(
+    clock: Clock,
+    mesh: Mesh,
+    name: str,
+    body: Callable[..., object],
+    *operands: Callable[[Mesh], jax.Array],
+) -> float:
+    """Seconds of a program in which every device runs `body` on its shards of all operands."""
+
+    def make() -> Callable[[], object]:
+        program = jax.jit(
+            jax.shard_map(body, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False)
+        )
+        arrays = [operand(mesh) for operand in operands]
+        return lambda: program(*arrays)
+
+    return clock.seconds(f"{name} on {mesh.size}", make, devices=mesh.size)
+
+
+#: Seconds of a program by its name, what each device runs, and its operands.
+TimeOf = Callable[..., float]
 
 
 def line_of(devices: Sequence[jax.Device]) -> Mesh:
@@ -321,55 +332,56 @@ def line_of(devices: Sequence[jax.Device]) -> Mesh:
     return Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
 
 
-def per_device(mesh: Mesh, *shape: int, dtype: DTypeLike = jnp.float32) -> jax.Array:
-    """Numbers near one with this shape per device, sharded along the leading dim."""
-    full = (mesh.size * shape[0], *shape[1:])
-    return jax.jit(
-        lambda: jnp.full(full, 0.9, dtype), out_shardings=NamedSharding(mesh, P("all"))
-    )()
+def per_device(*shape: int, dtype: DTypeLike = jnp.float32) -> Callable[[Mesh], jax.Array]:
+    """Makes numbers near one with this shape per device of a mesh, sharded along the leading
+    dim.
+    """
+
+    def make(mesh: Mesh) -> jax.Array:
+        full = (mesh.size * shape[0], *shape[1:])
+        return jax.jit(
+            lambda: jnp.full(full, 0.9, dtype), out_shardings=NamedSharding(mesh, P("all"))
+        )()
+
+    return make
 
 
-def kernel_figures(mesh: Mesh) -> dict[str, float]:
+def kernel_figures(mesh: Mesh, clock: Clock) -> dict[str, float]:
     """All figures of kernels except `alone`, measured."""
-    memory = PASSES * 8 * STREAM / _passes(mesh, lambda a: a * 0.5 + 0.5)
+    time_of = partial(timed, clock, mesh)
+    memory = STEPS * 8 * STREAM / _steps_over(time_of, "stream", lambda a: a * 0.5 + 0.5)
     streamed = STREAM / memory * 8
-    start = _matmul_start(mesh, memory)
+    start = _matmul_start(time_of, memory)
     chained, exponential = (
-        _passes(mesh, body) / PASSES for body in (_chain, lambda a: jnp.exp(a * -0.5))
+        _steps_over(time_of, name, body) / STEPS
+        for name, body in (("chain", _chain), ("exponentials", lambda a: jnp.exp(a * -0.5)))
     )
-    single = _matmul(mesh, jnp.float32, memory, start)
+    short = _steps_over(time_of, "short chain", _chain, SHORT)
+    single = _matmul(time_of, jnp.float32, memory, start)
     return {
         "float32_flops_per_s": single,
-        "batched": _batched(mesh, single, memory, start),
-        "cores": _passes(mesh, _chain, SHORT) / SHORT * STREAM / (chained * PASSES),
-        "bfloat16_flops_per_s": _matmul(mesh, jnp.bfloat16, memory, start),
+        "batched": _batched(time_of, single, memory, start),
+        "cores": short / SHORT * STREAM / (chained * STEPS),
+        "bfloat16_flops_per_s": _matmul(time_of, jnp.bfloat16, memory, start),
         "matmul_start": start,
-        "convolution_flops_per_s": _convolution(mesh),
+        "convolution_flops_per_s": _convolution(time_of),
         "memory_bytes_per_s": memory,
         "elements_per_s": STREAM * (PROGRAMS_CHAIN - 2) / max(chained - streamed, streamed / 16),
         "transcendental_per_s": STREAM / max(exponential - streamed, streamed / 16),
-        "fresh_bytes_per_s": _fresh(mesh, memory),
-        "optimizer_bytes_per_s": _optimizer(mesh),
-        "gather_bytes_per_s": _gather(mesh),
-        "launch_s": _tiny_ops(mesh),
-        "step_s": seconds_of(
-            local_program(mesh, lambda a: a + 1), per_device(mesh, 8), devices=mesh.size
-        ),
+        "fresh_bytes_per_s": _fresh(time_of, memory),
+        "optimizer_bytes_per_s": _optimizer(time_of),
+        "gather_bytes_per_s": _gather(time_of),
+        "launch_s": _tiny_ops(time_of),
+        "step_s": time_of("step", lambda a: a + 1, per_device(8)),
     }
 
 
-def speed_alone(devices: Sequence[jax.Device]) -> float:
+def speed_alone(devices: Sequence[jax.Device], clock: Clock) -> float:
     """Speed of a device on a block of a model while the others idle, over its speed while all
     compute: between 1 and the number of devices.
     """
     together, alone = (
-        seconds_of(
-            local_program(mesh, _block),
-            per_device(mesh, 1024, 256),
-            per_device(mesh, 256, 512),
-            devices=mesh.size,
-            budget_s=0.5,
-        )
+        timed(clock, mesh, "block", _block, per_device(1024, 256), per_device(256, 512))
         for mesh in (line_of(devices), line_of(devices[:1]))
     )
     return min(max(together / alone, 1.0), float(len(devices)))
@@ -386,7 +398,7 @@ def _block(x: jax.Array, w: jax.Array) -> jax.Array:
     return (jnp.sum(dw) + jnp.sum(dx))[None]
 
 
-def _matmul(mesh: Mesh, dtype: DTypeLike, memory_bytes_per_s: float, start: float) -> float:
+def _matmul(time_of: TimeOf, dtype: DTypeLike, memory_bytes_per_s: float, start: float) -> float:
     """FLOP/s of a matmul forward and backward, without the passes over its operands and result and
     the starts of its blocks.
     """
@@ -397,22 +409,22 @@ def _matmul(mesh: Mesh, dtype: DTypeLike, memory_bytes_per_s: float, start: floa
         dx, dw = back(product)
         return (dx[:1, :1] + dw[:1, :1]).astype(jnp.float32)
 
-    x, w = per_device(mesh, rows, depth, dtype=dtype), per_device(mesh, depth, columns, dtype=dtype)
-    seconds = seconds_of(local_program(mesh, body), x, w, devices=mesh.size)
+    x, w = per_device(rows, depth, dtype=dtype), per_device(depth, columns, dtype=dtype)
+    seconds = time_of(f"matmul {jnp.dtype(dtype).name}", body, x, w)
     moved = 3 * (rows * depth + depth * columns + rows * columns) * jnp.dtype(dtype).itemsize
     flops = 2 * rows * columns * depth * sum(1 + start / n for n in MATMUL)
     return flops / max(seconds - moved / memory_bytes_per_s, seconds / 2)
 
 
-def _matmul_start(mesh: Mesh, memory_bytes_per_s: float) -> float:
+def _matmul_start(time_of: TimeOf, memory_bytes_per_s: float) -> float:
     """Depth of a matmul that takes as long as the start of its blocks."""
     _, columns, _ = MATMUL
 
     def seconds(depth: int) -> float:
-        product = local_program(mesh, lambda x, w: x @ w)
-        x, w = per_device(mesh, TALL, depth), per_device(mesh, depth, columns)
+        x, w = per_device(TALL, depth), per_device(depth, columns)
         moved = 4 * (TALL * depth + depth * columns + TALL * columns)
-        return seconds_of(product, x, w, devices=mesh.size) - moved / memory_bytes_per_s
+        taken = time_of(f"matmul of depth {depth}", lambda x, w: x @ w, x, w)
+        return taken - moved / memory_bytes_per_s
 
     return start_of(DEPTHS, [seconds(depth) for depth in DEPTHS])
 
@@ -429,20 +441,19 @@ def start_of(depths: Sequence[int], seconds: Sequence[float]) -> float:
     return min(max(less / slope - shallow, 1.0), float(shallow)) if slope > 0 else float(shallow)
 
 
-def _batched(mesh: Mesh, flops_per_s: float, memory_bytes_per_s: float, start: float) -> float:
+def _batched(time_of: TimeOf, flops_per_s: float, memory_bytes_per_s: float, start: float) -> float:
     """Share of a large matmul's FLOP/s that many small ones of one kernel reach, which some
     versions of XLA compute on one core (JAX 0.10.2) and others on all (0.12).
     """
     many, rows, columns, depth = BATCHED
-    x, w = per_device(mesh, many, rows, depth), per_device(mesh, many, depth, columns)
-    product = local_program(mesh, lambda x, w: jnp.einsum("nrd,ndc->nrc", x, w))
-    seconds = seconds_of(product, x, w, devices=mesh.size)
+    x, w = per_device(many, rows, depth), per_device(many, depth, columns)
+    seconds = time_of("batched matmul", lambda x, w: jnp.einsum("nrd,ndc->nrc", x, w), x, w)
     moved = 4 * many * (rows * depth + depth * columns + rows * columns)
     flops = 2 * many * rows * columns * (depth + start)
     return flops / flops_per_s / max(seconds - moved / memory_bytes_per_s, seconds / 2)
 
 
-def _convolution(mesh: Mesh) -> float:
+def _convolution(time_of: TimeOf) -> float:
     batch, side, channels = IMAGES
 
     def body(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -456,9 +467,9 @@ def _convolution(mesh: Mesh) -> float:
         dx, dw = back(product)
         return dx[:1, :1, :1, :1] + dw[:1, :1, :1, :1]
 
-    x, w = per_device(mesh, batch, side, side, channels), per_device(mesh, 3, 3, channels, channels)
+    x, w = per_device(batch, side, side, channels), per_device(3, 3, channels, channels)
     flops = 3 * 2 * 9 * channels * channels * batch * side * side
-    return flops / seconds_of(local_program(mesh, body), x, w, devices=mesh.size)
+    return flops / time_of("convolution", body, x, w)
 
 
 def _chain(a: jax.Array) -> jax.Array:
@@ -468,31 +479,34 @@ def _chain(a: jax.Array) -> jax.Array:
     return b * 0.3
 
 
-def _passes(mesh: Mesh, body: Callable[[jax.Array], jax.Array], elements: int = STREAM) -> float:
-    """Seconds of `body` over one buffer."""
-    loop = local_program(mesh, lambda a: jax.lax.fori_loop(0, PASSES, lambda _, b: body(b), a))
-    return seconds_of(loop, per_device(mesh, elements), devices=mesh.size)
+def _steps_over(
+    time_of: TimeOf, name: str, body: Callable[[jax.Array], jax.Array], elements: int = STREAM
+) -> float:
+    """Seconds of `STEPS` times `body` over one buffer."""
+
+    def loop(a: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, STEPS, lambda _, b: body(b), a)
+
+    return time_of(name, loop, per_device(elements))
 
 
-def _fresh(mesh: Mesh, memory_bytes_per_s: float) -> float:
+def _fresh(time_of: TimeOf, memory_bytes_per_s: float) -> float:
     """Bytes per second of memory that the operating system first maps and clears."""
-    write = local_program(mesh, lambda a: jnp.broadcast_to(a[:1], (FRESH // 4,)))
-    seconds = seconds_of(write, per_device(mesh, 8), devices=mesh.size)
+    seconds = time_of("fresh", lambda a: jnp.broadcast_to(a[:1], (FRESH // 4,)), per_device(8))
     return FRESH / max(seconds - FRESH / memory_bytes_per_s, seconds / 16)
 
 
-def _optimizer(mesh: Mesh) -> float:
+def _optimizer(time_of: TimeOf) -> float:
     """Bytes per second of an update with two moments: three arrays written, four read."""
 
     def body(p: jax.Array, m: jax.Array, v: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         return p - 1e-3 * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p), m, v
 
-    arrays = [per_device(mesh, STREAM) for _ in range(4)]
-    return 7 * 4 * STREAM / seconds_of(local_program(mesh, body), *arrays, devices=mesh.size)
+    return 7 * 4 * STREAM / time_of("optimizer", body, *[per_device(STREAM)] * 4)
 
 
-def _gather(mesh: Mesh) -> float:
+def _gather(time_of: TimeOf) -> float:
     """Bytes per second of a lookup of rows and the scatter of their gradients: each reads and
     writes the rows.
     """
@@ -502,22 +516,22 @@ def _gather(mesh: Mesh) -> float:
         gathered, back = jax.vjp(lambda table: table[indices], table)
         return back(gathered * 2)[0]
 
-    indices = jax.jit(
-        lambda: jnp.arange(mesh.size * looked_up) * 7 % rows,
-        out_shardings=NamedSharding(mesh, P("all")),
-    )()
-    seconds = seconds_of(
-        local_program(mesh, body), per_device(mesh, rows, width), indices, devices=mesh.size
-    )
-    return 4 * 4 * looked_up * width / seconds
+    def indices(mesh: Mesh) -> jax.Array:
+        return jax.jit(
+            lambda: jnp.arange(mesh.size * looked_up) * 7 % rows,
+            out_shardings=NamedSharding(mesh, P("all")),
+        )()
+
+    return 4 * 4 * looked_up * width / time_of("gather", body, per_device(rows, width), indices)
 
 
-def _tiny_ops(mesh: Mesh) -> float:
+def _tiny_ops(time_of: TimeOf) -> float:
     """Seconds of one op with next to no work: a step of a loop over 8x8 products."""
-    loop = local_program(
-        mesh, lambda a: jax.lax.fori_loop(0, TINY_OPS, lambda _, b: (b @ b) * 0.1, a)
-    )
-    return seconds_of(loop, per_device(mesh, 8, 8), devices=mesh.size) / TINY_OPS
+
+    def loop(a: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, TINY_OPS, lambda _, b: (b @ b) * 0.1, a)
+
+    return time_of("tiny ops", loop, per_device(8, 8)) / TINY_OPS
 
 
 # --------------------------------------------------------------------------------------------------
@@ -540,42 +554,71 @@ def measured_cpu(devices: int, refresh: bool = False) -> Topology:
     divided among `devices`, since they share the same cores. A single device has no collectives:
     the catalogue's static link figures stay. If the cache folder cannot be written, every process
     measures. In a multi-process run, the first process measures for all.
+
+    Figures are kept for a week. Those that were measured while other programs used the processors
+    are measured again by the next process that starts on a quieter machine.
     """
     if devices < 1:
         raise TopologyError(f"measured_cpu(devices={devices}) needs at least one device")
     let_collectives_wait()
     local = jax.local_devices(backend="cpu")[:devices]
     # Every process would measure slightly different figures, and then plan differently.
-    figures = json.loads(
-        of_first(f"figures of cpu:{devices}", lambda: json.dumps(_figures(devices, local, refresh)))
+    text = of_first(
+        f"figures of cpu:{devices}",
+        lambda: json.dumps(asdict(_current(devices, local, refresh))),
     )
-    return machine_of_figures(devices, len(local), figures)
+    return machine_of_figures(devices, len(local), Calibration(**json.loads(text)))
 
 
-def _figures(devices: int, local: Sequence[jax.Device], refresh: bool) -> dict[str, float]:
+#: Calibrations under load that this process has made or taken: all its plans have the same prices.
+_under_load: dict[Path, Calibration] = {}
+
+
+def _current(devices: int, local: Sequence[jax.Device], refresh: bool) -> Calibration:
+    """The stored calibration, or a new one if it is missing, expired or was made under load."""
     path = cache_path(devices, len(local))
-    figures = None if refresh else read_figures(path, len(local))
-    if figures is None:
-        figures = measure(local)
-        write_figures(path, figures)
-    return figures
+    stored = None if refresh else read_calibration(path, len(local))
+    if stored is not None and not stored.expired:
+        if (stored.load or 0) <= QUIET or stored == _under_load.get(path):
+            return stored
+        if not _quieter(stored.load or 0):
+            return _under_load.setdefault(path, stored)
+    calibration = measure(local)
+    write_calibration(path, calibration)
+    if (calibration.load or 0) > QUIET:
+        _under_load[path] = calibration
+    return calibration
 
 
-def measure(devices: Sequence[jax.Device]) -> dict[str, float]:
-    """The figures of JAX devices, from all measurements."""
-    return {
-        **kernel_figures(line_of(devices)),
-        "alone": speed_alone(devices) if len(devices) > 1 else 1.0,
-        **exchange_figures(devices),
-    }
+def _quieter(load: float) -> bool:
+    """Whether other programs use much less of the processors now than they did."""
+    busy = Busy()
+    time.sleep(LOOK_S)
+    share = busy.share()
+    return share is not None and share <= max(QUIET, load / 2)
 
 
-def machine_of_figures(devices: int, local: int, figures: Mapping[str, float]) -> Topology:
+def measure(devices: Sequence[jax.Device]) -> Calibration:
+    """The figures of JAX devices, from all measurements, in several passes over all programs."""
+    clock = Clock(budget_s=BUDGET_S)
+
+    def figures() -> dict[str, float]:
+        return {
+            **kernel_figures(line_of(devices), clock),
+            "alone": speed_alone(devices, clock) if len(devices) > 1 else 1.0,
+            **exchange_figures(devices, clock),
+        }
+
+    figures()  # makes the programs
+    clock.again(PASSES)
+    return Calibration(figures=figures(), made=now(), load=clock.load)
+
+
+def machine_of_figures(devices: int, local: int, calibration: Calibration) -> Topology:
     """The topology of `devices` devices, from the figures of `local` ones."""
-    share = local / devices
-    sources = (
-        f"measured on {cpu_model()}, {cores()} cores, {local} devices, JAX {jax.__version__}",
-    )
+    figures, share = calibration.figures, local / devices
+    place = f"{cpu_model()}, {cores()} cores, {local} devices, JAX {jax.__version__}"
+    sources = (f"measured on {place}",)
     peak = max(figures["float32_flops_per_s"], figures["bfloat16_flops_per_s"])
     memory = figures["memory_bytes_per_s"]
     chip = Chip(
@@ -617,6 +660,7 @@ def machine_of_figures(devices: int, local: int, figures: Mapping[str, float]) -
         tiers=(_tier(static.tiers[0], local, share, figures, sources),),
         efficiency=tuple(efficiency.items()),
         alone=min(float(devices), figures["alone"] / share),
+        measured=Measurement(made=calibration.made, place=place, load=calibration.load),
     )
 
 

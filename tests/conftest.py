@@ -171,7 +171,7 @@ def watch() -> None:
     """
     import jax.monitoring
 
-    def compiling(event: str, seconds: float, **about: Any) -> None:
+    def compiling(event: str, duration_secs: float, **about: Any) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled.append(str(about.get("fun_name", "?")))
 
@@ -248,7 +248,7 @@ def keep_figures() -> None:
     """Writes figures of simulated devices as if they had been measured: plans for them are then
     those of a quiet machine of two cores, whatever else runs beside the tests.
     """
-    from shardlib.calibration import cache_path, figure_names
+    from shardlib.calibration import cache_path, figure_names, now
 
     for local in range(1, 9):
         figures = {
@@ -277,7 +277,7 @@ def keep_figures() -> None:
             path = cache_path(devices, local)
             path.parent.mkdir(parents=True, exist_ok=True)
             draft = path.with_suffix(f".{os.getpid()}")
-            draft.write_text(json.dumps(figures))
+            draft.write_text(json.dumps({"figures": figures, "made": now(), "load": 0.0}))
             draft.replace(path)
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sysconfig
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import platformdirs
 
 from shardlib.data.batches import PACKERS, Bins, Examples, TokenDataset, Windows
 from shardlib.data.sources import FileInfo, Files, JsonLines, PathFiles, Records, Source, TextFiles
@@ -23,6 +21,7 @@ from shardlib.data.tokens import (
 )
 from shardlib.errors import DataError
 from shardlib.findings import Finding
+from shardlib.processes.cache import user_cache
 
 #: Kinds of files by the ends of their names; all others are text.
 KINDS = {
@@ -111,15 +110,7 @@ def cache_folder(folder: str | Path | None) -> Path:
     """The folder for what is kept between runs: the given one, or that of the user (environment
     variable SHARDLIB_CACHE_DIR).
     """
-    if folder is not None:
-        return Path(folder)
-    return (
-        Path(
-            os.environ.get("SHARDLIB_CACHE_DIR")
-            or platformdirs.user_cache_dir("shardlib", appauthor=False)
-        )
-        / "data"
-    )
+    return user_cache() / "data" if folder is None else Path(folder)
 
 
 def _check_options(*, seq: int, packing: str, seed: int, split: str) -> None:

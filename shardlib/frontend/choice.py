@@ -21,6 +21,7 @@ from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import Prepared, prepared_for, search
 from shardlib.processes.devices import let_collectives_wait
+from shardlib.processes.timing import in_words
 
 # --------------------------------------------------------------------------------------------------
 # The machine to plan for: named by the user, of a plan, or this host.
@@ -112,7 +113,7 @@ def searched(
     if plan.exchange.islands > 1:
         wings.islands("planning").require_carried(model.traced.problem, plan, plan.exchange)
     plan = with_model(plan, model)
-    instead = _islands_instead(model, plan, machine)
+    instead = (*_islands_instead(model, plan, machine), *measured_under_load(machine))
     layouts = layout_findings(
         model.traced.layouts,
         model.traced.problem,
@@ -122,6 +123,23 @@ def searched(
         _searcher(model, machine, plan),
     )
     return model, plan.with_findings(*instead, *model.model.findings, *layouts)
+
+
+@diagnostic
+def measured_under_load(machine: Topology) -> tuple[Finding, ...]:
+    """A warning where other programs slowed the measurement of the prices."""
+    measured = machine.measured
+    if measured is None or not (why := in_words(measured.load or 0.0)):
+        return ()
+    return (
+        Finding(
+            code="measured-under-load",
+            severity="info",
+            where=machine.name,
+            message=f"the prices were {measured}, while {why}; the times are uncertain.",
+            hint="plan again when the machine is quieter, which measures it again",
+        ),
+    )
 
 
 @diagnostic

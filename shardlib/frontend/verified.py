@@ -26,7 +26,7 @@ from shardlib.errors import (
     raise_all,
 )
 from shardlib.findings import Finding, diagnostic
-from shardlib.frontend.choice import island_batch
+from shardlib.frontend.choice import island_batch, measured_under_load
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import Loss, TracedModel, problem, require_arguments
 from shardlib.graph import Problem
@@ -178,7 +178,7 @@ def refined_by_compiler(
     machine = without_margin(machine)
     return refine(
         ranked(model.traced.problem, machine, pin), wanted, machine, compiled
-    ).with_findings(*model.model.findings)
+    ).with_findings(*model.model.findings, *measured_under_load(machine))
 
 
 def verified(

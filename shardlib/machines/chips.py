@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 
 from shardlib.compact import plain_fields
 from shardlib.errors import TopologyError, raise_all
@@ -146,6 +147,43 @@ class Chip:
     def to_json(self) -> JsonObject:
         """The chip as plain data."""
         return {**plain_fields(self), "flops_per_s": dict(self.flops_per_s)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """When and on what the figures of a machine were measured.
+
+    Attributes:
+        made: date and time, in ISO 8601 and UTC.
+        place: the processors or devices, and versions, as text.
+        load: share of the processors that other programs used meanwhile; None if unknown.
+        intervals: (figure, low, high) of measured figures.
+
+    Raises:
+        TopologyError: the date is not one.
+    """
+
+    made: str
+    place: str
+    load: float | None = None
+    intervals: tuple[tuple[str, float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        try:
+            datetime.fromisoformat(self.made)
+        except ValueError:
+            raise TopologyError(
+                f"made is {self.made!r}; it is a date in ISO 8601, such as"
+                " '2026-11-28T18:00:00+00:00'"
+            ) from None
+
+    def to_json(self) -> JsonObject:
+        """The record as plain data."""
+        return plain_fields(self)
+
+    def __str__(self) -> str:
+        date = datetime.fromisoformat(self.made).strftime("%d %B %Y, %H:%M").lstrip("0")
+        return f"measured on {date} UTC ({self.place})"
 
 
 # --------------------------------------------------------------------------------------------------

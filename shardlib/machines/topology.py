@@ -58,7 +58,7 @@ from numpy.typing import NDArray
 from shardlib.errors import MissingFileError, TopologyError, raise_all
 from shardlib.layout import ISLAND, MESH_AXES, MeshShape
 from shardlib.machines.catalog import CATALOG, USUAL_MS, wide
-from shardlib.machines.chips import LARGEST, Chip, Link, Product, Tier
+from shardlib.machines.chips import LARGEST, Chip, Link, Measurement, Product, Tier
 from shardlib.untrusted.data import JsonMapping, JsonObject, bounded, construct, read_toml, shown
 
 EXAMPLES = (
@@ -336,7 +336,7 @@ def _devices_shape(name: str, devices: Sequence[JaxDevice]) -> str:
 def faults_of(data: JsonMapping) -> list[str]:
     """The faults in the keys of a topology as plain data: missing, unknown, not tables."""
     failures = _key_faults(
-        data, "", ("chip", "tiers"), ("name", "corrections", "efficiency", "alone")
+        data, "", ("chip", "tiers"), ("name", "corrections", "efficiency", "alone", "measured")
     ) + _chip_faults(data.get("chip"))
     if not isinstance(data.get("corrections", {}), Mapping):
         failures.append("'corrections' is not a table from quantity to factor")
@@ -609,6 +609,7 @@ class Topology:
             the memory of their host; 1 for separate devices.
         corrections: (quantity, factor) pairs that replace learned ones; quantities are
             `CORRECTABLE`. Any mapping is accepted.
+        measured: when and on what the figures were measured; None for those of data sheets.
     """
 
     name: str
@@ -617,6 +618,7 @@ class Topology:
     corrections: tuple[tuple[str, float], ...] = ()
     efficiency: tuple[tuple[str, Any], ...] = ()
     alone: float = 1.0
+    measured: Measurement | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tiers", tuple(self.tiers))
@@ -711,6 +713,7 @@ class Topology:
                 else {}
             ),
             **({"alone": self.alone} if self.alone != 1 else {}),
+            **({"measured": self.measured.to_json()} if self.measured is not None else {}),
         }
 
     @classmethod
@@ -719,7 +722,7 @@ class Topology:
 
         Args:
             data: "chip", a name of the catalogue or a table; "tiers", a list of tables; optionally
-                "name", "corrections", "efficiency" and "alone".
+                "name", "corrections", "efficiency", "alone" and "measured".
 
         Returns:
             An equal topology; without "name" it is called "custom".

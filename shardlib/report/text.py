@@ -609,7 +609,7 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
             + (f" and executes {percent_text(more)} more{cause}" if more > 0.005 else "")
             + f"; the devices peak at {count_text(estimate.peak_flops_per_s, 'FLOP/s')} together."
         )
-    lines += [*_communication_reason(plan), *_sure_reason(plan)]
+    lines += [*_communication_reason(plan), *_sure_reason(plan), *_prices_reason(plan)]
     if hbm_bytes:
         limit = limit_bytes(estimate, hbm_bytes)
         spare = limit - estimate.device_bytes.peak
@@ -737,6 +737,12 @@ def _sure_reason(plan: Plan) -> list[str]:
         f" {known.share:.0%} took {known.low:.2f} to {known.high:.2f} times as long as"
         f" predicted: here {interval_text(plan.estimate)}."
     ]
+
+
+def _prices_reason(plan: Plan) -> list[str]:
+    """Says when the prices were measured, where they are not those of the catalogue."""
+    measured = plan.source.topology.measured if plan.source is not None else None
+    return [] if measured is None else [f"The prices of {plan.topology} were {measured}."]
 
 
 def interval_text(estimate: Estimate) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import optax
-import platformdirs
 
 from shardlib import models
 from shardlib.annotation.trees import Tree
@@ -23,6 +22,7 @@ from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import ModelError, RunError
 from shardlib.lowering.program import Program
 from shardlib.models.config import TransformerConfig
+from shardlib.processes.cache import user_cache
 from shardlib.serve.folders import is_folder, read_folder
 from shardlib.serve.served import ByteText, Newer, Served
 from shardlib.training.byte_program import GUARDS
@@ -200,7 +200,7 @@ def demonstration(say: Callable[[str], None], *, folder: Path | None = None) -> 
     Args:
         folder: where; by default in the user's cache (environment variable SHARDLIB_CACHE_DIR).
     """
-    place = folder or _cache() / "demonstration"
+    place = folder or user_cache() / "demonstration"
     run = RunFolder(place)
     if (saved := run.saved()) and (place / DONE).exists():
         return place
@@ -234,10 +234,3 @@ def demonstration(say: Callable[[str], None], *, folder: Path | None = None) -> 
             f" shardlib {' '.join(words[:3])}, which says why"
         )
     return place
-
-
-def _cache() -> Path:
-    return Path(
-        os.environ.get("SHARDLIB_CACHE_DIR")
-        or platformdirs.user_cache_dir("shardlib", appauthor=False)
-    )

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardlib.models.transformer import Transformer
-from shardlib.training.measures import in_words
+from shardlib.processes.timing import in_words
 from shardlib.training.settings import Figures, TrainResult
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Measurements of a run: losses and metrics, rates, the load of the machine, profiles.
+"""Measurements of a run: losses and metrics, rates, profiles.
 
 Detection of bad losses: those that are not finite, and spikes. A spike is measured against the last
 losses by their median and the median absolute deviation, which one outlier does not move; PaLM
@@ -29,7 +29,6 @@ import math
 import os
 import stat
 import statistics
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -43,89 +42,6 @@ from shardlib.untrusted.data import JsonMapping, JsonObject, read_regular
 
 #: Former submodules are resolved by `shardlib._moved`.
 __path__: list[str] = []
-
-
-# --------------------------------------------------------------------------------------------------
-# The fraction of this machine that other programs used while this process trained.
-#
-# A time measured while other programs computed says little about a prediction for an idle machine.
-# The kernel counts the busy time of its processors (proc(5), the first line of /proc/stat; it
-# includes time that a hypervisor gave to other machines), and that of this process; the rest is
-# that of other programs.
-
-STAT = Path("/proc/stat")
-#: Fraction of processor time up to which a machine counts as idle.
-QUIET = 0.1
-#: Minimum seconds between two recent samples: the kernel counts in hundredths of a second.
-EVERY = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sample:
-    """Ticks since the boot: of all processors together, busy, and used by this process."""
-
-    total: float
-    busy: float
-    own: float
-
-
-class Busy:
-    """Processor time used by other programs since the start."""
-
-    def __init__(self, *, alone: bool = True) -> None:
-        """Args: alone: whether this is the only process of its job here; several would count each
-        other as other programs.
-        """
-        self._first = self._last = _sample() if alone else None
-        self._looked, self._recent = time.monotonic(), None
-
-    def share(self) -> float | None:
-        """Fraction of all processors used by others since the start, 0 to 1; None if the system
-        does not report it.
-        """
-        return _share(self._first, _sample())
-
-    def recent(self) -> float | None:
-        """The same over the last second or more; None at first, or if the system does not report
-        it.
-        """
-        if self._last is not None and time.monotonic() - self._looked >= EVERY:
-            now = _sample()
-            self._recent, self._last, self._looked = _share(self._last, now), now, time.monotonic()
-        return self._recent
-
-
-def in_words(share: float | None) -> str:
-    """The reason why times are not compared with a prediction; "" if the machine was idle.
-
-    >>> in_words(0.43), in_words(0.02)
-    ('other programs used 43% of the processors', '')
-    """
-    if share is None:
-        return "how much other programs used of the processors is not known"
-    return f"other programs used {share:.0%} of the processors" if share > QUIET else ""
-
-
-def _share(before: _Sample | None, now: _Sample | None) -> float | None:
-    if before is None or now is None or now.total <= before.total:
-        return None
-    others = (now.busy - before.busy) - (now.own - before.own)
-    return min(max(others / (now.total - before.total), 0.0), 1.0)
-
-
-def _sample() -> _Sample | None:
-    try:
-        words = STAT.read_text().split("\n", 1)[0].split()
-        ticks = [int(word) for word in words[1:9]]
-        times = os.times()
-        return _Sample(
-            total=sum(ticks),
-            busy=sum(ticks) - ticks[3] - ticks[4],
-            own=(times.user + times.system + times.children_user + times.children_system)
-            * os.sysconf("SC_CLK_TCK"),
-        )
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 #: Responses to a spike: a warning; skipping the step, by a guard of the program

@@ -24,7 +24,8 @@ from shardlib.cost.pricing import Estimate
 from shardlib.errors import MissingFileError, RunError, raise_all
 from shardlib.planner.plan import Plan
 from shardlib.processes.place import ENDED, Heartbeat, Observer, read_heartbeat, write_whole
-from shardlib.training.measures import by_step, in_words, number, read_records
+from shardlib.processes.timing import in_words
+from shardlib.training.measures import by_step, number, read_records
 from shardlib.untrusted.data import JsonMapping, JsonObject, read_regular, shown
 
 #: Former submodules are resolved by `shardlib._moved`.

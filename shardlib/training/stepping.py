@@ -39,6 +39,7 @@ from shardlib.lowering.training_program import SeveralStates, TrainingProgram
 from shardlib.planner.plan import Plan
 from shardlib.processes.code import user_code, versions
 from shardlib.processes.place import StopRequest, Watchdog, stop_requests
+from shardlib.processes.timing import Busy
 from shardlib.processes.values import (
     agree,
     all_say,
@@ -54,7 +55,6 @@ from shardlib.training.identity import OwnedFolder
 from shardlib.training.loggers import LoggedRun, Logger
 from shardlib.training.measures import (
     VALIDATION,
-    Busy,
     JsonLines,
     Judge,
     Sink,

@@ -6,6 +6,10 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from dataclasses import asdict, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +18,12 @@ import pytest
 
 from shardlib import calibration
 from shardlib.calibration import (
+    Calibration,
     cache_path,
     figure_names,
     machine_of_figures,
     measured_cpu,
-    quiet_seconds,
+    now,
 )
 from shardlib.cost.collectives import collective_cost
 from shardlib.cost.roofline import (
@@ -30,7 +35,9 @@ from shardlib.cost.roofline import (
 )
 from shardlib.cost.terms import Amount, Compute, Elements, Matmul
 from shardlib.errors import TopologyError
+from shardlib.frontend.choice import measured_under_load
 from shardlib.machines.topology import Span, Topology, topology
+from shardlib.processes.timing import Clock, Pass, quiet_seconds, seconds_of
 from tests.processes import python
 
 
@@ -40,13 +47,22 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def figures(local: int, **changes: float) -> dict[str, float]:
-    """Made-up measurements: everything is 8.0 but what is said."""
-    return {**dict.fromkeys(figure_names(local), 8.0), "alone": 1.0, "cores": 1.0, **changes}
+def figures(local: int, **changes: float) -> Calibration:
+    """Made-up measurements of a quiet machine: everything is 8.0 but what is said."""
+    usual = {**dict.fromkeys(figure_names(local), 8.0), "alone": 1.0, "cores": 1.0}
+    return Calibration(figures={**usual, **changes}, made=now(), load=0.0)
 
 
 def keep(devices: int, local: int, **changes: float) -> None:
-    cache_path(devices, local).write_text(json.dumps(figures(local, **changes)))
+    store(figures(local, **changes), devices, local)
+
+
+def store(calibration: Calibration, devices: int = 8, local: int = 8) -> None:
+    cache_path(devices, local).write_text(json.dumps(asdict(calibration)))
+
+
+def stored() -> dict[str, Any]:
+    return json.loads(cache_path(8, 8).read_text())
 
 
 def on_cores(devices: int, cores: int, flops_per_s: float = 1e9) -> Topology:
@@ -121,8 +137,11 @@ def test_blocks_of_a_matmul_take_a_start(depth: int, seconds: float):
         figures(1, float32_flops_per_s=256.0, bfloat16_flops_per_s=256.0, matmul_start=48.0),
     )
     constants = efficiency_of("cpu", "cpu", "xla", dict(machine.efficiency))
-    one = [np.array([float(n)]) for n in (8, 16, depth, 1)]
-    found = matmul_seconds(*one, machine.chip.peak("float32"), constants)[0] / 64
+    rows, columns, deep, batches = (np.array([float(n)]) for n in (8, 16, depth, 1))
+    found = (
+        matmul_seconds(rows, columns, deep, batches, machine.chip.peak("float32"), constants)[0]
+        / 64
+    )
     assert found == pytest.approx(seconds)
 
 
@@ -342,13 +361,16 @@ def test_threads_for_several_collectives_of_every_device(said: dict[str, str]):
     assert more == 0 if said else more >= 3 * 8
 
 
+GOOD = asdict(figures(8))
 SPOILT = [
-    *("", "[]", "{}", '{"launch_s": -1}'),
+    *("", "[]", "{}", '{"figures": {"launch_s": -1}}'),
     *(
-        json.dumps({**figures(8), name: value})
+        json.dumps({**GOOD, "figures": {**GOOD["figures"], name: value}})
         for name in ("alone", "all-reduce.2.s_per_byte")
         for value in (-1, 0, True, "fast", None, 1e300)
     ),
+    *(json.dumps({**GOOD, "made": made}) for made in (None, 3, "yesterday", "2026-11-28")),
+    *(json.dumps({**GOOD, "load": load}) for load in (-1, 2, "much")),
 ]
 
 
@@ -361,6 +383,99 @@ def test_figures_that_no_run_could_have_written_are_measured_again(
     for content in SPOILT:
         cache_path(8, 8).write_text(content)
         assert measured_cpu(8).chip.launch_s == 4.0, content
-        assert json.loads(cache_path(8, 8).read_text())["launch_s"] == 4.0
+        assert stored()["figures"]["launch_s"] == 4.0
     keep(8, 8)
     assert measured_cpu(8, refresh=True).chip.launch_s == 4.0
+
+
+@pytest.mark.parametrize(("days", "again"), [(0, False), (6, False), (8, True), (-1, True)])
+def test_figures_expire_after_a_week(
+    days: int, again: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(calibration, "measure", lambda _: figures(8, launch_s=4.0))
+    made = (datetime.now(UTC) - timedelta(days=days)).isoformat()
+    store(replace(figures(8), made=made))
+    assert (measured_cpu(8).chip.launch_s == 4.0) is again
+
+
+@pytest.mark.parametrize(("version", "again"), [("0.0.1", True), (None, False)])
+def test_other_versions_and_cores_measure_again(
+    version: str | None, again: bool, cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(calibration, "measure", lambda _: figures(8, launch_s=4.0))
+    keep(8, 8)
+    if version is not None:
+        monkeypatch.setattr(calibration.jax, "__version__", version)
+    assert (measured_cpu(8).chip.launch_s == 4.0) is again
+    keep(8, 8)
+    monkeypatch.setattr(calibration, "cores", lambda: 77)
+    assert measured_cpu(8).chip.launch_s == 4.0
+
+
+def test_figures_under_load_are_measured_again_by_the_next_process_when_it_is_quieter(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(calibration, "LOOK_S", 0.0)
+    now_used = [0.5]
+    monkeypatch.setattr(calibration.Busy, "share", lambda _: now_used[0])
+    monkeypatch.setattr(calibration, "measure", lambda _: replace(figures(8), load=0.6))
+    assert measured_cpu(8).chip.launch_s == 8.0 and stored()["load"] == 0.6
+    monkeypatch.setattr(calibration, "measure", lambda _: figures(8, launch_s=4.0))
+    now_used[0] = 0.0
+    assert measured_cpu(8).chip.launch_s == 8.0  # all plans of a process have the same prices
+    monkeypatch.setattr(calibration, "_under_load", {})
+    now_used[0] = 0.5
+    assert measured_cpu(8).chip.launch_s == 8.0  # as busy as before: no better
+    monkeypatch.setattr(calibration, "_under_load", {})
+    now_used[0] = 0.2
+    assert measured_cpu(8).chip.launch_s == 4.0 and stored()["load"] == 0.0
+
+
+def test_a_plan_says_when_its_prices_were_measured_and_under_what_load(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    machine = machine_of_figures(8, 8, figures(8))
+    assert machine.measured is not None
+    assert measured_under_load(machine) == ()
+    measured = replace(machine.measured, made="2026-11-28T18:14:43+00:00", load=0.42, place="P")
+    (finding,) = measured_under_load(replace(machine, measured=measured))
+    assert finding.message == (
+        "the prices were measured on 28 November 2026, 18:14 UTC (P), while other programs used"
+        " 42% of the processors; the times are uncertain."
+    )
+
+
+def test_a_quiet_pass_counts_and_else_what_others_cannot_have_slowed():
+    loaded = Pass(walls=(9.0, 4.0), processor=(6.0, 6.0), others=0.5)
+    unknown = replace(loaded, others=None)
+    quiet = Pass(walls=(2.0, 3.0, 7.0), processor=(4.0, 4.0, 4.0), others=0.0)
+    assert seconds_of([loaded, quiet], cores=2, all_busy=True) == 3.0
+    assert seconds_of([loaded, unknown], cores=2, all_busy=True) == 3.0
+    assert seconds_of([loaded, unknown], cores=2, all_busy=False) == 4.0
+
+
+def test_a_clock_makes_a_program_once_and_runs_all_in_every_pass():
+    made: list[str] = []
+    ran: list[str] = []
+
+    def program(name: str, seconds: float):
+        made.append(name)
+
+        def run() -> None:
+            ran.append(name)
+            time.sleep(seconds)
+
+        return run
+
+    clock = Clock(budget_s=0.04, runs=2)
+    for name, seconds in (("a", 0.002), ("b", 0.03)):
+        make = partial(program, name, seconds)
+        assert clock.seconds(name, make, devices=1) >= seconds
+    clock.again(2)
+    assert clock.seconds("a", lambda: program("a", 9.0), devices=1) >= 0.002
+    assert made == ["a", "b"]
+    assert len(clock.passes["a"]) == len(clock.passes["b"]) == 3
+    assert {len(one.walls) for one in clock.passes["b"]} == {2}
+    assert all(len(one.walls) > 2 for one in clock.passes["a"])
+    last = "".join(ran).rindex("b")
+    assert "".join(ran)[:last].rindex("a") > "".join(ran).index("b")  # in turns

@@ -4,6 +4,7 @@ import io
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from shardlib.errors import ModelError
-from shardlib.training import measures
+from shardlib.processes import timing
+from shardlib.processes.timing import Busy
 from shardlib.training.display import figures_table
 from shardlib.training.fit import bigram_loss
-from shardlib.training.measures import Busy
 from shardlib.training.rates import OPTIMIZERS, Ramp, batch_findings, large_batch, scaled, warmed_up
 from shardlib.training.settings import Figures
 
@@ -32,15 +33,15 @@ def test_goyal_and_the_square_root():
 
 def test_warm_up_rises_in_a_line_and_ends_at_the_floor():
     rate = warmed_up(1.0, warm_up=10, steps=100, floor=0.05)
-    rising = np.array([float(rate(step)) for step in range(11)])
+    rising = np.array([np.asarray(rate(step)).item() for step in range(11)])
     np.testing.assert_allclose(np.diff(rising), rising[1] - rising[0], rtol=1e-5)
-    assert rising[10] == pytest.approx(1.0) and float(rate(100)) == pytest.approx(0.05)
+    assert rising[10] == pytest.approx(1.0) and np.asarray(rate(100)).item() == pytest.approx(0.05)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_lower_a_quadratic(name: str):
     optimizer = large_batch(name, 10.0 if name == "lars" else 0.05, weight_decay=1e-4, clip=1.0)
-    params = {"a": jnp.ones(4), "b": jnp.full((2, 2), 2.0)}
+    params: Any = {"a": jnp.ones(4), "b": jnp.full((2, 2), 2.0)}
     state = optimizer.init(params)
     for _ in range(60):
         gradients = params
@@ -59,7 +60,7 @@ def test_lars_goes_by_the_norm_of_each_layer():
         "b": jnp.full(4, 1e3),
     }
     optimizer = large_batch("lars", 1.0, momentum=0.0)
-    updates, _ = optimizer.update(gradients, optimizer.init(params), params)
+    updates: Any = optimizer.update(gradients, optimizer.init(params), params)[0]
     for name, norm in (("a", 6.0), ("b", 1.0)):
         np.testing.assert_allclose(float(jnp.linalg.norm(updates[name])), 0.001 * norm, rtol=1e-4)
 
@@ -90,13 +91,18 @@ def test_batches_beyond_what_is_known():
 
 
 def stat(path: Path, work: int, idle: int) -> None:
-    path.write_text(f"cpu  {work} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 2 3 4\n")
+    """Ticks of the only processor that this process may use, beside one that others fill."""
+    usable = min(os.sched_getaffinity(0))
+    path.write_text(
+        f"cpu  {work} 0 0 {idle} 0 0 0 0 0 0\ncpu{usable} {work} 0 0 {idle} 0 0 0 0 0 0\n"
+        f"cpu9999 {work * 100} 0 0 0 0 0 0 0 0 0\nintr 5\n"
+    )
 
 
 def test_what_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     own = [0.0]
-    monkeypatch.setattr(measures, "STAT", tmp_path / "stat")
-    monkeypatch.setattr(measures, "EVERY", 0.0)
+    monkeypatch.setattr(timing, "STAT", tmp_path / "stat")
+    monkeypatch.setattr(timing, "EVERY", 0.0)
     monkeypatch.setattr(os, "times", lambda: os.times_result((own[0], 0.0, 0.0, 0.0, 0.0)))
     stat(tmp_path / "stat", 1000, 1000)
     found = Busy()
