@@ -26,6 +26,7 @@ TESTS = {
     "checkpointing/test_owner.py": "processes",
     "checkpointing/test_processes.py": "processes",
     "cli": "unit",
+    "cli/test_measure.py": "processes",
     "cli/test_train.py": "processes",
     "cost": "unit",
     "data": "processes",
@@ -67,6 +68,7 @@ TESTS = {
     "lowering/plain/test_emitted.py": "processes",
     "lowering/test_sharding_tree.py": "processes",
     "machines": "unit",
+    "machines/test_attached.py": "compile",
     "machines/test_local_machine.py": "processes",
     "models": "compile",
     "planner": "unit",
@@ -106,7 +108,7 @@ TESTS = {
     "test_tiers.py": "unit",
     "test_wings.py": "processes",
 }
-EXAMPLES = dict.fromkeys(
+EXAMPLES: dict[str, str] = dict.fromkeys(
     (
         "cost",
         "decisions",

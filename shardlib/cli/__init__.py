@@ -1,7 +1,7 @@
 """The command line: `shardlib plan | explain | diff | timeline | replan | scale | compare |
 fit-model | edge | edge-stage | verify | train | status | launch | generate | export | serve |
-bench-serve | doctor | models | topologies`. Those of a wing are there where its package is
-(`shardlib.wings`).
+bench-serve | doctor | measure | models | topologies`. Those of a wing are there where its package
+is (`shardlib.wings`).
 
 Text for people goes to stdout, progress and errors to stderr. With `--json` stdout holds JSON and
 nothing else, and an error is a JSON object there, too. Whatever shardlib refuses is one message and
@@ -14,6 +14,7 @@ inputs.py    from the words of a command line to models and plans
 output.py    what commands print, and the files that they read and write
 planning.py  pages and comparisons of plans
 training.py  `shardlib train | status`
+measuring.py `shardlib measure`
 """
 
 from __future__ import annotations

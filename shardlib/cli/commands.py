@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from shardlib import wings
-from shardlib.cli import planning, training
+from shardlib.cli import measuring, planning, training
 from shardlib.cli.app import app
 from shardlib.cli.output import report
 from shardlib.errors import ArgumentError, LaunchError, ShardlibError
 
 #: The order of the help; commands that are not named here follow.
 ORDER = (
-    *("doctor", "launch", "plan", "explain", "diff", "timeline", "replan", "scale", "compare"),
-    *("fit-model", "edge", "edge-stage", "verify", "train", "status", "generate", "export"),
-    *("serve", "bench-serve", "models", "topologies"),
+    *("doctor", "launch", "measure", "plan", "explain", "diff", "timeline", "replan", "scale"),
+    *("compare", "fit-model", "edge", "edge-stage", "verify", "train", "status", "generate"),
+    *("export", "serve", "bench-serve", "models", "topologies"),
 )
 _ALL: Mapping[str, Callable[..., None]] = {
     **planning.COMMANDS,
     **training.COMMANDS,
+    **measuring.COMMANDS,
     **wings.commands(),
 }
 #: The commands of the core and of the wings, in the order of the help.

@@ -120,7 +120,7 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 IMAGE = re.compile(r"[A-Za-z0-9/._~][^\s\"'\\`$;&|<>,]*")
 
 #: Commands of `shardlib` that make sense on every process of a cluster.
-COMMANDS = ("train", "doctor")
+COMMANDS = ("train", "doctor", "measure")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,15 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
 from shardlib.processes.values import of_first
+
+T = TypeVar("T")
 
 STAT = Path("/proc/stat")
 #: Fraction of processor time up to which a machine counts as idle.
@@ -139,18 +142,14 @@ class Pass:
 
 def seconds_of(passes: Sequence[Pass], *, cores: int, all_busy: bool) -> float:
     """Seconds of a program on a quiet machine: the median of the runs of quiet passes, or else what
-    other programs cannot have slowed.
+    other programs cannot have slowed; of all runs where nothing is known of other programs.
     """
-    quiet = [
-        wall
-        for one in passes
-        if one.others is not None and one.others <= QUIET
-        for wall in one.walls
-    ]
-    if quiet:
-        return statistics.median(quiet)
-    walls = [wall for one in passes for wall in one.walls]
-    processor = [used for one in passes for used in one.processor]
+    known = [runs for runs in passes if runs.others is not None]
+    quiet = [runs for runs in known if (runs.others or 0.0) <= QUIET]
+    if quiet or not known:
+        return statistics.median(wall for runs in quiet or passes for wall in runs.walls)
+    walls = [wall for runs in known for wall in runs.walls]
+    processor = [used for runs in known for used in runs.processor]
     return quiet_seconds(walls, processor, cores=cores, all_busy=all_busy)
 
 
@@ -192,6 +191,7 @@ class Clock:
 
     def __init__(self, *, budget_s: float, runs: int = RUNS) -> None:
         self.passes: dict[str, list[Pass]] = {}
+        self._only: int | None = None
         self._programs: dict[str, tuple[Callable[[], object], bool]] = {}
         self._budget_s, self._runs = budget_s, runs
         self._alone = jax.process_count() == 1
@@ -209,7 +209,10 @@ class Clock:
             self._programs[name] = make(), self._alone and devices >= cores()
             self._run([name], in_sight=False)
         _, all_busy = self._programs[name]
-        return seconds_of(self.passes[name], cores=cores(), all_busy=all_busy)
+        chosen = self.passes[name]
+        if self._only is not None:
+            chosen = [replace(chosen[self._only], others=None)]
+        return seconds_of(chosen, cores=cores(), all_busy=all_busy)
 
     def again(self, passes: int) -> None:
         """Runs all programs in so many more passes."""
@@ -217,9 +220,22 @@ class Clock:
             self._run([*self._programs], in_sight=True)
 
     @property
+    def count(self) -> int:
+        """Passes so far, the first one included."""
+        return max(map(len, self.passes.values()), default=0)
+
+    def in_pass(self, number: int, figures: Callable[[], T]) -> T:
+        """What is computed from the seconds of a single pass."""
+        self._only = number
+        try:
+            return figures()
+        finally:
+            self._only = None
+
+    @property
     def load(self) -> float | None:
         """The least share of the processors that other programs used in a pass; None if unknown."""
-        shares = [one.others for runs in self.passes.values() for one in runs]
+        shares = [single.others for runs in self.passes.values() for single in runs]
         return min((share for share in shares if share is not None), default=None)
 
     def _run(self, names: Sequence[str], *, in_sight: bool) -> None:
@@ -246,6 +262,6 @@ class Clock:
                 processor.append(time.process_time() - used)
 
         run(self._runs)
-        more = min(int(self._budget_s / statistics.median(walls)), MOST_RUNS) - self._runs
-        run(int(of_first(f"runs of program {next(_counts)}", lambda: str(more))))
+        extra = min(int(self._budget_s / statistics.median(walls)), MOST_RUNS) - self._runs
+        run(int(of_first(f"runs of program {next(_counts)}", lambda: str(extra))))
         return walls, processor

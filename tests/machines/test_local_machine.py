@@ -452,6 +452,7 @@ def test_a_quiet_pass_counts_and_else_what_others_cannot_have_slowed():
     assert seconds_of([loaded, quiet], cores=2, all_busy=True) == 3.0
     assert seconds_of([loaded, unknown], cores=2, all_busy=True) == 3.0
     assert seconds_of([loaded, unknown], cores=2, all_busy=False) == 4.0
+    assert seconds_of([unknown], cores=2, all_busy=True) == 6.5
 
 
 def test_a_clock_makes_a_program_once_and_runs_all_in_every_pass():

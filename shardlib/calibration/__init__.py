@@ -58,29 +58,24 @@ LOOK_S = 0.3
 FORMAT = 6
 #: Maximum size of a cache file.
 CACHED = Limits(bytes=1 << 16, depth=4)
-#: Rates and times of kernels: large matmuls and convolutions, forward and backward; the depth of a
-#: matmul that takes as long as starting one of its blocks; the share of the matmul rate that many
-#: small matmuls of one kernel reach; the speed-up of a device over one core; bytes and elements of
-#: element-wise ops; bytes of untouched memory, of an optimizer update, and of gathers and scatters
-#: of rows; fixed seconds of an op and of a program; and the speed-up of a device while the others
-#: idle.
-KERNELS: tuple[str, ...] = (
-    "float32_flops_per_s",
-    "bfloat16_flops_per_s",
-    "matmul_start",
-    "batched",
-    "cores",
-    "convolution_flops_per_s",
-    "memory_bytes_per_s",
-    "elements_per_s",
-    "transcendental_per_s",
-    "fresh_bytes_per_s",
-    "optimizer_bytes_per_s",
-    "gather_bytes_per_s",
-    "launch_s",
-    "step_s",
-    "alone",
-)
+#: Rates and times of kernels, and what each is; rates are per device, with all at work.
+KERNELS: Mapping[str, str] = {
+    "float32_flops_per_s": "FLOP/s of a large matmul, forward and backward",
+    "bfloat16_flops_per_s": "the same in bfloat16",
+    "matmul_start": "depth of a matmul that takes as long as starting one of its blocks",
+    "batched": "share of the matmul rate that many small matmuls of one kernel reach",
+    "cores": "speed-up of a device over one core",
+    "convolution_flops_per_s": "FLOP/s of a convolution, forward and backward",
+    "memory_bytes_per_s": "bytes/s of a pass over memory",
+    "elements_per_s": "element-wise operations per second",
+    "transcendental_per_s": "exponentials per second",
+    "fresh_bytes_per_s": "bytes/s of untouched memory",
+    "optimizer_bytes_per_s": "bytes/s of an optimizer update",
+    "gather_bytes_per_s": "bytes/s of gathers and scatters of rows",
+    "launch_s": "seconds of an op with next to no work",
+    "step_s": "seconds of a program with next to no work",
+    "alone": "speed-up of a device while the others idle",
+}
 
 
 def measured_ways(devices: int) -> tuple[int, ...]:
@@ -104,7 +99,7 @@ def exchange_names(kind: str, degree: int) -> tuple[str, str]:
 
 def figure_names(local: int) -> tuple[str, ...]:
     """Names of all figures of `local` devices."""
-    return KERNELS + tuple(
+    return tuple(KERNELS) + tuple(
         name
         for kind in KINDS
         for degree in measured_ways(local)
@@ -217,14 +212,15 @@ def exchange_figures(devices: Sequence[jax.Device], clock: Clock) -> dict[str, f
     return figures
 
 
-def line(small: float, large: float) -> tuple[float, float]:
+def line(small: float, large: float, *, elements: int = MESSAGE) -> tuple[float, float]:
     """Seconds without bytes, and seconds per byte of the full array; at least some, even if the
     small run was slow by noise.
 
     Args:
         small: seconds of the smallest collective.
+        elements: float32 numbers of the full array of the large one.
     """
-    return small, max(large - small, large / 10) / (4 * MESSAGE)
+    return small, max(large - small, large / 10) / (4 * elements)
 
 
 def collective_seconds(mesh: Mesh, kind: str, elements: int, clock: Clock) -> float:

@@ -1,0 +1,341 @@
+"""`shardlib measure`: prices of the attached devices as a topology file, and a check of prices
+against a run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+import typer
+
+import shardlib
+from shardlib.cli.app import AsJson
+from shardlib.cli.output import echo, status, writable
+from shardlib.errors import RunError, TopologyError
+from shardlib.report.elements import aligned, seconds_text
+from shardlib.untrusted.data import JsonObject
+
+if TYPE_CHECKING:
+    from shardlib.calibration.attached import Prices
+    from shardlib.machines.topology import Topology
+    from shardlib.models.config import TransformerConfig
+
+#: Name of the file that is written.
+FILE = "measured.toml"
+#: Minutes that are asked for at most: a day.
+MOST_MINUTES = 24 * 60
+
+
+def _toml(path: Path | None) -> Path | None:
+    """The validated value of `--out`."""
+    if path is not None and path.suffix != ".toml":
+        raise TopologyError(
+            f"--out {path} is a topology file, whose name ends in .toml\nTry: {FILE}"
+        )
+    return writable(path)
+
+
+def measure_command(
+    topology: Annotated[
+        str | None,
+        typer.Option(
+            "--topology",
+            "-t",
+            help="What the devices are, a spelling or a .toml file; cpu:N simulates N devices. [as"
+            " the devices say]",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", callback=_toml, help=f"The topology file. [{FILE}]"),
+    ] = None,
+    minutes: Annotated[
+        float, typer.Option("--minutes", help="For the measurements, beside compilation.")
+    ] = 10.0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be measured, and measure nothing.")
+    ] = False,
+    check: Annotated[
+        Path | None,
+        typer.Option(
+            "--check",
+            metavar="RUN",
+            help="Compare prices with the metrics of a run, of `shardlib train --run`; with"
+            " --topology those of a file.",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the prices of the attached devices, for plans that count with them."""
+    if not 0 < minutes <= MOST_MINUTES:
+        raise TopologyError(
+            f"--minutes is {minutes:g}; it is above 0 and at most {MOST_MINUTES}\nTry: --minutes 10"
+        )
+    if check is not None:
+        if dry_run or out is not None:
+            raise TopologyError(
+                "--check reads a run and measures nothing\nTry: leave out --out and --dry-run"
+            )
+        rows = _checked(check, topology)
+        echo(json.dumps(rows) if as_json else _check_text(rows))
+        return
+    if dry_run and topology is not None:
+        from shardlib.machines.topology import topology as parse
+
+        _say_list(parse(topology), as_json)
+        return
+    base = _attached(topology)
+    if dry_run:
+        _say_list(base, as_json)
+        return
+    _measure(base, out or Path(FILE), minutes, as_json)
+
+
+def _attached(topology: str | None) -> Topology:
+    """The topology of the attached devices, as it is known."""
+    import jax
+
+    from shardlib.machines.topology import topology as parse
+    from shardlib.processes.devices import (
+        cpu_without_accelerators,
+        let_collectives_wait,
+        simulate_cpu_devices,
+    )
+    from shardlib.processes.place import read_place
+
+    cpu_without_accelerators()
+    if read_place(os.environ) is not None:  # one of several processes
+        shardlib.join()
+    named = None if topology is None else parse(topology)
+    if named is not None and named.name.startswith("cpu:"):
+        simulate_cpu_devices(named.devices)
+    let_collectives_wait()
+    return parse(jax.devices()) if named is None else named
+
+
+def _say_list(base: Topology, as_json: bool) -> None:
+    """Prints what would be measured."""
+    from shardlib.calibration.attached import figure_list
+    from shardlib.processes.values import is_first
+
+    figures = {**figure_list(base), "step": STEP}
+    if not is_first():
+        return
+    if as_json:
+        echo(json.dumps({"topology": base.name, "figures": figures}))
+        return
+    echo(f"{base.name}: {len(figures)} figures would be measured")
+    echo("\n".join(aligned([(f"  {name}", what) for name, what in figures.items()])))
+
+
+STEP = "predicted over measured seconds of a training step of a small transformer"
+
+
+def _measure(base: Topology, out: Path, minutes: float, as_json: bool) -> None:
+    import jax
+    import tomli_w
+
+    from shardlib.calibration.attached import prices
+    from shardlib.cli.output import write
+    from shardlib.processes.values import is_first
+
+    with status(f"measuring {base.name}, {minutes:g} minutes and compilation"):
+        measured = prices(base, jax.devices(), minutes)
+        step = small_step(measured.machine)
+    if not is_first():
+        return
+    data = {**measured.machine.to_json(), "name": base.name}
+    write(out, tomli_w.dumps(_without_none(data)))
+    rows = _rows(measured)
+    if as_json:
+        echo(json.dumps({"file": str(out), "topology": data, "figures": rows, "step": step}))
+        return
+    echo("\n".join(aligned([("figure", "measured", "interval", "known", "ratio"), *_texts(rows)])))
+    echo(
+        f"a training step of a small transformer takes {seconds_text(step['measured_s'])}"
+        f" ({seconds_text(step['low_s'])} to {seconds_text(step['high_s'])}), by these prices"
+        f" {seconds_text(step['predicted_s'])}"
+    )
+    echo(f"{out}: {measured.machine.measured}; plan with --topology {out}")
+
+
+def small_step(machine: Topology) -> dict[str, float]:
+    """Seconds of a training step of a small transformer on a machine, measured and predicted."""
+    import optax
+
+    from shardlib import models
+    from shardlib.frontend.timed import stepping
+    from shardlib.models.presets import load
+    from shardlib.processes.timing import Clock
+
+    config, seq = cast("TransformerConfig", load("demo")), 128
+    if machine.chip.vendor != "cpu":  # the same blocks at a size that keeps an accelerator busy
+        wide = {"embed": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "mlp": 8192}
+        changes: dict[str, Any] = {"max_seq": 2048, "compute_dtype": "bfloat16", **wide}
+        config, seq = replace(config, **changes), 2048
+    batch = models.example_batch(config, 2 * machine.devices, seq)
+    program = shardlib.compile(*models.build(config), optax.adamw(1e-3), batch, topology=machine)
+    clock = Clock(budget_s=2.0)
+
+    def step() -> dict[str, float]:
+        make = partial(stepping, program, batch)
+        return {"s": clock.seconds("step", make, devices=program.plan.mesh.devices)}
+
+    step()
+    clock.again(2)
+    passes = [clock.in_pass(number, step)["s"] for number in range(1, clock.count)]
+    return {
+        "measured_s": step()["s"],
+        "low_s": min(passes),
+        "high_s": max(passes),
+        "predicted_s": program.plan.estimate.step_seconds,
+    }
+
+
+def _without_none(value: Any) -> Any:
+    """Plain data as TOML can hold it."""
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _rows(prices: Prices) -> list[JsonObject]:
+    measured = prices.machine.measured
+    ranges = {name: (low, high) for name, low, high in measured.intervals} if measured else {}
+    return [
+        {
+            "figure": name,
+            "measured": value,
+            "low": ranges[name][0],
+            "high": ranges[name][1],
+            "known": prices.before.get(name),
+        }
+        for name, value in prices.figures.items()
+    ]
+
+
+def _texts(rows: list[JsonObject]) -> list[tuple[str, ...]]:
+    return [
+        (
+            row["figure"],
+            f"{row['measured']:.3g}",
+            f"{row['low']:.3g} to {row['high']:.3g}",
+            "-" if row["known"] is None else f"{row['known']:.3g}",
+            f"{row['measured'] / row['known']:.2f}" if row["known"] else "-",
+        )
+        for row in rows
+    ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Prices against the metrics of a run.
+
+#: Share of a step up to which prediction and measurement are the same.
+CLOSE = 0.1
+
+
+def _checked(run: Path, topology: str | None) -> JsonObject:
+    """What a run measured beside what its plan was priced with."""
+    from shardlib.planner.plan import Plan
+    from shardlib.training.run import RunFolder
+    from shardlib.training.run import status as look
+
+    state = look(run)
+    if not state.pace.step_seconds:
+        raise RunError(f"{run} has no metrics of a step\nTry: after some steps of the run")
+    try:
+        plan = Plan.from_json(RunFolder(run).plan.read_bytes().decode())
+    except (OSError, ValueError) as error:
+        raise RunError(
+            f"{run} has no readable plan: {error}\nTry: a run of this version"
+        ) from error
+    priced, prices = plan, plan.topology
+    if topology is not None:
+        priced, prices = _priced_on(plan, topology), topology
+    seconds = priced.estimate.seconds
+    measured, predicted = state.pace.step_seconds, priced.estimate.step_seconds
+    low, high = priced.estimate.step_interval or (predicted, predicted)
+    rows: JsonObject = {
+        "run": str(run),
+        "prices": prices,
+        "predicted_s": predicted,
+        "low_s": low,
+        "high_s": high,
+        "measured_s": measured,
+        "ratio": measured / predicted,
+        "parts": {name: value for name, value in seconds.__dict__.items() if value},
+        "data_share": state.pace.data_share,
+        "others_busy": state.pace.busy,
+    }
+    return {**rows, "off": verdicts(rows)}
+
+
+def _priced_on(plan: Any, topology: str) -> Any:
+    """The plan of a run at the prices of a topology."""
+    from shardlib.cli.inputs import with_source
+    from shardlib.machines.topology import topology as parse
+    from shardlib.planner.questions import priced_on
+
+    machine = parse(topology)
+    if not dict(plan.origin).get("model"):
+        raise RunError(
+            "the plan of this run does not say which model it is of, and cannot be priced again"
+            "\nTry: leave out --topology, which compares with the prices that it was planned with"
+        )
+    priced = priced_on(with_source(plan), machine)
+    if priced is None:
+        raise TopologyError(
+            f"the plan {plan.mesh} does not fit on {machine.name}\nTry: the topology file of the"
+            " machine of the run"
+        )
+    return priced
+
+
+def verdicts(rows: JsonObject) -> list[str]:
+    """What is off, in words; the likeliest cause first.
+
+    >>> verdicts({"measured_s": 1.0, "predicted_s": 0.5, "low_s": 0.45, "high_s": 0.6,
+    ...     "parts": {"compute": 0.4, "exposed": 0.1}, "data_share": 0.3, "others_busy": None})[0]
+    '30% of a step is waiting for data, which no price knows: look at the input pipeline'
+    """
+    measured, predicted = rows["measured_s"], rows["predicted_s"]
+    causes: list[str] = []
+    if rows["data_share"] > CLOSE:
+        causes.append(
+            f"{rows['data_share']:.0%} of a step is waiting for data, which no price knows: look at"
+            " the input pipeline"
+        )
+    if (rows["others_busy"] or 0) > CLOSE:
+        causes.append(
+            f"other programs used {rows['others_busy']:.0%} of the processors during the run"
+        )
+    without_data = measured * (1 - rows["data_share"])
+    if (1 - CLOSE) * rows["low_s"] <= without_data <= (1 + CLOSE) * rows["high_s"]:
+        return [*causes, "the prices hold: the step is within their interval"]
+    if without_data < predicted:
+        return [*causes, f"the prices are too high: {predicted / without_data:.2f} times the step"]
+    for name, seconds in sorted(rows["parts"].items(), key=lambda part: -part[1]):
+        factor = (without_data - predicted + seconds) / seconds
+        if seconds > CLOSE * predicted:
+            causes.append(f"if {name} alone is off, it takes {factor:.2f} times as long as priced")
+    return causes
+
+
+def _check_text(rows: JsonObject) -> str:
+    return "\n".join(
+        [
+            f"{rows['run']}: {seconds_text(rows['measured_s'])} per step, by the prices of"
+            f" {rows['prices']} {seconds_text(rows['predicted_s'])}"
+            f" ({seconds_text(rows['low_s'])} to {seconds_text(rows['high_s'])})",
+            *(f"  - {line}" for line in rows["off"]),
+        ]
+    )
+
+
+COMMANDS: Mapping[str, Callable[..., None]] = {"measure": measure_command}
