@@ -62,7 +62,7 @@ def plan(
     framework: str | None = None,
     honour: str = "hints",
 ) -> Plan:
-    """Finds the fastest plan that fits, without touching any device.
+    """Finds the fastest plan that fits, without touching any device, `refine` apart.
 
     What is searched is what runs: `compile`, `verify` and `train` search the same plans, and a
     program can be made of each. A pin of what has no lowering is an error, see `docs/pins.md`.
@@ -86,6 +86,9 @@ def plan(
         name: what to call the model in the plan; by default that of its constructor or class.
         refine: how many of the best plans to compile for the topology, ahead of time, before the
             best is chosen by what the compiler makes of them (`plan.refined`); none if left out.
+            Where the devices of the topology are attached to this process, simulated CPU devices
+            too, those within a third of the best are run for a few steps in turns, and the fastest
+            is chosen.
         limits: seconds and bytes of memory that the compiler may take for each; only used with
             `refine`.
         allow: dtypes that the planner may choose beside those of the model, which change its

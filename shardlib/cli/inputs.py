@@ -58,8 +58,12 @@ def make_plan(
         framework: the training framework that will run the plan; None for programs of shardlib.
     """
     from shardlib.machines.topology import topology as find_topology
+    from shardlib.processes.devices import set_cpu_devices
 
-    vendor = find_topology(topology).chip.vendor
+    machine = find_topology(topology)
+    vendor = machine.chip.vendor
+    if refine and machine.chip.name == "cpu":  # near plans are run
+        set_cpu_devices(machine.devices)
     if framework is not None:  # what is misspelt is said before anything is traced
         frameworks = required("shardlib.frameworks", f"framework {framework!r}")
         frameworks.framework(framework, vendor)

@@ -4,6 +4,7 @@ and the best plan for every number of devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -13,6 +14,7 @@ import optax
 from shardlib import wings
 from shardlib.annotation.tree import Init
 from shardlib.annotation.trees import Filter, Tree
+from shardlib.cost.intervals import EVEN
 from shardlib.cost.pricing import reprice
 from shardlib.cost.roofline import without_margin
 from shardlib.decisions.pins import PinMapping, Pins
@@ -29,6 +31,7 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.frontend.choice import island_batch, measured_under_load
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import Loss, TracedModel, problem, require_arguments
+from shardlib.frontend.timed import is_attached, step_seconds
 from shardlib.graph import Problem
 from shardlib.lowering.program import Options
 from shardlib.lowering.training_program import TrainingProgram
@@ -175,10 +178,17 @@ def refined_by_compiler(
         priced = priced_as_compiled(model, candidate, machine)
         return verify_program(lower(model, priced, abstract=True), machine, limits)
 
+    def run(plans: Sequence[Plan]) -> list[float]:
+        return step_seconds([lower(model, plan) for plan in plans])
+
     machine = without_margin(machine)
-    return refine(
-        ranked(model.traced.problem, machine, pin), wanted, machine, compiled
-    ).with_findings(*model.model.findings, *measured_under_load(machine))
+    ranking = ranked(model.traced.problem, machine, pin)
+    here = run if is_attached(machine) else None
+    if here is not None:
+        ranking = one_of_each_mesh(ranking)
+    return refine(ranking, wanted, machine, compiled, here).with_findings(
+        *model.model.findings, *measured_under_load(machine)
+    )
 
 
 def verified(
@@ -243,7 +253,10 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
     """
     findings: list[Finding] = []
     first, best = record.trials[0], record.trials[chosen]
-    if chosen and first.survived:
+    ran = [trial for trial in record.trials if trial.run_seconds]
+    if ran:
+        findings.append(_run_finding(best, ran))
+    elif chosen and first.survived:
         findings.append(
             Finding(
                 code="reranked",
@@ -292,6 +305,25 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
     return findings
 
 
+def _run_finding(best: Trial, ran: Sequence[Trial]) -> Finding:
+    """Says what the plans took that were run, and which are even with the chosen one."""
+    even = [
+        trial_name(trial)
+        for trial in ran
+        if trial is not best and trial.run_seconds <= (1 + EVEN) * best.run_seconds
+    ]
+    return Finding(
+        code="run-plans",
+        severity="info",
+        message=(
+            f"{len(ran)} plans predicted within a third of the fastest were run in turns; this one"
+            f" takes {seconds_text(best.run_seconds)} per step"
+            f" ({seconds_text(best.predicted_seconds)} predicted)"
+            + (f", and even with it (within {EVEN:.0%}) are {', '.join(even)}." if even else ".")
+        ),
+    )
+
+
 # --------------------------------------------------------------------------------------------------
 # Plans to compile first.
 #
@@ -301,6 +333,10 @@ def refine_findings(record: Refined, chosen: int) -> list[Finding]:
 #: Times the seconds of the fastest, up to which a plan has its turn early. Predicted times are up
 #: to 19% off the TPU compiler's order (`benchmarks/results/order_by_compiler.json`).
 SLACK = 1.25
+#: Times the seconds of the fastest, up to which plans are run where the devices are attached.
+NEAR = 4 / 3
+#: Plans of meshes that had their turn, after which the order of the ranking counts again.
+LOOKED = 200
 
 
 def one_of_each_policy(ranking: Iterable[Ranked]) -> Iterator[Ranked]:
@@ -317,6 +353,27 @@ def one_of_each_policy(ranking: Iterable[Ranked]) -> Iterator[Ranked]:
         else:
             fastest[policy] = plan
     yield from fastest.values()
+    yield from later
+    yield from plans
+
+
+def one_of_each_mesh(ranking: Iterable[Ranked]) -> Iterator[Ranked]:
+    """The fastest plan of every mesh that is predicted within a third of the fastest, then the
+    others: plans that differ by less take nearly the same time.
+    """
+    plans, meshes, later = iter(ranking), set[object](), list[Ranked]()
+    fastest = math.inf
+    for plan in plans:
+        fastest = min(fastest, plan.seconds)
+        if plan.seconds > NEAR * fastest or len(later) >= LOOKED:
+            later.append(plan)
+            break
+        mesh = plan.candidate.mesh
+        if mesh in meshes:
+            later.append(plan)
+        else:
+            meshes.add(mesh)
+            yield plan
     yield from later
     yield from plans
 
@@ -339,9 +396,24 @@ def one_of_each_policy(ranking: Iterable[Ranked]) -> Iterator[Ranked]:
 Verify = Callable[[Plan], Verification]
 
 
-def refine(ranking: Iterable[Ranked], count: int, topology: Topology, verify: Verify) -> Plan:
-    """The best of the first plans of a ranking that the compiler confirms."""
-    bench = _Bench(count=count, topology=topology, verify=verify)
+#: Runs plans on attached devices and returns the seconds of a step of each.
+Run = Callable[[Sequence[Plan]], Sequence[float]]
+
+
+def refine(
+    ranking: Iterable[Ranked],
+    count: int,
+    topology: Topology,
+    verify: Verify,
+    run: Run | None = None,
+) -> Plan:
+    """The best of the first plans of a ranking that the compiler confirms; where the devices are
+    attached, those within a third of the best are run.
+
+    Args:
+        run: runs plans; None where the devices are elsewhere.
+    """
+    bench = _Bench(count=count, topology=topology, verify=verify, run=run)
     for entry in one_of_each_policy(ranking):
         if bench.full:
             break
@@ -362,8 +434,10 @@ class _Survivor:
 class _Bench:
     """Plans that were compiled so far."""
 
-    def __init__(self, *, count: int, topology: Topology, verify: Verify) -> None:
-        self.wanted, self.topology, self._verify = count, topology, verify
+    def __init__(
+        self, *, count: int, topology: Topology, verify: Verify, run: Run | None = None
+    ) -> None:
+        self.wanted, self.topology, self._verify, self._run = count, topology, verify, run
         self.trials: list[Trial] = []
         self.survivors: list[_Survivor] = []
         self.passed_over = 0
@@ -479,11 +553,17 @@ class _Bench:
         """The fastest survivor, with the record of all trials."""
         if not self.survivors:
             self._nothing()
-        best = min(
+        order = sorted(
             self.survivors, key=lambda survivor: (survivor.refined.step_seconds, survivor.number)
         )
+        seconds = self._run_near(order)
+        best = min(order, key=lambda s: (seconds.get(s.number, math.inf), s.refined.step_seconds))
         trials = tuple(
-            replace(trial, verdict=CHOSEN) if number == best.number else trial
+            replace(
+                trial,
+                verdict=CHOSEN if number == best.number else trial.verdict,
+                run_seconds=seconds.get(number, 0.0),
+            )
             for number, trial in enumerate(self.trials)
         )
         record = replace(
@@ -496,6 +576,22 @@ class _Bench:
         )
         warnings = [finding for finding in best.found.findings if finding.severity != "info"]
         return plan.with_findings(*refine_findings(record, best.number), *warnings)
+
+    def _run_near(self, order: Sequence[_Survivor]) -> dict[int, float]:
+        """Seconds of a step of the plans within a third of the first, by number, as far as their
+        programs fit beside each other; nothing where there is one, or devices are not attached.
+        """
+        near: list[_Survivor] = []
+        room = self.topology.chip.usable_bytes
+        for survivor in order:
+            room -= survivor.refined.peak_bytes
+            if room < 0 or survivor.refined.step_seconds > NEAR * order[0].refined.step_seconds:
+                break
+            near.append(survivor)
+        if self._run is None or len(near) < 2:
+            return {}
+        seconds = self._run([survivor.plan for survivor in near])
+        return {survivor.number: taken for survivor, taken in zip(near, seconds, strict=True)}
 
     def _nothing(self) -> NoReturn:
         too_large = all(trial.verdict == "out-of-memory" for trial in self.trials)

@@ -304,6 +304,7 @@ class Trial:
             "compile-error", "compiler-abort", "compile-timeout", "compiler-memory", "not-lowered".
         message: the compiler's message about a discarded plan.
         compile_seconds: wall time of compiling.
+        run_seconds: median step time of the program on attached devices; 0 where it was not run.
     """
 
     mesh: MeshShape
@@ -315,6 +316,7 @@ class Trial:
     verdict: str
     message: str = ""
     compile_seconds: float = 0.0
+    run_seconds: float = 0.0
 
     @property
     def survived(self) -> bool:

@@ -843,7 +843,7 @@ def trial_rows(record: Refined) -> list[tuple[str, ...]]:
             seconds_text(t.compiled_seconds) if t.compiled_seconds else "-",
             bytes_text(t.predicted_bytes),
             bytes_text(t.compiled_bytes) if t.compiled_bytes else "-",
-            t.verdict,
+            t.verdict + (f", {seconds_text(t.run_seconds)} when run" if t.run_seconds else ""),
             t.summary,
         )
         for t in record.trials
