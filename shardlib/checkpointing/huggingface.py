@@ -734,7 +734,7 @@ def load(folder: str | Path, program: Program, *, seed: int = 0) -> Imported:
         imported.append(_load(Path(folder), own, seed))
         return imported[-1].state
 
-    state = program.begun(first)
+    state = program.init_with(first)
     return replace(imported[0], state=state)
 
 

@@ -63,7 +63,7 @@ from shardlib.errors import CheckpointError, raise_all
 from shardlib.findings import Finding
 from shardlib.lowering.disk import DiskArray
 from shardlib.lowering.mesh import HOST
-from shardlib.lowering.runtime import TrainState, by_path
+from shardlib.lowering.runtime import TrainState, checksums_by_path
 from shardlib.lowering.training_program import SeveralStates, TrainingProgram, is_program
 from shardlib.planner.plan import Plan, plan_from_data, plan_to_data
 from shardlib.processes import values
@@ -363,7 +363,7 @@ def try_about(path: epath.Path, step: int) -> About | None:
 def on_disk(program: TrainingProgram | None) -> frozenset[str]:
     """Paths of the arrays of a program's state that are stored on disk."""
     loss_program = None if program is None else program.loss_program
-    return frozenset() if loss_program is None else loss_program.stored
+    return frozenset() if loss_program is None else loss_program.disk_paths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -421,7 +421,7 @@ class OpenCheckpoint:
             sums = np.asarray(self.about.sums[path], np.uint32)
         else:
             sums = whole(self.camera.sums({path: array})({path: array}))[0]
-        return self.program.loss_program.stow(array, sums)
+        return self.program.loss_program.put_on_disk(array, sums)
 
 
 class Written(Protocol):
@@ -597,7 +597,7 @@ def _read_arrays(
 
 
 def _verify(arrays: dict[str, jax.Array], description: About, sums: Any) -> None:
-    sums_by_path = by_path(arrays, whole(sums(arrays)))
+    sums_by_path = checksums_by_path(arrays, whole(sums(arrays)))
     wrong = [path for path, pair in sums_by_path.items() if tuple(description.sums[path]) != pair]
     if wrong:
         raise DamagedError(f"bits have changed in {shortened(wrong)}")

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import CheckpointError
 from shardlib.lowering.disk import DiskArray
-from shardlib.lowering.runtime import TrainState, by_path, sums
+from shardlib.lowering.runtime import TrainState, checksums, checksums_by_path
 from shardlib.lowering.training_program import SeveralStates
 from shardlib.processes.values import in_every_process
 
@@ -224,7 +224,7 @@ class Snapshot:
         """The checksums of all arrays; waits for them."""
         on_disk = {path: np.asarray(pair) for path, pair in self.kept.items()}
         return {
-            **by_path(self.arrays, np.asarray(self.copied)),
+            **checksums_by_path(self.arrays, np.asarray(self.copied)),
             **{path: (int(pair[0]), int(pair[1])) for path, pair in on_disk.items()},
         }
 
@@ -253,7 +253,11 @@ class Camera:
         disk are kept.
         """
         arrays = {path: leaf for path, leaf in state.items() if not isinstance(leaf, DiskArray)}
-        stored = {path: leaf.held() for path, leaf in state.items() if isinstance(leaf, DiskArray)}
+        stored = {
+            path: leaf.second_reference()
+            for path, leaf in state.items()
+            if isinstance(leaf, DiskArray)
+        }
         if self._place(arrays) == "device":
             copies, sums = self._program(arrays, copies=True)(arrays)
         else:
@@ -263,7 +267,7 @@ class Camera:
                 for path, array in arrays.items()
             }
         copied, disk_sums = in_every_process(
-            (sums, {path: leaf.sums for path, leaf in stored.items()})
+            (sums, {path: leaf.checksums for path, leaf in stored.items()})
         )
         return Snapshot(arrays=copies, stored=stored, copied=copied, kept=disk_sums)
 
@@ -315,9 +319,9 @@ def _compiled(shapes: dict[str, jax.ShapeDtypeStruct], *, copies: bool) -> Tree:
 
     def run(arrays: dict[str, jax.Array]) -> Tree:
         return (
-            ({path: jnp.copy(array) for path, array in arrays.items()}, sums(arrays, kept))
+            ({path: jnp.copy(array) for path, array in arrays.items()}, checksums(arrays, kept))
             if copies
-            else sums(arrays, kept)
+            else checksums(arrays, kept)
         )
 
     run.__name__ = "snapshot" if copies else "sums"

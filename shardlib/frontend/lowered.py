@@ -9,15 +9,15 @@ import jax
 from shardlib.findings import Finding
 from shardlib.frontend.model import TracedModel, state_stays
 from shardlib.layout import Rules
-from shardlib.lowering.collective_matmul import matmuls
-from shardlib.lowering.collective_matmul import operands as activations_of
+from shardlib.lowering.collective_matmul import activation_sources as activations_of
+from shardlib.lowering.collective_matmul import weight_matmuls
 from shardlib.lowering.context.dispatch import with_heads
 from shardlib.lowering.contractions import Interleaving
 from shardlib.lowering.loss import interleaving
-from shardlib.lowering.placing import Placements
+from shardlib.lowering.loss_layouts import ValueLayouts
 from shardlib.lowering.program import BuildOption, BuildOptions, PlannedLoss, Program, build_program
-from shardlib.lowering.random_keys import draws
-from shardlib.lowering.uses import LossJaxpr, LossReading
+from shardlib.lowering.random_keys import draws_numbers
+from shardlib.lowering.uses import LossFacts, LossJaxpr
 from shardlib.planner.plan import Plan
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import placements
@@ -36,8 +36,8 @@ def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
         batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
         planned=PlannedLoss(
             traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree),
-            placements=placements_of(traced, plan, plan.rules),
-            around=(
+            values=placements_of(traced, plan, plan.rules),
+            outside_layers=(
                 placements_of(traced, plan, _around(traced, plan))
                 if plan.mesh["stage"] > 1
                 else None
@@ -49,13 +49,13 @@ def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
     )
 
 
-def placements_of(traced: Traced, plan: Plan, rules: Rules) -> Placements:
+def placements_of(traced: Traced, plan: Plan, rules: Rules) -> ValueLayouts:
     """The layouts of values of a traced loss under a plan."""
     colouring, parameters = _colouring(traced, plan), _parameters(traced)
-    loss = LossReading(program=traced.program, parameters=parameters)
-    values = dict(loss.operands)
+    loss = LossFacts(program=traced.program, parameters=parameters)
+    values = dict(loss.operand_sources)
     if plan.collective_matmul == "loop":
-        values |= activations_of(matmuls(loss))
+        values |= activations_of(weight_matmuls(loss))
     graph, names = traced.problem.forward, colouring.forward
     layouts = placements(graph, names, rules, plan.mesh, colouring.batch_colour, values)
     return with_heads(layouts, graph, loss.calls.values(), plan)
@@ -110,7 +110,7 @@ def evaluated_as_trained(of: TracedModel) -> TracedModel:
     """
     model, traced = of.model, of.traced
     what = [
-        *(["draws random numbers"] if draws(traced.closed_jaxpr) else []),
+        *(["draws random numbers"] if draws_numbers(traced.closed_jaxpr) else []),
         *([] if state_stays(model, traced) else [f"updates {', '.join(model.state)}"]),
     ]
     if model.has_modes or not what:

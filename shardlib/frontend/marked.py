@@ -24,8 +24,8 @@ from shardlib.frontend.model import Loss, TracedModel
 from shardlib.graph import Dependence, Parameter, Problem, Rows
 from shardlib.jax_types import Value
 from shardlib.layout import INNER_AXES, Layout, LogicalAxes
-from shardlib.lowering.collectives import like
-from shardlib.lowering.mesh import constrain
+from shardlib.lowering.collectives import cast_like
+from shardlib.lowering.mesh import constrain_tree
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology
 from shardlib.planner.layouts import at_rest
@@ -687,7 +687,7 @@ def _in_place(loss: SingleLoss, program: Program) -> InPlace:
     def run(*operands: Value) -> list[Value]:
         params, batch = loss.arguments(operands[form.constants :])
         (value, (metrics, _)), slopes = parts.run.gradients(params, {}, batch)
-        stored = like(constrain(slopes, parts.params.gradient), parts.updated)
+        stored = cast_like(constrain_tree(slopes, parts.params.gradient), parts.updated)
         gradients = {positions[path]: stored[path] for path in trained}
         traced = [var.aval for var in loss.model.traced.closed_jaxpr.jaxpr.outvars]
         results = [value, *(metrics[name] for name in sorted(metrics))]

@@ -23,10 +23,10 @@ from shardlib.graph import Problem
 from shardlib.jax_types import Jaxpr
 from shardlib.layout import INNER_AXES, Layout
 from shardlib.lowering import plain
-from shardlib.lowering.accumulation import part_of
-from shardlib.lowering.contractions import follows
+from shardlib.lowering.accumulation import microbatch_of
+from shardlib.lowering.contractions import only_scatters
+from shardlib.lowering.loss_layouts import ValueLayouts
 from shardlib.lowering.mesh import batch_dims, parameter_order
-from shardlib.lowering.placing import Placements
 from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
 from shardlib.machines.topology import device_order
 from shardlib.planner.plan import ParameterLayout, Plan, source_of
@@ -154,7 +154,7 @@ def _of_plan(plan: Plan) -> list[str]:
 def _of_model(model: TracedModel, plan: Plan) -> list[str]:
     """Returns what of a model and its loss such a file has no form for."""
     loss, rows = _whole(model), model.traced.problem.rows
-    reading = loss.read(len(jax.tree.leaves(model.model.params)))
+    reading = loss.facts(len(jax.tree.leaves(model.model.params)))
     interleaved = interleaving_of(model.traced, plan)
     several = plan.microbatches > 1
     facts = {
@@ -222,7 +222,7 @@ def _loss_of_part(model: TracedModel, plan: Plan) -> LossJaxpr:
     batch_loss = _whole(model)
     if plan.microbatches == 1:
         return batch_loss
-    part = part_of(model.batch, _rows(model.traced.problem), plan.microbatches)
+    part = microbatch_of(model.batch, _rows(model.traced.problem), plan.microbatches)
     bound = model.model.bind(model.loss)
     again = trace_loss(bound, model.model.params, model.model.state, part)
     if not same_program(batch_loss, again):
@@ -337,15 +337,15 @@ def _where(plan: Plan) -> dict[str, str]:
 def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr, values: Values) -> dict[str, str]:
     """Layouts of parameters and of the batch."""
     order = parameter_order(plan, model.model.params)
-    reading = loss.read(len(order))
-    stacked = set(reading.slices.values())
+    reading = loss.facts(len(order))
+    stacked = set(reading.stacked_slices.values())
 
     def spec(layout: Layout) -> str:
         return _spec(plan, layout)
 
     def whole(number: int, parameter: ParameterLayout) -> bool:
         shape = parameter.shape[1:] if number in stacked else parameter.shape
-        return number in reading.tables or tuple(shape) in reading.kernels
+        return number in reading.lookup_tables or tuple(shape) in reading.kernel_shapes
 
     parameters = [plan.parameters[index] for index in order]
     paths = [param.path for param in plan.parameters]
@@ -365,7 +365,7 @@ def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr, values: Values) -> 
         ),
         "layers": _rows_text(
             (f"{values[path, 0][0]!r}: {paths[number]!r}", "")
-            for path, number in reading.slices.items()
+            for path, number in reading.stacked_slices.items()
             if (path, 0) in values
         ),
         **_batch(plan, model.traced.problem),
@@ -384,7 +384,7 @@ def _batch(plan: Plan, problem: Problem) -> dict[str, str]:
 
 
 def _value_layouts(
-    plan: Plan, placements: Placements, values: Values, *, follow: bool = True
+    plan: Plan, placements: ValueLayouts, values: Values, *, follow: bool = True
 ) -> dict[str, str]:
     """Layouts of values and of contractions; with `follow`, results that follow their operands are
     not constrained.
@@ -405,7 +405,7 @@ def _value_layouts(
             continue
         *operands, result = [placements[used(path, index)] for index in range(count + 1)]
         before = [placements.get(arriving(path, index)) for index in (0, 1)]
-        settles = not follow or not follows(layout, operands, result)
+        settles = not follow or not only_scatters(layout, operands, result)
         contractions.append(
             (
                 f"{name!r}: ({_tuple(_spec(plan, pin) for pin in operands)},"

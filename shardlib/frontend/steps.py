@@ -55,12 +55,22 @@ from shardlib.frontend.model import layout_findings, layout_pins, require_argume
 from shardlib.functions.experts import found_axes, whole_batch
 from shardlib.jax_types import Metrics, Value
 from shardlib.layout import Layout
-from shardlib.lowering.checks import require
-from shardlib.lowering.contractions import AsWritten, ContractionShardings, by_groups
-from shardlib.lowering.mesh import abstract_mesh, device_mesh, held, named_sharding, physical_parts
+from shardlib.lowering.checks import require_batch
+from shardlib.lowering.contractions import (
+    ContractionShardings,
+    ModelContraction,
+    with_manual_groups,
+)
+from shardlib.lowering.mesh import (
+    abstract_mesh,
+    constrain,
+    device_mesh,
+    named_sharding,
+    physical_parts,
+)
 from shardlib.lowering.program import Options
-from shardlib.lowering.random_keys import implementation, is_key
-from shardlib.lowering.runtime import given, placed, shapes_of_batch
+from shardlib.lowering.random_keys import is_key, key_impl
+from shardlib.lowering.runtime import call_arguments, put_batch, shapes_of_batch
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.planner.plan import Plan
@@ -199,9 +209,9 @@ class StepProgram:
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Does one step."""
-        require(batch, self.batch)
+        require_batch(batch, self.batch)
         state = self._required(state)
-        state, metrics = self._run_step(state, given(batch, self.batch))
+        state, metrics = self._run_step(state, call_arguments(batch, self.batch))
         return state, in_every_process(metrics)
 
     def prepare(self) -> None:
@@ -231,10 +241,7 @@ class StepProgram:
             return self._jitted.lower(self.state, self.batch)
 
     def verify(
-        self,
-        *,
-        limits: Limits | None = None,
-        options: Options | None = None,
+        self, *, limits: Limits | None = None, options: Options | None = None
     ) -> Verification:
         """Compiles the step for the machine of its plan, which need not be here, and compares what
         the compiler made with the plan.
@@ -299,13 +306,11 @@ class StepProgram:
         """The step with its layouts, to be traced."""
         leaves = jax.tree.leaves((state, batch))
         results = evaluate_program(
-            self.traced.program,
-            leaves,
-            Walk(place=self._place, run=self._run, calls=self.calls),
+            self.traced.program, leaves, Walk(place=self._place, run=self._run, calls=self.calls)
         )
         count = len(self.traced.paths)
         new = [
-            held(leaf, named_sharding(self.mesh, layout))
+            constrain(leaf, named_sharding(self.mesh, layout))
             for leaf, layout in zip(results[:count], self.layouts.state, strict=True)
         ]
         return (
@@ -321,7 +326,7 @@ class StepProgram:
         layout = self.layouts.values.get((path, index))
         if layout is None or jnp.ndim(value) != len(layout):
             return value
-        return held(value, named_sharding(self.mesh, layout))
+        return constrain(value, named_sharding(self.mesh, layout))
 
     def _run(self, equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
         """A contraction with its operands in the layouts in which it runs."""
@@ -347,12 +352,14 @@ class StepProgram:
         if len(shardings) < len(layouts):
             return bind(equation, operands)
         planned = ContractionShardings(
-            operands=tuple(shardings[:-1]), result=shardings[-1], settles=False
+            operands=tuple(shardings[:-1]), result=shardings[-1], constrains_result=False
         )
-        return [by_groups(AsWritten(equation=equation), equation, planned).run(operands)]
+        return [
+            with_manual_groups(ModelContraction(equation=equation), equation, planned).run(operands)
+        ]
 
     def _held(self, value: Value, layout: Layout) -> Value:
-        return held(value, named_sharding(self.mesh, layout))
+        return constrain(value, named_sharding(self.mesh, layout))
 
     def _required(self, state: Tree) -> Tree:
         """The state in the form that was traced; refuses states of other programs."""
@@ -463,7 +470,7 @@ def _plain(tree: Tree) -> Tree:
 
 def _keyed(target: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
     if is_key(target):
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=implementation(target.dtype))
+        return jax.random.wrap_key_data(jnp.asarray(array), impl=key_impl(target.dtype))
     return array
 
 
@@ -506,7 +513,7 @@ class StepEvaluation:
         if key not in self.programs:
             self.programs[key] = self._compiled(shapes)
         call, abstract_batch = self.programs[key]
-        return in_every_process(call(state, placed(batch, abstract_batch)))
+        return in_every_process(call(state, put_batch(batch, abstract_batch)))
 
     def _compiled(self, shapes: Tree) -> tuple[Callable[..., dict[str, Any]], Tree]:
         dims, sizes = rows_of(describe_batch(shapes))

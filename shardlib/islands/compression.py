@@ -48,9 +48,9 @@ from shardlib.islands.program import (
 )
 from shardlib.jax_types import Value
 from shardlib.layout import ISLAND
-from shardlib.lowering.mesh import held
+from shardlib.lowering.mesh import constrain
 from shardlib.lowering.program import Program
-from shardlib.lowering.runtime import TrainState, require_present
+from shardlib.lowering.runtime import TrainState, require_not_donated
 
 # --------------------------------------------------------------------------------------------------
 # Parameters that are matrices, and the shard of each that one device holds.
@@ -391,7 +391,9 @@ class GradientExchange(BetweenSteps):
         specs = [sharding.spec for sharding in self._stacks]
         summed = specs if isinstance(self.exchange.by, TopK) else []
         factored = [sharding.spec for sharding in self._factors] if factors else []
-        stacks = [held(gradient, to) for gradient, to in zip(gradients, self._stacks, strict=True)]
+        stacks = [
+            constrain(gradient, to) for gradient, to in zip(gradients, self._stacks, strict=True)
+        ]
         return jax.shard_map(
             self._exchanged,
             mesh=self.mesh,
@@ -494,7 +496,7 @@ class CompressedProgram(IslandsProgram):
         """Runs one step; see `IslandsProgram.step`."""
         require_islands(state, len(self.programs))
         residuals = _residual(state)
-        require_present("step", (state.islands[0].params, residuals.residual))
+        require_not_donated("step", (state.islands[0].params, residuals.residual))
         rows = batch if isinstance(batch, IslandBatches) else self.put(batch)
         step = int(state.exchange.step) + 1
         halves = [
@@ -533,7 +535,7 @@ class CompressedProgram(IslandsProgram):
     def outer(self, state: IslandsState) -> TrainState:
         """The state of the first island; parameters are alike on all."""
         require_islands(state, len(self.programs))
-        require_present("outer", (state.islands[0].inference,))
+        require_not_donated("outer", (state.islands[0].inference,))
         return state.islands[0]
 
     def prepare(self) -> None:

@@ -20,7 +20,7 @@ from shardlib.islands.outer import narrow, outer_update, widen
 from shardlib.islands.planning import fragments_of
 from shardlib.jax_types import Value
 from shardlib.layout import ISLAND
-from shardlib.lowering.mesh import held as mesh_held
+from shardlib.lowering.mesh import constrain as mesh_held
 from shardlib.lowering.program import Program, shardings_of
 
 # --------------------------------------------------------------------------------------------------

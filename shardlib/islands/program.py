@@ -41,15 +41,15 @@ from shardlib.islands.transfers import FirstUse, first_uses, in_order
 from shardlib.jax_types import Function, Metrics, Value
 from shardlib.layout import ISLAND, Layout
 from shardlib.lowering import mesh
-from shardlib.lowering.checks import require
-from shardlib.lowering.collectives import like
-from shardlib.lowering.mesh import batch_path, constrain
-from shardlib.lowering.mesh import held as mesh_held
+from shardlib.lowering.checks import require_batch
+from shardlib.lowering.collectives import cast_like
+from shardlib.lowering.mesh import batch_path, constrain_tree
+from shardlib.lowering.mesh import constrain as mesh_held
 from shardlib.lowering.pipeline.per_stage import Dispatch, Made
 from shardlib.lowering.program import Options, Program, Verifier, shardings_of, verified_by
-from shardlib.lowering.random_keys import BatchDims, Fold, is_key
-from shardlib.lowering.runtime import TrainState, require_present
-from shardlib.lowering.step import Evaluation, updated, with_digest
+from shardlib.lowering.random_keys import BatchDims, KeyFold, is_key
+from shardlib.lowering.runtime import TrainState, require_not_donated
+from shardlib.lowering.step import Evaluation, updated_state, with_digest
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.planner.plan import Plan
 from shardlib.tracing.trace import graph_from_program
@@ -107,7 +107,9 @@ class UpdateProgram:
         def update(
             state: TrainState, gradients: Tree, model_state: Tree, loss: Value
         ) -> TrainState:
-            return updated(parts, state, loss, like(gradients, parts.updated), model_state)
+            return updated_state(
+                parts, state, loss, cast_like(gradients, parts.updated), model_state
+            )
 
         with_digest(update, "update", program.plan.digest)
         replicated = mesh.named_sharding(program.mesh, Layout())
@@ -132,7 +134,7 @@ def _compiled_gradients(program: Program, batch: Tree) -> jax.stages.Compiled:
 
     def gradients(params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
         (loss, (metrics, after)), grads = parts.run.gradients(params, model_state, batch)
-        grads = like(constrain(grads, parts.params.gradient), parts.updated)
+        grads = cast_like(constrain_tree(grads, parts.params.gradient), parts.updated)
         return {"loss": loss, **metrics}, grads, after
 
     with_digest(gradients, "gradients", program.plan.digest)
@@ -249,8 +251,8 @@ def parts(batch: Tree, dims: BatchDims, islands: int) -> tuple[Tree, ...]:
     def part(number: int) -> Tree:
         def of_leaf(path: Any, leaf: Any) -> Any:
             dim = dims[batch_path(path)]
-            if isinstance(dim, Fold):
-                return dim.stacked(jnp.asarray(leaf), islands)[number]
+            if isinstance(dim, KeyFold):
+                return dim.microbatch_keys(jnp.asarray(leaf), islands)[number]
             if dim is None:
                 return leaf
             rows = leaf.shape[dim] // islands
@@ -965,7 +967,7 @@ class IslandsProgram:
             state: of this program; it stays usable.
         """
         require_islands(state, len(self.programs))
-        require_present(
+        require_not_donated(
             "outer", ([island.inference for island in state.islands], outer_of(state).params)
         )
         like = jax.tree.leaves(self._partition(self.programs[0].state.params))
@@ -1057,8 +1059,8 @@ class IslandsProgram:
         return mean_parameters(self.meetings[0], [stacked(leaves, self.mesh) for leaves in trained])
 
     def _parts(self, batch: Tree) -> tuple[Tree, ...]:
-        require(batch, self.rows)
-        folded = any(isinstance(dim, Fold) for dim in self.dims.values())
+        require_batch(batch, self.rows)
+        folded = any(isinstance(dim, KeyFold) for dim in self.dims.values())
         placed = () if folded else placed_parts(batch, self.rows, self.batch)
         return placed or parts(batch, self.dims, len(self.programs))
 

@@ -36,12 +36,12 @@ from shardlib.functions.losses import WeightedMeanForm
 from shardlib.graph import RowDim, Rows
 from shardlib.jax_types import Atom, Aval, Eqn, Jaxpr, KeyPath
 from shardlib.layout import Layout
-from shardlib.lowering.loss import placed_loss
+from shardlib.lowering.loss import loss_in_layouts
+from shardlib.lowering.loss_layouts import LossLayouts
 from shardlib.lowering.mesh import batch_path, named_sharding
-from shardlib.lowering.placing import Placing
-from shardlib.lowering.random_keys import BatchDims, Fold, is_key, of_the_whole
-from shardlib.lowering.uses import LossJaxpr, LossReading, seen_through
-from shardlib.lowering.weights import IN_LAST, Deferred, GradientReductions
+from shardlib.lowering.random_keys import BatchDims, KeyFold, is_key, with_same_keys
+from shardlib.lowering.uses import LossFacts, LossJaxpr, view_of_result
+from shardlib.lowering.weights import LAST_MICROBATCH, DeferredOp, GradientReductions
 from shardlib.planner.plan import Plan
 from shardlib.planner.space import require_unstaged
 from shardlib.tracing.program import INLINED, REMAT, Equation, Program, callee, flatten
@@ -60,7 +60,7 @@ from shardlib.tracing.trace import result_names
 # Per-row metrics are reassembled in the order of the batch.
 
 
-def part_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
+def microbatch_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
     """The abstract batch of one microbatch.
 
     Args:
@@ -110,20 +110,20 @@ class Microbatches:
     shardings: Tree
     dims: BatchDims
     count: int
-    repeated: frozenset[int] = frozenset()
-    by_row: tuple[RowDim | None, ...] = ()
+    fixed_state: frozenset[int] = frozenset()
+    row_dims: tuple[RowDim | None, ...] = ()
 
-    def whole(self, metrics: Tree) -> Tree:
+    def whole_metrics(self, metrics: Tree) -> Tree:
         """Metrics of the whole batch."""
         leaves, structure = jax.tree.flatten(metrics)
         return structure.unflatten(
             [
                 _mean(leaf) if rows is None else _unstack(leaf, rows)
-                for leaf, rows in zip_longest(leaves, self.by_row[: len(leaves)])
+                for leaf, rows in zip_longest(leaves, self.row_dims[: len(leaves)])
             ]
         )
 
-    def averages(
+    def whole_results(
         self, values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree
     ) -> Tree:
         """(loss, (metrics, state)) of all microbatches, from those of all but the last, stacked,
@@ -134,14 +134,14 @@ class Microbatches:
             return jnp.concatenate([earlier, latest[None]])
 
         mean = _mean(joined(values, value)).astype(values.dtype)
-        return mean, (self.whole(jax.tree.map(joined, metrics, last)), after)
+        return mean, (self.whole_metrics(jax.tree.map(joined, metrics, last)), after)
 
-    def entering(self, first: Tree, state: Tree) -> Tree:
+    def state_before(self, first: Tree, state: Tree) -> Tree:
         """The model state at the start of a microbatch."""
         leaves, structure = jax.tree.flatten(state)
         return structure.unflatten(
             [
-                before if index in self.repeated else leaf
+                before if index in self.fixed_state else leaf
                 for index, (before, leaf) in enumerate(
                     zip(jax.tree.leaves(first), leaves, strict=True)
                 )
@@ -153,8 +153,8 @@ class Microbatches:
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
         cuts = [self.dims[batch_path(path)] for path, _ in leaves]
         stacked = [
-            dim.stacked(leaf, self.count)
-            if isinstance(dim, Fold)
+            dim.microbatch_keys(leaf, self.count)
+            if isinstance(dim, KeyFold)
             else _stack(leaf, dim, self.count, sharding)
             for (_, leaf), dim, sharding in zip(
                 leaves, cuts, jax.tree.leaves(self.shardings), strict=True
@@ -192,11 +192,11 @@ def _unstack(stacked: jax.Array, rows: RowDim) -> jax.Array:
     )
 
 
-def accumulated(
+def accumulated_gradients(
     loss: PureLoss,
     batch: Tree,
     microbatches: Microbatches,
-    cut: Callable[[Tree], Tree],
+    constrain: Callable[[Tree], Tree],
     reductions: GradientReductions,
 ) -> Callable[[Tree, Tree], Tree]:
     """Gradients over all microbatches: (params, state) -> ((loss, (metrics, state)), gradients).
@@ -211,14 +211,16 @@ def accumulated(
 
     def run(params: Tree, first: Tree) -> Any:
         def body(carry: Any, slices: list[Any]) -> Any:
-            state, sums = microbatches.entering(first, carry[0]), carry[1]
+            state, sums = microbatches.state_before(first, carry[0]), carry[1]
             (value, (metrics, after)), gradients = differentiate(params, state, join(slices))
             sums = jax.tree.map(
-                lambda total, gradient: total + gradient.astype(total.dtype), sums, cut(gradients)
+                lambda total, gradient: total + gradient.astype(total.dtype),
+                sums,
+                constrain(gradients),
             )
-            return (after, cut(sums)), (value, metrics)
+            return (after, constrain(sums)), (value, metrics)
 
-        zeros = cut(
+        zeros = constrain(
             jax.tree.map(
                 lambda leaf: jnp.zeros(leaf.shape, reductions.accumulator(leaf.dtype)), params
             )
@@ -227,7 +229,7 @@ def accumulated(
         gradients = jax.tree.map(
             lambda total, leaf: (total / microbatches.count).astype(leaf.dtype), sums, params
         )
-        return (values.mean(0), (microbatches.whole(metrics), after)), gradients
+        return (values.mean(0), (microbatches.whole_metrics(metrics), after)), gradients
 
     return run
 
@@ -248,11 +250,11 @@ def _mean(values: jax.Array) -> jax.Array:
 # loops share.
 
 #: Per-device partial sums, by the path of the operation.
-Sums = dict[str, jax.Array]
+PartialSums = dict[str, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Once:
+class DeferredReductions:
     """The operations of a loss whose weight gradients are reduced in the last microbatch.
 
     Attributes:
@@ -266,26 +268,26 @@ class Once:
     """
 
     traced: LossJaxpr
-    placing: Placing
+    layouts: LossLayouts
     mesh: Mesh | AbstractMesh
-    uses: Mapping[str, Deferred]
-    complete: frozenset[int]
-    joined: Callable[[Tree], Tree] = lambda trained: trained
+    uses: Mapping[str, DeferredOp]
+    fully_deferred: frozenset[int]
+    all_params: Callable[[Tree], Tree] = lambda trained: trained
 
     @property
     def reductions(self) -> GradientReductions:
         """The reductions of all gradients."""
-        return self.placing.reductions
+        return self.layouts.reductions
 
-    def zeros(self) -> Sums:
+    def zeros(self) -> PartialSums:
         """Zeros for the partial sums, [*lengths of loops, devices, ...], sharded so that each
         device has its own.
         """
-        return self.laid_out(
+        return self.constrain_sums(
             {
                 path: jnp.zeros(
-                    (*use.use.view.lengths, *use.sums.shape),
-                    self.reductions.accumulator(use.sums.dtype),
+                    (*use.use.view.lengths, *use.sums_aval.shape),
+                    self.reductions.accumulator(use.sums_aval.dtype),
                 )
                 for path, use in self.uses.items()
             }
@@ -294,82 +296,84 @@ class Once:
     def _sharding(self, path: str) -> NamedSharding:
         use = self.uses[path]
         return NamedSharding(
-            self.mesh, PartitionSpec(*(None for _ in use.use.view.lengths), *use.cuts)
+            self.mesh, PartitionSpec(*(None for _ in use.use.view.lengths), *use.sums_spec)
         )
 
-    def laid_out(self, sums: Sums) -> Sums:
+    def constrain_sums(self, sums: PartialSums) -> PartialSums:
         """Partial sums, constrained so that each device has its own."""
         return {
             path: jax.lax.with_sharding_constraint(leaf, self._sharding(path))
             for path, leaf in sums.items()
         }
 
-    def leaving(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Tree:
+    def loss_with_sums(self, params: Tree, state: Tree, batch: Tree, sums: PartialSums) -> Tree:
         """The loss of a microbatch, whose gradient with respect to `sums` is its partial sums."""
         return self._loss(
             params, state, batch, sums, {path: use.run for path, use in self.uses.items()}
         )
 
-    def finishing(self, params: Tree, state: Tree, batch: Tree, sums: Sums) -> Tree:
+    def last_loss(self, params: Tree, state: Tree, batch: Tree, sums: PartialSums) -> Tree:
         """The loss of the last microbatch, whose gradient with respect to the weights is that of
         all microbatches.
         """
         return self._loss(
-            params, state, batch, sums, {path: use.finish for path, use in self.uses.items()}
+            params, state, batch, sums, {path: use.run_last for path, use in self.uses.items()}
         )
 
     def _loss(
-        self, params: Tree, state: Tree, batch: Tree, sums: Sums, beside: Mapping[str, Any]
+        self, params: Tree, state: Tree, batch: Tree, sums: PartialSums, beside: Mapping[str, Any]
     ) -> Tree:
         def change(walk: Walk) -> Walk:
             return replace(walk, beside=beside, arrays=sums)
 
-        return placed_loss(self.traced, self.placing, change)(self.joined(params), state, batch)
+        return loss_in_layouts(self.traced, self.layouts, change)(
+            self.all_params(params), state, batch
+        )
 
 
-def once(traced: LossJaxpr, placing: Placing) -> Once | None:
+def deferred_reductions(traced: LossJaxpr, layouts: LossLayouts) -> DeferredReductions | None:
     """The gradients that can be reduced once per step; None if there are none, or if the plan
     reduces at another time.
     """
-    mesh, reductions = placing.mesh, placing.reductions
-    if reductions.when != IN_LAST:
+    mesh, reductions = layouts.mesh, layouts.reductions
+    if reductions.when != LAST_MICROBATCH:
         return None
-    uses = dict[str, Deferred]()
-    together = {path for group in placing.together(mesh).values() for path in group.paths}
-    for path, use in placing.uses.items():
+    uses = dict[str, DeferredOp]()
+    together = {path for group in layouts.ring_loops(mesh).values() for path in group.paths}
+    for path, use in layouts.uses.items():
         if (
             path not in together
             and len(use.view.lengths) == path.count("/body/")
-            and (deferral := placing.deferral(path, mesh, lookups=True)) is not None
+            and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
         ):
             uses[path] = deferral
     if not uses:
         return None
-    others = _read_otherwise(placing.loss, {path: use.use.operand for path, use in uses.items()})
-    return Once(
+    others = _read_elsewhere(layouts.loss, {path: use.use.operand for path, use in uses.items()})
+    return DeferredReductions(
         traced=traced,
-        placing=placing,
+        layouts=layouts,
         mesh=mesh,
         uses=uses,
-        complete=frozenset(use.use.view.parameter for use in uses.values()) - others,
+        fully_deferred=frozenset(use.use.view.parameter for use in uses.values()) - others,
     )
 
 
-def accumulated_once(
-    deferred: Once, batch: Tree, microbatches: Microbatches, gradient: Tree
+def accumulate_deferred(
+    deferred: DeferredReductions, batch: Tree, microbatches: Microbatches, gradient: Tree
 ) -> Callable[[Tree, Tree], Tree]:
     """Gradients over all microbatches: (params, state) -> ((loss, (metrics, state)), gradients)."""
     stacked, join = microbatches.split(batch)
-    sums_in = deferred.reductions.accumulator
+    widens = deferred.reductions.accumulator
     cuts = jax.tree.leaves(gradient)
-    others = [i for i in range(len(cuts)) if i not in deferred.complete]
+    others = [i for i in range(len(cuts)) if i not in deferred.fully_deferred]
 
     def run(params: Tree, first: Tree) -> Any:
         leaves, structure = jax.tree.flatten(params)
 
-        def earlier(read: Sequence[Any], sums: Sums, state: Tree, slices: list[Any]) -> Any:
+        def earlier(read: Sequence[Any], sums: PartialSums, state: Tree, slices: list[Any]) -> Any:
             changed = dict(zip(others, read, strict=True))
-            return deferred.leaving(
+            return deferred.loss_with_sums(
                 structure.unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)]),
                 state,
                 join(slices),
@@ -377,56 +381,54 @@ def accumulated_once(
             )
 
         def body(carry: Any, slices: list[Any]) -> Any:
-            state, totals, sums = microbatches.entering(first, carry[0]), *carry[1:]
+            state, totals, sums = microbatches.state_before(first, carry[0]), *carry[1:]
             (value, (metrics, after)), (gradients, to_sums) = jax.value_and_grad(
                 earlier, argnums=(0, 1), has_aux=True
             )([leaves[i] for i in others], sums, state, slices)
             totals = [
-                _cut(total + _cut(gradient, cuts[i]).astype(total.dtype), cuts[i])
+                _constrain(total + _constrain(gradient, cuts[i]).astype(total.dtype), cuts[i])
                 for i, total, gradient in zip(others, totals, gradients, strict=True)
             ]
             return (
                 after,
                 totals,
-                deferred.laid_out(
+                deferred.constrain_sums(
                     {path: sums[path] + partial_sum for path, partial_sum in to_sums.items()}
                 ),
             ), (value, metrics)
 
         zeros = [
-            _cut(jnp.zeros(leaves[i].shape, sums_in(leaves[i].dtype)), cuts[i]) for i in others
+            _constrain(jnp.zeros(leaves[i].shape, widens(leaves[i].dtype)), cuts[i]) for i in others
         ]
         (state, totals, sums), (values, metrics) = jax.lax.scan(
-            body,
-            (first, zeros, deferred.zeros()),
-            [leaf[:-1] for leaf in stacked],
+            body, (first, zeros, deferred.zeros()), [leaf[:-1] for leaf in stacked]
         )
-        state = microbatches.entering(first, state)
-        (value, (last, after)), gradients = jax.value_and_grad(deferred.finishing, has_aux=True)(
+        state = microbatches.state_before(first, state)
+        (value, (last, after)), gradients = jax.value_and_grad(deferred.last_loss, has_aux=True)(
             params, state, join([leaf[-1] for leaf in stacked]), sums
         )
         before = dict(zip(others, totals, strict=True))
         all_of = [
-            last_gradient.astype(sums_in(leaf.dtype)) + before.get(i, 0)
+            last_gradient.astype(widens(leaf.dtype)) + before.get(i, 0)
             for i, (leaf, last_gradient) in enumerate(
                 zip(leaves, jax.tree.leaves(gradients), strict=True)
             )
         ]
         means = [
-            (_cut(total, cut) / microbatches.count).astype(leaf.dtype)
+            (_constrain(total, cut) / microbatches.count).astype(leaf.dtype)
             for total, cut, leaf in zip(all_of, cuts, leaves, strict=True)
         ]
-        results = microbatches.averages(values, metrics, value, last, after)
+        results = microbatches.whole_results(values, metrics, value, last, after)
         return results, structure.unflatten(means)
 
     return run
 
 
-def _cut(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+def _constrain(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(leaf, sharding)
 
 
-def _read_otherwise(loss: LossReading, uses: Mapping[str, int]) -> set[int]:
+def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
     """Parameters that are read by anything other than given operands and the operations that only
     rearrange them on the way there.
     """
@@ -438,7 +440,7 @@ def _read_otherwise(loss: LossReading, uses: Mapping[str, int]) -> set[int]:
     # For each program, the results that are read outside of it, and all values that are read.
     live: dict[int, tuple[set[int], set[int]]] = {}
     entered: list[int] | None = None
-    for step in loss.steps:
+    for step in loss.equations:
         equation, program = step.equation, step.program
         if id(program) not in live:
             numbers = program.outputs
@@ -447,23 +449,25 @@ def _read_otherwise(loss: LossReading, uses: Mapping[str, int]) -> set[int]:
             live[id(program)] = results, results | operands
         results, read = live[id(program)]
         entered = _read_results(equation, read)
-        passed = _passed_on(equation, read)
+        passed = _returned_unchanged(equation, read)
         numbers_read.update(
             view.parameter for position, view in step.operands if position in passed
         )
-        view = seen_through(equation, list(step.views), step.program)
+        view = view_of_result(equation, list(step.views), step.program)
         if view is not None and equation.outputs[0] in results:
             numbers_read.add(view.parameter)
         if equation.name in REMAT or view is not None:
             continue
-        allowed = _followed(equation) | ({uses[equation.path]} if equation.path in uses else set())
+        allowed = _operands_of_body(equation) | (
+            {uses[equation.path]} if equation.path in uses else set()
+        )
         numbers_read.update(
             view.parameter for position, view in step.operands if position not in allowed
         )
     return numbers_read
 
 
-def _followed(equation: Equation) -> set[int]:
+def _operands_of_body(equation: Equation) -> set[int]:
     """Operands of a scan whose readers are those inside its body."""
     if equation.name != "scan":
         return set()
@@ -475,7 +479,7 @@ def _followed(equation: Equation) -> set[int]:
     }
 
 
-def _passed_on(equation: Equation, read: Collection[int]) -> set[int]:
+def _returned_unchanged(equation: Equation, read: Collection[int]) -> set[int]:
     """Operands of a loop over layers, or of a rematerialised call, that the body returns unchanged
     and that are read after it; their readers are not known.
     """
@@ -506,7 +510,7 @@ def _read_results(equation: Equation, read: Collection[int]) -> list[int] | None
 _LOW = 0xFFFFFFFF
 
 
-def drawn(
+def whole_batch_draw(
     eqn: Eqn, keys: jax.Array, rows: jax.Array, draw: Draw, parts: int
 ) -> tuple[jax.Array, ...]:
     """The results of a draw of random numbers."""
@@ -541,11 +545,11 @@ def _threefry(
             jnp.broadcast_to(words[..., index].reshape(*keys.shape, *ones), full_shape)
             for index in (0, 1)
         ),
-        *(jnp.broadcast_to(word, full_shape) for word in positions(rows, draw, shape, parts)),
+        *(jnp.broadcast_to(word, full_shape) for word in draw_positions(rows, draw, shape, parts)),
     )
 
 
-def positions(
+def draw_positions(
     rows: jax.Array, draw: Draw, shape: Sequence[int], parts: int
 ) -> tuple[jax.Array, jax.Array]:
     """The positions of the elements of a microbatch's draw in that of the whole batch: the high and
@@ -560,14 +564,14 @@ def positions(
             along = (rows[:, None] * jnp.uint32(draw.inner) + inner).reshape(size)
         more = [
             word.reshape(*(-1 if axis == dim else 1 for axis in range(len(shape))))
-            for word in _times(along, math.prod(sizes[dim + 1 :]))
+            for word in _times_64(along, math.prod(sizes[dim + 1 :]))
         ]
         after = low + more[1]
         high, low = high + more[0] + (after < low).astype(jnp.uint32), after
     return high, low
 
 
-def _times(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
+def _times_64(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     """The products of 32-bit numbers and a factor of up to 64 bits: the high and the low 32
     bits.
     """
@@ -586,11 +590,11 @@ def _times(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
 # whole batch, and with the draws of the whole batch.
 
 #: Operand of an equation, by (path, index).
-Place = tuple[str, int]
+OperandPlace = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rewriting:
+class Evaluator:
     """An evaluation of the program of a microbatch with some of its operands changed; every
     equation keeps its path.
 
@@ -604,8 +608,8 @@ class Rewriting:
         parts: number of microbatches.
     """
 
-    factors: Mapping[Place, float]
-    whole_values: Mapping[Place, WholeBatchValue]
+    factors: Mapping[OperandPlace, float]
+    whole_values: Mapping[OperandPlace, WholeBatchValue]
     values: Mapping[WholeBatchValue, jax.Array]
     sums: list[tuple[Any, Any, Any]]
     draws: Mapping[str, Draw]
@@ -642,7 +646,7 @@ class Rewriting:
             return self._call(eqn, operands, path, scope)
         if path in self.draws:
             draw, rows, parts = self.draws[path], self.rows, self.parts
-            return jax.jit(lambda keys, rows: drawn(eqn, keys, rows, draw, parts))(
+            return jax.jit(lambda keys, rows: whole_batch_draw(eqn, keys, rows, draw, parts))(
                 operands[0], rows
             )
         if name in _LOOPS and self._changed(path):
@@ -748,7 +752,7 @@ class Rewriting:
 
 
 #: Loops and branches, whose bodies are evaluated with changes.
-_LOOPS = {"scan": Rewriting._scan, "while": Rewriting._while, "cond": Rewriting._cond}
+_LOOPS = {"scan": Evaluator._scan, "while": Evaluator._while, "cond": Evaluator._cond}
 
 
 def _strong(values: Sequence[Any], variables: Sequence[Any]) -> list[jax.Array]:
@@ -768,7 +772,7 @@ def times(leaf: jax.Array, factor: float) -> jax.Array:
     return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
 
 
-def part_of_value(aval: Aval, value: WholeBatchValue, parts: int) -> jax.ShapeDtypeStruct:
+def microbatch_aval(aval: Aval, value: WholeBatchValue, parts: int) -> jax.ShapeDtypeStruct:
     """The slice of a whole-batch value that a microbatch receives, abstract."""
     shape = tuple(aval.shape)
     if value.dim is not None:
@@ -776,7 +780,7 @@ def part_of_value(aval: Aval, value: WholeBatchValue, parts: int) -> jax.ShapeDt
     return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
-def dealt_by_rows(leaf: jax.Array, value: WholeBatchValue, parts: int) -> jax.Array:
+def strided_by_rows(leaf: jax.Array, value: WholeBatchValue, parts: int) -> jax.Array:
     """A value reordered so that every `parts`-th element along the dim of rows forms a microbatch;
     rows of several elements stay together.
     """
@@ -787,7 +791,7 @@ def dealt_by_rows(leaf: jax.Array, value: WholeBatchValue, parts: int) -> jax.Ar
     return jnp.swapaxes(rows, value.dim + 1, value.dim + 2).reshape(leaf.shape)
 
 
-def numbers_of(program: Program, values: Sequence[WholeBatchValue]) -> list[int]:
+def value_numbers(program: Program, values: Sequence[WholeBatchValue]) -> list[int]:
     """The numbers of values in the program of the whole batch."""
     results = {
         (equation.path, position): number
@@ -825,12 +829,12 @@ class Contribution:
     shardings: Tree
     finish: Callable[[Tree, Tree], tuple[Tree, Tree]]
     whole_value_layouts: tuple[Layout, ...] = ()
-    repeated: frozenset[int] = frozenset()
-    by_row: tuple[RowDim | None, ...] = ()
+    fixed_state: frozenset[int] = frozenset()
+    row_dims: tuple[RowDim | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Whole:
+class WholeBatch:
     """The program of the whole batch, and the kinds of its inputs.
 
     Attributes:
@@ -861,7 +865,7 @@ class TracedMicrobatch:
     shardings: Tree
 
 
-def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contribution:
+def unchanged(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contribution:
     """A loss whose mean over microbatches is that of the whole batch."""
     return Contribution(
         traced=traced,
@@ -880,7 +884,7 @@ def as_it_is(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contributio
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Edits:
+class MicrobatchEdits:
     """Changes to the program of a microbatch.
 
     Attributes:
@@ -893,21 +897,23 @@ class Edits:
     """
 
     parts: int
-    factors: Mapping[Place, float] = field(default_factory=dict)
-    whole_values: Mapping[Place, WholeBatchValue] = field(default_factory=dict)
+    factors: Mapping[OperandPlace, float] = field(default_factory=dict)
+    whole_values: Mapping[OperandPlace, WholeBatchValue] = field(default_factory=dict)
     results: tuple[float | WholeBatchValue | str, ...] = ()
     draws: Mapping[str, Draw] = field(default_factory=dict)
 
     @staticmethod
-    def of(proof: Proof, parts: int, full_loss: Whole, draws: Mapping[str, Draw]) -> Edits:
+    def of(
+        proof: Proof, parts: int, whole: WholeBatch, draws: Mapping[str, Draw]
+    ) -> MicrobatchEdits:
         """The changes needed for a loss whose terms are sums over rows."""
         analysis = proof.analysis
         assert analysis is not None
-        states = len(full_loss.names.states)
+        states = len(whole.names.states)
         results = [_result(kind, parts) for kind in proof.kinds[: len(proof.kinds) - states]] + [
             1.0
         ] * states
-        return Edits(
+        return MicrobatchEdits(
             parts=parts,
             factors={
                 place: _factor(exponent, parts) for place, exponent in analysis.scales.items()
@@ -937,30 +943,26 @@ class Edits:
             )
         )
 
-    def applied(
-        self,
-        plan: Plan,
-        full_loss: Whole,
-        share: TracedMicrobatch,
-        mesh: Mesh | AbstractMesh,
+    def contribution(
+        self, plan: Plan, whole: WholeBatch, microbatch: TracedMicrobatch, mesh: Mesh | AbstractMesh
     ) -> Contribution:
         """The contribution of the changed loss."""
-        part, dims, shardings = share.traced, share.dims, share.shardings
+        part, dims, shardings = microbatch.traced, microbatch.dims, microbatch.shardings
         closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
-        program = flatten(full_loss.traced.closed_jaxpr, remat=True)
-        numbers = numbers_of(program, self.values)
+        program = flatten(whole.traced.closed_jaxpr, remat=True)
+        numbers = value_numbers(program, self.values)
         avals = [
-            part_of_value(program.avals[number], value, self.parts)
+            microbatch_aval(program.avals[number], value, self.parts)
             for number, value in zip(numbers, self.values, strict=True)
         ]
         places = [value.dim for value in self.values]
         if self.draws:
-            avals.append(jax.ShapeDtypeStruct((full_loss.size // self.parts,), jnp.uint32))
+            avals.append(jax.ShapeDtypeStruct((whole.size // self.parts,), jnp.uint32))
             places.append(0)
 
         def run(arguments: list[Any], passed: list[Any]) -> Any:
             values = dict(zip(self.values, passed, strict=False))
-            rewriting = Rewriting(
+            rewriting = Evaluator(
                 factors=self.factors,
                 whole_values=self.whole_values,
                 values=values,
@@ -977,7 +979,7 @@ class Edits:
         with no_mesh():
             again, shapes = jax.make_jaxpr(run, return_shape=True)(avals_in, avals)
         traced = LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
-        finish = self.finish(part, vouched)
+        finish = self.finisher(part, vouched)
         if not avals:
             return Contribution(
                 traced=traced,
@@ -998,7 +1000,7 @@ class Edits:
             traced=traced,
             prologue=lambda state, batch: (
                 batch,
-                _made(program, numbers, self, full_loss, state, batch, cut),
+                _whole_batch_values(program, numbers, self, whole, state, batch, cut),
             ),
             dims={**inner, **more},
             shardings=(shardings, cut),
@@ -1007,7 +1009,7 @@ class Edits:
         )
 
     def _results(
-        self, outputs: list[jax.Array], rewriting: Rewriting
+        self, outputs: list[jax.Array], rewriting: Evaluator
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Results of a microbatch, and the weights of those that are weighted means."""
         values, weights = list[Any](), list[Any]()
@@ -1028,7 +1030,7 @@ class Edits:
                 values.append(times(output, result))
         return values, weights
 
-    def finish(self, part: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+    def finisher(self, part: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
         """Divides weighted means, and casts counts and booleans, which are floats after averaging
         over microbatches, back to their dtypes.
 
@@ -1091,21 +1093,21 @@ def _row_axes(plan: Plan, dims: BatchDims) -> tuple[str, ...]:
     return axes[0] if axes else ()
 
 
-def _made(
+def _whole_batch_values(
     program: Program,
     numbers: Sequence[int],
-    edits: Edits,
-    full_loss: Whole,
+    edits: MicrobatchEdits,
+    whole: WholeBatch,
     state: Tree,
     batch: Tree,
-    cut: Sequence[NamedSharding],
+    shardings: Sequence[NamedSharding],
 ) -> list[jax.Array]:
     """Computes the whole-batch values, and the positions of the batch's rows if a microbatch draws.
     None of them depends on parameters, so zeros are passed for these where a loop computes other
     values as well.
     """
-    first = full_loss.inputs.parameters
-    leaves = [*jax.tree.leaves(state)[: full_loss.inputs.states], *jax.tree.leaves(batch)]
+    first = whole.inputs.parameters
+    leaves = [*jax.tree.leaves(state)[: whole.inputs.states], *jax.tree.leaves(batch)]
     equations, reads = needed(program.equations, numbers)
     env = dict(program.constants)
     for index, number in enumerate(program.inputs):
@@ -1124,14 +1126,14 @@ def _made(
         ),
     )
     passed = [
-        dealt_by_rows(jax.lax.stop_gradient(env[number]), value, edits.parts)
+        strided_by_rows(jax.lax.stop_gradient(env[number]), value, edits.parts)
         for number, value in zip(numbers, edits.values, strict=True)
     ]
     if edits.draws:
-        passed.append(jnp.arange(full_loss.size, dtype=jnp.uint32))
+        passed.append(jnp.arange(whole.size, dtype=jnp.uint32))
     return [
         jax.lax.with_sharding_constraint(leaf, sharding)
-        for leaf, sharding in zip(passed, cut, strict=True)
+        for leaf, sharding in zip(passed, shardings, strict=True)
     ]
 
 
@@ -1154,7 +1156,9 @@ def _made(
 # (`Contribution.finish`).
 
 
-def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: BatchDims) -> Whole:
+def whole_batch(
+    traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: BatchDims
+) -> WholeBatch:
     """The loss of the whole batch."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     row_dims = tuple(
@@ -1173,7 +1177,7 @@ def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: 
         states=len(jax.tree.leaves(model.state)),
         dims=row_dims,
     )
-    return Whole(
+    return WholeBatch(
         traced=traced,
         rows=rows,
         inputs=inputs,
@@ -1183,32 +1187,29 @@ def whole_batch(traced: LossJaxpr, rows: Rows, model: Model, batch: Tree, dims: 
 
 
 def contribution(
-    plan: Plan,
-    full_loss: Whole,
-    share: TracedMicrobatch,
-    mesh: Mesh | AbstractMesh,
+    plan: Plan, whole: WholeBatch, microbatch: TracedMicrobatch, mesh: Mesh | AbstractMesh
 ) -> Contribution:
     """Computes the contribution of a microbatch."""
     if plan.microbatches == 1:
-        return as_it_is(share.traced, share.dims, share.shardings)
-    if full_loss.rows.asserted:
-        return _asserted(plan, full_loss, share, mesh)
-    if not full_loss.rows.splits:
+        return unchanged(microbatch.traced, microbatch.dims, microbatch.shardings)
+    if whole.rows.asserted:
+        return _asserted(plan, whole, microbatch, mesh)
+    if not whole.rows.splits:
         raise_all(
             PinError,
             f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
             " before the end",
-            list(full_loss.rows.reasons),
+            list(whole.rows.reasons),
             hint="a plan with one microbatch",
         )
-    require_unstaged(full_loss.rows, plan.microbatches, plan.mesh["stage"])
+    require_unstaged(whole.rows, plan.microbatches, plan.mesh["stage"])
     try:
         proof = compare(
-            full_loss.traced.closed_jaxpr,
-            share.traced.closed_jaxpr,
-            full_loss.inputs,
-            full_loss.names,
-            (full_loss.size, full_loss.size // plan.microbatches),
+            whole.traced.closed_jaxpr,
+            microbatch.traced.closed_jaxpr,
+            whole.inputs,
+            whole.names,
+            (whole.size, whole.size // plan.microbatches),
         )
     except Unlike as error:
         raise TracingError(
@@ -1224,39 +1225,39 @@ def contribution(
             hint="another number of microbatches, or one",
         )
     assert proof.programs is not None
-    draw_by_path = draws(*proof.programs, (full_loss.size, full_loss.size // plan.microbatches))
-    edits = Edits.of(
+    draw_by_path = draws(*proof.programs, (whole.size, whole.size // plan.microbatches))
+    edits = MicrobatchEdits.of(
         proof,
         plan.microbatches,
-        full_loss,
+        whole,
         {path: draw for path, draw in draw_by_path.items() if draw is not None},
     )
-    share = replace(share, dims=of_the_whole(share.dims))
+    microbatch = replace(microbatch, dims=with_same_keys(microbatch.dims))
     contributed = (
-        edits.applied(plan, full_loss, share, mesh)
+        edits.contribution(plan, whole, microbatch, mesh)
         if edits
         else replace(
-            as_it_is(share.traced, share.dims, share.shardings),
-            finish=edits.finish(share.traced, 0),
+            unchanged(microbatch.traced, microbatch.dims, microbatch.shardings),
+            finish=edits.finisher(microbatch.traced, 0),
         )
     )
     return replace(
         contributed,
-        repeated=frozenset(range(full_loss.inputs.states)),
-        by_row=tuple(metric.rows for _, metric in proof.rows.metrics),
+        fixed_state=frozenset(range(whole.inputs.states)),
+        row_dims=tuple(metric.rows for _, metric in proof.rows.metrics),
     )
 
 
 def _asserted(
-    plan: Plan, full_loss: Whole, share: TracedMicrobatch, mesh: Mesh | AbstractMesh
+    plan: Plan, whole: WholeBatch, microbatch: TracedMicrobatch, mesh: Mesh | AbstractMesh
 ) -> Contribution:
     """The contribution of a microbatch to a loss that the user asserts to be a mean over rows: it
     draws the whole batch's numbers for its rows, or, if their positions are unknown, from its own
     keys.
     """
-    written = as_it_is(share.traced, share.dims, share.shardings)
-    sizes = (full_loss.size, full_loss.size // plan.microbatches)
-    programs = [flatten(loss.traced.closed_jaxpr) for loss in (full_loss, share)]
+    written = unchanged(microbatch.traced, microbatch.dims, microbatch.shardings)
+    sizes = (whole.size, whole.size // plan.microbatches)
+    programs = [flatten(loss.traced.closed_jaxpr) for loss in (whole, microbatch)]
     try:
         draw_by_path = draws(programs[0], programs[1], sizes)
     except Unlike:
@@ -1264,15 +1265,15 @@ def _asserted(
     draws_by_row = {path: draw for path, draw in draw_by_path.items() if draw is not None}
     if len(draws_by_row) < len(draw_by_path):
         return written
-    share = replace(share, dims=of_the_whole(share.dims))
-    edits = Edits(parts=plan.microbatches, draws=draws_by_row)
-    first = full_loss.inputs.parameters
-    states = share.traced.closed_jaxpr.in_avals[first : first + full_loss.inputs.states]
+    microbatch = replace(microbatch, dims=with_same_keys(microbatch.dims))
+    edits = MicrobatchEdits(parts=plan.microbatches, draws=draws_by_row)
+    first = whole.inputs.parameters
+    states = microbatch.traced.closed_jaxpr.in_avals[first : first + whole.inputs.states]
     return replace(
-        replace(edits.applied(plan, full_loss, share, mesh), finish=written.finish)
+        replace(edits.contribution(plan, whole, microbatch, mesh), finish=written.finish)
         if draws_by_row
-        else replace(written, dims=share.dims),
-        repeated=frozenset(
+        else replace(written, dims=microbatch.dims),
+        fixed_state=frozenset(
             index for index, aval in enumerate(states) if is_key(aval) or aval.dtype == jnp.uint32
         ),
     )

@@ -18,12 +18,12 @@ from shardlib.decisions.lowerings import require as lowerings_require
 from shardlib.errors import BatchError, PinError, PlanError, StateError, raise_all
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
-from shardlib.lowering.collectives import require_products
+from shardlib.lowering.collectives import require_matmuls
 from shardlib.lowering.disk import DiskArray
 from shardlib.lowering.mesh import batch_path
 from shardlib.lowering.random_keys import dtype_of
-from shardlib.lowering.runtime import TrainState, require_present
-from shardlib.lowering.uses import LossReading
+from shardlib.lowering.runtime import TrainState, require_not_donated
+from shardlib.lowering.uses import LossFacts
 from shardlib.planner.plan import Plan
 from shardlib.tracing.program import has_matmul
 from shardlib.untrusted.data import fit, printable
@@ -32,10 +32,10 @@ from shardlib.untrusted.data import fit, printable
 # States of other programs. Checked after a call has failed, at no cost for successful steps.
 
 #: Number of differences listed in an error.
-NAMED = 3
+MOST_LISTED = 3
 #: Exceptions of a call with arrays that it was not compiled for.
-FOREIGN = (TypeError, ValueError, IndexError)
-OWN = (
+CALL_ERRORS = (TypeError, ValueError, IndexError)
+OWN_STATE = (
     "a state of this very program, from program.init, program.step, or"
     " Checkpoints.restore(program), which fits it to another plan or mesh"
 )
@@ -52,21 +52,21 @@ def require_state(caller: str, state: object) -> None:
         )
 
 
-def require_own(
+def require_own_state(
     caller: str,
     state: Tree,
     expected: Tree,
     *,
     error: Exception | None = None,
-    laid_out: bool = True,
+    layouts_too: bool = True,
 ) -> None:
     """Raises if a state does not belong to this program.
 
     Args:
         laid_out: whether dtypes and shardings of arrays are compared too.
     """
-    others = _structure(state, expected) or _arrays(state, expected, laid_out=laid_out)
-    moved = [] if others or not laid_out else _layouts(state, expected)
+    others = _structure(state, expected) or _arrays(state, expected, layouts_too=layouts_too)
+    moved = [] if others or not layouts_too else _layouts(state, expected)
     differences = others or moved
     if not differences:
         return
@@ -79,14 +79,14 @@ def require_own(
         "state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.state)),"
         " which lays it out as this program does"
         if movable
-        else OWN
+        else OWN_STATE
     )
-    more = [f"and {len(differences) - NAMED} more"] if len(differences) > NAMED else []
+    more = [f"and {len(differences) - MOST_LISTED} more"] if len(differences) > MOST_LISTED else []
     try:
         raise_all(
             StateError,
             f"the state given to {caller} is none of this program",
-            [*differences[:NAMED], *more],
+            [*differences[:MOST_LISTED], *more],
             hint=hint,
         )
     except StateError as refused:
@@ -135,14 +135,14 @@ def _kind(tree: Tree, reference: Tree) -> str:
     )
 
 
-def _arrays(state: Tree, expected: Tree, *, laid_out: bool) -> list[str]:
+def _arrays(state: Tree, expected: Tree, *, layouts_too: bool) -> list[str]:
     """Arrays of another shape or dtype, in trees of equal structure."""
 
     def text(leaf: Any) -> str:
         return (
             f"{leaf.dtype if hasattr(leaf, 'dtype') else np.asarray(leaf).dtype}"
             f"{list(np.shape(leaf))}"
-            if laid_out
+            if layouts_too
             else str(list(np.shape(leaf)))
         )
 
@@ -163,11 +163,11 @@ def _layouts(state: Tree, expected: Tree) -> list[str]:
         for (path, leaf), abstract in zip(
             jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True
         )
-        if _lies_elsewhere(leaf, abstract)
+        if _sharded_otherwise(leaf, abstract)
     ]
 
 
-def _lies_elsewhere(leaf: Any, abstract: jax.ShapeDtypeStruct) -> bool:
+def _sharded_otherwise(leaf: Any, abstract: jax.ShapeDtypeStruct) -> bool:
     if isinstance(leaf, DiskArray):
         actual, expected = (
             sharding.with_memory_kind(None)  # pyright: ignore[reportArgumentType]
@@ -205,12 +205,12 @@ def _text(sharding: Any, reference: Any) -> str:
 # Batches other than the one that a program was compiled for.
 
 #: Number of names listed in a message, for each kind.
-MOST = 20
+MOST_NAMES = 20
 #: First words of messages.
-OTHER = "the batch is not the one that the program was compiled for"
+OTHER_BATCH = "the batch is not the one that the program was compiled for"
 
 
-def require(batch: Tree, compiled: Tree) -> None:
+def require_batch(batch: Tree, compiled: Tree) -> None:
     """Raises if a batch does not match the one that a program was compiled for."""
     expected, structure = jax.tree_util.tree_flatten_with_path(compiled)
     if jax.tree.structure(batch) != structure:
@@ -222,7 +222,7 @@ def require(batch: Tree, compiled: Tree) -> None:
     ]
     if failures:
         hint = "compile again for these shapes, or pad the batch"
-        raise_all(BatchError, OTHER, failures, hint=hint)
+        raise_all(BatchError, OTHER_BATCH, failures, hint=hint)
 
 
 def _refuse(batch: Tree, compiled: Tree) -> None:
@@ -236,11 +236,11 @@ def _refuse(batch: Tree, compiled: Tree) -> None:
     failures += [f"{name} is too much" for name in present if name not in expected]
     if not failures:
         failures = [f"it is {_containers(batch)}, compiled for {_containers(compiled)}"]
-    more = len(failures) - MOST
+    more = len(failures) - MOST_NAMES
     raise_all(
         BatchError,
-        OTHER,
-        [*failures[:MOST], *([f"{more:,} more"] if more > 0 else [])],
+        OTHER_BATCH,
+        [*failures[:MOST_NAMES], *([f"{more:,} more"] if more > 0 else [])],
         hint="give the step the arrays that the program was compiled for, or compile again for"
         " these",
     )
@@ -278,10 +278,10 @@ def _mismatch(leaf: Any, abstract: jax.ShapeDtypeStruct) -> str:
 def require_lowered(plan: Plan) -> None:
     """Raises if a plan cannot be lowered for any loss or chip."""
     lowerings_require(facts(plan), "the plan decides for what has no lowering", on_chips(vendor=""))
-    require_products(plan)
+    require_matmuls(plan)
 
 
-def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
+def require_functions(plan: Plan, loss: LossFacts, *, layouts_lost: bool) -> None:
     """Raises if a loss does not have the functions for which the plan has decisions."""
     forms = [site.call.form for site in loss.calls.values()]
     along, routed = plan.context in ("ring", "ulysses"), plan.experts != "none"
@@ -304,7 +304,7 @@ def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
             f" {plan.model} has none\nTry: shardlib.functions.experts.visit(x, weights, chosen, up,"
             " down, gate) in the model, or experts='none'"
         )
-    if lost and (along or routed):
+    if layouts_lost and (along or routed):
         raise PlanError(
             "attention and experts on their devices need the layouts of the loss as it was planned,"
             " and the loss computes other operations on a microbatch than on the whole batch\nTry:"
@@ -315,5 +315,5 @@ def require_functions(plan: Plan, loss: LossReading, *, lost: bool) -> None:
 def require_model(caller: str, state: TrainState, expected: TrainState) -> None:
     """Raises if the parameters or model state of a state are deleted or have other shapes."""
     require_state(caller, state)
-    require_present(caller, state.inference)
-    require_own(caller, state.inference, expected.inference, laid_out=False)
+    require_not_donated(caller, state.inference)
+    require_own_state(caller, state.inference, expected.inference, layouts_too=False)

@@ -18,10 +18,16 @@ from jax.ad_checkpoint import checkpoint_name
 from shardlib.annotation.trees import Tree
 from shardlib.jax_types import Index
 from shardlib.layout import Layout
-from shardlib.lowering.collectives import Cuts, Machine
+from shardlib.lowering.collectives import DimAxes, Regions
 from shardlib.lowering.contractions import Use
-from shardlib.lowering.uses import LossReading, Source, Step
-from shardlib.lowering.weights import Dims, ManualContraction, dims_of, in_use, reduction
+from shardlib.lowering.uses import LossEquation, LossFacts, ValueSource
+from shardlib.lowering.weights import (
+    ContractionDims,
+    ManualContraction,
+    contraction_dims,
+    plan_reduction,
+    weight_gather,
+)
 from shardlib.planner.plan import ParameterLayout
 from shardlib.tracing.program import Program
 from shardlib.tracing.rewriting import IN_PIECES, Together
@@ -40,7 +46,7 @@ TENSOR = "tensor"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matmul:
+class WeightMatmul:
     """A matmul of a weight.
 
     Attributes:
@@ -51,7 +57,7 @@ class Matmul:
 
     use: Use
     activation: tuple[Any, ...]
-    source: Source | None
+    source: ValueSource | None
 
     @property
     def path(self) -> str:
@@ -59,7 +65,7 @@ class Matmul:
         return self.use.equation.path
 
     @property
-    def key(self) -> Source:
+    def layout_key(self) -> ValueSource:
         """The key of the activation's layout in placements."""
         return f"{self.path}/operand", 1 - self.use.operand
 
@@ -75,60 +81,65 @@ class LoopMatmul:
         rows: the dim of the activation and that of the result, of which one is sharded.
     """
 
-    matmul: Matmul
+    matmul: WeightMatmul
     gathers: bool
-    dims: Dims
+    dims: ContractionDims
     activation: Layout
     result: Layout
     rows: tuple[int, int]
 
 
-def matmuls(loss: LossReading) -> tuple[Matmul, ...]:
+def weight_matmuls(loss: LossFacts) -> tuple[WeightMatmul, ...]:
     """The matmuls of weights of a loss, in order."""
     candidates = [
         _matmul(step)
-        for step in loss.steps
+        for step in loss.equations
         if step.equation.name == "dot_general" and step.equation.call is None
     ]
     return tuple(matmul for matmul in candidates if matmul is not None)
 
 
-def operands(matmuls_read: Sequence[Matmul]) -> dict[Source, Source]:
+def activation_sources(matmuls_read: Sequence[WeightMatmul]) -> dict[ValueSource, ValueSource]:
     """The keys in placements of the layouts of activations -> their sources."""
-    return {matmul.key: matmul.source for matmul in matmuls_read if matmul.source is not None}
+    return {
+        matmul.layout_key: matmul.source for matmul in matmuls_read if matmul.source is not None
+    }
 
 
-def _matmul(step: Step) -> Matmul | None:
+def _matmul(step: LossEquation) -> WeightMatmul | None:
     equation = step.equation
     if len(step.operands) != 1:
         return None
     ((weight, view),) = step.operands
     number = equation.inputs[1 - weight]
-    return Matmul(
+    return WeightMatmul(
         use=Use(equation=equation, operand=weight, view=view),
-        activation=(equation.path.rpartition("/")[0], *_same(step.program, number)),
+        activation=(equation.path.rpartition("/")[0], *_before_casts(step.program, number)),
         source=step.sources[1 - weight],
     )
 
 
-def _same(program: Program, number: int) -> tuple[Any, ...]:
+def _before_casts(program: Program, number: int) -> tuple[Any, ...]:
     """An identifier of a value before casts: layers cast their input anew for each matmul."""
     for equation in program.equations:
         if number in equation.outputs and equation.name == "convert_element_type":
-            return (*_same(program, equation.inputs[0]), str(program.avals[number].dtype))
+            return (*_before_casts(program, equation.inputs[0]), str(program.avals[number].dtype))
     return (number,)
 
 
-def found_in(
-    matmul: Matmul, parameter: ParameterLayout, placements: Mapping[Source, Layout], size: int
+def loop_matmul(
+    matmul: WeightMatmul,
+    parameter: ParameterLayout,
+    layouts: Mapping[ValueSource, Layout],
+    size: int,
 ) -> LoopMatmul | None:
     """The loop that can replace a matmul under a plan; None if its operands and result are sharded
     otherwise.
     """
-    activation, result = placements.get(matmul.key), placements.get((matmul.path, 0))
+    activation, result = layouts.get(matmul.layout_key), layouts.get((matmul.path, 0))
     if activation is None or result is None:
         return None
-    dims = dims_of(matmul.use.equation, matmul.use.operand)
+    dims = contraction_dims(matmul.use.equation, matmul.use.operand)
     sharded = [
         dim
         for dim, source in enumerate(matmul.use.view.dims)
@@ -159,9 +170,9 @@ def found_in(
         return None
     ((first, second),) = rows
     first_dim, to = (first, second) if gathers else (second, first)
-    if not _whole_elsewhere(
+    if not _only_sharded(
         activation, dims.free.values(), dims.activation.get(sharded[0])
-    ) or not _whole_elsewhere(result, dims.free, dims.result.get(sharded[0])):
+    ) or not _only_sharded(result, dims.free, dims.result.get(sharded[0])):
         return None
     return (
         LoopMatmul(
@@ -172,20 +183,22 @@ def found_in(
             result=result,
             rows=(first_dim, to),
         )
-        if matmul.use.other.shape[first_dim] % size == 0
+        if matmul.use.other_aval.shape[first_dim] % size == 0
         else None
     )
 
 
-def _whole_elsewhere(layout: Layout, own_dims: Any, sharded: int | None) -> bool:
+def _only_sharded(layout: Layout, own_dims: Any, sharded: int | None) -> bool:
     """True if only its own dims, and the one that the weight is sharded along, are sharded."""
     return not any(
         layout[dim] for dim in range(len(layout)) if dim not in set(own_dims) and dim != sharded
     )
 
 
-def groups(
-    matches: Sequence[LoopMatmul], candidates: Sequence[Matmul], placements: Mapping[Source, Layout]
+def loop_groups(
+    matches: Sequence[LoopMatmul],
+    candidates: Sequence[WeightMatmul],
+    layouts: Mapping[ValueSource, Layout],
 ) -> list[tuple[LoopMatmul, ...]]:
     """Matmuls that share a loop: those that gather the same activation, unless another operation
     needs it gathered anyway; those that scatter, each on its own.
@@ -194,8 +207,7 @@ def groups(
     barred = {
         matmul.activation
         for matmul in candidates
-        if matmul.path not in paths
-        and TENSOR not in placements.get((matmul.path, 0), Layout()).axes
+        if matmul.path not in paths and TENSOR not in layouts.get((matmul.path, 0), Layout()).axes
     }
     together: dict[Any, list[LoopMatmul]] = {}
     for match in matches:
@@ -218,11 +230,11 @@ def groups(
 # link of a torus has full bandwidth in each direction at once, and while sums of one direction are
 # in flight, products for the other are computed.
 
-Made = TypeVar("Made")
+Folded = TypeVar("Folded")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class AxisRing:
     """A mesh axis as a ring.
 
     Attributes:
@@ -233,14 +245,14 @@ class Ring:
 
     axis: tuple[str, ...]
     order: tuple[int, ...]
-    in_turn: bool = True
+    sequential: bool = True
 
     @staticmethod
-    def along(axis: tuple[str, ...], sizes: tuple[int, ...], *, in_turn: bool = True) -> Ring:
+    def of_axis(axis: tuple[str, ...], sizes: tuple[int, ...], *, in_turn: bool = True) -> AxisRing:
         """A ring whose neighbours are neighbours along one part of the axis; its two ends only if
         the major part is a ring itself, or has size 2.
         """
-        return Ring(axis=axis, order=snake(sizes), in_turn=in_turn)
+        return AxisRing(axis=axis, order=snake(sizes), sequential=in_turn)
 
     @property
     def ways(self) -> int:
@@ -252,25 +264,25 @@ class Ring:
         """Numbers of turns in which shards are passed forward and backward."""
         return self.ways // 2, (self.ways - 1) // 2
 
-    def folded(
-        self, array: jax.Array, work: Callable[[Made | None, jax.Array, jax.Array], Made]
-    ) -> Made:
+    def fold(
+        self, array: jax.Array, work: Callable[[Folded | None, jax.Array, jax.Array], Folded]
+    ) -> Folded:
         """A fold over the shards of all devices, the own one first.
 
         Args:
             work: (result so far, None at first; index of a device; its shard) -> next result.
         """
-        place, (forth, back) = self._place(), self.hops
+        place, (forth, back) = self._position(), self.hops
         result, coming = work(None, self._device(place), array), {1: array, -1: array}
         for turn in range(1, forth + 1):
             for direction in (1, -1) if turn <= back else (1,):
-                coming[direction], result = self.after(
-                    self._passed(coming[direction], direction), result
+                coming[direction], result = self.wait_for(
+                    self._received(coming[direction], direction), result
                 )
                 result = work(result, self._device(place - direction * turn), coming[direction])
         return result
 
-    def summed(
+    def reduce_scatter(
         self, arrays_for: Callable[[jax.Array], Tree], product: Callable[[Tree], jax.Array]
     ) -> jax.Array:
         """The sum over all devices of their products for this one.
@@ -279,7 +291,7 @@ class Ring:
             arrays_for: index of a device -> arrays.
             product: the arrays for a device -> this device's term of that device's sum.
         """
-        place, (forth, back) = self._place(), self.hops
+        place, (forth, back) = self._position(), self.hops
         turns = [
             (left, direction)
             for left in range(forth, 0, -1)
@@ -295,10 +307,10 @@ class Ring:
             product,
         )
         for (_, direction), partial in zip(turns, products, strict=False):
-            sums[direction] = self._passed(_plus(sums[direction], partial), direction)
+            sums[direction] = self._received(_plus(sums[direction], partial), direction)
         return _plus(sums[-1], _plus(sums[1], next(products)))
 
-    def after(self, arrays: Tree, ready: Tree) -> tuple[Tree, Tree]:
+    def wait_for(self, arrays: Tree, ready: Tree) -> tuple[Tree, Tree]:
         """Both arguments unchanged; with `in_turn`, computations from the first wait for the
         second.
 
@@ -307,19 +319,19 @@ class Ring:
         message. The compiler for TPUs merges none, and fuses sums into matmuls if nothing is
         between the two.
         """
-        return jax.lax.optimization_barrier((arrays, ready)) if self.in_turn else (arrays, ready)
+        return jax.lax.optimization_barrier((arrays, ready)) if self.sequential else (arrays, ready)
 
     def _products(
         self, operands: Sequence[Tree], product: Callable[[Tree], jax.Array]
     ) -> Iterator[jax.Array]:
         result = product(operands[0])
         for arrays in operands[1:]:
-            arrays, result = self.after(arrays, result)
+            arrays, result = self.wait_for(arrays, result)
             yield result
             result = product(arrays)
         yield result
 
-    def _place(self) -> jax.Array:
+    def _position(self) -> jax.Array:
         """The place of this device on the ring."""
         return jnp.asarray(np.argsort(self.order), jnp.int32)[jax.lax.axis_index(self.axis)]
 
@@ -327,7 +339,7 @@ class Ring:
         """The device at a place, modulo the size of the ring."""
         return jnp.asarray(self.order, jnp.int32)[place % self.ways]
 
-    def _passed(self, array: jax.Array, far: int) -> jax.Array:
+    def _received(self, array: jax.Array, far: int) -> jax.Array:
         """The array of a neighbour."""
         return jax.lax.ppermute(
             array,
@@ -373,7 +385,7 @@ def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class SequenceMatmul:
     """A matmul in which one dim of both activation and result is the sequence.
 
     Attributes:
@@ -382,21 +394,24 @@ class Product:
         result: sequence dim of the result.
     """
 
-    parts: ManualContraction
+    contraction: ManualContraction
     activation: int
     result: int
 
 
-def gathering(
-    products: Sequence[Product], ring: Ring, activation: jax.Array, weights: Sequence[jax.Array]
+def gather_forward(
+    products: Sequence[SequenceMatmul],
+    ring: AxisRing,
+    activation: jax.Array,
+    weights: Sequence[jax.Array],
 ) -> tuple[jax.Array, ...]:
     """Products of an activation that is sharded along the sequence."""
 
     def work(results: Any, device: Any, piece: Any) -> list[Any]:
         return [
-            put(
+            write_shard(
                 results and results[k],
-                product.parts.op(piece, weight),
+                product.contraction.run(piece, weight),
                 product.result,
                 device,
                 ring.ways,
@@ -404,12 +419,12 @@ def gathering(
             for k, (product, weight) in enumerate(zip(products, weights, strict=True))
         ]
 
-    return tuple(ring.folded(activation, work))
+    return tuple(ring.fold(activation, work))
 
 
-def gathering_back(
-    products: Sequence[Product],
-    ring: Ring,
+def gather_backward(
+    products: Sequence[SequenceMatmul],
+    ring: AxisRing,
     activation: jax.Array,
     weights: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
@@ -420,23 +435,23 @@ def gathering_back(
 
     def given(device: Index) -> list[jax.Array]:
         return [
-            piece_of(cotangent, product.result, device, ring.ways)
+            shard_of(cotangent, product.result, device, ring.ways)
             for product, cotangent in zip(products, cotangents, strict=True)
         ]
 
     def back(pieces: list[jax.Array]) -> jax.Array:
         total: Any = None
         for product, weight, piece in zip(products, weights, pieces, strict=True):
-            product_gradient = product.parts.to_activation(activation, weight, piece)
+            product_gradient = product.contraction.activation_gradient(activation, weight, piece)
             total = product_gradient if total is None else total + product_gradient
         return total
 
     def work(sums: Any, device: Any, piece: Any) -> list[Any]:
         return [
-            added(
+            accumulate(
                 sums and sums[k],
-                product.parts.partial_sums(
-                    piece, piece_of(cotangent, product.result, device, ring.ways), weight.dtype
+                product.contraction.partial_sums(
+                    piece, shard_of(cotangent, product.result, device, ring.ways), weight.dtype
                 ),
             )
             for k, (product, weight, cotangent) in enumerate(
@@ -444,51 +459,57 @@ def gathering_back(
             )
         ]
 
-    sums = ring.folded(activation, work)
-    return ring.summed(given, back), tuple(
+    sums = ring.fold(activation, work)
+    return ring.reduce_scatter(given, back), tuple(
         total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True)
     )
 
 
-def scattering(product: Product, ring: Ring, activation: jax.Array, weight: jax.Array) -> jax.Array:
+def scatter_forward(
+    product: SequenceMatmul, ring: AxisRing, activation: jax.Array, weight: jax.Array
+) -> jax.Array:
     """A product that is a sum over devices, reduce-scattered along the sequence."""
-    return ring.summed(
-        lambda device: piece_of(activation, product.activation, device, ring.ways),
-        lambda piece: product.parts.op(piece, weight),
+    return ring.reduce_scatter(
+        lambda device: shard_of(activation, product.activation, device, ring.ways),
+        lambda piece: product.contraction.run(piece, weight),
     )
 
 
-def scattering_back(
-    product: Product, ring: Ring, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
+def scatter_backward(
+    product: SequenceMatmul,
+    ring: AxisRing,
+    activation: jax.Array,
+    weight: jax.Array,
+    cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of `scattering`: of the activation, and of the weight from this device's
     examples.
     """
     piece_shape = jax.eval_shape(
-        lambda: piece_of(activation, product.activation, jnp.int32(0), ring.ways)
+        lambda: shard_of(activation, product.activation, jnp.int32(0), ring.ways)
     )
 
     def work(totals: Any, device: Any, piece: Any) -> tuple[Any, Any]:
         to_activation, total = totals or (None, None)
-        to_activation = put(
+        to_activation = write_shard(
             to_activation,
-            product.parts.to_activation(piece_shape, weight, piece),
+            product.contraction.activation_gradient(piece_shape, weight, piece),
             product.activation,
             device,
             ring.ways,
         )
-        return to_activation, added(
+        return to_activation, accumulate(
             total,
-            product.parts.partial_sums(
-                piece_of(activation, product.activation, device, ring.ways), piece, weight.dtype
+            product.contraction.partial_sums(
+                shard_of(activation, product.activation, device, ring.ways), piece, weight.dtype
             ),
         )
 
-    to_activation, total = ring.folded(cotangent, work)
+    to_activation, total = ring.fold(cotangent, work)
     return to_activation, total.astype(weight.dtype)
 
 
-def added(total: jax.Array | None, part: jax.Array) -> jax.Array:
+def accumulate(total: jax.Array | None, part: jax.Array) -> jax.Array:
     """A sum of parts of a gradient, in float32 at least.
 
     Args:
@@ -498,7 +519,9 @@ def added(total: jax.Array | None, part: jax.Array) -> jax.Array:
     return part if total is None else total + part
 
 
-def put(array: jax.Array | None, piece: jax.Array, dim: int, device: Index, size: int) -> jax.Array:
+def write_shard(
+    array: jax.Array | None, piece: jax.Array, dim: int, device: Index, size: int
+) -> jax.Array:
     """The array with the shard of a device written to its place.
 
     Args:
@@ -514,7 +537,7 @@ def put(array: jax.Array | None, piece: jax.Array, dim: int, device: Index, size
     return jax.lax.dynamic_update_slice_in_dim(begun, piece, device * piece.shape[dim], axis=dim)
 
 
-def piece_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
+def shard_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
     """The shard of a device."""
     size = array.shape[dim] // ways
     return jax.lax.dynamic_slice_in_dim(array, device * size, size, axis=dim)
@@ -530,37 +553,37 @@ def piece_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
 # gathered, and their gradients reduced over the batch, as everywhere (`lowering/weights.py`).
 
 
-def loops(
-    candidates: Sequence[Matmul],
-    parameters: Callable[[Matmul], ParameterLayout],
-    placements: Mapping[Source, Layout],
-    machine: Machine,
+def ring_loops(
+    candidates: Sequence[WeightMatmul],
+    parameters: Callable[[WeightMatmul], ParameterLayout],
+    layouts: Mapping[ValueSource, Layout],
+    regions: Regions,
 ) -> dict[str, Together]:
     """Replacements of matmuls, by path of each."""
-    size = machine.ways((TENSOR,))
+    size = regions.ways((TENSOR,))
     if size == 1:
         return {}
     matches = [
         match
         for matmul in candidates
-        if (match := found_in(matmul, parameters(matmul), placements, size)) is not None
+        if (match := loop_matmul(matmul, parameters(matmul), layouts, size)) is not None
     ]
-    ring = Ring.along(
-        machine.parts((TENSOR,)),
-        tuple(machine.mesh.shape[part] for part in machine.parts((TENSOR,))),
-        in_turn=not machine.torus,
+    ring = AxisRing.of_axis(
+        regions.physical_axes((TENSOR,)),
+        tuple(regions.mesh.shape[part] for part in regions.physical_axes((TENSOR,))),
+        in_turn=not regions.torus,
     )
     by_path: dict[str, Together] = {}
-    for members in groups(matches, candidates, placements):
+    for members in loop_groups(matches, candidates, layouts):
         paths = tuple(member.matmul.path for member in members)
-        loop = Loop(
+        loop = MatmulLoop(
             ring=ring,
-            machine=machine,
+            regions=regions,
             members=tuple(
-                _member(member, parameters(member.matmul), machine) for member in members
+                _member(member, parameters(member.matmul), regions) for member in members
             ),
             gathers=members[0].gathers,
-            activation=machine.spec(
+            activation=regions.spec(
                 dict(enumerate(members[0].activation)), len(members[0].activation)
             ),
         )
@@ -569,7 +592,7 @@ def loops(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class LoopMember:
     """A matmul in a loop.
 
     Attributes:
@@ -580,7 +603,7 @@ class Member:
         result: sharding of the result.
     """
 
-    product: Product
+    product: SequenceMatmul
     weight: int
     gather: Callable[[jax.Array], jax.Array]
     weight_spec: jax.sharding.PartitionSpec
@@ -588,7 +611,7 @@ class Member:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
+class MatmulLoop:
     """A loop over the devices of the tensor axis.
 
     Attributes:
@@ -597,9 +620,9 @@ class Loop:
         activation: sharding of the activation.
     """
 
-    ring: Ring
-    machine: Machine
-    members: tuple[Member, ...]
+    ring: AxisRing
+    regions: Regions
+    members: tuple[LoopMember, ...]
     gathers: bool
     activation: jax.sharding.PartitionSpec
 
@@ -626,12 +649,12 @@ class Loop:
 
         def local(activation: Any, *weights: Any) -> tuple[Any, ...]:
             if self.gathers:
-                return gathering(products, self.ring, activation, weights)
-            return (scattering(products[0], self.ring, activation, weights[0]),)
+                return gather_forward(products, self.ring, activation, weights)
+            return (scatter_forward(products[0], self.ring, activation, weights[0]),)
 
         specs = (self.activation, *(member.weight_spec for member in self.members))
         results = tuple(member.result for member in self.members)
-        return self.machine.manual(local, specs, results)(activation, *self._gathered(weights))
+        return self.regions.manual(local, specs, results)(activation, *self._gathered(weights))
 
     def _backward(self, saved: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
         activation, *weights = saved
@@ -640,14 +663,14 @@ class Loop:
         def local(activation: Any, *arrays: Any) -> tuple[Any, ...]:
             weights, cotangents = arrays[:count], arrays[count:]
             if self.gathers:
-                back, sums = gathering_back(products, self.ring, activation, weights, cotangents)
+                back, sums = gather_backward(products, self.ring, activation, weights, cotangents)
             else:
-                back, to_weight = scattering_back(
+                back, to_weight = scatter_backward(
                     products[0], self.ring, activation, weights[0], cotangents[0]
                 )
                 sums = (to_weight,)
             return back, *(
-                product.parts.plan.apply(partial, self.machine)
+                product.contraction.reduction.apply(partial, self.regions)
                 for product, partial in zip(products, sums, strict=True)
             )
 
@@ -656,36 +679,39 @@ class Loop:
             *(member.weight_spec for member in self.members),
             *(member.result for member in self.members),
         )
-        weight_specs = (self.activation, *(product.parts.gradient_spec for product in products))
-        return self.machine.manual(local, specs, weight_specs)(
+        weight_specs = (
+            self.activation,
+            *(product.contraction.gradient_spec for product in products),
+        )
+        return self.regions.manual(local, specs, weight_specs)(
             activation, *self._gathered(weights), *cotangents
         )
 
 
-def _member(match: LoopMatmul, parameter: ParameterLayout, machine: Machine) -> Member:
+def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> LoopMember:
     use = match.matmul.use
-    cuts: Cuts = {
+    cuts: DimAxes = {
         dim: (TENSOR,)
         for dim, source in enumerate(use.view.dims)
         if source is not None and parameter.compute[source]
     }
     partial = tuple(axis for dim in match.dims.free for axis in match.result[dim] if axis != TENSOR)
     specs = (
-        machine.spec(dict(enumerate(match.activation)), len(match.activation)),
-        machine.spec(dict(enumerate(match.result)), len(match.result)),
+        regions.spec(dict(enumerate(match.activation)), len(match.activation)),
+        regions.spec(dict(enumerate(match.result)), len(match.result)),
     )
     parts = ManualContraction(
         use=use,
-        plan=reduction(use, parameter.gradient, partial, machine, cuts),
-        weight_cuts=cuts,
-        partial=partial,
-        arguments=specs,
-        machine=machine,
+        reduction=plan_reduction(use, parameter.gradient, partial, regions, cuts),
+        weight_axes=cuts,
+        partial_axes=partial,
+        operand_specs=specs,
+        regions=regions,
     )
-    return Member(
-        product=Product(parts=parts, activation=match.rows[0], result=match.rows[1]),
+    return LoopMember(
+        product=SequenceMatmul(contraction=parts, activation=match.rows[0], result=match.rows[1]),
         weight=use.operand,
-        gather=in_use(use, parameter, machine),
-        weight_spec=machine.spec(cuts, len(use.shape)),
+        gather=weight_gather(use, parameter, regions),
+        weight_spec=regions.spec(cuts, len(use.shape)),
         result=specs[1],
     )

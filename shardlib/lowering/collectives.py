@@ -20,16 +20,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardlib.annotation.trees import Tree
 from shardlib.errors import MissingPackageError, PinError
 from shardlib.jax_types import Function
-from shardlib.lowering.mesh import owned, parts_of, shapes_of
+from shardlib.lowering.mesh import owning_parameter, physical_axes, shapes_of
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan
 
 #: Mesh axes by dim; dims that are not sharded may be omitted.
-Cuts = dict[int, tuple[str, ...]]
+DimAxes = dict[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Machine:
+class Regions:
     """The mesh and the backend of gradient reductions.
 
     Attributes:
@@ -39,22 +39,24 @@ class Machine:
 
     mesh: Mesh | AbstractMesh
     torus: bool
-    wire: np.dtype | None = None
+    reduction_dtype: np.dtype | None = None
 
-    def parts(self, axes: Sequence[str]) -> tuple[str, ...]:
+    def physical_axes(self, axes: Sequence[str]) -> tuple[str, ...]:
         """The names that mesh axes have in the mesh."""
-        return parts_of(self.mesh, axes)
+        return physical_axes(self.mesh, axes)
 
     def ways(self, axes: Sequence[str]) -> int:
         """Number of shards of a dim that is sharded over axes."""
         size = 1
-        for part in self.parts(axes):
+        for part in self.physical_axes(axes):
             size *= self.mesh.shape[part]
         return size
 
-    def spec(self, cuts: Cuts, rank: int) -> PartitionSpec:
+    def spec(self, cuts: DimAxes, rank: int) -> PartitionSpec:
         """The partition spec of an array."""
-        return PartitionSpec(*(self.parts(cuts.get(dim, ())) or None for dim in range(rank)))
+        return PartitionSpec(
+            *(self.physical_axes(cuts.get(dim, ())) or None for dim in range(rank))
+        )
 
     def manual(
         self,
@@ -100,11 +102,11 @@ class Machine:
         first = (spec[0],) if isinstance(spec[0], str) else spec[0] or ()
         return PartitionSpec((*first, *single), *spec[1:])
 
-    def gathered(self, array: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
+    def all_gather(self, array: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
         """A device's shard all-gathered along a dim that is sharded over axes; inside of a manual
         region. See `gather`.
         """
-        parts = self.parts(axes)
+        parts = self.physical_axes(axes)
         if parts and dim and not self.torus:
             array = row_major(array)
         for group in (
@@ -117,8 +119,8 @@ class Machine:
             array = jax.lax.all_gather(array, group, axis=dim, tiled=True)
         return array
 
-    def gather(
-        self, shape: Sequence[int], pieces: Cuts | None, cuts: Cuts
+    def gather_function(
+        self, shape: Sequence[int], pieces: DimAxes | None, cuts: DimAxes
     ) -> Callable[[jax.Array], jax.Array]:
         """A function that gathers an array.
 
@@ -141,7 +143,7 @@ class Machine:
 
         def local(array: jax.Array) -> jax.Array:
             for dim, axes in missing.items():
-                array = self.gathered(array, dim, axes)
+                array = self.all_gather(array, dim, axes)
             return array
 
         return self.manual(local, (self.spec(pieces, rank),), self.spec(cuts, rank))
@@ -156,12 +158,12 @@ def row_major(array: jax.Array) -> jax.Array:
     return with_layout_constraint(array, ArrayLayout(major_to_minor=tuple(range(array.ndim))))
 
 
-def machine_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Machine:
+def regions_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Regions:
     """The machine of a plan's program."""
-    return Machine(
+    return Regions(
         mesh=mesh,
         torus=any(link.kind == "torus" for _, links in plan.placement for link in links),
-        wire=Precision.of(plan).wire,
+        reduction_dtype=Precision.of(plan).reductions,
     )
 
 
@@ -174,9 +176,9 @@ def machine_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Machine:
 # Scales and casts are those of qwix.
 
 #: Format of cotangents.
-BACK = jnp.float8_e5m2
+COTANGENT_FORMAT = jnp.float8_e5m2
 #: (contracted dims, batch dims) of both operands, as `jax.lax.dot_general` has them.
-Numbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
+DotDims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 
 
 def is_eight_bit(dtype: jax.typing.DTypeLike | None) -> TypeGuard[np.dtype]:
@@ -193,8 +195,8 @@ def require_qwix() -> None:
         )
 
 
-def product(
-    numbers: Numbers,
+def eight_bit_matmul(
+    numbers: DotDims,
     ranks: tuple[int, int],
     dtype: jax.typing.DTypeLike,
     result: jax.typing.DTypeLike,
@@ -215,17 +217,17 @@ def product(
         saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         left, right = saved
-        return gradient(numbers, ranks, 0, right, cotangent, dtype).astype(left.dtype), gradient(
-            numbers, ranks, 1, left, cotangent, dtype
-        ).astype(right.dtype)
+        return eight_bit_gradient(numbers, ranks, 0, right, cotangent, dtype).astype(
+            left.dtype
+        ), eight_bit_gradient(numbers, ranks, 1, left, cotangent, dtype).astype(right.dtype)
 
     # Not `run`: the remat policy must see what it saves.
     run.defvjp(lambda left, right: (made(left, right), (left, right)), backward)
     return run
 
 
-def gradient(
-    numbers: Numbers,
+def eight_bit_gradient(
+    numbers: DotDims,
     ranks: tuple[int, int],
     side_of_result: int,
     operand: jax.Array,
@@ -245,7 +247,7 @@ def gradient(
     ]
     opposite, along = 1 - side_of_result, len(batch[0])
     first = along + (len(free[0]) if opposite else 0)
-    back: Numbers = (
+    back: DotDims = (
         (tuple(range(first, first + len(free[opposite]))), tuple(free[opposite])),
         (tuple(range(along)), tuple(batch[opposite])),
     )
@@ -259,13 +261,13 @@ def gradient(
             for _, dim in sorted(zip(contracted[opposite], contracted[side_of_result], strict=True))
         ),
     ]
-    return _dot(cotangent, operand, back, BACK, dtype).transpose(np.argsort(order))
+    return _dot(cotangent, operand, back, COTANGENT_FORMAT, dtype).transpose(np.argsort(order))
 
 
 def _dot(
     left: jax.Array,
     right: jax.Array,
-    numbers: Numbers,
+    numbers: DotDims,
     left_dtype: jax.typing.DTypeLike,
     right_dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
@@ -300,10 +302,10 @@ class Precision:
         moments: of optimizer state with a parameter's shape.
     """
 
-    rest: np.dtype | None = None
-    products: np.dtype | None = None
-    kept: np.dtype | None = None
-    wire: np.dtype | None = None
+    parameters: np.dtype | None = None
+    matmuls: np.dtype | None = None
+    accumulators: np.dtype | None = None
+    reductions: np.dtype | None = None
     moments: np.dtype | None = None
 
     @staticmethod
@@ -315,49 +317,51 @@ class Precision:
             return jnp.dtype(words[word]) if word in words else None
 
         return Precision(
-            rest=dtype("param_dtype"),
-            products=dtype("matmul_dtype"),
-            kept=dtype("gradient_dtype"),
-            wire=dtype("reduction_dtype"),
+            parameters=dtype("param_dtype"),
+            matmuls=dtype("matmul_dtype"),
+            accumulators=dtype("gradient_dtype"),
+            reductions=dtype("reduction_dtype"),
             moments=dtype("moment_dtype"),
         )
 
-    def resting(self, params: Tree) -> Tree:
+    def as_stored(self, params: Tree) -> Tree:
         """Parameters in their stored dtypes: arrays, or abstract ones."""
         return jax.tree.map(
             lambda leaf: (
-                _cast(leaf, self.rest) if self.rest is not None and is_real(leaf) else leaf
-            ),
-            params,
-        )
-
-    def updated(self, params: Tree) -> Tree:
-        """Abstract parameters in the dtypes of the update, from those of the traced model."""
-        return jax.tree.map(
-            lambda leaf: (
-                _cast(leaf, jnp.promote_types(leaf.dtype, self.rest))
-                if self.rest is not None and is_real(leaf)
+                _cast(leaf, self.parameters)
+                if self.parameters is not None and is_real(leaf)
                 else leaf
             ),
             params,
         )
 
-    def sums(self, dtype: np.dtype) -> np.dtype:
+    def for_update(self, params: Tree) -> Tree:
+        """Abstract parameters in the dtypes of the update, from those of the traced model."""
+        return jax.tree.map(
+            lambda leaf: (
+                _cast(leaf, jnp.promote_types(leaf.dtype, self.parameters))
+                if self.parameters is not None and is_real(leaf)
+                else leaf
+            ),
+            params,
+        )
+
+    def accumulator(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which gradients of a dtype are accumulated: that of the plan, otherwise
         float32 at least.
         """
         return (
-            self.kept
-            if self.kept is not None and jnp.issubdtype(dtype, jnp.floating)
+            self.accumulators
+            if self.accumulators is not None and jnp.issubdtype(dtype, jnp.floating)
             else jnp.promote_types(dtype, jnp.float32)
         )
 
 
-def require_products(plan: Plan) -> None:
+def require_matmuls(plan: Plan) -> None:
     """Raises if the matmuls of a plan cannot be run: 8-bit ones need chips with support for them,
     or simulated devices.
     """
-    dtype = Precision.of(plan).products
+    dtype = Precision.of(plan).matmuls
     if not is_eight_bit(dtype):
         return
     chip = (plan.source.topology if plan.source is not None else topology(plan.topology)).chip
@@ -374,7 +378,7 @@ def is_real(leaf: Tree) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def like(tree: Tree, target: Tree) -> Tree:
+def cast_like(tree: Tree, target: Tree) -> Tree:
     """A tree cast to the dtypes of another; leaves with these dtypes are unchanged."""
     return jax.tree.map(
         lambda leaf, model: leaf if leaf.dtype == model.dtype else leaf.astype(model.dtype),
@@ -393,7 +397,7 @@ def _cast(leaf: Tree, dtype: Any) -> Any:
     )
 
 
-def stored(
+def with_stored_dtypes(
     optimizer: optax.GradientTransformation, params: Tree, precision: Precision
 ) -> optax.GradientTransformation:
     """An optimizer whose state is stored in the dtypes of a plan, and is cast to those of its
@@ -403,13 +407,13 @@ def stored(
         precision: the dtypes; if they change nothing, the optimizer is returned unchanged.
     """
     at_rest = jax.eval_shape(optimizer.init, params)
-    computed = jax.eval_shape(optimizer.init, precision.updated(params))
+    computed = jax.eval_shape(optimizer.init, precision.for_update(params))
     if precision.moments is not None:
         shapes = shapes_of(params)
         at_rest = jax.tree_util.tree_map_with_path(
             lambda path, leaf: (
                 _cast(leaf, precision.moments)
-                if is_real(leaf) and owned(path, leaf, shapes) is not None
+                if is_real(leaf) and owning_parameter(path, leaf, shapes) is not None
                 else leaf
             ),
             at_rest,
@@ -419,12 +423,12 @@ def stored(
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Tree) -> Tree:
-        return like(inner.init(params), at_rest)
+        return cast_like(inner.init(params), at_rest)
 
     def update(
         updates: Tree, state: Tree, params: Tree | None = None, **extra: Any
     ) -> tuple[Tree, Tree]:
-        updates, state = inner.update(updates, like(state, computed), params, **extra)
-        return updates, like(state, at_rest)
+        updates, state = inner.update(updates, cast_like(state, computed), params, **extra)
+        return updates, cast_like(state, at_rest)
 
     return optax.GradientTransformationExtraArgs(init, update)

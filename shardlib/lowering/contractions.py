@@ -24,8 +24,8 @@ from shardlib.graph import Window
 from shardlib.jax_types import Aval, EqnParam
 from shardlib.layout import Layout, MeshShape
 from shardlib.lowering import collectives as eightbit
-from shardlib.lowering.collectives import Machine, is_eight_bit
-from shardlib.lowering.mesh import held, named_sharding
+from shardlib.lowering.collectives import Regions, is_eight_bit
+from shardlib.lowering.mesh import constrain, named_sharding
 from shardlib.propagation.contractions import arriving, used
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Run, Walk, bind
@@ -50,12 +50,14 @@ class ContractionShardings:
 
     operands: tuple[NamedSharding, ...]
     result: NamedSharding
-    settles: bool
-    arriving: tuple[NamedSharding | None, ...] = (None, None)
+    constrains_result: bool
+    ungathered: tuple[NamedSharding | None, ...] = (None, None)
 
     @staticmethod
     def of(
-        equation: Equation, placements: Mapping[tuple[str, int], Layout], mesh: Mesh | AbstractMesh
+        equation: Equation,
+        value_layouts: Mapping[tuple[str, int], Layout],
+        mesh: Mesh | AbstractMesh,
     ) -> ContractionShardings | None:
         """The shardings of an equation; None if it is not a contraction, or if the plan has
         none for it.
@@ -65,7 +67,7 @@ class ContractionShardings:
         layouts = [
             layout
             for position in range(len(equation.inputs) + 1)
-            if (layout := placements.get(used(equation.path, position))) is not None
+            if (layout := value_layouts.get(used(equation.path, position))) is not None
         ]
         if len(layouts) <= len(equation.inputs):
             return None
@@ -73,20 +75,22 @@ class ContractionShardings:
         return ContractionShardings(
             operands=tuple(named_sharding(mesh, operand) for operand in operands),
             result=named_sharding(mesh, result),
-            settles=not follows(placements.get((equation.path, 0)), operands, result),
-            arriving=tuple(
+            constrains_result=not only_scatters(
+                value_layouts.get((equation.path, 0)), operands, result
+            ),
+            ungathered=tuple(
                 None if layout is None else named_sharding(mesh, layout)
                 for layout in (
-                    placements.get(arriving(equation.path, position)) for position in (0, 1)
+                    value_layouts.get(arriving(equation.path, position)) for position in (0, 1)
                 )
             ),
         )
 
     def run(self, contraction: Contraction, operands: Sequence[jax.Array]) -> jax.Array:
         """The result of a contraction in these layouts."""
-        return self.made(
+        return self.result_of(
             contraction.run(
-                [self.read(position, operand) for position, operand in enumerate(operands)]
+                [self.operand(position, operand) for position, operand in enumerate(operands)]
             )
         )
 
@@ -99,33 +103,37 @@ class ContractionShardings:
         like: jax.ShapeDtypeStruct | jax.Array,
     ) -> jax.Array:
         """The gradient of one operand in its layout, from operands and cotangent in theirs."""
-        if self.arriving[position] is None or not contraction.sums_in(cotangent.dtype, like.dtype):
+        if self.ungathered[position] is None or not contraction.widens(cotangent.dtype, like.dtype):
             aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
-            return self.read(position, contraction.slope(position, operands, cotangent, aval))
+            return self.operand(
+                position, contraction.operand_gradient(position, operands, cotangent, aval)
+            )
         # Rounded first, partial sums would be all-reduced, and scattered only after that.
         aval = jax.ShapeDtypeStruct(like.shape, cotangent.dtype)
-        summed = self.read(position, contraction.slope(position, operands, cotangent, aval))
-        return self.scattered(position, summed).astype(like.dtype)
+        summed = self.operand(
+            position, contraction.operand_gradient(position, operands, cotangent, aval)
+        )
+        return self.scatter(position, summed).astype(like.dtype)
 
-    def read(self, position: int, value: jax.Array) -> jax.Array:
+    def operand(self, position: int, value: jax.Array) -> jax.Array:
         """An operand as the contraction reads it; also the gradient of that operand."""
-        return held(value, self.operands[position])
+        return constrain(value, self.operands[position])
 
-    def scattered(self, position: int, gradient: jax.Array) -> jax.Array:
+    def scatter(self, position: int, gradient: jax.Array) -> jax.Array:
         """The gradient of an operand, in the sharding of the operand before it was gathered."""
-        before = self.arriving[position]
-        return gradient if before is None else held(gradient, before)
+        before = self.ungathered[position]
+        return gradient if before is None else constrain(gradient, before)
 
-    def made(self, value: jax.Array) -> jax.Array:
+    def result_of(self, value: jax.Array) -> jax.Array:
         """The result in the layout that the contraction computes."""
-        return held(value, self.result) if self.settles else value
+        return constrain(value, self.result) if self.constrains_result else value
 
     def cotangent(self, value: jax.Array) -> jax.Array:
         """The cotangent of the result in the layout that the gradients read."""
-        return held(value, self.result)
+        return constrain(value, self.result)
 
 
-def follows(planned: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
+def only_scatters(planned: Layout | None, operands: Sequence[Layout], result: Layout) -> bool:
     """True if the planned layout of a result is that of the operation, except that partial sums are
     reduce-scattered.
 
@@ -151,28 +159,23 @@ class Contraction(Protocol):
         """The operation."""
         ...
 
-    def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
+    def widens(self, wide: np.dtype, read: np.dtype, /) -> bool:
         """True if gradients of operands of dtype `read` are summed in the wider dtype `wide` of the
         result, and rounded after that.
         """
         ...
 
-    def slope(
-        self,
-        position: int,
-        operands: Operands,
-        cotangent: jax.Array,
-        like: jax.ShapeDtypeStruct,
-        /,
+    def operand_gradient(
+        self, position: int, operands: Operands, cotangent: jax.Array, like: jax.ShapeDtypeStruct, /
     ) -> jax.Array:
         """The gradient of one operand, in the dtype of `like`: that of the operand, or the wider
-        one of the cotangent if `sums_in` is true. `operands[position]` is ignored.
+        one of the cotangent if `widens` is true. `operands[position]` is ignored.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class AsWritten:
+class ModelContraction:
     """A contraction as the model's equation computes it."""
 
     equation: Equation
@@ -181,22 +184,17 @@ class AsWritten:
         """The operation."""
         return bind(self.equation, operands)[0]
 
-    def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
+    def widens(self, wide: np.dtype, read: np.dtype, /) -> bool:
         """See `Contraction`."""
         return self.equation.name == "dot_general" and wide.itemsize > read.itemsize
 
-    def slope(
-        self,
-        position: int,
-        operands: Operands,
-        cotangent: jax.Array,
-        like: jax.ShapeDtypeStruct,
-        /,
+    def operand_gradient(
+        self, position: int, operands: Operands, cotangent: jax.Array, like: jax.ShapeDtypeStruct, /
     ) -> jax.Array:
         """See `Contraction`."""
         left = operands[0]
         if position == 1 and self.equation.name == "dot_general" and left is not None:
-            return _slope_of_right(self.equation, left, cotangent).astype(like.dtype)
+            return _right_gradient(self.equation, left, cotangent).astype(like.dtype)
 
         def linear(variable: jax.Array) -> jax.Array:
             return self.run(
@@ -209,7 +207,7 @@ class AsWritten:
         return jax.linear_transpose(linear, like)(cotangent)[0]
 
 
-def _slope_of_right(equation: Equation, left: jax.Array, cotangent: jax.Array) -> jax.Array:
+def _right_gradient(equation: Equation, left: jax.Array, cotangent: jax.Array) -> jax.Array:
     """The gradient of the right operand of a product, computed with the left operand on the left.
 
     JAX puts the cotangent on the left and transposes the result. XLA's CPU compiler then computes
@@ -232,7 +230,7 @@ def _slope_of_right(equation: Equation, left: jax.Array, cotangent: jax.Array) -
     return jax.lax.transpose(product, [order.index(dim) for dim in range(product.ndim)])
 
 
-def pinned(
+def run_in_layouts(
     contraction: Contraction, shardings: ContractionShardings, operands: Sequence[jax.Array]
 ) -> jax.Array:
     """The result of a contraction in its planned layouts, with its gradients in theirs."""
@@ -258,7 +256,7 @@ def pinned(
         if isinstance(cotangent, SymbolicZero):
             return (None,) * len(like)
         reads = [
-            None if value is None else shardings.read(position, value)
+            None if value is None else shardings.operand(position, value)
             for position, value in enumerate((left, right, *others))
         ]
         back = shardings.cotangent(cotangent)
@@ -292,55 +290,57 @@ def pinned(
 # cost of a reordering.
 
 #: Sizes of the pieces of a dim, in the model's order.
-Sizes = tuple[int, ...]
+PieceSizes = tuple[int, ...]
 #: Interleaved dims of an array, with their pieces.
-Orders = Mapping[int, Sizes]
+FusedDims = Mapping[int, PieceSizes]
 
 
-def interleaved(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> jax.Array:
+def interleaved(value: jax.Array, dim: int, sizes: PieceSizes, shards: int) -> jax.Array:
     """A value with the positions of a dim in the interleaved order.
 
     >>> interleaved(jnp.arange(8), 0, (4, 4), 2).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7]
     """
-    return joined(cut(value, dim, sizes), dim, shards)
+    return interleave(split_pieces(value, dim, sizes), dim, shards)
 
 
-def in_order(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> jax.Array:
+def deinterleaved(value: jax.Array, dim: int, sizes: PieceSizes, shards: int) -> jax.Array:
     """The reverse of `interleaved`."""
-    return jnp.concatenate(pieces(value, dim, sizes, shards), axis=dim)
+    return jnp.concatenate(split_interleaved(value, dim, sizes, shards), axis=dim)
 
 
-def cut(value: jax.Array, dim: int, sizes: Sizes) -> list[jax.Array]:
+def split_pieces(value: jax.Array, dim: int, sizes: PieceSizes) -> list[jax.Array]:
     """The pieces of a dim in the model's order."""
     return jnp.split(value, list(accumulate(sizes))[:-1], axis=dim)
 
 
-def pieces(value: jax.Array, dim: int, sizes: Sizes, shards: int) -> list[jax.Array]:
+def split_interleaved(
+    value: jax.Array, dim: int, sizes: PieceSizes, shards: int
+) -> list[jax.Array]:
     """The pieces of an interleaved dim; no communication, since each device's part of the dim
     consists of its parts of the pieces.
     """
-    seen = _seen(value, dim, (shards, value.shape[dim] // shards))
-    parts = cut(seen, dim + 1, tuple(size // shards for size in sizes))
+    seen = _split_dim(value, dim, (shards, value.shape[dim] // shards))
+    parts = split_pieces(seen, dim + 1, tuple(size // shards for size in sizes))
     return [
         part.reshape(*value.shape[:dim], size, *value.shape[dim + 1 :])
         for part, size in zip(parts, sizes, strict=True)
     ]
 
 
-def joined(values: Sequence[jax.Array], dim: int, shards: int) -> jax.Array:
+def interleave(values: Sequence[jax.Array], dim: int, shards: int) -> jax.Array:
     """The reverse of `pieces`."""
-    parts = [_seen(value, dim, (shards, value.shape[dim] // shards)) for value in values]
+    parts = [_split_dim(value, dim, (shards, value.shape[dim] // shards)) for value in values]
     fused = jnp.concatenate(parts, axis=dim + 1)
     return fused.reshape(*fused.shape[:dim], shards * fused.shape[dim + 1], *fused.shape[dim + 2 :])
 
 
-def _seen(value: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
+def _split_dim(value: jax.Array, dim: int, sizes: tuple[int, ...]) -> jax.Array:
     return value.reshape(*value.shape[:dim], *sizes, *value.shape[dim + 1 :])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class PieceOp:
     """An op that splits a fused dim or makes one of its pieces.
 
     Attributes:
@@ -350,7 +350,7 @@ class Taken:
     """
 
     dim: int
-    sizes: Sizes
+    sizes: PieceSizes
     windows: tuple[Window, ...]
 
     def run(
@@ -358,11 +358,11 @@ class Taken:
     ) -> list[jax.Array]:
         """The results of the op; the fused dim is interleaved, its pieces are not."""
         if equation.name in ("split", "slice"):
-            parts = pieces(operands[0], self.dim, self.sizes, shards)
+            parts = split_interleaved(operands[0], self.dim, self.sizes, shards)
             return [self._covered(parts, window) for window in self.windows]
         if equation.name == "concatenate":
             return [
-                joined(
+                interleave(
                     [
                         piece
                         for operand, window in zip(operands, self.windows, strict=True)
@@ -383,16 +383,18 @@ class Taken:
             for size in (before, after)
         ]
         filled_dim = jnp.concatenate([filled[0], operands[0], filled[1]], axis=self.dim)
-        return [joined(cut(filled_dim, self.dim, self.sizes), self.dim, shards)]
+        return [interleave(split_pieces(filled_dim, self.dim, self.sizes), self.dim, shards)]
 
     def _covered(self, parts: Sequence[jax.Array], window: Window) -> jax.Array:
         covered = [parts[index] for index in self._inside(window)] or [
-            cut(parts[0], self.dim, (0, 0))[0]
+            split_pieces(parts[0], self.dim, (0, 0))[0]
         ]
         return covered[0] if len(covered) == 1 else jnp.concatenate(covered, axis=self.dim)
 
     def _cut(self, operand: jax.Array, window: Window) -> list[jax.Array]:
-        return cut(operand, self.dim, tuple(self.sizes[index] for index in self._inside(window)))
+        return split_pieces(
+            operand, self.dim, tuple(self.sizes[index] for index in self._inside(window))
+        )
 
     def _inside(self, window: Window) -> list[int]:
         starts = [0, *accumulate(self.sizes)]
@@ -404,7 +406,7 @@ class Taken:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reshaped:
+class PieceReshape:
     """A reshape between a fused dim of n equal pieces and a dim of size n.
 
     Attributes:
@@ -415,7 +417,7 @@ class Reshaped:
     """
 
     dim: int
-    sizes: Sizes
+    sizes: PieceSizes
     splits: bool
 
     def run(
@@ -425,7 +427,7 @@ class Reshaped:
         (value,), shape = operands, tuple(equation.eqn.outvars[0].aval.shape)
         count, size = len(self.sizes), self.sizes[0]
         if self.splits:
-            seen = _seen(value, self.dim, (shards, count, size // shards))
+            seen = _split_dim(value, self.dim, (shards, count, size // shards))
             return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
         outside = shape[: self.dim]
         inside = shape[self.dim + 1 :]
@@ -449,16 +451,16 @@ class Interleaving:
     """
 
     shards: int = 1
-    parameters: Mapping[int, Orders] = field(default_factory=dict)
-    slices: Mapping[str, Orders] = field(default_factory=dict)
-    special: Mapping[str, Taken | Reshaped] = field(default_factory=dict)
-    operands: Mapping[str, Mapping[int, Mapping[int, tuple[Sizes, bool]]]] = field(
+    parameters: Mapping[int, FusedDims] = field(default_factory=dict)
+    slices: Mapping[str, FusedDims] = field(default_factory=dict)
+    piece_ops: Mapping[str, PieceOp | PieceReshape] = field(default_factory=dict)
+    operands: Mapping[str, Mapping[int, Mapping[int, tuple[PieceSizes, bool]]]] = field(
         default_factory=dict
     )
-    results: Mapping[tuple[str, int], Orders] = field(default_factory=dict)
+    results: Mapping[tuple[str, int], FusedDims] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
 
-    def around(self, walk: Walk) -> Walk:
+    def wrap(self, walk: Walk) -> Walk:
         """A walk that does the same as another, on interleaved dims."""
         return (
             replace(walk, place=self._place(walk), run=self._run(walk.run))
@@ -478,32 +480,36 @@ class Interleaving:
     def _run(self, inner: Run | None) -> Run:
         def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
             changed = self.operands.get(equation.path)
-            if changed is None and equation.path not in self.special:
+            if changed is None and equation.path not in self.piece_ops:
                 return None if inner is None else inner(equation, operands)
             values = [
-                self._turned(value, (changed or {}).get(position, {}))
+                self._reordered(value, (changed or {}).get(position, {}))
                 for position, value in enumerate(operands)
             ]
-            if equation.path in self.special:
-                return self.special[equation.path].run(equation, values, self.shards)
+            if equation.path in self.piece_ops:
+                return self.piece_ops[equation.path].run(equation, values, self.shards)
             results = None if inner is None else inner(equation, values)
             return bind(equation, values) if results is None else results
 
         return run
 
-    def _turned(self, value: jax.Array, dims: Mapping[int, tuple[Sizes, bool]]) -> jax.Array:
+    def _reordered(
+        self, value: jax.Array, dims: Mapping[int, tuple[PieceSizes, bool]]
+    ) -> jax.Array:
         for dim, (sizes, to_interleaved) in dims.items():
-            value = (interleaved if to_interleaved else in_order)(value, dim, sizes, self.shards)
+            value = (interleaved if to_interleaved else deinterleaved)(
+                value, dim, sizes, self.shards
+            )
         return value
 
 
 #: Nothing is interleaved.
-AS_WRITTEN = Interleaving()
+NO_INTERLEAVING = Interleaving()
 
 
-def taken(
+def interleaved_parameter(
     value: jax.Array,
-    orders: Orders,
+    orders: FusedDims,
     shards: int,
     forth: tuple[NamedSharding, NamedSharding],
     back: tuple[NamedSharding, NamedSharding],
@@ -529,12 +535,14 @@ def taken(
 
     function.defvjp(
         lambda value: (function(value), None),
-        lambda _, cotangent: (moved(cotangent, in_order, back),),
+        lambda _, cotangent: (moved(cotangent, deinterleaved, back),),
     )
     return function(value)
 
 
-def dealt(layout: Layout, orders: Orders, shape: Sequence[int], mesh: MeshShape) -> Layout:
+def reordering_layout(
+    layout: Layout, orders: FusedDims, shape: Sequence[int], mesh: MeshShape
+) -> Layout:
     """The layout in which a parameter's fused dims are reordered: these are not sharded, and their
     mesh axes shard another dim that divides, if there is one.
 
@@ -563,7 +571,7 @@ def dealt(layout: Layout, orders: Orders, shape: Sequence[int], mesh: MeshShape)
 
 
 @dataclass(frozen=True, kw_only=True)
-class InGroups:
+class GroupedConvolution:
     """A contraction that is a grouped convolution.
 
     Attributes:
@@ -599,21 +607,16 @@ class InGroups:
             _spec(right.ndim, {numbers.rhs_spec[0]: channels, numbers.rhs_spec[1]: rows}),
         )
         result_spec = _spec(left.ndim, {numbers.out_spec[1]: channels})
-        return self._machine.manual(local, sharded, result_spec)(left, right)
+        return self._regions.manual(local, sharded, result_spec)(left, right)
 
-    def slope(
-        self,
-        position: int,
-        operands: Operands,
-        cotangent: jax.Array,
-        like: jax.ShapeDtypeStruct,
-        /,
+    def operand_gradient(
+        self, position: int, operands: Operands, cotangent: jax.Array, like: jax.ShapeDtypeStruct, /
     ) -> jax.Array:
         """See `Contraction`."""
         numbers, groups = self._numbers, self.equation.params["feature_group_count"]
         rows, left = _axes(self.shardings.operands[0], numbers.lhs_spec[0]), operands[0]
         if position == 0 or left is None or groups == 1 or not rows:
-            return self.contraction.slope(position, operands, cotangent, like)
+            return self.contraction.operand_gradient(position, operands, cotangent, like)
         channels = self._channels(groups)
         shards, out = self._ways(channels), numbers.rhs_spec[0]
         shape = tuple(size // shards if dim == out else size for dim, size in enumerate(like.shape))
@@ -633,9 +636,9 @@ class InGroups:
             _spec(left.ndim, {numbers.out_spec[0]: rows, numbers.out_spec[1]: channels}),
         )
         result_spec = _spec(left.ndim, {out: channels})
-        return self._machine.manual(local, sharded, result_spec)(left, cotangent)
+        return self._regions.manual(local, sharded, result_spec)(left, cotangent)
 
-    def sums_in(self, wide: object, read: object, /) -> bool:
+    def widens(self, wide: object, read: object, /) -> bool:
         """See `Contraction`: gradients of convolutions are summed in their own dtype."""
         return False
 
@@ -644,8 +647,8 @@ class InGroups:
         return self.equation.params["dimension_numbers"]
 
     @property
-    def _machine(self) -> Machine:
-        return Machine(mesh=self.shardings.result.mesh, torus=False)
+    def _regions(self) -> Regions:
+        return Regions(mesh=self.shardings.result.mesh, torus=False)
 
     def _channels(self, groups: int) -> tuple[str, ...]:
         """Mesh axes over which devices have whole groups."""
@@ -656,7 +659,7 @@ class InGroups:
         return math.prod(self.shardings.result.mesh.shape[axis] for axis in axes)
 
 
-def by_groups(
+def with_manual_groups(
     contraction: Contraction,
     equation: Equation,
     shardings: ContractionShardings,
@@ -670,7 +673,7 @@ def by_groups(
     counts = equation.params["feature_group_count"], equation.params["batch_group_count"]
     if max(counts) == 1:
         return contraction
-    return InGroups(
+    return GroupedConvolution(
         contraction=contraction, equation=equation, shardings=shardings, changed=changed
     )
 
@@ -736,11 +739,11 @@ class Use:
     equation: Equation
     operand: int
     view: View
-    rows: Any = None
-    product: Any = None
-    stored: Any = None
+    rows_dtype: Any = None
+    matmul_dtype: Any = None
+    stored_dtype: Any = None
     shardings: ContractionShardings | None = None
-    again: bool = False
+    recomputed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -748,13 +751,13 @@ class Use:
         return tuple(self.equation.eqn.invars[self.operand].aval.shape)
 
     @property
-    def other(self) -> Aval:
+    def other_aval(self) -> Aval:
         """Abstract value of the other one of two operands."""
         return self.equation.eqn.invars[1 - self.operand].aval
 
     def run(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation, in the dtype of the product; its result has the traced dtype."""
-        if self.product is None:
+        if self.matmul_dtype is None:
             return bind(
                 self.equation,
                 [
@@ -762,12 +765,12 @@ class Use:
                     for operand, variable in zip(operands, self.equation.eqn.invars, strict=True)
                 ],
             )[0]
-        if is_eight_bit(self.product):
-            return eightbit.product(
-                *self._dims, self.product, self.equation.eqn.outvars[0].aval.dtype
+        if is_eight_bit(self.matmul_dtype):
+            return eightbit.eight_bit_matmul(
+                *self._dims, self.matmul_dtype, self.equation.eqn.outvars[0].aval.dtype
             )(*operands)
-        narrow = [as_dtype(operand, self.product) for operand in operands]
-        return bind(self.equation, narrow, preferred_element_type=self.product)[0].astype(
+        narrow = [as_dtype(operand, self.matmul_dtype) for operand in operands]
+        return bind(self.equation, narrow, preferred_element_type=self.matmul_dtype)[0].astype(
             self.equation.eqn.outvars[0].aval.dtype
         )
 
@@ -777,26 +780,21 @@ class Use:
         return self.equation.eqn.invars[self.operand].aval.dtype
 
     @property
-    def _dims(self) -> tuple[eightbit.Numbers, tuple[int, int]]:
+    def _dims(self) -> tuple[eightbit.DotDims, tuple[int, int]]:
         left, right = self.equation.eqn.invars
         return self.equation.params["dimension_numbers"], (left.aval.ndim, right.aval.ndim)
 
-    def slope(
-        self,
-        position: int,
-        operands: Operands,
-        cotangent: jax.Array,
-        like: jax.ShapeDtypeStruct,
-        /,
+    def operand_gradient(
+        self, position: int, operands: Operands, cotangent: jax.Array, like: jax.ShapeDtypeStruct, /
     ) -> jax.Array:
         """See `Contraction`."""
         other, aval = operands[1 - position], self.equation.eqn.invars[1 - position].aval
         assert other is not None, "a gradient is made of the other operand"
-        if is_eight_bit(self.product):
-            return eightbit.gradient(*self._dims, position, other, cotangent, self.product).astype(
-                like.dtype
-            )
-        wide = self.sums_in(like.dtype, self.equation.eqn.invars[position].aval.dtype)
+        if is_eight_bit(self.matmul_dtype):
+            return eightbit.eight_bit_gradient(
+                *self._dims, position, other, cotangent, self.matmul_dtype
+            ).astype(like.dtype)
+        wide = self.widens(like.dtype, self.equation.eqn.invars[position].aval.dtype)
 
         def linear(variable: jax.Array) -> jax.Array:
             fixed = as_dtype(other, aval.dtype) if wide else other
@@ -805,54 +803,54 @@ class Use:
 
         return jax.linear_transpose(linear, like)(cotangent)[0]
 
-    def pinned(self, operands: Sequence[jax.Array]) -> jax.Array:
+    def run_in_layouts(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation in its planned layouts."""
         return self.run(operands) if self.shardings is None else self.shardings.run(self, operands)
 
-    def to_activation(
+    def activation_gradient(
         self, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
     ) -> jax.Array:
         """The gradient of the other operand, in its planned layout."""
         shardings, position = self.shardings, 1 - self.operand
         if shardings is None:
             like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
-            return self.slope(position, (weight, weight), cotangent, like)
-        weight, cotangent = shardings.read(self.operand, weight), shardings.cotangent(cotangent)
+            return self.operand_gradient(position, (weight, weight), cotangent, like)
+        weight, cotangent = shardings.operand(self.operand, weight), shardings.cotangent(cotangent)
         return shardings.gradient(self, position, (weight, weight), cotangent, activation)
 
-    def sums_in(self, wide: np.dtype, read: np.dtype, /) -> bool:
+    def widens(self, wide: np.dtype, read: np.dtype, /) -> bool:
         """See `Contraction`."""
         return (
-            self.product is None
+            self.matmul_dtype is None
             and self.equation.name == "dot_general"
             and wide.itemsize > read.itemsize
         )
 
-    def kept(self, activation: jax.Array) -> jax.Array:
+    def saved_operand(self, activation: jax.Array) -> jax.Array:
         """The other operand as it is saved for the backward pass."""
         return (
             activation
-            if self.product is None or is_eight_bit(self.product)
-            else as_dtype(activation, self.product)
+            if self.matmul_dtype is None or is_eight_bit(self.matmul_dtype)
+            else as_dtype(activation, self.matmul_dtype)
         )
 
-    def found_again(self, activation: jax.Array) -> jax.Array:
+    def reread(self, activation: jax.Array) -> jax.Array:
         """The other operand as the backward pass reads it. A recomputed operand is all-gathered, as
         in the forward pass, so that the products of one activation (queries, keys and values) and
         their weight gradients share one all-gather. A saved operand is saved sharded.
         """
         return (
-            self.shardings.read(1 - self.operand, activation)
-            if self.again and self.shardings is not None
+            self.shardings.operand(1 - self.operand, activation)
+            if self.recomputed and self.shardings is not None
             else activation
         )
 
-    def moved(self, weight: jax.Array) -> jax.Array:
+    def narrowest(self, weight: jax.Array) -> jax.Array:
         """The operand in the narrowest dtype in which it can be gathered without a change of the
         result.
         """
         narrow = weight
-        for dtype in (self.rows, self.product, self.stored):
+        for dtype in (self.rows_dtype, self.matmul_dtype, self.stored_dtype):
             if (
                 dtype is not None
                 and not is_eight_bit(dtype)
@@ -861,10 +859,10 @@ class Use:
                 narrow = narrow.astype(dtype)
         return narrow
 
-    def narrowed(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    def narrow_operands(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands in the dtypes in which they are communicated."""
         return [
-            self.moved(value) if position == self.operand else self.kept(value)
+            self.narrowest(value) if position == self.operand else self.saved_operand(value)
             for position, value in enumerate(operands)
         ]
 

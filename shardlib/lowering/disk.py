@@ -34,8 +34,8 @@ from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import DiskError
 from shardlib.findings import Finding
 from shardlib.jax_types import Function, Value
-from shardlib.lowering.mesh import owned, shapes_of
-from shardlib.lowering.runtime import Draft, Executable, TrainState, sums
+from shardlib.lowering.mesh import owning_parameter, shapes_of
+from shardlib.lowering.runtime import Executable, TracedFunction, TrainState, checksums
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting import Labels, dependence, needed
 
@@ -44,7 +44,7 @@ from shardlib.tracing.rewriting import Labels, dependence, needed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
+class PieceProgram:
     """A compiled piece of a function. Values are numbers of the traced program.
 
     Attributes:
@@ -57,15 +57,15 @@ class Call:
 
     program: Executable
     reads: tuple[int, ...]
-    made: tuple[int, ...]
+    results: tuple[int, ...]
     stored: tuple[int, ...] = ()
-    last: tuple[int, ...] = ()
+    last_reads: tuple[int, ...] = ()
     other_bytes: int = 0
 
     def __call__(self, values: Mapping[int, Value]) -> dict[int, Value]:
         """The results of the piece, by value."""
         return dict(
-            zip(self.made, self.program([values[number] for number in self.reads]), strict=True)
+            zip(self.results, self.program([values[number] for number in self.reads]), strict=True)
         )
 
     def memory(self) -> dict[str, int]:
@@ -75,7 +75,7 @@ class Call:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Calls:
+class PiecePrograms:
     """A function of arrays, divided into pieces.
 
     Attributes:
@@ -88,9 +88,9 @@ class Calls:
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
-    results: jax.tree_util.PyTreeDef
-    calls: tuple[Call, ...]
-    sums: Mapping[int, int | None]
+    treedef: jax.tree_util.PyTreeDef
+    programs: tuple[PieceProgram, ...]
+    checksums: Mapping[int, int | None]
 
     def tree(self, values: Mapping[int, Value]) -> Tree:
         """The outputs as the function returns them, without aliases, since a step deletes arrays
@@ -98,11 +98,11 @@ class Calls:
         """
         seen: set[int] = set()
         leaves: list[Any] = []
-        for number in self.outputs[: self.results.num_leaves]:
+        for number in self.outputs[: self.treedef.num_leaves]:
             leaf = values[number]
             leaves.append(leaf.copy() if number in seen else leaf)
             seen.add(number)
-        return jax.tree.unflatten(self.results, leaves)
+        return jax.tree.unflatten(self.treedef, leaves)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -113,14 +113,14 @@ class Calls:
 # frees.
 
 #: Environment variable that names the folder for state on disk.
-VARIABLE = "SHARDLIB_DISK_DIR"
+DISK_VARIABLE = "SHARDLIB_DISK_DIR"
 PREFIX = "shardlib-state-"
 #: File systems that are in memory (Linux, /proc/mounts).
 IN_MEMORY = ("tmpfs", "ramfs")
 
 
 @dataclass(kw_only=True, eq=False)
-class File:
+class StateFile:
     """A file of a fixed size.
 
     Attributes:
@@ -131,8 +131,8 @@ class File:
 
     path: Path
     size: int
-    sum: int = 0
-    holders: int = 1
+    crc: int = 0
+    references: int = 1
 
     def write(self, data: np.ndarray) -> None:
         """Writes all of the file."""
@@ -145,7 +145,7 @@ class File:
                 f"state on disk could not be written to {self.path} ({error})\nTry: another disk;"
                 " the newest checkpoint is as before"
             ) from error
-        self.sum = zlib.crc32(raw)
+        self.crc = zlib.crc32(raw)
 
     def read(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Reads all of the file as an array."""
@@ -156,7 +156,7 @@ class File:
                 f"state on disk could not be read from {self.path} ({error})\nTry: another disk;"
                 " the newest checkpoint is as before"
             ) from error
-        if raw.nbytes != self.size or zlib.crc32(raw.data) != self.sum:
+        if raw.nbytes != self.size or zlib.crc32(raw.data) != self.crc:
             raise DiskError(
                 f"state on disk is not what was written: {self.path} has changed\nTry: another"
                 " disk; the newest checkpoint is as before"
@@ -170,51 +170,51 @@ def _raw(data: np.ndarray) -> memoryview:
 
 
 @dataclass(kw_only=True, eq=False)
-class Folder:
+class StateFolder:
     """A folder of reusable files for arrays."""
 
     path: Path
-    _free: dict[int, list[File]] = field(default_factory=dict)
+    _free: dict[int, list[StateFile]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _count: int = 0
 
-    def file(self, size: int) -> File:
+    def file(self, size: int) -> StateFile:
         """A file of a given size that is not in use: a released one, or a new one."""
         with self._lock:
             if self._free.get(size):
                 free = self._free[size].pop()
-                free.holders = 1
+                free.references = 1
                 return free
             self._count += 1
             path = self.path / f"{self._count}.bin"
         try:
             with path.open("xb") as file:
                 if size:
-                    _take(file.fileno(), size)
+                    _allocate(file.fileno(), size)
         except OSError as error:
             with contextlib.suppress(OSError):
                 path.unlink()
             raise DiskError(
                 f"there is no room for {size / 2**20:.1f} MiB of state in {self.path}"
-                f" ({error})\nTry: make room, or another disk: {VARIABLE}=/path or compile(...,"
-                " disk='/path'); the newest checkpoint is as before"
+                f" ({error})\nTry: make room, or another disk: {DISK_VARIABLE}=/path or"
+                " compile(..., disk='/path'); the newest checkpoint is as before"
             ) from error
-        return File(path=path, size=size)
+        return StateFile(path=path, size=size)
 
-    def hold(self, file: File) -> None:
+    def add_reference(self, file: StateFile) -> None:
         """Increments the reference count of a file."""
         with self._lock:
-            file.holders += 1
+            file.references += 1
 
-    def release(self, file: File) -> None:
+    def release(self, file: StateFile) -> None:
         """Decrements the reference count of a file; at zero, it can be reused."""
         with self._lock:
-            file.holders -= 1
-            if not file.holders:
+            file.references -= 1
+            if not file.references:
                 self._free.setdefault(file.size, []).append(file)
 
 
-def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
+def folder(parent: str | os.PathLike[str] | None = None) -> StateFolder:
     """A new folder for this process inside another one; folders that killed processes left there
     are deleted.
 
@@ -222,10 +222,10 @@ def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
         parent: a folder on a disk of this host; by default that of the environment variable
             `VARIABLE`, or else the system's folder for temporary files.
     """
-    root = Path(parent or os.environ.get(VARIABLE) or tempfile.gettempdir())
+    root = Path(parent or os.environ.get(DISK_VARIABLE) or tempfile.gettempdir())
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _sweep(root)
+        _delete_orphans(root)
         draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
         lock = os.open(draft / "lock", os.O_CREAT | os.O_RDWR)  # locked until the process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -234,14 +234,14 @@ def folder(parent: str | os.PathLike[str] | None = None) -> Folder:
     except OSError as error:
         raise DiskError(
             f"the folder for state on disk cannot be used: {root} ({error})\nTry: another one:"
-            f" {VARIABLE}=/path or compile(..., disk='/path')"
+            f" {DISK_VARIABLE}=/path or compile(..., disk='/path')"
         ) from error
-    created = Folder(path=path)
-    weakref.finalize(created, _gone, path, lock)
+    created = StateFolder(path=path)
+    weakref.finalize(created, _delete_folder, path, lock)
     return created
 
 
-def _take(file: int, size: int) -> None:
+def _allocate(file: int, size: int) -> None:
     """Allocates the space of a file, if the system can."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file, 0, size)
@@ -264,12 +264,12 @@ def in_memory(path: Path) -> str:
     return ""
 
 
-def _gone(path: Path, lock: int) -> None:
+def _delete_folder(path: Path, lock: int) -> None:
     shutil.rmtree(path, ignore_errors=True)
     os.close(lock)
 
 
-def _sweep(root: Path) -> None:
+def _delete_orphans(root: Path) -> None:
     """Deletes folders whose process has ended, which are those whose lock is free."""
     for left in root.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
@@ -284,7 +284,7 @@ def _sweep(root: Path) -> None:
 # Each process stores the distinct shards of its own devices.
 
 #: Start and end of a shard, by dim.
-Index = tuple[tuple[int, int], ...]
+ShardIndex = tuple[tuple[int, int], ...]
 
 
 class DiskArray:
@@ -297,16 +297,16 @@ class DiskArray:
 
     def __init__(
         self,
-        folder: Folder,
+        folder: StateFolder,
         like: jax.Array | DiskArray,
-        files: Mapping[Index, File],
+        files: Mapping[ShardIndex, StateFile],
         written: Future[None] | None,
         sums: Any,
     ) -> None:
         self.shape = tuple(like.shape)
         self.dtype = np.dtype(like.dtype)
         self.sharding = like.sharding
-        self.sums = sums
+        self.checksums = sums
         self._folder, self._files, self._written = folder, dict(files), written
         self._end = weakref.finalize(self, _release, folder, tuple(self._files.values()), written)
         self._end.atexit = False
@@ -340,9 +340,9 @@ class DiskArray:
         Args:
             memory_kind: memory kind on the devices; by default that of the sharding.
         """
-        return self.placed(self.read(), memory_kind)
+        return self.on_devices(self.read(), memory_kind)
 
-    def read(self) -> dict[Index, np.ndarray]:
+    def read(self) -> dict[ShardIndex, np.ndarray]:
         """Reads the shards of this process into host memory; errors as those of `array`."""
         if self.is_deleted():
             raise DiskError(
@@ -356,7 +356,9 @@ class DiskArray:
             for index, file in self._files.items()
         }
 
-    def placed(self, read: Mapping[Index, np.ndarray], memory_kind: str | None = None) -> jax.Array:
+    def on_devices(
+        self, read: Mapping[ShardIndex, np.ndarray], memory_kind: str | None = None
+    ) -> jax.Array:
         """The array on the devices, from the result of `read`.
 
         Args:
@@ -377,15 +379,15 @@ class DiskArray:
             self.shape, sharding, pieces, dtype=self.dtype
         )
 
-    def held(self) -> DiskArray:
+    def second_reference(self) -> DiskArray:
         """A second reference to the array: its files stay until both are deleted."""
         if self.is_deleted():
             raise DiskError(
                 f"state on disk was deleted: {self!r}\nTry: the state that the last step returned"
             )
         for file in self._files.values():
-            self._folder.hold(file)
-        return DiskArray(self._folder, self, self._files, self._written, self.sums)
+            self._folder.add_reference(file)
+        return DiskArray(self._folder, self, self._files, self._written, self.checksums)
 
     def delete(self) -> None:
         """Releases its files, once they are written."""
@@ -396,7 +398,9 @@ class DiskArray:
         return not self._end.alive
 
 
-def _release(folder: Folder, files: tuple[File, ...], written: Future[None] | None) -> None:
+def _release(
+    folder: StateFolder, files: tuple[StateFile, ...], written: Future[None] | None
+) -> None:
     def release(_: Any = None) -> None:
         for file in files:
             folder.release(file)
@@ -407,7 +411,7 @@ def _release(folder: Folder, files: tuple[File, ...], written: Future[None] | No
         written.add_done_callback(release)
 
 
-def _index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
+def _index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> ShardIndex:
     assert index is not None  # of devices of this process
     return tuple(
         (start, stop)
@@ -416,32 +420,32 @@ def _index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Index:
 
 
 @dataclass(kw_only=True, eq=False)
-class Writer:
+class DiskWriter:
     """Writes arrays to files in a thread, behind the program that makes them.
 
     Attributes:
         behind: number of arrays that may be waiting to be written; beyond it, `put` blocks.
     """
 
-    folder: Folder
-    behind: int = 4
+    folder: StateFolder
+    most_pending: int = 4
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-on-disk")
     )
-    _under_way: deque[Future[None]] = field(default_factory=deque)
+    _pending: deque[Future[None]] = field(default_factory=deque)
 
     def put(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
         """Copies an array to host memory, starts to write it, and returns its leaf; to be called
         from one thread.
         """
-        while len(self._under_way) >= self.behind:
-            self._under_way.popleft().result()
-        copies: dict[Index, np.ndarray] = {}
+        while len(self._pending) >= self.most_pending:
+            self._pending.popleft().result()
+        copies: dict[ShardIndex, np.ndarray] = {}
         for shard in array.addressable_shards:
             index = _index(shard.index, array.shape)
             if index not in copies:
                 copies[index] = np.asarray(shard.data)
-        files: dict[Index, File] = {}
+        files: dict[ShardIndex, StateFile] = {}
         try:
             for index, data in copies.items():
                 files[index] = self.folder.file(data.nbytes)
@@ -455,7 +459,7 @@ class Writer:
                 files[index].write(data)
 
         written = self._pool.submit(write)
-        self._under_way.append(written)
+        self._pending.append(written)
         return DiskArray(self.folder, array, files, written, sums)
 
 
@@ -473,7 +477,7 @@ GRADIENT = "shardlib: gradient of a parameter"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class StepPiece:
     """A piece of a step. Values are numbers of the program.
 
     Attributes:
@@ -483,13 +487,13 @@ class Piece:
     """
 
     stored: tuple[int, ...]
-    given: tuple[int, ...]
-    made: tuple[int, ...]
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
     equations: tuple[Equation, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class DividedStep:
     """A step divided into pieces.
 
     Attributes:
@@ -498,11 +502,11 @@ class Pieces:
         rest: the others, in the order of their arrays in the state.
     """
 
-    first: Piece
-    rest: tuple[Piece, ...]
+    first: StepPiece
+    updates: tuple[StepPiece, ...]
 
 
-def pieces(program: Program, stored: Collection[int]) -> Pieces:
+def divide_step(program: Program, stored: Collection[int]) -> DividedStep:
     """Divides a step into pieces."""
     labels = dependence(
         program,
@@ -511,32 +515,32 @@ def pieces(program: Program, stored: Collection[int]) -> Pieces:
             for number in program.inputs
         ],
     )
-    available = {*program.inputs, *_handed_on(program, labels)}
+    available = {*program.inputs, *_passed_values(program, labels)}
     others = tuple(
         _piece(program, group, labels, available)
-        for group in _together(
+        for group in _joint_groups(
             program.equations,
             labels,
             [str(number) for number in program.inputs if number in stored],
         )
     )
-    handed = {number for piece in others for number in piece.given}.difference(program.inputs)
+    handed = {number for piece in others for number in piece.inputs}.difference(program.inputs)
     outputs = tuple(
         dict.fromkeys(
             (*(number for number in program.outputs if not labels[number]), *sorted(handed))
         )
     )
     equations, reads = needed(program.equations, outputs)
-    first = Piece(
+    first = StepPiece(
         stored=(),
-        given=tuple(number for number in program.inputs if number in reads),
-        made=outputs,
+        inputs=tuple(number for number in program.inputs if number in reads),
+        results=outputs,
         equations=tuple(equations),
     )
-    return Pieces(first=first, rest=others)
+    return DividedStep(first=first, updates=others)
 
 
-def _handed_on(program: Program, labels: Mapping[int, Labels]) -> set[int]:
+def _passed_values(program: Program, labels: Mapping[int, Labels]) -> set[int]:
     """Values that need nothing from disk and are passed on rather than recomputed by their readers:
     gradients, and scalars.
     """
@@ -558,7 +562,7 @@ def _size(program: Program, number: int) -> int:
 
 def _piece(
     program: Program, group: Labels, labels: Mapping[int, Labels], available: Collection[int]
-) -> Piece:
+) -> StepPiece:
     outputs = tuple(dict.fromkeys(number for number in program.outputs if labels[number] & group))
     equations, _ = needed(
         program.equations, [number for number in outputs if number not in available], available
@@ -567,15 +571,15 @@ def _piece(
         outputs
     ).intersection(available)
     stored = tuple(number for number in program.inputs if str(number) in group)
-    return Piece(
+    return StepPiece(
         stored=stored,
-        given=tuple(sorted(reads.difference(stored))),
-        made=outputs,
+        inputs=tuple(sorted(reads.difference(stored))),
+        results=outputs,
         equations=tuple(equations),
     )
 
 
-def _together(
+def _joint_groups(
     equations: Iterable[Equation], labels: Mapping[int, Labels], stored: Iterable[str]
 ) -> list[Labels]:
     """Groups of arrays on disk, by label, that belong to one piece."""
@@ -593,16 +597,16 @@ def _together(
 # The programs of a step whose optimizer state is on disk, and of its first state.
 
 #: Label of values that go to disk.
-STORED = "shardlib: stored on disk"
+ON_DISK = "shardlib: stored on disk"
 
 
-def on_disk(state: TrainState) -> dict[int, str]:
+def disk_leaves(state: TrainState) -> dict[int, str]:
     """The arrays of a state that are stored on disk (those of the optimizer that have a parameter's
     shape): positions among its leaves -> paths.
     """
     shapes = shapes_of(state.params)
     owners = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: owned(path, leaf, shapes) is not None, state.opt_state
+        lambda path, leaf: owning_parameter(path, leaf, shapes) is not None, state.opt_state
     )
     marked = replace(jax.tree.map(lambda _: False, state), opt_state=owners)
     return {
@@ -624,13 +628,13 @@ class CompileTarget:
 
     mesh: Mesh
     state: TrainState
-    whole: NamedSharding
+    replicated: NamedSharding
     digest: str
 
     @cached_property
     def stored(self) -> tuple[int, ...]:
         """Positions of the leaves of the state that are stored on disk."""
-        return tuple(on_disk(self.state))
+        return tuple(disk_leaves(self.state))
 
     def traced(
         self,
@@ -653,10 +657,10 @@ class CompileTarget:
             results, treedef = jax.tree.flatten(function(*jax.tree.unflatten(structure, arguments)))
             treedefs.append(treedef)
             for k in self.stored:
-                results[k] = checkpoint_name(results[k], STORED)
+                results[k] = checkpoint_name(results[k], ON_DISK)
             return [
                 *results,
-                *(sums({"": results[k]}, {"": cuts[k]})[0] for k in self.stored if summed),
+                *(checksums({"": results[k]}, {"": cuts[k]})[0] for k in self.stored if summed),
             ]
 
         with context:
@@ -667,24 +671,26 @@ class CompileTarget:
         """Shardings of all outputs, the leaves of the state first."""
         cuts = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
         return {
-            number: cuts[k] if k < len(cuts) else self.whole
+            number: cuts[k] if k < len(cuts) else self.replicated
             for k, number in reversed(list(enumerate(program.outputs)))
         }
 
 
-def total(array: jax.Array, replicated: NamedSharding) -> jax.Array:
+def array_checksums(array: jax.Array, replicated: NamedSharding) -> jax.Array:
     """The checksums of an array, see `shardlib.lowering.runtime`."""
     return _total(array.sharding, replicated)(array)
 
 
 @functools.cache
 def _total(sharding: NamedSharding, replicated: NamedSharding) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda array: sums({"": array}, {"": sharding})[0], out_shardings=replicated)
+    return jax.jit(
+        lambda array: checksums({"": array}, {"": sharding})[0], out_shardings=replicated
+    )
 
 
-def step_calls(
+def step_programs(
     target: CompileTarget, step: Callable[[TrainState, Tree], Tree], batch: Tree
-) -> Calls:
+) -> PiecePrograms:
     """Compiles (state, batch) -> (state, metrics): first everything that needs nothing from disk,
     then the pieces of the update.
     """
@@ -693,46 +699,43 @@ def step_calls(
     )
     leaves, count = jax.tree.leaves((target.state, batch)), len(jax.tree.leaves(target.state))
     stored = [program.inputs[k] for k in target.stored]
-    cut = pieces(program, stored)
+    cut = divide_step(program, stored)
     avals: dict[int, Any] = dict(zip(program.inputs, leaves, strict=True))
-    readers = Counter(number for piece in cut.rest for number in piece.given)
+    readers = Counter(number for piece in cut.updates for number in piece.inputs)
     state = set(program.inputs[:count])
 
-    def compiled(piece: Piece, name: str, last: set[int]) -> Call:
-        reads = (*piece.stored, *piece.given)
-        draft = Draft.of_program(
-            replace(program, inputs=reads, outputs=piece.made, equations=piece.equations),
+    def compiled(piece: StepPiece, name: str, last: set[int]) -> PieceProgram:
+        reads = (*piece.stored, *piece.inputs)
+        draft = TracedFunction.of_program(
+            replace(program, inputs=reads, outputs=piece.results, equations=piece.equations),
             [avals[number] for number in reads],
         )
         cuts = target.shardings(program)
         built = draft.compiled(
             f"shardlib_{name}_{target.digest}",
             target.mesh,
-            shardings=[cuts.get(number) for number in piece.made],
-            donated=_taken_over(program, reads, last & state, piece.made),
+            shardings=[cuts.get(number) for number in piece.results],
+            donated=_donatable(program, reads, last & state, piece.results),
         )
-        return Call(
+        return PieceProgram(
             program=built,
             reads=reads,
-            made=piece.made,
+            results=piece.results,
             stored=piece.stored,
-            last=tuple(sorted(last.intersection(reads))),
+            last_reads=tuple(sorted(last.intersection(reads))),
         )
 
-    def spent(piece: Piece) -> set[int]:
+    def spent(piece: StepPiece) -> set[int]:
         return {
             *piece.stored,
-            *(number for number in piece.given if readers[number] == 1),
+            *(number for number in piece.inputs if readers[number] == 1),
         }.difference(program.outputs)
 
     first = compiled(cut.first, "step", state.difference(program.outputs, readers, stored))
-    avals.update(zip(first.made, first.program.results, strict=True))
+    avals.update(zip(first.results, first.program.results, strict=True))
     # Updated parameters reuse the buffers of the old ones.
-    calls, resting = (
-        [first],
-        state.union(readers).difference(stored),
-    )
-    for k, piece in enumerate(cut.rest):
+    calls, resting = ([first], state.union(readers).difference(stored))
+    for k, piece in enumerate(cut.updates):
         call = compiled(piece, f"update_{k}", spent(piece))
         calls.append(
             replace(
@@ -740,13 +743,13 @@ def step_calls(
                 other_bytes=sum(_bytes(avals[number]) for number in resting.difference(call.reads)),
             )
         )
-        resting = resting.difference(set(call.last).difference(state))
-    return Calls(
+        resting = resting.difference(set(call.last_reads).difference(state))
+    return PiecePrograms(
         inputs=program.inputs,
         outputs=program.outputs,
-        results=results,
-        calls=tuple(calls),
-        sums=dict(
+        treedef=results,
+        programs=tuple(calls),
+        checksums=dict(
             zip(
                 (program.outputs[k] for k in target.stored),
                 program.outputs[results.num_leaves :],
@@ -756,7 +759,7 @@ def step_calls(
     )
 
 
-def _taken_over(
+def _donatable(
     program: Program, reads: Sequence[int], spare: Collection[int], results: Sequence[int]
 ) -> list[int]:
     """Positions of inputs whose buffers can be donated to results: those without later readers, as
@@ -774,9 +777,9 @@ def _taken_over(
     return positions
 
 
-def init_calls(
+def init_programs(
     target: CompileTarget, init: Callable[[jax.Array], TrainState], seed: jax.ShapeDtypeStruct
-) -> Calls:
+) -> PiecePrograms:
     """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
 
     Checksums are separate: XLA would constant-fold the sums of zeros, which optimizers' first
@@ -788,26 +791,26 @@ def init_calls(
     program, results = target.traced(no_mesh(), init, seed, summed=False)
     stored, cuts = [program.outputs[k] for k in target.stored], target.shardings(program)
 
-    def compiled(numbers: Sequence[int], name: str) -> Call:
-        draft = Draft.of_program(replace(program, outputs=tuple(numbers)), [seed])
+    def compiled(numbers: Sequence[int], name: str) -> PieceProgram:
+        draft = TracedFunction.of_program(replace(program, outputs=tuple(numbers)), [seed])
         built = draft.compiled(
             f"shardlib_{name}_{target.digest}",
             target.mesh,
             shardings=[cuts[number] for number in numbers],
         )
-        return Call(program=built, reads=program.inputs, made=tuple(numbers), stored=())
+        return PieceProgram(program=built, reads=program.inputs, results=tuple(numbers), stored=())
 
     resting = tuple(dict.fromkeys(number for number in program.outputs if number not in stored))
     calls = [
         compiled(resting, "init"),
         *(compiled((number,), f"init_{k}") for k, number in enumerate(stored)),
     ]
-    return Calls(
+    return PiecePrograms(
         inputs=program.inputs,
         outputs=program.outputs,
-        results=results,
-        calls=tuple(calls),
-        sums=dict.fromkeys(stored),
+        treedef=results,
+        programs=tuple(calls),
+        checksums=dict.fromkeys(stored),
     )
 
 
@@ -829,10 +832,10 @@ def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
 # memory at a time, and one piece of it in device memory.
 
 #: Number of pieces that are read ahead.
-AHEAD = 2
+READ_AHEAD = 2
 
 
-def writer(parent: str | os.PathLike[str] | None) -> tuple[Writer, tuple[Finding, ...]]:
+def disk_writer(parent: str | os.PathLike[str] | None) -> tuple[DiskWriter, tuple[Finding, ...]]:
     """A writer of arrays to a new folder inside another one, and findings about that folder."""
     created = folder(parent)
     kind = in_memory(created.path)
@@ -843,9 +846,9 @@ def writer(parent: str | os.PathLike[str] | None) -> tuple[Writer, tuple[Finding
         message=(
             f"the folder for state on disk is memory of the host ({kind}): nothing is saved there"
         ),
-        hint=f"a folder on a disk: {VARIABLE}=/path or compile(..., disk='/path')",
+        hint=f"a folder on a disk: {DISK_VARIABLE}=/path or compile(..., disk='/path')",
     )
-    return Writer(folder=created), (finding,) if kind else ()
+    return DiskWriter(folder=created), (finding,) if kind else ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -860,19 +863,21 @@ class DiskStep:
         writer: writes arrays to disk.
     """
 
-    where: CompileTarget
+    target: CompileTarget
     batch: Tree
     function: Callable[[TrainState, Tree], Tree]
     first: Callable[[jax.Array], TrainState]
-    writer: Writer
-    _inits: dict[tuple[int, ...], Calls] = field(default_factory=dict[tuple[int, ...], Calls])
+    writer: DiskWriter
+    _inits: dict[tuple[int, ...], PiecePrograms] = field(
+        default_factory=dict[tuple[int, ...], PiecePrograms]
+    )
     _reader: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-from-disk")
     )
 
     @cached_property
-    def _step(self) -> Calls:
-        return step_calls(self.where, self.function, self.batch)
+    def _step(self) -> PiecePrograms:
+        return step_programs(self.target, self.function, self.batch)
 
     def prepare(self) -> None:
         """Compiles the step."""
@@ -883,27 +888,27 @@ class DiskStep:
         shape = np.shape(seed)
         if shape not in self._inits:
             abstract = jax.ShapeDtypeStruct(shape, seed.dtype)
-            self._inits[shape] = init_calls(self.where, self.first, abstract)
+            self._inits[shape] = init_programs(self.target, self.first, abstract)
         calls = self._inits[shape]
         values: dict[int, Any] = {calls.inputs[0]: seed}
-        for call in calls.calls:
+        for call in calls.programs:
             values.update(self._to_host(calls, call(values)))
         return calls.tree(values)
 
-    def fresh(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
+    def init_optimizer(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
         """The optimizer's state before the first step for existing parameters; arrays that go to
         disk are computed one at a time.
 
         Args:
             init: parameters -> optimizer state.
         """
-        abstract, structure = jax.tree.flatten(self.where.state.opt_state)
+        abstract, structure = jax.tree.flatten(self.target.state.opt_state)
         first = len(
             jax.tree.leaves(
-                (self.where.state.step, self.where.state.params, self.where.state.model_state)
+                (self.target.state.step, self.target.state.params, self.target.state.model_state)
             )
         )
-        stored = {place - first for place in on_disk(self.where.state)}
+        stored = {place - first for place in disk_leaves(self.target.state)}
         leaves: list[Any] = []
         for k, leaf in enumerate(abstract):
             array = jax.jit(
@@ -914,13 +919,13 @@ class DiskStep:
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """Runs one step; deletes the given state."""
-        calls = self._step.calls
+        calls = self._step.programs
         values: dict[int, Any] = dict(
             zip(self._step.inputs, jax.tree.leaves((state, batch)), strict=True)
         )
         waiting = deque(calls[1:])
         reading = deque(
-            self._read(waiting.popleft(), values) for _ in range(min(AHEAD, len(waiting)))
+            self._read(waiting.popleft(), values) for _ in range(min(READ_AHEAD, len(waiting)))
         )
         values.update(self._to_host(self._step, calls[0](values)))
         for call in calls[1:]:
@@ -935,7 +940,7 @@ class DiskStep:
             )
             for number in read:
                 values[number].delete()
-            for number in call.last:
+            for number in call.last_reads:
                 del values[number]
             values.update(self._to_host(self._step, results))
         return self._step.tree(values)
@@ -944,9 +949,9 @@ class DiskStep:
         """Bytes per device of the program that needs the most, including live parameters and
         gradients that it does not read.
         """
-        return max((call.memory() for call in self._step.calls), key=lambda sizes: sizes["peak"])
+        return max((call.memory() for call in self._step.programs), key=lambda sizes: sizes["peak"])
 
-    def _read(self, call: Call, values: Mapping[int, Any]) -> Future[dict[int, Any]]:
+    def _read(self, call: PieceProgram, values: Mapping[int, Any]) -> Future[dict[int, Any]]:
         """Starts to read the arrays of a piece that are on disk; a state from elsewhere may have
         them in memory.
         """
@@ -959,13 +964,13 @@ class DiskStep:
             lambda: {number: leaf.read() for number, leaf in on_disk.items()}
         )
 
-    def _to_host(self, calls: Calls, results: Mapping[int, Any]) -> dict[int, Any]:
+    def _to_host(self, calls: PiecePrograms, results: Mapping[int, Any]) -> dict[int, Any]:
         """Results, with those that are stored on disk put there."""
 
         def put(number: int, leaf: Any) -> Any:
-            if number not in calls.sums:
+            if number not in calls.checksums:
                 return leaf
-            sums_number = calls.sums[number]
+            sums_number = calls.checksums[number]
             return (
                 self._put(leaf)
                 if sums_number is None
@@ -976,4 +981,4 @@ class DiskStep:
 
     def _put(self, array: jax.Array) -> DiskArray:
         """Computes the checksums of an array and puts it on disk."""
-        return self.writer.put(array, total(array, self.where.whole))
+        return self.writer.put(array, array_checksums(array, self.target.replicated))

@@ -23,8 +23,8 @@ from shardlib.errors import LayoutError, PlanError, ShardlibError
 from shardlib.functions.experts import ExpertForm
 from shardlib.jax_types import Function, Index
 from shardlib.layout import Layout
-from shardlib.lowering.collectives import Cuts, Machine
-from shardlib.lowering.uses import Site
+from shardlib.lowering.collectives import DimAxes, Regions
+from shardlib.lowering.uses import CallSite
 from shardlib.lowering.weights import Reduction
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import ParameterLayout, Plan
@@ -839,16 +839,16 @@ class Matrices:
         gathered: by dim, the (minor) mesh axes that it is gathered over before use.
     """
 
-    rest: Cuts
-    gathered: Cuts
+    rest: DimAxes
+    gathered: DimAxes
 
     @staticmethod
     def of(
         parameter: ParameterLayout | None,
         dims: Sequence[int | None],
         shape: Sequence[int],
-        compute: Cuts,
-        machine: Machine,
+        compute: DimAxes,
+        regions: Regions,
     ) -> Matrices:
         """An operand that is a parameter, or a layer of it, enters in its stored sharding; another
         operand in the compute sharding.
@@ -857,7 +857,7 @@ class Matrices:
             parameter: its layouts; None for an operand that is not a parameter.
             dims: for each dim of the operand, the dim of the parameter, or None.
         """
-        stored: Cuts = (
+        stored: DimAxes = (
             {}
             if parameter is None
             else {
@@ -866,7 +866,7 @@ class Matrices:
         )
         fits = parameter is not None and all(
             stored.get(dim, ())[: len(compute.get(dim, ()))] == compute.get(dim, ())
-            and shape[dim] % machine.ways(stored.get(dim, ())) == 0
+            and shape[dim] % regions.ways(stored.get(dim, ())) == 0
             for dim in range(3)
         )
         if not fits or (
@@ -880,23 +880,23 @@ class Matrices:
             gathered={dim: axes[len(compute.get(dim, ())) :] for dim, axes in stored.items()},
         )
 
-    def whole(self, array: jax.Array, machine: Machine) -> jax.Array:
+    def whole(self, array: jax.Array, regions: Regions) -> jax.Array:
         """The operand in its compute sharding; inside the region. Its gradient is reduce-scattered
         as others are (`shardlib.lowering.weights`).
         """
         back = Reduction(
-            scattered={dim: axes for dim, axes in self.gathered.items() if axes}, summed=()
+            scattered={dim: axes for dim, axes in self.gathered.items() if axes}, all_reduced=()
         )
 
         def forward(array: jax.Array) -> jax.Array:
             for dim, axes in self.gathered.items():
-                array = machine.gathered(array, dim, axes)
+                array = regions.all_gather(array, dim, axes)
             return array
 
         run = jax.custom_vjp(forward)
         run.defvjp(
             lambda array: (forward(array), None),
-            lambda _, cotangent: (back.apply(cotangent, machine, stacked=True),),
+            lambda _, cotangent: (back.apply(cotangent, regions, stacked=True),),
         )
         return run(array)
 
@@ -921,7 +921,7 @@ class Placed:
 
     def local(
         self,
-        machine: Machine,
+        regions: Regions,
         x: jax.Array,
         weights: jax.Array,
         chosen: jax.Array,
@@ -933,7 +933,7 @@ class Placed:
             x: jax.Array, weights: jax.Array, chosen: jax.Array, *parameters: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             used = [
-                checkpoint_name(matrices.whole(array, machine), GATHERED)
+                checkpoint_name(matrices.whole(array, regions), GATHERED)
                 for matrices, array in zip(self.matrices, parameters, strict=True)
             ]
             # Gathered here, and not on entry, tokens are gathered in their own dtype, the backward
@@ -958,11 +958,11 @@ class Placed:
 
 
 def on_their_devices(
-    site: Site,
+    site: CallSite,
     plan: Plan,
     parameters: Sequence[ParameterLayout | None],
-    placements: Mapping[tuple[str, int], Layout],
-    machine: Machine,
+    layouts: Mapping[tuple[str, int], Layout],
+    regions: Regions,
 ) -> Callable[..., Sequence[jax.Array]] | None:
     """The replacement of a call of experts; None if it is left to automatic partitioning, which
     gathers all tokens.
@@ -970,7 +970,7 @@ def on_their_devices(
     Args:
         parameters: layouts of the operands that are parameters; None for others.
     """
-    layout, grouped = placements.get(site.key(0)), _grouped(plan, machine)
+    layout, grouped = layouts.get(site.layout_key(0)), _grouped(plan, regions)
     if (
         plan.mesh.devices == plan.mesh["stage"] and grouped.kind == "blocks"
         # one device has all of a layer; as it is written, the call would multiply all rows by all
@@ -987,15 +987,15 @@ def on_their_devices(
             " sharded, and the plan has no layout of them\nTry: tokens [batch, sequence, features],"
             " or experts='none'"
         )
-    placed = _placed(site, parameters, layout, grouped, machine)
+    placed = _placed(site, parameters, layout, grouped, regions)
     batch, sequence = placed.tokens
     rows, after = (
         PartitionSpec(*(axes or None for axes in (batch, along)[: len(layout) - 1]))
         for along in (sequence, (*sequence, *placed.over) if placed.scattered else sequence)
     )
-    specs = (after, rows, rows, *(machine.spec(matrices.rest, 3) for matrices in placed.matrices))
-    run = machine.manual(
-        lambda *local: placed.local(machine, *local), specs, (after, PartitionSpec())
+    specs = (after, rows, rows, *(regions.spec(matrices.rest, 3) for matrices in placed.matrices))
+    run = regions.manual(
+        lambda *local: placed.local(regions, *local), specs, (after, PartitionSpec())
     )
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
@@ -1007,25 +1007,25 @@ def on_their_devices(
 
 
 def _placed(
-    site: Site,
+    site: CallSite,
     parameters: Sequence[ParameterLayout | None],
     tokens: Layout,
     grouped: Grouped,
-    machine: Machine,
+    regions: Regions,
 ) -> Placed:
     """The shardings of a call, see `on_their_devices`; `tokens` is the layout of its tokens."""
     form = site.call.form
-    shared, hidden = _axes_of_matrices(site, parameters[3], machine)
+    shared, hidden = _axes_of_matrices(site, parameters[3], regions)
     # Capacities count tokens in the order of the whole sequence.
     along = (
         ()
         if form.capacity is not None or len(tokens) < 3
         else tuple(axis for axis in tokens[1] if axis not in hidden and axis != "tensor")
     )
-    batch, sequence = machine.parts(tokens[0]), machine.parts(along)
+    batch, sequence = regions.physical_axes(tokens[0]), regions.physical_axes(along)
     expert_axes = ExpertSharding(
-        expert=machine.parts(shared),
-        ways=machine.ways(shared),
+        expert=regions.physical_axes(shared),
+        ways=regions.ways(shared),
         every=(*batch, *sequence),
         grouped=grouped,
     )
@@ -1033,7 +1033,7 @@ def _placed(
         form=form,
         where=expert_axes,
         tokens=(batch, sequence),
-        over=machine.parts(hidden),
+        over=regions.physical_axes(hidden),
         scattered=bool(hidden) and len(tokens) > 2 and tokens[1] == (*along, *hidden),
         matrices=tuple(
             Matrices.of(
@@ -1041,7 +1041,7 @@ def _placed(
                 () if (view := site.views[3 + k]) is None else view.dims,
                 site.avals[3 + k].shape,
                 {0: shared, _HIDDEN[name]: hidden},
-                machine,
+                regions,
             )
             for k, name in enumerate(("up", "down", "gate")[: len(site.avals) - 3])
         ),
@@ -1049,14 +1049,14 @@ def _placed(
 
 
 def _axes_of_matrices(
-    site: Site, up: ParameterLayout | None, machine: Machine
+    site: CallSite, up: ParameterLayout | None, regions: Regions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mesh axes that shard the experts, and those that shard their hidden width."""
     view, shape = site.views[3], site.avals[3].shape
     if up is None or view is None:
         return (), ()
     experts, _, width = (() if source is None else up.compute[source] for source in view.dims)
-    experts_size, tensor = machine.ways(("expert",)), machine.ways(("tensor",))
+    experts_size, tensor = regions.ways(("expert",)), regions.ways(("tensor",))
     return (
         tuple(
             axis
@@ -1067,12 +1067,12 @@ def _axes_of_matrices(
     )
 
 
-def _grouped(plan: Plan, machine: Machine) -> Grouped:
+def _grouped(plan: Plan, regions: Regions) -> Grouped:
     """The form of the grouped matmul: TPUs have a kernel for it."""
     try:
         tpu = topology(plan.topology).chip.vendor == "google"
     except ShardlibError:  # a user-defined topology
-        tpu = machine.torus
+        tpu = regions.torus
     return Grouped(kind="ragged" if tpu else "blocks")
 
 

@@ -18,9 +18,15 @@ from shardlib.errors import PlanError
 from shardlib.findings import Finding
 from shardlib.graph import Graph, Op, Place
 from shardlib.layout import Layout, LogicalAxes
-from shardlib.lowering.contractions import Interleaving, Orders, Reshaped, Sizes, Taken
-from shardlib.lowering.placing import Placements, Placing
-from shardlib.lowering.uses import LossJaxpr, LossReading, stacked_parameters
+from shardlib.lowering.contractions import (
+    FusedDims,
+    Interleaving,
+    PieceOp,
+    PieceReshape,
+    PieceSizes,
+)
+from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
+from shardlib.lowering.uses import LossFacts, LossJaxpr, stacked_parameters
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import names_of_classes
 from shardlib.propagation.contractions import followed_layouts
@@ -83,13 +89,13 @@ def _equations(program: Program) -> Iterator[Equation]:
                 yield from _equations(inner)
 
 
-def followed(
+def propagated_layouts(
     plan: Plan,
     traced: LossJaxpr,
     order: Sequence[int],
     states: int,
     whole_value_layouts: Sequence[Layout] = (),
-) -> Placements:
+) -> ValueLayouts:
     """Layouts propagated from the parameters and the batch, for a loss whose equations are not
     those of the plan.
     """
@@ -120,12 +126,12 @@ def followed(
 # model's order everywhere, and is a finding.
 
 #: Fused dims of one colour and with the same pieces; they are interleaved together.
-Group = tuple[str, Sizes]
+FusedGroup = tuple[str, PieceSizes]
 
 
 def interleaving(
     graph: Graph,
-    pieces: Mapping[tuple[int, int], Sizes],
+    pieces: Mapping[tuple[int, int], PieceSizes],
     names: tuple[LogicalAxes, ...],
     plan: Plan,
     program: Program,
@@ -145,13 +151,13 @@ def interleaving(
     }
     if plan.mesh["stage"] > 1:
         return Interleaving(findings=tuple(map(_finding, sorted(groups))))
-    left: set[Group] = set()
+    left: set[FusedGroup] = set()
     paths, stacked = EquationPaths.of(program), stacked_parameters(program, parameters)
     while groups:
-        reading = _Reading(
+        reading = _InterleavingPass(
             graph=graph,
             dims={place: group for place, group in cut.items() if group in groups},
-            where=paths,
+            paths=paths,
             stacked=stacked,
             parameters=parameters,
         )
@@ -163,7 +169,7 @@ def interleaving(
     return Interleaving(findings=tuple(map(_finding, sorted(left))))
 
 
-def _finding(group: Group) -> Finding:
+def _finding(group: FusedGroup) -> Finding:
     name, sizes = group
     return Finding(
         code="fused-in-order",
@@ -180,7 +186,7 @@ def _finding(group: Group) -> Finding:
 
 
 @dataclass(kw_only=True)
-class _Reading:
+class _InterleavingPass:
     """One pass over a graph.
 
     Attributes:
@@ -192,11 +198,11 @@ class _Reading:
     """
 
     graph: Graph
-    dims: Mapping[tuple[int, int], Group]
-    where: EquationPaths
+    dims: Mapping[tuple[int, int], FusedGroup]
+    paths: EquationPaths
     stacked: Mapping[str, int]
     parameters: int
-    refused: set[Group] = field(default_factory=set)
+    refused: set[FusedGroup] = field(default_factory=set)
 
     def read(self) -> Interleaving:
         """The changes for the interleaved dims; adds groups that cannot be interleaved to
@@ -212,34 +218,34 @@ class _Reading:
         stored = {value for value in graph.inputs if value not in taken} | {
             value for value, described in enumerate(graph.values) if described.role == "constant"
         }
-        slices: dict[str, Orders] = {}
-        special: dict[str, Taken | Reshaped] = {}
-        operands: dict[str, dict[int, dict[int, tuple[Sizes, bool]]]] = {}
-        results: dict[tuple[str, int], Orders] = {}
+        slices: dict[str, FusedDims] = {}
+        special: dict[str, PieceOp | PieceReshape] = {}
+        operands: dict[str, dict[int, dict[int, tuple[PieceSizes, bool]]]] = {}
+        results: dict[tuple[str, int], FusedDims] = {}
         for op in graph.ops:
-            if not any(self._orders(value) for value in (*op.operands, *op.results)):
+            if not any(self._fused_dims(value) for value in (*op.operands, *op.results)):
                 continue
             if op.kind == "enter" and op.path in self.stacked:
-                slices[op.path] = self._orders(op.results[0])
+                slices[op.path] = self._fused_dims(op.results[0])
                 continue
             fresh = {
                 position: dict(orders)
                 for position, value in enumerate(op.operands)
-                if value in stored and (orders := self._orders(value))
+                if value in stored and (orders := self._fused_dims(value))
             }
             if op.category == "boundary":
                 self._refuse(op, fresh)
                 continue
-            replacement, uneven = self._special(op), self._uneven(op)
-            if self.where.is_closed(op.path) or (
-                (replacement or uneven or fresh) and op.path not in self.where.run
+            replacement, uneven = self._piece_op(op), self._uneven(op)
+            if self.paths.is_closed(op.path) or (
+                (replacement or uneven or fresh) and op.path not in self.paths.run
             ):
                 self._refuse(op, range(len(op.operands)), True)
                 continue
             if replacement is not None:
                 special[op.path] = replacement
                 uneven = {place for place in uneven if not self._handled(op, replacement, place)}
-            turned: dict[int, dict[int, tuple[Sizes, bool]]] = defaultdict(dict)
+            turned: dict[int, dict[int, tuple[PieceSizes, bool]]] = defaultdict(dict)
             for operand_position, orders in fresh.items():
                 turned[operand_position] = {
                     dim: (sizes, True)
@@ -247,7 +253,7 @@ class _Reading:
                     if (False, operand_position, dim) not in uneven
                 }
             for result, position, dim in uneven:
-                sizes = self._orders(op.value(result, position))[dim]
+                sizes = self._fused_dims(op.value(result, position))[dim]
                 if result:
                     results[op.path, position] = {
                         **results.get((op.path, position), {}),
@@ -258,18 +264,20 @@ class _Reading:
             if any(turned.values()):
                 operands[op.path] = dict(turned)
         for value in graph.outputs:
-            self.refused |= {self.dims[value, dim] for dim in self._orders(value)}
+            self.refused |= {self.dims[value, dim] for dim in self._fused_dims(value)}
         return Interleaving(
             parameters={
-                number: orders for value, number in taken.items() if (orders := self._orders(value))
+                number: orders
+                for value, number in taken.items()
+                if (orders := self._fused_dims(value))
             },
             slices=slices,
-            special=special,
+            piece_ops=special,
             operands=operands,
             results=results,
         )
 
-    def _orders(self, value: int) -> Orders:
+    def _fused_dims(self, value: int) -> FusedDims:
         return {
             dim: self.dims[value, dim][1]
             for dim in range(len(self.graph.values[value].shape))
@@ -281,21 +289,21 @@ class _Reading:
             *(op.operands[position] for position in operands),
             *(op.results if results else ()),
         ):
-            self.refused |= {self.dims[value, dim] for dim in self._orders(value)}
+            self.refused |= {self.dims[value, dim] for dim in self._fused_dims(value)}
 
-    def _formed(self, op: Op) -> Mapping[Place, Sizes]:
+    def _pieces_by_place(self, op: Op) -> Mapping[Place, PieceSizes]:
         places = ((place, (op.value(place[0], place[1]), place[2])) for place, _ in op.rule.dims())
         return {place: self.dims[dim][1] for place, dim in places if dim in self.dims}
 
-    def _special(self, op: Op) -> Taken | Reshaped | None:
-        formed = self._formed(op)
+    def _piece_op(self, op: Op) -> PieceOp | PieceReshape | None:
+        formed = self._pieces_by_place(op)
         windows = op.rule.windows
         if (
             windows
             and windows[0].long in formed
             and op.kind in ("split", "slice", "concatenate", "pad")
         ):
-            return Taken(dim=windows[0].long[2], sizes=formed[windows[0].long], windows=windows)
+            return PieceOp(dim=windows[0].long[2], sizes=formed[windows[0].long], windows=windows)
         if op.kind != "reshape" or not op.rule.outer:
             return None
         counting = [
@@ -309,14 +317,14 @@ class _Reading:
             and len(counting[0][1]) == op.rule.sizes[next(iter(op.rule.outer))]
         ):
             (result, _, dim), sizes = counting[0]
-            return Reshaped(dim=dim, sizes=sizes, splits=not result)
+            return PieceReshape(dim=dim, sizes=sizes, splits=not result)
         return None
 
     @staticmethod
-    def _handled(op: Op, replacement: Taken | Reshaped, place: Place) -> bool:
+    def _handled(op: Op, replacement: PieceOp | PieceReshape, place: Place) -> bool:
         return (
             place == op.rule.windows[0].long
-            if isinstance(replacement, Taken)
+            if isinstance(replacement, PieceOp)
             else place == (not replacement.splits, 0, replacement.dim)
         )
 
@@ -324,7 +332,7 @@ class _Reading:
         """Interleaved dims of the op that do not match all dims of the same factor position by
         position.
         """
-        formed, rule = self._formed(op), op.rule
+        formed, rule = self._pieces_by_place(op), op.rule
         dims = dict(rule.dims())
         scaled = {
             place: _scaled(sizes, math.prod(rule.sizes[factor] for factor in dims[place][1:]))
@@ -340,18 +348,18 @@ class _Reading:
                 and all(
                     dim[0] == factor and scaled.get(neighbour) == sizes for neighbour, dim in shared
                 )
-                and _alike(op, [neighbour for neighbour, _ in shared], factor)
+                and _treats_alike(op, [neighbour for neighbour, _ in shared], factor)
             )
 
         return {place for place in formed if not even(place)}
 
 
-def _scaled(sizes: Sizes, inner: int) -> Sizes:
+def _scaled(sizes: PieceSizes, inner: int) -> PieceSizes:
     """Pieces of the major factor of a dim; () if the minor ones are sharded, too."""
     return () if any(size % inner for size in sizes) else tuple(size // inner for size in sizes)
 
 
-def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
+def _treats_alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
     """True if an op treats all positions of a factor alike, unlike lookups and iotas."""
     read = sum(not result for result, _, _ in shared)
     written = sum(result for result, _, _ in shared)
@@ -370,7 +378,7 @@ def _alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
+class LayerRun:
     """Layers of one class in a traced loss.
 
     Attributes:
@@ -385,14 +393,14 @@ class Layers:
 
 
 def layer_policies(
-    plan: Plan, program: Program, loss: LossReading, paths: Sequence[str]
+    plan: Plan, program: Program, loss: LossFacts, paths: Sequence[str]
 ) -> Mapping[str, tuple[str, int]]:
     """Path of layers -> (policy, number of layers that follow it); empty if all follow
     `plan.remat`. With stages, the numbers are of the fullest stage.
     """
     if not plan.remat_layers and not plan.remat_classes:
         return {}
-    groups = layers(program, loss)
+    groups = layer_runs(program, loss)
     if not plan.remat_classes:
         here = [fullest_stage(plan, group.count) for group in groups]
         share = plan.remat_layers / sum(here)
@@ -418,11 +426,11 @@ def fullest_stage(plan: Plan, count: int) -> int:
     return virtual * math.ceil(count / (plan.mesh["stage"] * virtual))
 
 
-def layers(program: Program, loss: LossReading) -> list[Layers]:
+def layer_runs(program: Program, loss: LossFacts) -> list[LayerRun]:
     """The layers of a loss in order, by loop and by run of repeated equations."""
-    groups: list[Layers] = []
+    groups: list[LayerRun] = []
     reads: dict[str, set[int]] = {}
-    for step in loss.steps:
+    for step in loss.equations:
         if step.program is loss.program:
             reads.setdefault(step.equation.path, set()).update(
                 view.parameter for view in step.views if view is not None
@@ -441,10 +449,10 @@ def layers(program: Program, loss: LossReading) -> list[Layers]:
                 for inner in program.equations[run.start : run.stop]
                 for i in reads.get(inner.path, ())
             )
-            groups.append(Layers(path=equation.path, count=run.count, parameters=used))
+            groups.append(LayerRun(path=equation.path, count=run.count, parameters=used))
         elif equation.name == "scan" and equation.path not in inside and has_matmul(equation.eqn):
             groups.append(
-                Layers(
+                LayerRun(
                     path=equation.path,
                     count=equation.params["length"],
                     parameters=frozenset(reads.get(equation.path, ())),
@@ -465,8 +473,8 @@ def layers(program: Program, loss: LossReading) -> list[Layers]:
 # again in the backward pass, see `lowering/weights.py`.
 
 
-def placed_loss(
-    traced: LossJaxpr, placing: Placing, change: Callable[[Walk], Walk] = lambda walk: walk
+def loss_in_layouts(
+    traced: LossJaxpr, layouts: LossLayouts, change: Callable[[Walk], Walk] = lambda walk: walk
 ) -> PureLoss:
     """The traced loss with the plan's layouts and rematerialisation, as a function of stored
     parameters.
@@ -477,17 +485,17 @@ def placed_loss(
     Returns:
         (params, state, batch) -> (loss, (metrics, state)).
     """
-    plan = placing.plan
+    plan = layouts.plan
     program = with_frozen(
         traced.program,
-        [k for k, i in enumerate(placing.order) if not placing.plan.parameters[i].trained],
+        [k for k, i in enumerate(layouts.order) if not layouts.plan.parameters[i].trained],
     )
     policies = layer_policies(
-        plan, program, placing.loss, [plan.parameters[i].path for i in placing.order]
+        plan, program, layouts.loss, [plan.parameters[i].path for i in layouts.order]
     )
     walk = change(
         replace(
-            placing.walk(),
+            layouts.walk(),
             remat=plan.remat,
             layer_policies=policies,
             offloaded="activations" in plan.offload,
@@ -495,7 +503,7 @@ def placed_loss(
     )
 
     def loss(params: Tree, state: Tree, batch: Tree) -> Any:
-        arguments = [*placing.start(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]
+        arguments = [*layouts.parameters(jax.tree.leaves(params)), *jax.tree.leaves((state, batch))]
         results = zip(program.outputs, evaluate_program(program, arguments, walk), strict=True)
         return jax.tree.unflatten(
             traced.out_tree, [as_array(program, number, leaf) for number, leaf in results]

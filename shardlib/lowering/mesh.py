@@ -144,7 +144,7 @@ def axis_names(shape: MeshShape, parts: Parts) -> tuple[tuple[str, ...], tuple[i
     return tuple(name for name, _ in ordered), tuple(size for _, size in ordered)
 
 
-def parts_of(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
+def physical_axes(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
     """The names of mesh axes in a program's mesh: unchanged, or those of their physical parts, the
     major one first.
     """
@@ -218,8 +218,8 @@ def _ordered(
             if numbers.max() < len(devices)
             else first[np.argsort(np.argsort(numbers))]  # the caller has chosen the devices
         )
-    by_place = {tpu_place(device): device for device in devices}
-    places = [] if topology is None else tpu_places(shape, topology, order)
+    by_place = {tpu_coordinates(device): device for device in devices}
+    places = [] if topology is None else mesh_coordinates(shape, topology, order)
     if places and all(place in by_place for place in places):
         return np.array([by_place[place] for place in places], dtype=object)
     return _grid(tuple(shape[axis] for axis in INNER_AXES), list(first)).reshape(-1)
@@ -235,12 +235,12 @@ def _numbers(shape: MeshShape, topology: str | None, order: tuple[str, ...]) -> 
     return None if numbers is None else numbers.reshape(-1)
 
 
-def tpu_place(device: jax.Device) -> tuple[int, ...]:
+def tpu_coordinates(device: jax.Device) -> tuple[int, ...]:
     """(slice, coordinates, core on chip) of a TPU device."""
     return (getattr(device, "slice_index", 0), *device.coords, device.core_on_chip)
 
 
-def tpu_places(
+def mesh_coordinates(
     shape: MeshShape, topology: str, order: tuple[str, ...] = ()
 ) -> list[tuple[int, ...]]:
     """Places of the devices of a mesh, in mesh order; empty if the topology is unknown or not a
@@ -305,7 +305,9 @@ HOST = "pinned_host"
 # The parameter that an array of optimizer state belongs to.
 
 
-def owned(path: KeyPath, leaf: Tree, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+def owning_parameter(
+    path: KeyPath, leaf: Tree, shapes: Mapping[str, tuple[int, ...]]
+) -> str | None:
     """The parameter that an array of optimizer state belongs to: its path is a suffix of the
     array's, and it has the array's shape. None if there is none.
     """
@@ -326,26 +328,26 @@ def shapes_of(params: Tree) -> dict[str, tuple[int, ...]]:
 # Sharding constraints on values of a traced function; none on one device.
 
 
-def held(value: jax.Array, sharding: NamedSharding) -> jax.Array:
+def constrain(value: jax.Array, sharding: NamedSharding) -> jax.Array:
     """A value constrained to a layout, inside a traced function; unchanged on a single device."""
     if sharding.mesh.size == 1 and sharding.memory_kind != HOST:
         return value
     return jax.lax.with_sharding_constraint(value, sharding)
 
 
-def constrain(tree: Tree, shardings: Tree) -> Tree:
+def constrain_tree(tree: Tree, shardings: Tree) -> Tree:
     """Constrains the layout of every leaf, inside a traced function."""
-    return jax.tree.map(held, tree, shardings)
+    return jax.tree.map(constrain, tree, shardings)
 
 
-def moved(tree: Tree, before: Tree, after: Tree) -> Tree:
+def reshard_changed(tree: Tree, before: Tree, after: Tree) -> Tree:
     """Constrains the leaves whose layouts change; the others have their layouts already."""
     return jax.tree.map(
-        lambda leaf, old, new: leaf if old == new else held(leaf, new), tree, before, after
+        lambda leaf, old, new: leaf if old == new else constrain(leaf, new), tree, before, after
     )
 
 
-def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def with_gradient_sharding(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """The identity, with a layout for its gradient: that of a parameter as the optimizer reads it,
     so that the compiler can reduce-scatter it.
     """
@@ -373,7 +375,7 @@ def returning(gradient: NamedSharding) -> Callable[[jax.Array], jax.Array]:
 
 def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
     """The JAX sharding of a layout."""
-    cuts = (parts_of(mesh, dim) for dim in layout)
+    cuts = (physical_axes(mesh, dim) for dim in layout)
     return NamedSharding(
         mesh,
         PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in cuts)),
@@ -392,11 +394,11 @@ class ParameterShardings:
     """
 
     compute: Tree
-    rest: Tree
+    stored: Tree
     gradient: Tree
     state: Tree
 
-    def of(self, partition: Partition) -> ParameterShardings:
+    def trained_only(self, partition: Partition) -> ParameterShardings:
         """The shardings of the trained parameters alone."""
         return ParameterShardings(
             **{name: partition.trained(tree) for name, tree in vars(self).items()}
@@ -453,7 +455,7 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
         )
 
     return ParameterShardings(
-        compute=tree("compute"), rest=tree("rest"), gradient=tree("gradient"), state=tree("state")
+        compute=tree("compute"), stored=tree("rest"), gradient=tree("gradient"), state=tree("state")
     )
 
 
@@ -504,7 +506,7 @@ def optimizer_shardings(
     unowned: list[str] = []
 
     def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
-        owner = owned(path, leaf, shapes)
+        owner = owning_parameter(path, leaf, shapes)
         if owner is None and leaf.size > 1:
             unowned.append(f"{path_text(path)} {leaf.shape}")
         return replicated if owner is None else cuts[owner]

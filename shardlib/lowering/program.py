@@ -30,33 +30,34 @@ from shardlib.lowering.accumulation import (
     Contribution,
     Microbatches,
     TracedMicrobatch,
-    accumulated,
-    accumulated_once,
-    as_it_is,
+    accumulate_deferred,
+    accumulated_gradients,
     contribution,
-    once,
-    part_of,
+    deferred_reductions,
+    microbatch_of,
+    unchanged,
     whole_batch,
 )
 from shardlib.lowering.checks import (
-    FOREIGN,
-    require,
+    CALL_ERRORS,
+    require_batch,
     require_functions,
     require_lowered,
     require_model,
-    require_own,
+    require_own_state,
     require_state,
 )
-from shardlib.lowering.collectives import Precision, like, stored
+from shardlib.lowering.collectives import Precision, cast_like, with_stored_dtypes
 from shardlib.lowering.contractions import Interleaving
-from shardlib.lowering.disk import CompileTarget, DiskArray, DiskStep, Writer
-from shardlib.lowering.disk import on_disk as stored_leaves
-from shardlib.lowering.disk import writer as disk_writer
-from shardlib.lowering.loss import followed, placed_loss
+from shardlib.lowering.disk import CompileTarget, DiskArray, DiskStep, DiskWriter
+from shardlib.lowering.disk import disk_leaves as stored_leaves
+from shardlib.lowering.disk import disk_writer as disk_writer
+from shardlib.lowering.loss import loss_in_layouts, propagated_layouts
+from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
 from shardlib.lowering.mesh import (
     ParameterShardings,
     abstract_mesh,
-    constrain,
+    constrain_tree,
     device_mesh,
     parameter_order,
     physical_parts,
@@ -70,28 +71,27 @@ from shardlib.lowering.pipeline.per_stage import (
     Update,
     stage_programs,
 )
-from shardlib.lowering.placing import Placements, Placing
-from shardlib.lowering.random_keys import BatchDims, key_inputs, with_keys
+from shardlib.lowering.random_keys import BatchDims, key_inputs, with_key_folds
 from shardlib.lowering.runtime import (
     Gradients,
     TrainState,
-    require_present,
+    require_not_donated,
     scaled_state,
     shapes_of_batch,
 )
-from shardlib.lowering.runtime import given as given_batch
-from shardlib.lowering.runtime import placed as placed_batch
+from shardlib.lowering.runtime import call_arguments as given_batch
+from shardlib.lowering.runtime import put_batch as placed_batch
 from shardlib.lowering.step import (
+    BatchGradients,
     Evaluation,
     Guards,
-    Run,
+    StateStorage,
     StepParts,
-    Store,
     apply_function,
     gradients_function,
-    of_trained,
-    offloading,
+    offload_shardings,
     step_function,
+    trained_gradients,
     with_digest,
 )
 from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
@@ -147,14 +147,14 @@ class PlannedLoss:
     """
 
     traced: LossJaxpr | None = None
-    placements: Placements | None = None
-    around: Placements | None = None
+    values: ValueLayouts | None = None
+    outside_layers: ValueLayouts | None = None
     rows: Rows | None = None
     interleaving: Interleaving | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MicrobatchLoss:
     """The loss of one microbatch.
 
     Attributes:
@@ -164,45 +164,38 @@ class Part:
     """
 
     traced: LossJaxpr
-    placements: Placements
+    values: ValueLayouts
     findings: tuple[Finding, ...] = ()
 
     @property
-    def lost(self) -> bool:
+    def layouts_lost(self) -> bool:
         """True if the layouts of the plan are not those of this loss."""
         return bool(self.findings)
 
 
-def part_as_planned(
-    plan: Plan,
-    model: Model,
-    loss: PureLoss,
-    part: Tree,
-    planned: PlannedLoss,
-) -> Part:
+def microbatch_loss(
+    plan: Plan, model: Model, loss: PureLoss, part: Tree, planned: PlannedLoss
+) -> MicrobatchLoss:
     """The loss of one microbatch, with the layouts of the plan if its operations are the planned
     ones.
     """
-    traced, placements = planned.traced, planned.placements or {}
+    traced, placements = planned.traced, planned.values or {}
     if traced is not None and plan.microbatches == 1:
-        return Part(traced=traced, placements=placements)
+        return MicrobatchLoss(traced=traced, values=placements)
     again = trace_loss(loss, model.params, model.state, part)
     if traced is not None and not same_program(traced, again):
-        return Part(
+        return MicrobatchLoss(
             traced=again,
-            placements=followed(
-                plan,
-                again,
-                parameter_order(plan, model.params),
-                len(jax.tree.leaves(model.state)),
+            values=propagated_layouts(
+                plan, again, parameter_order(plan, model.params), len(jax.tree.leaves(model.state))
             ),
-            findings=(lost_placements(len(placements)),),
+            findings=(lost_layouts(len(placements)),),
         )
-    return Part(traced=again, placements=placements)
+    return MicrobatchLoss(traced=again, values=placements)
 
 
 @diagnostic
-def kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, ...]:
+def kernel_findings(chosen: Plan, lowered: Plan, layouts_lost: bool) -> tuple[Finding, ...]:
     """Findings for attention that is not computed as planned."""
     if chosen.attention != lowered.attention:
         return (
@@ -216,7 +209,7 @@ def kernel_findings(chosen: Plan, lowered: Plan, lost: bool) -> tuple[Finding, .
                 ),
             ),
         )
-    if lost and lowered.attention != "traced":
+    if layouts_lost and lowered.attention != "traced":
         return (
             Finding(
                 code="attention-as-written",
@@ -247,41 +240,43 @@ class Driver:
         findings: findings of lowering.
     """
 
-    run: Run
+    run: BatchGradients
     programs: StagePrograms | None
     findings: tuple[Finding, ...]
 
 
-def driver_of(
+def build_driver(
     plan: Plan,
     model: Model,
     mesh: Mesh | AbstractMesh,
-    store: Store,
-    part: Part,
-    share: Contribution,
+    store: StateStorage,
+    loss: MicrobatchLoss,
+    contribution: Contribution,
     planned: PlannedLoss,
     options: BuildOptions,
 ) -> Driver:
     """The driver of a plan: a pipeline, or microbatches one after the other."""
-    loops = unused_loops(part.traced, plan, mesh, store.params, part.placements)
+    loops = unused_ring_loops(loss.traced, plan, mesh, store.params, loss.values)
     if plan.mesh["stage"] == 1:
-        placing = Placing.of(
-            part.traced,
+        layouts = LossLayouts.of(
+            loss.traced,
             plan,
             mesh,
             store.params,
-            part.placements,
-            None if part.lost else planned.interleaving,
+            loss.values,
+            None if loss.layouts_lost else planned.interleaving,
         )
         microbatches = Microbatches(
-            shardings=share.shardings,
-            dims=share.dims,
+            shardings=contribution.shardings,
+            dims=contribution.dims,
             count=plan.microbatches,
-            repeated=share.repeated,
-            by_row=share.by_row,
+            fixed_state=contribution.fixed_state,
+            row_dims=contribution.row_dims,
         )
-        run = unpiped(part.traced, placing, microbatches, store.trained.gradient, model.partition)
-        run = run.of_parts(share.prologue).finished(share.finish)
+        run = without_pipeline(
+            loss.traced, layouts, microbatches, store.trained.gradient, model.partition
+        )
+        run = run.with_prologue(contribution.prologue).with_finish(contribution.finish)
         return Driver(run=run, programs=None, findings=loops)
     guards = options.guards
     state = model.state
@@ -289,26 +284,37 @@ def driver_of(
         state = scaled_state(state, jax.ShapeDtypeStruct((), np.float32))
     staged, findings = pipeline(
         plan,
-        part.traced,
+        loss.traced,
         state,
         mesh,
         store.params,
         StagedLayouts(
-            layers=part.placements,
-            around={} if part.lost else planned.around or {},
-            whole_value_layouts=share.whole_value_layouts,
+            layers=loss.values,
+            around={} if loss.layouts_lost else planned.outside_layers or {},
+            whole_value_layouts=contribution.whole_value_layouts,
         ),
-        key_inputs(share.dims, part.traced.closed_jaxpr),
-        share.repeated,
+        key_inputs(contribution.dims, loss.traced.closed_jaxpr),
+        contribution.fixed_state,
     )
-    run, programs = pipelined(staged, share.shardings, share.dims).of_parts(share.prologue), None
+    run, programs = (
+        with_pipeline(staged, contribution.shardings, contribution.dims).with_prologue(
+            contribution.prologue
+        ),
+        None,
+    )
     if plan.pipeline == "programs":
         programs = stage_programs(
-            plan, staged, mesh, store.params, share.shardings, share.dims, share.prologue
+            plan,
+            staged,
+            mesh,
+            store.params,
+            contribution.shardings,
+            contribution.dims,
+            contribution.prologue,
         )
-        run = Run(gradients=programs.opening.gradients, table=run.table)
+        run = BatchGradients(gradients=programs.opening.gradients, timetable=run.timetable)
     return Driver(
-        run=of_trained(run, model.partition).finished(share.finish),
+        run=trained_gradients(run, model.partition).with_finish(contribution.finish),
         programs=programs,
         findings=(*findings, *loops),
     )
@@ -382,7 +388,7 @@ class Program:
     findings: tuple[Finding, ...]
     parts: StepParts
     programs: StagePrograms | None = None
-    disk: Writer | None = None
+    disk: DiskWriter | None = None
     verifier: Verifier | None = None
     evaluated: Evaluation
     source: LossJaxpr | None = None
@@ -409,7 +415,7 @@ class Program:
         """
         return state
 
-    def begun(self, first: Callable[[Program], TrainState]) -> TrainState:
+    def init_with(self, first: Callable[[Program], TrainState]) -> TrainState:
         """The state before the first step, as `IslandsProgram.begun` makes it.
 
         Args:
@@ -431,7 +437,7 @@ class Program:
             PlanError: the stages of the pipeline have their own programs, or the optimizer's state
                 is on disk.
         """
-        self._one_program()
+        self._require_one_program()
         with _jax_compat.in_mesh(self.mesh):
             return self._jitted_step.lower(self.state, self.batch)
 
@@ -441,10 +447,7 @@ class Program:
             self.step_function(),
             donate_argnums=(0,),
             in_shardings=shardings_of((self.state, self.batch)),
-            out_shardings=(
-                shardings_of(self.state),
-                shardings.named_sharding(self.mesh, Layout()),
-            ),
+            out_shardings=(shardings_of(self.state), shardings.named_sharding(self.mesh, Layout())),
         )
 
     @cached_property
@@ -463,7 +466,7 @@ class Program:
         Raises:
             PlanError: see `lower`.
         """
-        self._one_program()
+        self._require_one_program()
         return with_digest(step_function(self.parts), "step", self.plan.digest)
 
     def compiled(self) -> jax.stages.Compiled:
@@ -510,7 +513,7 @@ class Program:
         Returns:
             Bytes by name.
         """
-        several = self._several
+        several = self._runner
         return _jax_compat.compiled_memory(self.compiled()) if several is None else several.memory()
 
     def timeline(self) -> str:
@@ -519,12 +522,12 @@ class Program:
         """
         if self.programs is not None:
             return schedules.orders_text(self.programs.order)
-        return "" if self.parts.run.table is None else schedules.text(self.parts.run.table)
+        return "" if self.parts.run.timetable is None else schedules.text(self.parts.run.timetable)
 
     @cached_property
     def _gradients(self) -> Callable[[TrainState, Tree], Gradients]:
         """The first half of a step; it does not donate the state."""
-        self._one_program()
+        self._require_one_program()
         run = with_digest(gradients_function(self.parts), "gradients", self.plan.digest)
         with _jax_compat.in_mesh(self.mesh):
             found = jax.jit(run, in_shardings=shardings_of((self.state, self.batch)))
@@ -534,13 +537,13 @@ class Program:
     @cached_property
     def _apply(self) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """The second half of a step; it donates the state."""
-        self._one_program()
+        self._require_one_program()
         run = with_digest(apply_function(self.parts), "apply", self.plan.digest)
         whole = shardings.named_sharding(self.mesh, Layout())
         return jax.jit(run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), whole))
 
     @property
-    def _several(self) -> Dispatch | DiskStep | None:
+    def _runner(self) -> Dispatch | DiskStep | None:
         """The runner of a step that is several programs; None if it is one program."""
         return (
             self._dispatch
@@ -550,7 +553,7 @@ class Program:
             else None
         )
 
-    def _one_program(self) -> None:
+    def _require_one_program(self) -> None:
         if self.disk is not None:
             raise PlanError(
                 "a step whose optimizer state is on disk is not a single program\nTry:"
@@ -571,13 +574,10 @@ class Program:
     def _dispatch(self) -> Dispatch:
         assert self.programs is not None
         return self.programs.compiled(
-            self.state,
-            self.batch,
-            self._update,
-            f"shardlib_{self.plan.digest}",
+            self.state, self.batch, self._compiled_update, f"shardlib_{self.plan.digest}"
         )
 
-    def _update(self, made: Made) -> Update:
+    def _compiled_update(self, made: Made) -> Update:
         """The compiled update after per-stage programs."""
         if self.disk is not None:
             step = self._with_disk(made)
@@ -611,11 +611,11 @@ class Program:
         where = CompileTarget(
             mesh=self.mesh,
             state=self.state,
-            whole=shardings.named_sharding(self.mesh, Layout()),
+            replicated=shardings.named_sharding(self.mesh, Layout()),
             digest=self.plan.digest,
         )
         return DiskStep(
-            where=where,
+            target=where,
             batch=batch,
             function=step_function(self.parts),
             first=self._first,
@@ -625,11 +625,7 @@ class Program:
     @cached_property
     def _init(self) -> Callable[[Any], TrainState]:
         """A seed, or the data of a key -> the state before the first step."""
-        init = with_digest(
-            self._first,
-            "init",
-            self.plan.digest,
-        )
+        init = with_digest(self._first, "init", self.plan.digest)
         return jax.jit(init, out_shardings=shardings_of(self.state))
 
     def init(self, seed: Seed = 0) -> TrainState:
@@ -670,20 +666,20 @@ class Program:
             DiskError: state on disk cannot be read or written.
         """
         require_state("step", state)
-        require_present("step", state)
+        require_not_donated("step", state)
         if self.disk is not None:
             # its arrays are taken over one by one: half would be gone before a mismatch is found
-            require_own("step", state, self.state)
-        require(batch, self.batch)
-        several = self._several
+            require_own_state("step", state, self.state)
+        require_batch(batch, self.batch)
+        several = self._runner
         try:
             if several is None:
                 state, metrics = self._run_step(state, given_batch(batch, self.batch))
             else:
                 state, metrics = several.step(state, placed_batch(batch, self.batch))
             return state, in_every_process(metrics)
-        except FOREIGN as error:
-            require_own("step", state, self.state, error=error)
+        except CALL_ERRORS as error:
+            require_own_state("step", state, self.state, error=error)
             raise
 
     def gradients(self, state: TrainState, batch: Tree) -> Gradients:
@@ -699,12 +695,12 @@ class Program:
             PlanError: a step is several programs: per-stage programs, or state on disk.
         """
         require_state("gradients", state)
-        require_present("gradients", state)
-        require(batch, self.batch)
+        require_not_donated("gradients", state)
+        require_batch(batch, self.batch)
         try:
             return self._gradients(state, given_batch(batch, self.batch))
-        except FOREIGN as error:
-            require_own("gradients", state, self.state, error=error)
+        except CALL_ERRORS as error:
+            require_own_state("gradients", state, self.state, error=error)
             raise
 
     def apply(
@@ -720,8 +716,8 @@ class Program:
             StateError, PlanError: see `gradients`.
         """
         require_state("apply", state)
-        require_present("apply", state)
-        require_own("apply", state, self.state)
+        require_not_donated("apply", state)
+        require_own_state("apply", state, self.state)
         with _jax_compat.in_mesh(self.mesh):
             state, metrics = self._apply(state, gradients)
         return state, in_every_process(metrics)
@@ -768,7 +764,7 @@ class Program:
         return (
             self.evaluated
             if loss is None and batch_axes is None
-            else self.evaluated.of(loss, batch_axes)
+            else self.evaluated.for_loss(loss, batch_axes)
         )
 
     def put(self, batch: Tree) -> Tree:
@@ -786,17 +782,17 @@ class Program:
             BatchError: tree, shapes or dtypes differ from the batch that was traced; all arrays
                 concerned are listed.
         """
-        require(batch, self.batch)
+        require_batch(batch, self.batch)
         return placed_batch(batch, self.batch)
 
     @property
-    def stored(self) -> frozenset[str]:
+    def disk_paths(self) -> frozenset[str]:
         """Paths of the arrays of a state that are stored on disk."""
         return (
             frozenset(stored_leaves(self.state).values()) if self.disk is not None else frozenset()
         )
 
-    def stow(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
+    def put_on_disk(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
         """Puts an array of a state on disk, if it is one of `stored`.
 
         Args:
@@ -830,13 +826,15 @@ class Program:
         require_model("anew", state, self.state)
         try:
             opt_state = self._first_opt_state(state.params)
-        except FOREIGN as error:
-            require_own("anew", state.inference, self.state.inference, error=error)
+        except CALL_ERRORS as error:
+            require_own_state("anew", state.inference, self.state.inference, error=error)
             raise
         guard = (
             None
             if self.parts.guards is None
-            else jax.jit(self.parts.guards.first, out_shardings=shardings_of(self.state.guard))()
+            else jax.jit(
+                self.parts.guards.first_state, out_shardings=shardings_of(self.state.guard)
+            )()
         )
         return replace(state, opt_state=opt_state, guard=guard)
 
@@ -846,11 +844,11 @@ class Program:
 
         def init(params: Tree) -> Tree:
             return self.parts.optimizer.init(
-                self.model.partition.trained(like(params, self.model.params))
+                self.model.partition.trained(cast_like(params, self.model.params))
             )
 
         if self.disk is not None:
-            return lambda params: self._on_disk.fresh(init, params)
+            return lambda params: self._on_disk.init_optimizer(init, params)
         return jax.jit(init, out_shardings=shardings_of(self.state.opt_state))
 
     def module(self, state: TrainState) -> UserModule:
@@ -867,7 +865,7 @@ class Program:
                 those of another program.
         """
         require_model("module", state, self.state)
-        return self.model.rebuild(like(state.params, self.model.params), state.model_state)
+        return self.model.rebuild(cast_like(state.params, self.model.params), state.model_state)
 
     def state_dict(self, state: TrainState) -> dict[str, jax.Array]:
         """The arrays of the model by dotted path, parameters first: those of the state, not copied,
@@ -909,12 +907,14 @@ def build_program(
     chosen, plan = plan, _runnable(plan, options)
     mesh, device_findings = _mesh(plan, options)
     shapes = shapes_of_batch(batch)
-    store = store_of(plan, model, optimizer, mesh)
+    store = state_storage(plan, model, optimizer, mesh)
     cut_batch = shardings.batch_shardings(plan, shapes, mesh)
-    dims = shardings.batch_dims(batch_axes or _unnamed(shapes))
-    part = part_as_planned(plan, model, loss, part_of(shapes, dims, plan.microbatches), planned)
-    dims = with_keys(dims, shapes, part.traced.program)
-    require_functions(plan, part.traced.read(store.parameters), lost=part.lost)
+    dims = shardings.batch_dims(batch_axes or _without_axes(shapes))
+    part = microbatch_loss(
+        plan, model, loss, microbatch_of(shapes, dims, plan.microbatches), planned
+    )
+    dims = with_key_folds(dims, shapes, part.traced.program)
+    require_functions(plan, part.traced.facts(store.parameters), layouts_lost=part.layouts_lost)
     share = _contribution(
         plan,
         model,
@@ -923,8 +923,8 @@ def build_program(
         shapes,
         mesh,
     )
-    part = _scaled(replace(part, traced=share.traced), model, options.guards)
-    driver = driver_of(plan, model, mesh, store, part, share, planned, options)
+    part = _with_loss_scale(replace(part, traced=share.traced), model, options.guards)
+    driver = build_driver(plan, model, mesh, store, part, share, planned, options)
     state = abstract_state(plan, model, store, mesh, options.guards)
     writer, disk_findings = (
         disk_writer(options.disk) if "disk" in plan.offload and not options.abstract else (None, ())
@@ -936,14 +936,14 @@ def build_program(
         optimizer=optimizer,
         state=state,
         batch=shardings.with_shardings(shapes, cut_batch),
-        findings=_each_once(
+        findings=_unique(
             plan.findings,
             model.findings,
             device_findings,
             store.findings,
             disk_findings,
             part.findings,
-            kernel_findings(chosen, plan, part.lost),
+            kernel_findings(chosen, plan, part.layouts_lost),
             () if planned.interleaving is None else planned.interleaving.findings,
             driver.findings,
         ),
@@ -953,7 +953,7 @@ def build_program(
             mesh=mesh,
             model=model,
             loss=options.evaluation or loss,
-            written=options.evaluated,
+            user_loss=options.evaluated,
             params=store.params,
             state=replace(state, opt_state=()),
             axes=batch_axes or {},
@@ -964,7 +964,7 @@ def build_program(
     )
 
 
-def _unnamed(batch: Tree) -> dict[str, LogicalAxes]:
+def _without_axes(batch: Tree) -> dict[str, LogicalAxes]:
     """No logical axes for any array of a batch, by path."""
     return {
         shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(batch)
@@ -983,7 +983,7 @@ def _contribution(
     dependence on rows is unknown.
     """
     if planned.rows is None or planned.traced is None:
-        return as_it_is(part.traced, part.dims, part.shardings)
+        return unchanged(part.traced, part.dims, part.shardings)
     batch = whole_batch(planned.traced, planned.rows, model, shapes, part.dims)
     return contribution(plan, batch, part, mesh)
 
@@ -991,8 +991,8 @@ def _contribution(
 def _step_parts(
     plan: Plan,
     model: Model,
-    store: Store,
-    run: Run,
+    store: StateStorage,
+    run: BatchGradients,
     guards: Guards | None,
     mesh: Mesh | AbstractMesh,
 ) -> StepParts:
@@ -1004,14 +1004,14 @@ def _step_parts(
         params=store.trained,
         gather=gather_updated(plan, store.trained_params, mesh),
         precision=store.precision,
-        updated=store.precision.updated(store.trained_params),
+        updated=store.precision.for_update(store.trained_params),
         guards=guards,
         opt_state=store.opt_shardings,
     )
 
 
 @diagnostic
-def _each_once(*findings: Iterable[Finding]) -> tuple[Finding, ...]:
+def _unique(*findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(dict.fromkeys(itertools.chain(*findings)))
 
 
@@ -1037,12 +1037,12 @@ def _mesh(plan: Plan, options: BuildOptions) -> tuple[Mesh | AbstractMesh, tuple
     )
 
 
-def _scaled(part: Part, model: Model, guards: Guards | None) -> Part:
+def _with_loss_scale(part: MicrobatchLoss, model: Model, guards: Guards | None) -> MicrobatchLoss:
     """The loss of a microbatch, multiplied by the loss scale of the state if there is one."""
     if guards is None or guards.scale is None:
         return part
     params, states = len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state))
-    return replace(part, traced=scaled(part.traced, params, states))
+    return replace(part, traced=with_loss_scale(part.traced, params, states))
 
 
 def arrays_by_path(state: TrainState) -> dict[str, jax.Array]:
@@ -1061,17 +1061,17 @@ def arrays_by_path(state: TrainState) -> dict[str, jax.Array]:
 
 
 @diagnostic
-def unused_loops(
+def unused_ring_loops(
     traced: LossJaxpr,
     plan: Plan,
     mesh: Mesh | AbstractMesh,
     params: ParameterShardings,
-    placements: Placements,
+    placements: ValueLayouts,
 ) -> tuple[Finding, ...]:
     """Findings if a plan has loops over the tensor axis, but the program has none."""
     if plan.collective_matmul != "loop" or (
         plan.mesh["stage"] == 1
-        and Placing.of(traced, plan, mesh, params, placements).together(mesh)
+        and LossLayouts.of(traced, plan, mesh, params, placements).ring_loops(mesh)
     ):
         return ()
     return (
@@ -1088,7 +1088,7 @@ def unused_loops(
     )
 
 
-def lost_placements(count: int) -> Finding:
+def lost_layouts(count: int) -> Finding:
     """The finding that the loss of a microbatch is another program than the loss of the batch."""
     return Finding(
         code="placements-lost",
@@ -1110,7 +1110,7 @@ def lost_placements(count: int) -> Finding:
 # microbatches, and in both forms of pipelines.
 
 
-def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
+def with_loss_scale(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
     """The loss of (params, state, batch) as one of (params, {"model": state, "scale": scale},
     batch), multiplied by the scale in float32 at least.
     """
@@ -1142,20 +1142,17 @@ def scaled(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
     return LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
 
 
-def store_of(
-    plan: Plan,
-    model: Model,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh | AbstractMesh,
-) -> Store:
+def state_storage(
+    plan: Plan, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
+) -> StateStorage:
     """The storage of a model's parameters and an optimizer's state under a plan."""
     params, precision = shardings.parameter_shardings(plan, model, mesh), Precision.of(plan)
-    trained, cuts = model.partition.trained(model.params), params.of(model.partition)
-    in_dtypes = stored(optimizer, trained, precision)
+    trained, cuts = model.partition.trained(model.params), params.trained_only(model.partition)
+    in_dtypes = with_stored_dtypes(optimizer, trained, precision)
     opt_state = jax.eval_shape(in_dtypes.init, trained)
     on_devices, findings = shardings.optimizer_shardings(opt_state, trained, cuts.state, mesh)
-    opt_shardings, offload_findings = offloading(plan, opt_state, trained, on_devices, mesh)
-    return Store(
+    opt_shardings, offload_findings = offload_shardings(plan, opt_state, trained, on_devices, mesh)
+    return StateStorage(
         params=params,
         trained=cuts,
         trained_params=trained,
@@ -1168,11 +1165,7 @@ def store_of(
 
 
 def abstract_state(
-    plan: Plan,
-    model: Model,
-    store: Store,
-    mesh: Mesh | AbstractMesh,
-    guards: Guards | None,
+    plan: Plan, model: Model, store: StateStorage, mesh: Mesh | AbstractMesh, guards: Guards | None
 ) -> TrainState:
     """The state of a program, each leaf with its sharding; replicated if the plan has no layout for
     it.
@@ -1187,25 +1180,25 @@ def abstract_state(
     return TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=replicated),
         params=shardings.with_shardings(
-            model.partition.mapped(store.precision.resting, model.params), store.params.rest
+            model.partition.mapped(store.precision.as_stored, model.params), store.params.stored
         ),
         model_state=shardings.with_shardings(
             model.state, shardings.state_shardings(plan, model.state, mesh)
         ),
         opt_state=shardings.with_shardings(store.opt_state, store.opt_shardings),
-        guard=None if guards is None else everywhere(jax.eval_shape(guards.first)),
+        guard=None if guards is None else everywhere(jax.eval_shape(guards.first_state)),
     )
 
 
-def unpiped(
+def without_pipeline(
     traced: LossJaxpr,
-    placing: Placing,
+    layouts: LossLayouts,
     microbatches: Microbatches,
     gradient: Tree,
     partition: Partition,
-) -> Run:
+) -> BatchGradients:
     """The run of a whole batch at once, or of one microbatch after another."""
-    loss, late = placed_loss(traced, placing), once(traced, placing)
+    loss, late = loss_in_layouts(traced, layouts), deferred_reductions(traced, layouts)
 
     def gradients(params: Tree, state: Tree, batch: Tree) -> Any:
         def joined(trained: Tree) -> Tree:
@@ -1215,30 +1208,32 @@ def unpiped(
             return loss(joined(trained), state, batch)
 
         if late is not None:
-            joined_once = replace(late, joined=joined, complete=partition.numbered(late.complete))
-            return accumulated_once(joined_once, batch, microbatches, gradient)(
+            joined_once = replace(
+                late, all_params=joined, fully_deferred=partition.numbered(late.fully_deferred)
+            )
+            return accumulate_deferred(joined_once, batch, microbatches, gradient)(
                 partition.trained(params), state
             )
-        run = accumulated(
+        run = accumulated_gradients(
             of_trained,
             batch,
             microbatches,
-            lambda tree: constrain(tree, gradient),
-            placing.reductions,
+            lambda tree: constrain_tree(tree, gradient),
+            layouts.reductions,
         )
         return run(partition.trained(params), state)
 
-    return Run(gradients=gradients)
+    return BatchGradients(gradients=gradients)
 
 
-def pipelined(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> Run:
+def with_pipeline(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> BatchGradients:
     """The run of the microbatches through the stages of a pipeline."""
     parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
-    return Run(
+    return BatchGradients(
         gradients=lambda params, state, batch: pipeline.gradients(
             params, state, *parts.split(batch)
         ),
-        table=pipeline.stages.table,
+        timetable=pipeline.stages.table,
     )
 
 
@@ -1260,10 +1255,10 @@ def init_function(
         params, state = traced.unflatten(jax.tree.leaves(model.init(seed)))
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params=model.partition.mapped(precision.resting, params),
+            params=model.partition.mapped(precision.as_stored, params),
             model_state=state,
             opt_state=optimizer.init(model.partition.trained(params)),
-            guard=None if guards is None else guards.first(),
+            guard=None if guards is None else guards.first_state(),
         )
 
     return init

@@ -26,7 +26,7 @@ from shardlib.lowering.mesh import batch_path
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs
 
 #: Operations that pass integers on unchanged.
-_MOVED: frozenset[str] = frozenset(
+_MOVEMENT: frozenset[str] = frozenset(
     {
         "reshape",
         "squeeze",
@@ -49,10 +49,10 @@ _DRAWS: frozenset[str] = frozenset(
 )
 
 
-def draws(jaxpr: Jaxpr) -> bool:
+def draws_numbers(jaxpr: Jaxpr) -> bool:
     """True if a program, or anything it calls, draws random numbers."""
     return any(
-        eqn.primitive.name in _DRAWS or any(map(draws, subjaxprs(eqn)))
+        eqn.primitive.name in _DRAWS or any(map(draws_numbers, subjaxprs(eqn)))
         for eqn in open_jaxpr(jaxpr)[0].eqns
     )
 
@@ -69,7 +69,7 @@ def dtype_of(leaf: Tree) -> np.dtype:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fold:
+class KeyFold:
     """In place of a batch dim: the array is a key of the whole batch, of which each microbatch gets
     its own.
 
@@ -82,14 +82,14 @@ class Fold:
     dtype: Any = None
     distinct: bool = True
 
-    def stacked(self, leaf: jax.Array, parts: int) -> jax.Array:
+    def microbatch_keys(self, leaf: jax.Array, parts: int) -> jax.Array:
         """The keys of all microbatches, [parts, ...]; the key itself for a single microbatch."""
         if parts == 1 or not self.distinct:
             return jnp.broadcast_to(leaf[None], (parts, *leaf.shape))
         keys = (
             leaf
             if self.dtype is None
-            else jax.random.wrap_key_data(leaf, impl=implementation(self.dtype))
+            else jax.random.wrap_key_data(leaf, impl=key_impl(self.dtype))
         )
         fold = jax.random.fold_in
         for _ in range(keys.ndim):
@@ -100,10 +100,10 @@ class Fold:
 
 #: Dim of the rows of each array of a batch, by path: None if it has none, a `Fold` for a key of
 #: the whole batch.
-BatchDims = Mapping[str, int | Fold | None]
+BatchDims = Mapping[str, int | KeyFold | None]
 
 
-def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> BatchDims:
+def with_key_folds(dims: Mapping[str, int | None], batch: Tree, program: Program) -> BatchDims:
     """The batch dim of every array of a batch, by path, with a `Fold` for keys of the whole
     batch.
     """
@@ -116,13 +116,13 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
         if dims[path] is None
     }
     typed = {
-        path: Fold()
+        path: KeyFold()
         for number, path in paths_by_number.items()
         if jax.dtypes.issubdtype(program.avals[number].dtype, jax.dtypes.prng_key)
     }
     raw: dict[str, Any] = {}
     first = len(program.inputs) - len(paths)
-    _wrapped(
+    _find_raw_keys(
         program,
         {
             number: path
@@ -147,14 +147,14 @@ def with_keys(dims: Mapping[str, int | None], batch: Tree, program: Program) -> 
     return {
         **{path: dims[path] for path in paths},
         **typed,
-        **{path: Fold(dtype=dtype) for path, dtype in raw.items()},
+        **{path: KeyFold(dtype=dtype) for path, dtype in raw.items()},
     }
 
 
-def of_the_whole(dims: BatchDims) -> BatchDims:
+def with_same_keys(dims: BatchDims) -> BatchDims:
     """Batch dims with the keys of the whole batch passed to all microbatches."""
     return {
-        path: replace(dim, distinct=False) if isinstance(dim, Fold) else dim
+        path: replace(dim, distinct=False) if isinstance(dim, KeyFold) else dim
         for path, dim in dims.items()
     }
 
@@ -169,7 +169,7 @@ def key_inputs(dims: BatchDims, jaxpr: jex.ClosedJaxpr) -> frozenset[int]:
     )
 
 
-def _wrapped(program: Program, paths: dict[int, str], dtypes: dict[str, Any]) -> None:
+def _find_raw_keys(program: Program, paths: dict[int, str], dtypes: dict[str, Any]) -> None:
     """Adds to `dtypes` the arrays among `paths` that become keys, with the dtype of these."""
     paths = dict(paths)
     for equation in program.equations:
@@ -182,11 +182,11 @@ def _wrapped(program: Program, paths: dict[int, str], dtypes: dict[str, Any]) ->
             continue
         if equation.name == "random_wrap":
             dtypes[inside[0]] = program.avals[equation.outputs[0]].dtype
-        elif equation.name in _MOVED and 0 in inside:
+        elif equation.name in _MOVEMENT and 0 in inside:
             paths.update(dict.fromkeys(equation.outputs, inside[0]))
         else:
             for body, offset in _bodies(equation):
-                _wrapped(
+                _find_raw_keys(
                     body,
                     {
                         body.inputs[position - offset]: path
@@ -208,7 +208,7 @@ def _bodies(equation: Equation) -> list[tuple[Program, int]]:
     return [(flatten(callee(equation.eqn)), 0)] if equation.name in (*REMAT, *CUSTOM) else []
 
 
-def implementation(dtype: Any) -> Any:
+def key_impl(dtype: Any) -> Any:
     """The generator of typed keys of a dtype."""
     implementations: list[Any] = []
 

@@ -37,16 +37,16 @@ def shapes_of_batch(batch: Tree) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), dtype_of(leaf)), batch)
 
 
-def placed(batch: Tree, target: Tree) -> Tree:
+def put_batch(batch: Tree, target: Tree) -> Tree:
     """A batch on the devices; arrays that are in place already are unchanged.
 
     Args:
         batch: arrays of the required shapes and dtypes.
     """
-    return jax.tree.map(_placed, batch, target)
+    return jax.tree.map(_put_array, batch, target)
 
 
-def given(batch: Tree, target: Tree) -> Tree:
+def call_arguments(batch: Tree, target: Tree) -> Tree:
     """A batch for the call of one compiled program: as `placed`, except that NumPy arrays are left
     to the call, which transfers them for less than half the cost of transferring them one by one.
 
@@ -54,17 +54,17 @@ def given(batch: Tree, target: Tree) -> Tree:
         batch: arrays of the required shapes and dtypes.
     """
     if jax.process_count() > 1:  # a call compares host arrays between processes
-        return placed(batch, target)
+        return put_batch(batch, target)
     return jax.tree.map(
         lambda leaf, aval: (
-            np.asarray(leaf, aval.dtype) if isinstance(leaf, np.ndarray) else _placed(leaf, aval)
+            np.asarray(leaf, aval.dtype) if isinstance(leaf, np.ndarray) else _put_array(leaf, aval)
         ),
         batch,
         target,
     )
 
 
-def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
+def put_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Typed keys with a sharding; with several processes, each takes the shards of its devices."""
     if jax.process_count() == 1:
         return jax.device_put(keys, sharding)
@@ -81,14 +81,14 @@ def placed_keys(keys: jax.Array, sharding: NamedSharding) -> jax.Array:
     )
 
 
-def _placed(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
+def _put_array(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
     """A host array as the step expects it. With several processes, each transfers the shards of its
     devices; `jax.device_put` would have them compare the whole array first, in every step.
     """
     if isinstance(leaf, jax.Array) and leaf.sharding == target.sharding:
         return leaf
     if is_key(leaf):
-        return placed_keys(leaf, target.sharding)
+        return put_keys(leaf, target.sharding)
     host = (
         np.asarray(leaf, target.dtype)
         if isinstance(leaf, (int, float, np.ndarray, np.generic))
@@ -114,15 +114,17 @@ def _placed(leaf: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
 # same weights.
 
 
-def sums(
+def checksums(
     arrays: Mapping[str, jax.Array], shardings: Mapping[str, Sharding] | None = None
 ) -> jax.Array:
     """Two sums of every array, uint32 [arrays, 2], by sorted path; pure and jittable."""
-    rows = [_spread(arrays[path], (shardings or {}).get(path)) for path in sorted(arrays)]
+    rows = [
+        _sharded_checksums(arrays[path], (shardings or {}).get(path)) for path in sorted(arrays)
+    ]
     return jnp.stack(rows) if rows else jnp.zeros((0, 2), jnp.uint32)
 
 
-def _spread(array: jax.Array, sharding: Sharding | None) -> jax.Array:
+def _sharded_checksums(array: jax.Array, sharding: Sharding | None) -> jax.Array:
     """The sums of an array, from those of its shards. Under automatic partitioning, a reduction of
     two arrays at once would gather them.
     """
@@ -131,7 +133,7 @@ def _spread(array: jax.Array, sharding: Sharding | None) -> jax.Array:
         or not isinstance(sharding.mesh, Mesh)
         or jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     ):
-        return _sums(array, array.shape, ())
+        return _shard_checksums(array, array.shape, ())
     cuts = [
         () if dim is None else dim if isinstance(dim, tuple) else (dim,) for dim in sharding.spec
     ]
@@ -142,7 +144,7 @@ def _spread(array: jax.Array, sharding: Sharding | None) -> jax.Array:
             lax.axis_index(dim) * local.shape[number] if dim else 0
             for number, dim in enumerate(cuts)
         )
-        sums = _sums(local, array.shape, offsets)
+        sums = _shard_checksums(local, array.shape, offsets)
         return lax.psum(sums, names) if names else sums
 
     return jax.shard_map(
@@ -154,7 +156,7 @@ def _spread(array: jax.Array, sharding: Sharding | None) -> jax.Array:
     )(array)
 
 
-def _sums(piece: jax.Array, shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
+def _shard_checksums(piece: jax.Array, shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
     """The sums of a shard of an array with a global shape; its first element is at `offsets`, and
     at 0 for further dims.
     """
@@ -209,7 +211,9 @@ def _scrambled(index: jax.Array) -> jax.Array:
     return mixed ^ (mixed >> 16)
 
 
-def by_path(arrays: Mapping[str, jax.Array], rows: np.ndarray) -> dict[str, tuple[int, int]]:
+def checksums_by_path(
+    arrays: Mapping[str, jax.Array], rows: np.ndarray
+) -> dict[str, tuple[int, int]]:
     """The result of `sums` on the host by path.
 
     Args:
@@ -225,10 +229,10 @@ def by_path(arrays: Mapping[str, jax.Array], rows: np.ndarray) -> dict[str, tupl
 
 _IS_DELETED = methodcaller("is_deleted")
 #: Number of leaves listed in an error.
-NAMED = 3
+MOST_LISTED = 3
 
 
-def require_present(caller: str, state: Tree) -> None:
+def require_not_donated(caller: str, state: Tree) -> None:
     """Raises if arrays of a state were donated or deleted; a compiled program would read freed
     memory, which kills the process on simulated devices.
     """
@@ -244,12 +248,12 @@ def require_present(caller: str, state: Tree) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if _deleted(leaf)
     ]
-    more = [f"and {len(paths) - NAMED} more"] if len(paths) > NAMED else []
+    more = [f"and {len(paths) - MOST_LISTED} more"] if len(paths) > MOST_LISTED else []
     raise_all(
         StateError,
         f"the state given to {caller} is no longer there: a step takes over the buffers of the"
         " state that it is given",
-        [*(f"{path} was deleted" for path in paths[:NAMED]), *more],
+        [*(f"{path} was deleted" for path in paths[:MOST_LISTED]), *more],
         hint="use the state that step returned: state, metrics = program.step(state, batch)",
     )
 
@@ -269,7 +273,7 @@ Arrays = list[Any]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Draft:
+class TracedFunction:
     """A traced function.
 
     Attributes:
@@ -285,31 +289,31 @@ class Draft:
     program: Program
     equations: tuple[Equation, ...]
     inputs: tuple[jax.ShapeDtypeStruct, ...]
-    reads: tuple[int, ...]
-    made: tuple[int, ...]
+    read_inputs: tuple[int, ...]
+    computed: tuple[int, ...]
     sources: tuple[tuple[bool, int], ...]
 
     @staticmethod
     def of(
         function: Callable[..., Arrays], inputs: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
-    ) -> Draft:
+    ) -> TracedFunction:
         """Traces a function."""
         with in_mesh(mesh):
-            return Draft.of_program(flatten(jax.make_jaxpr(function)(*inputs)), inputs)
+            return TracedFunction.of_program(flatten(jax.make_jaxpr(function)(*inputs)), inputs)
 
     @staticmethod
-    def of_program(program: Program, inputs: Sequence[jax.ShapeDtypeStruct]) -> Draft:
+    def of_program(program: Program, inputs: Sequence[jax.ShapeDtypeStruct]) -> TracedFunction:
         """A traced program, without equations that its outputs do not need."""
         positions = {number: k for k, number in enumerate(program.inputs)}
         fresh = list(dict.fromkeys(number for number in program.outputs if number not in positions))
         places = {number: place for place, number in enumerate(fresh)}
         equations, reads = needed(program.equations, fresh)
-        return Draft(
+        return TracedFunction(
             program=program,
             equations=tuple(equations),
             inputs=tuple(inputs),
-            reads=tuple(k for k, number in enumerate(program.inputs) if number in reads),
-            made=tuple(program.outputs.index(number) for number in fresh),
+            read_inputs=tuple(k for k, number in enumerate(program.inputs) if number in reads),
+            computed=tuple(program.outputs.index(number) for number in fresh),
             sources=tuple(
                 (False, positions[number]) if number in positions else (True, places[number])
                 for number in program.outputs
@@ -328,7 +332,7 @@ class Draft:
         avals = [self.program.avals[number] for number in self.program.outputs]
         return tuple(aval.memory_space == jax.memory.Space.Host for aval in avals)
 
-    def without(self, dropped: Collection[int]) -> Draft:
+    def without_inputs(self, dropped: Collection[int]) -> TracedFunction:
         """The function without inputs that it does not read."""
         left = [k for k in range(len(self.inputs)) if k not in dropped]
         place = {k: position for position, k in enumerate(left)}
@@ -336,7 +340,7 @@ class Draft:
             self,
             program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in left)),
             inputs=tuple(self.inputs[k] for k in left),
-            reads=tuple(place[k] for k in self.reads),
+            reads=tuple(place[k] for k in self.read_inputs),
             sources=tuple((fresh, k if fresh else place[k]) for fresh, k in self.sources),
         )
 
@@ -358,7 +362,10 @@ class Draft:
         def run(*read: Any) -> Arrays:
             env = {
                 **self.program.constants,
-                **{self.program.inputs[k]: leaf for k, leaf in zip(self.reads, read, strict=True)},
+                **{
+                    self.program.inputs[k]: leaf
+                    for k, leaf in zip(self.read_inputs, read, strict=True)
+                },
             }
             for equation in self.equations:
                 env.update(
@@ -368,20 +375,20 @@ class Draft:
                         strict=True,
                     )
                 )
-            return [env[self.program.outputs[k]] for k in self.made]
+            return [env[self.program.outputs[k]] for k in self.computed]
 
         run.__name__ = run.__qualname__ = name
-        taken = tuple(position for position, k in enumerate(self.reads) if k in set(donated))
+        taken = tuple(position for position, k in enumerate(self.read_inputs) if k in set(donated))
         with in_mesh(mesh):
             jitted = jax.jit(
-                run, donate_argnums=taken, out_shardings=[requested[k] for k in self.made]
+                run, donate_argnums=taken, out_shardings=[requested[k] for k in self.computed]
             )
-            arguments = tuple(self.inputs[k] for k in self.reads)
+            arguments = tuple(self.inputs[k] for k in self.read_inputs)
             compiled = jitted.lower(*arguments).compile()
         return Executable(
             call=compiled,
             run=runnable(jitted, compiled, arguments, mesh),
-            reads=self.reads,
+            read_inputs=self.read_inputs,
             sources=self.sources,
             draft=self,
         )
@@ -399,13 +406,13 @@ class Executable:
 
     call: jax.stages.Compiled
     run: Callable[..., Any]
-    reads: tuple[int, ...]
+    read_inputs: tuple[int, ...]
     sources: tuple[tuple[bool, int], ...]
-    draft: Draft
+    draft: TracedFunction
 
     def __call__(self, inputs: Sequence[jax.Array]) -> Arrays:
         """The results for all inputs; inputs that are not read may be placeholders."""
-        results = self.run(*[inputs[k] for k in self.reads])
+        results = self.run(*[inputs[k] for k in self.read_inputs])
         return [results[k] if fresh else inputs[k] for fresh, k in self.sources]
 
     @property

@@ -26,20 +26,27 @@ from shardlib.jax_types import Function, KeyPath, Metrics, Value
 from shardlib.layout import Layout, LogicalAxes, MeshShape, Rules
 from shardlib.lowering import mesh as shardings
 from shardlib.lowering.accumulation import Microbatches
-from shardlib.lowering.checks import FOREIGN, require_own, require_state
-from shardlib.lowering.collectives import Precision, like
+from shardlib.lowering.checks import CALL_ERRORS, require_own_state, require_state
+from shardlib.lowering.collectives import Precision, cast_like
 from shardlib.lowering.disk import GRADIENT
-from shardlib.lowering.loss import placed_loss
-from shardlib.lowering.mesh import HOST, ParameterShardings, constrain, moved, owned, shapes_of
+from shardlib.lowering.loss import loss_in_layouts
+from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
+from shardlib.lowering.mesh import (
+    HOST,
+    ParameterShardings,
+    constrain_tree,
+    owning_parameter,
+    reshard_changed,
+    shapes_of,
+)
 from shardlib.lowering.pipeline.lockstep import StagedLayouts, pipeline
-from shardlib.lowering.placing import Placements, Placing
-from shardlib.lowering.random_keys import key_inputs, with_keys
+from shardlib.lowering.random_keys import key_inputs, with_key_folds
 from shardlib.lowering.runtime import (
     Gradients,
     GuardState,
     TrainState,
-    placed,
-    require_present,
+    put_batch,
+    require_not_donated,
     shapes_of_batch,
 )
 from shardlib.lowering.uses import LossJaxpr, trace_loss
@@ -62,7 +69,7 @@ from shardlib.untrusted.data import Kind, is_count, is_positive, require_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaidOut:
+class LossForRows:
     """A loss for certain rows, and the layouts of its values.
 
     Attributes:
@@ -74,21 +81,21 @@ class LaidOut:
     """
 
     traced: LossJaxpr
-    placements: Placements
+    values: ValueLayouts
     batch: tuple[tuple[str, Layout], ...]
     axes: Mapping[str, LogicalAxes]
     plan: Plan
     findings: tuple[Finding, ...]
 
 
-def laid_out_for(
+def loss_for_rows(
     plan: Plan,
     model: Model,
     loss: PureLoss,
     batch: Tree,
     batch_axes: Tree,
     axes_by_path: Mapping[str, LogicalAxes],
-) -> LaidOut:
+) -> LossForRows:
     """Traces a loss and gives its values layouts.
 
     Args:
@@ -125,20 +132,20 @@ def laid_out_for(
         compute_dtype="float32",
     )
     colouring = colour(problem)
-    rules, findings = _divided(plan.rules, colouring, described, plan.mesh)
+    rules, findings = _rules_for_rows(plan.rules, colouring, described, plan.mesh)
     layouts = placements(
         graph,
         colouring.forward,
         rules,
         plan.mesh,
         colouring.batch_colour,
-        traced.read(count).call_operands,
+        traced.facts(count).call_sources,
     )
     if findings and plan.experts != "none":
         plan, findings = replace(plan, experts="none"), (*findings, _experts_as_written())
-    return LaidOut(
+    return LossForRows(
         traced=traced,
-        placements=layouts,
+        values=layouts,
         batch=batch_layouts(problem, colouring.batch, plan.mesh, rules),
         axes={path: axes for path, _, _, axes in described},
         plan=plan,
@@ -181,7 +188,7 @@ def _coloured(plan: Plan) -> tuple[Parameter, ...]:
     )
 
 
-def _divided(
+def _rules_for_rows(
     rules: Rules, colouring: Colouring, described: tuple[Any, ...], mesh: MeshShape
 ) -> tuple[Rules, tuple[Finding, ...]]:
     """The rules with the batch sharded over as many devices as its rows divide over; a finding if
@@ -202,7 +209,7 @@ def _divided(
     entries: list[tuple[str, tuple[str, ...]]] = []
     for logical, axes in rules.entries:
         if logical in batch_names:
-            dividing = _most(tuple(axis for axis in axes if axis in mesh), rows, mesh)
+            dividing = _widest_axes(tuple(axis for axis in axes if axis in mesh), rows, mesh)
             if mesh.ways(dividing) < mesh.ways(tuple(axis for axis in axes if axis in mesh)):
                 fewer[axes] = dividing
             entries.append((logical, dividing))
@@ -226,7 +233,7 @@ def _divided(
     return Rules(tuple(entries)), (finding,)
 
 
-def _most(axes: tuple[str, ...], rows: int, mesh: MeshShape) -> tuple[str, ...]:
+def _widest_axes(axes: tuple[str, ...], rows: int, mesh: MeshShape) -> tuple[str, ...]:
     """The subset of axes that divides the rows the most ways; the first of equals."""
     subsets = [
         subset
@@ -250,7 +257,7 @@ def _experts_as_written() -> Finding:
 
 
 def abstract_batch(
-    batch: Tree, laid_out: LaidOut, shard: Callable[[Layout], NamedSharding]
+    batch: Tree, laid_out: LossForRows, shard: Callable[[Layout], NamedSharding]
 ) -> Tree:
     """An abstract batch with shardings.
 
@@ -320,7 +327,7 @@ class Evaluation:
     state: TrainState
     axes: Mapping[str, LogicalAxes]
     batch_axes: Tree = None
-    written: UserLoss | None = None
+    user_loss: UserLoss | None = None
     programs: dict[Any, EvaluationProgram] = field(default_factory=dict)
 
     @property
@@ -340,13 +347,13 @@ class Evaluation:
     def evaluate(self, state: TrainState, batch: Tree) -> dict[str, jax.Array]:
         """The metrics of a batch: "loss", and the user's own. The state is not donated."""
         require_state("evaluate", state)
-        require_present("evaluate", state.inference)
+        require_not_donated("evaluate", state.inference)
         program = self.compiled(batch)
-        rows = placed(batch, program.batch)
+        rows = put_batch(batch, program.batch)
         try:
             return in_every_process(program.call(state.params, state.model_state, rows))
-        except FOREIGN as error:
-            require_own("evaluate", state.inference, self.state.inference, error=error)
+        except CALL_ERRORS as error:
+            require_own_state("evaluate", state.inference, self.state.inference, error=error)
             raise
 
     def compiled(self, batch: Tree) -> EvaluationProgram:
@@ -368,10 +375,10 @@ class Evaluation:
                 "a program for devices that are not here cannot evaluate\nTry:"
                 " shardlib.compile(...) on the devices themselves"
             )
-        laid_out = laid_out_for(
-            _at_once(self.plan),
+        laid_out = loss_for_rows(
+            _whole_batch_plan(self.plan),
             self.model,
-            self._unchanging,
+            self._fixed_state_loss,
             batch,
             self.batch_axes,
             self.axes,
@@ -398,16 +405,18 @@ class Evaluation:
         call = _jax_compat.runnable(jitted, compiled, arguments, self.mesh)
         return EvaluationProgram(call=call, batch=sharded, findings=(*laid_out.findings, *findings))
 
-    def _unchanging(self, params: Tree, state: Tree, batch: Tree) -> Any:
+    def _fixed_state_loss(self, params: Tree, state: Tree, batch: Tree) -> Any:
         """The loss, with the model state returned unchanged."""
         value, (metrics, _) = self.loss(params, state, batch)
         return value, (metrics, state)
 
-    def _lowered(self, laid_out: LaidOut, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
+    def _lowered(self, laid_out: LossForRows, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
         """The loss with its layouts, run through the stages if there are any."""
         plan, cuts = laid_out.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
         if plan.mesh["stage"] > 1:
-            dims = with_keys(shardings.batch_dims(laid_out.axes), batch, laid_out.traced.program)
+            dims = with_key_folds(
+                shardings.batch_dims(laid_out.axes), batch, laid_out.traced.program
+            )
             try:
                 staged, findings = pipeline(
                     plan,
@@ -415,11 +424,11 @@ class Evaluation:
                     self.model.state,
                     self.mesh,
                     self.params,
-                    StagedLayouts(layers=laid_out.placements, around={}),
+                    StagedLayouts(layers=laid_out.values, around={}),
                     key_inputs(dims, laid_out.traced.closed_jaxpr),
                 )
             except PlanError as error:
-                return self._unpiped(laid_out), (
+                return self._without_pipeline(laid_out), (
                     Finding(
                         code="evaluation-without-stages",
                         severity="warning",
@@ -436,15 +445,15 @@ class Evaluation:
                 ),
                 findings,
             )
-        return self._unpiped(laid_out), ()
+        return self._without_pipeline(laid_out), ()
 
-    def _unpiped(self, laid_out: LaidOut) -> PureLoss:
-        return placed_loss(
+    def _without_pipeline(self, laid_out: LossForRows) -> PureLoss:
+        return loss_in_layouts(
             laid_out.traced,
-            Placing.of(laid_out.traced, laid_out.plan, self.mesh, self.params, laid_out.placements),
+            LossLayouts.of(laid_out.traced, laid_out.plan, self.mesh, self.params, laid_out.values),
         )
 
-    def of(self, loss: UserLoss | None, batch_axes: Tree) -> Evaluation:
+    def for_loss(self, loss: UserLoss | None, batch_axes: Tree) -> Evaluation:
         """The evaluation of another loss.
 
         Args:
@@ -455,12 +464,12 @@ class Evaluation:
             self,
             loss=self.loss if loss is None else self.model.evaluated(loss),
             batch_axes=batch_axes,
-            written=self.written if loss is None else loss,
+            user_loss=self.user_loss if loss is None else loss,
             programs={},
         )
 
 
-def _at_once(plan: Plan) -> Plan:
+def _whole_batch_plan(plan: Plan) -> Plan:
     """A plan for all rows at once: one microbatch, one chunk per stage, no rematerialisation."""
     return replace(
         plan,
@@ -528,7 +537,7 @@ class Guards:
             "Guards", _GUARDS, vars(self), needed=("growth", "spike"), error=SettingsError
         )
 
-    def first(self) -> GuardState:
+    def first_state(self) -> GuardState:
         """The guard state before the first step."""
         return GuardState(
             scale=None if self.scale is None else jnp.float32(self.scale),
@@ -536,7 +545,7 @@ class Guards:
             limit=jnp.float32(jnp.inf) if self.spike else None,
         )
 
-    def after(self, state: GuardState, finite: Value) -> GuardState:
+    def next_state(self, state: GuardState, finite: Value) -> GuardState:
         """The guard state after a step.
 
         Args:
@@ -559,7 +568,7 @@ class Guards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checked:
+class CheckedGradients:
     """Loss and gradients of a step, after its guards.
 
     Attributes:
@@ -574,21 +583,21 @@ class Checked:
     gradients: Tree
     norm: Any
     finite: Any
-    wanted: Any
+    applies: Any
 
-    def chosen(self, new: Tree, old: Tree) -> Tree:
+    def select(self, new: Tree, old: Tree) -> Tree:
         """The new arrays if the update is applied, otherwise the old ones."""
-        return jax.tree.map(lambda after, before: jnp.where(self.wanted, after, before), new, old)
+        return jax.tree.map(lambda after, before: jnp.where(self.applies, after, before), new, old)
 
     def metrics(self, state: GuardState) -> Metrics:
         """Metrics of the guards for a step that began with a given guard state."""
-        metrics = {"gradient_norm": self.norm, "skipped": 1 - self.wanted.astype(jnp.int32)}
+        metrics = {"gradient_norm": self.norm, "skipped": 1 - self.applies.astype(jnp.int32)}
         return metrics if state.scale is None else {**metrics, "loss_scale": state.scale}
 
 
-def checked(
+def check_gradients(
     guards: Guards, state: GuardState, loss: Value, gradients: Tree, shardings: Tree
-) -> Checked:
+) -> CheckedGradients:
     """Unscales, checks and clips the gradients of a step."""
     if state.scale is not None:
         loss = loss / state.scale
@@ -601,7 +610,9 @@ def checked(
         gradients = jax.tree.map(
             lambda leaf: jnp.where(small, leaf, leaf / norm.astype(leaf.dtype) * clip), gradients
         )
-    return Checked(loss=loss, gradients=gradients, norm=norm, finite=finite, wanted=update)
+    return CheckedGradients(
+        loss=loss, gradients=gradients, norm=norm, finite=finite, applies=update
+    )
 
 
 def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> Value:
@@ -665,7 +676,7 @@ Results = tuple[Value, tuple[Metrics, Tree]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class BatchGradients:
     """The loss over a whole batch, with its layouts in place, as a function of (params, state,
     batch); parameters are in their stored sharding.
 
@@ -675,9 +686,9 @@ class Run:
     """
 
     gradients: Callable[[Tree, Tree, Tree], tuple[Results, Tree]]
-    table: Timetable | None = None
+    timetable: Timetable | None = None
 
-    def of_parts(self, prologue: Callable[[Tree, Tree], Tree]) -> Run:
+    def with_prologue(self, prologue: Callable[[Tree, Tree], Tree]) -> BatchGradients:
         """The run with a prologue applied to the batch first."""
         return replace(
             self,
@@ -686,7 +697,9 @@ class Run:
             ),
         )
 
-    def finished(self, finish: Callable[[Results, Tree], tuple[Results, Tree]]) -> Run:
+    def with_finish(
+        self, finish: Callable[[Results, Tree], tuple[Results, Tree]]
+    ) -> BatchGradients:
         """The run with its results post-processed after the last microbatch."""
         return replace(self, gradients=lambda *arguments: finish(*self.gradients(*arguments)))
 
@@ -705,7 +718,7 @@ class StepParts:
         opt_state: shardings of the optimizer's state, with memory kinds.
     """
 
-    run: Run
+    run: BatchGradients
     optimizer: optax.GradientTransformation
     partition: Partition
     params: ParameterShardings
@@ -717,7 +730,7 @@ class StepParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Store:
+class StateStorage:
     """Storage of parameters and of the optimizer's state.
 
     Attributes:
@@ -758,7 +771,7 @@ class Store:
 DEVICE = "device"
 
 
-def reachable(mesh: Mesh | AbstractMesh) -> bool:
+def has_host_memory(mesh: Mesh | AbstractMesh) -> bool:
     """True if the devices of a mesh have host memory; abstract ones are assumed to."""
     return isinstance(mesh, AbstractMesh) or all(
         HOST in {memory.kind for memory in device.addressable_memories()}
@@ -766,16 +779,16 @@ def reachable(mesh: Mesh | AbstractMesh) -> bool:
     )
 
 
-def offloading(
-    plan: Plan, opt_state: Tree, params: Tree, cut: Tree, mesh: Mesh | AbstractMesh
+def offload_shardings(
+    plan: Plan, opt_state: Tree, params: Tree, shardings: Tree, mesh: Mesh | AbstractMesh
 ) -> tuple[Tree, tuple[Finding, ...]]:
     """The shardings of optimizer state, with the memory kinds of a plan."""
     if "optimizer" not in plan.offload and not (
         "disk" in plan.offload and isinstance(mesh, AbstractMesh)
     ):
-        return cut, ()
-    if not reachable(mesh):
-        return cut, (
+        return shardings, ()
+    if not has_host_memory(mesh):
+        return shardings, (
             Finding(
                 code="no-host-memory",
                 severity="warning",
@@ -790,12 +803,16 @@ def offloading(
     shapes = shapes_of(params)
 
     def place(path: KeyPath, leaf: Tree, sharding: NamedSharding) -> NamedSharding:
-        return sharding if owned(path, leaf, shapes) is None else sharding.with_memory_kind(HOST)
+        return (
+            sharding
+            if owning_parameter(path, leaf, shapes) is None
+            else sharding.with_memory_kind(HOST)
+        )
 
-    return jax.tree_util.tree_map_with_path(place, opt_state, cut), ()
+    return jax.tree_util.tree_map_with_path(place, opt_state, shardings), ()
 
 
-def offloaded(tree: Tree, shardings: Tree, memory: str) -> Tree:
+def move_offloaded(tree: Tree, shardings: Tree, memory: str) -> Tree:
     """Moves arrays that are stored in host memory to a memory kind, of the host or of the device;
     arrays stored on the device are unchanged.
     """
@@ -814,7 +831,7 @@ def offloaded(tree: Tree, shardings: Tree, memory: str) -> Tree:
 # One training step, as a function that `jax.jit` compiles.
 
 
-def updated(
+def updated_state(
     parts: StepParts,
     state: TrainState,
     loss: Value,
@@ -829,26 +846,28 @@ def updated(
     """
     optimizer = optax.with_extra_args_support(parts.optimizer)
     stored = parts.partition.trained(state.params)
-    local = like(moved(stored, parts.params.rest, parts.params.state), parts.updated)
-    before = offloaded(state.opt_state, parts.opt_state, DEVICE)
+    local = cast_like(
+        reshard_changed(stored, parts.params.stored, parts.params.state), parts.updated
+    )
+    before = move_offloaded(state.opt_state, parts.opt_state, DEVICE)
     gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
     updates, opt_state = optimizer.update(gradients, before, local, value=loss)
-    params = parts.precision.resting(
-        chosen(optax.apply_updates(local, constrain(updates, parts.params.state)), local)
+    params = parts.precision.as_stored(
+        chosen(optax.apply_updates(local, constrain_tree(updates, parts.params.state)), local)
     )
     rested = parts.partition.joined(
-        moved(parts.gather(params, stored), parts.params.state, parts.params.rest),
+        reshard_changed(parts.gather(params, stored), parts.params.state, parts.params.stored),
         state.params,
     )
     return TrainState(
         step=state.step + 1,
         params=rested,
         model_state=chosen(model_state, state.model_state),
-        opt_state=offloaded(chosen(opt_state, before), parts.opt_state, HOST),
+        opt_state=move_offloaded(chosen(opt_state, before), parts.opt_state, HOST),
     )
 
 
-def of_trained(run: Run, partition: Partition) -> Run:
+def trained_gradients(run: BatchGradients, partition: Partition) -> BatchGradients:
     """A run with the gradients of trained parameters only, from one with those of all."""
 
     def gradients(*arguments: Any) -> Any:
@@ -858,9 +877,7 @@ def of_trained(run: Run, partition: Partition) -> Run:
     return replace(run, gradients=gradients)
 
 
-def step_function(
-    parts: StepParts,
-) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
+def step_function(parts: StepParts) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
     """(state, batch) -> (state, metrics): gradients, then the optimizer, applied to each device's
     shards of the state.
     """
@@ -880,7 +897,9 @@ def gradients_function(parts: StepParts) -> Callable[[TrainState, Tree], Gradien
             state.params, state.inputs, batch
         )
         return Gradients(
-            params=like(constrain(parameter_gradients, parts.params.gradient), parts.updated),
+            params=cast_like(
+                constrain_tree(parameter_gradients, parts.params.gradient), parts.updated
+            ),
             loss=loss,
             metrics=dict(metrics),
             model_state=model_state,
@@ -896,7 +915,7 @@ def apply_function(
 
     def apply(state: TrainState, gradients: Gradients) -> tuple[TrainState, Metrics]:
         if parts.guards is None or state.guard is None:
-            after = updated(
+            after = updated_state(
                 parts,
                 state,
                 gradients.loss,
@@ -905,18 +924,18 @@ def apply_function(
                 lambda new, old: new,
             )
             return after, {"loss": gradients.loss, **gradients.metrics}
-        outcome = checked(
+        outcome = check_gradients(
             parts.guards, state.guard, gradients.loss, gradients.params, parts.params.gradient
         )
-        after = updated(
+        after = updated_state(
             parts,
             state,
             outcome.loss,
             outcome.gradients,
             gradients.model_state if state.guard.scale is None else gradients.model_state["model"],
-            outcome.chosen,
+            outcome.select,
         )
-        guard = parts.guards.after(state.guard, outcome.finite)
+        guard = parts.guards.next_state(state.guard, outcome.finite)
         return replace(after, guard=guard), {
             "loss": outcome.loss,
             **outcome.metrics(state.guard),

@@ -47,7 +47,7 @@ from shardlib.tracing.program import (
 #     x @ weight.astype(bfloat16)               a weight in bfloat16, if nothing else reads it
 
 
-def _of_rows(program: Program, equation: Equation) -> bool:
+def _takes_rows(program: Program, equation: Equation) -> bool:
     """True if an equation takes whole rows of an array."""
     if equation.name not in ("slice", "dynamic_slice"):
         return False
@@ -55,7 +55,7 @@ def _of_rows(program: Program, equation: Equation) -> bool:
     return before[1:] == after[1:]
 
 
-def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
+def kernel_shapes(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
     """Shapes of the kernels of all convolutions among JAX equations and inside of them.
 
     A kernel that is stored sharded is gathered, and its gradient reduced, in its compute sharding:
@@ -71,11 +71,11 @@ def convolved(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    shapes |= convolved(inner.eqns)
+                    shapes |= kernel_shapes(inner.eqns)
     return frozenset(shapes)
 
 
-def narrowed(program: Program, parameters: int) -> dict[int, np.dtype]:
+def narrow_dtypes(program: Program, parameters: int) -> dict[int, np.dtype]:
     """The narrower floating dtype to which a parameter, or every layer of it, is cast, if the cast
     is all that reads it. Its gradient has no more precision either.
     """
@@ -102,11 +102,11 @@ def _find_casts(
             wide, dtype = program.avals[number].dtype, reader.params["new_dtype"]
             if jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < wide.itemsize:
                 dtypes[parameter] = dtype
-        elif (body := _entered(reader)) is not None:
+        elif (body := _body(reader)) is not None:
             _find_casts(body, {body.inputs[reader.inputs.index(number)]: parameter}, dtypes)
 
 
-def _entered(equation: Equation) -> Program | None:
+def _body(equation: Equation) -> Program | None:
     """The body of an equation whose operands are the body's inputs, one by one."""
     if equation.name in REMAT:
         return equation.inside()
@@ -177,7 +177,7 @@ _LINEAR: frozenset[str] = frozenset({"dot_general", "conv_general_dilated", "gat
 _SAME: frozenset[str] = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
 
 
-def weight_uses(walked: Iterable[Step]) -> Mapping[str, Use]:
+def weight_uses(equations: Iterable[LossEquation]) -> Mapping[str, Use]:
     """Finds the matmuls, convolutions, lookups and slices of parameters, and additions of matrices
     to activations that have more dims.
 
@@ -188,7 +188,7 @@ def weight_uses(walked: Iterable[Step]) -> Mapping[str, Use]:
     uses: dict[str, Use] = {}
     # Matrices broadcast to more dims, which may be cast before they are added.
     spread: dict[tuple[int, int], View] = {}
-    for step in walked:
+    for step in equations:
         equation, using, program = step.equation, step.operands, id(step.program)
         if not using:
             using = tuple(
@@ -207,12 +207,12 @@ def weight_uses(walked: Iterable[Step]) -> Mapping[str, Use]:
                 equation=equation,
                 operand=using[0][0],
                 view=using[0][1],
-                rows=_cast(step.program, equation),
+                rows_dtype=_cast(step.program, equation),
             )
     return uses
 
 
-def _with_more_dims(step: Step) -> View | None:
+def _with_more_dims(step: LossEquation) -> View | None:
     """The view of a matrix that is broadcast to more dims of size 1; None for anything else."""
     params, view, aval = step.equation.params, step.views[0], step.equation.eqn.invars[0].aval
     if view is None or len(step.views) != 1 or sum(size > 1 for size in aval.shape) < 2:
@@ -229,7 +229,9 @@ def _with_more_dims(step: Step) -> View | None:
     )
 
 
-def seen_through(equation: Equation, operands: list[View | None], program: Program) -> View | None:
+def view_of_result(
+    equation: Equation, operands: list[View | None], program: Program
+) -> View | None:
     """The view of a parameter that the result of an equation is, or None.
 
     Args:
@@ -315,11 +317,11 @@ def _reshaped(
 # parameters, which enter in their stored sharding.
 
 #: (path of an equation, index of its result), the arguments of `place`.
-Source = tuple[str, int]
+ValueSource = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class CallSite:
     """A custom call.
 
     Attributes:
@@ -334,17 +336,17 @@ class Site:
     call: Call
     avals: tuple[Aval, ...]
     results: tuple[Aval, ...]
-    makers: tuple[Source | None, ...]
-    sources: tuple[Source | None, ...]
+    producers: tuple[ValueSource | None, ...]
+    sources: tuple[ValueSource | None, ...]
     views: tuple[View | None, ...]
 
-    def key(self, operand: int) -> Source:
+    def layout_key(self, operand: int) -> ValueSource:
         """The key of an operand's layout in placements."""
         return f"{self.call.path}/operand", operand
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class LossEquation:
     """An equation of a loss.
 
     Attributes:
@@ -357,9 +359,9 @@ class Step:
 
     program: Program
     equation: Equation
-    sources: tuple[Source | None, ...]
+    sources: tuple[ValueSource | None, ...]
     views: tuple[View | None, ...]
-    site: Site | None
+    site: CallSite | None
 
     @property
     def operands(self) -> tuple[tuple[int, View], ...]:
@@ -369,11 +371,11 @@ class Step:
         )
 
 
-def steps(program: Program, parameters: int) -> Iterator[Step]:
+def loss_equations(program: Program, parameters: int) -> Iterator[LossEquation]:
     """The equations of a loss in order, including those in bodies of scans and under
     rematerialisation.
     """
-    return _steps(
+    return _equations(
         program,
         {number: input_source(k) for k, number in enumerate(program.inputs)},
         {
@@ -383,28 +385,28 @@ def steps(program: Program, parameters: int) -> Iterator[Step]:
     )
 
 
-def _steps(
-    program: Program, sources: Mapping[int, Source], views: Mapping[int, View]
-) -> Iterator[Step]:
+def _equations(
+    program: Program, sources: Mapping[int, ValueSource], views: Mapping[int, View]
+) -> Iterator[LossEquation]:
     sources, views, begun = dict(sources), dict(views), set[str]()
     for equation in program.equations:
-        yield Step(
+        yield LossEquation(
             program=program,
             equation=equation,
             sources=tuple(sources.get(number) for number in equation.inputs),
             views=tuple(views.get(number) for number in equation.inputs),
-            site=_begun(program, equation, sources, views, begun),
+            site=_call_starting(program, equation, sources, views, begun),
         )
         for index, number in enumerate(equation.outputs):
             maker = result_path(equation, index)
             if maker is not None:
                 sources[number] = maker
-        view = seen_through(equation, [views.get(n) for n in equation.inputs], program)
+        view = view_of_result(equation, [views.get(n) for n in equation.inputs], program)
         if view is not None:
             views[equation.outputs[0]] = view
         if equation.name in REMAT:
             body = equation.inside()
-            yield from _steps(
+            yield from _equations(
                 body,
                 _inside(body.inputs, equation.inputs, sources),
                 _inside(body.inputs, equation.inputs, views),
@@ -413,29 +415,29 @@ def _steps(
             yield from _custom_calls_scanned(equation, sources, views)
 
 
-def _begun(
+def _call_starting(
     program: Program,
     equation: Equation,
-    sources: Mapping[int, Source],
+    sources: Mapping[int, ValueSource],
     views: Mapping[int, View],
     begun: set[str],
-) -> Site | None:
+) -> CallSite | None:
     """The call that begins with an equation, if any; adds it to `begun`."""
     call = equation.call
     if call is None or call.path in begun:
         return None
     begun.add(call.path)
-    return Site(
+    return CallSite(
         call=call,
         avals=tuple(program.avals[number] for number in call.inputs),
         results=tuple(program.avals[number] for number in call.outputs),
-        makers=_makers(program, call),
+        producers=_producers(program, call),
         sources=tuple(sources.get(number) for number in call.inputs),
         views=tuple(views.get(number) for number in call.inputs),
     )
 
 
-def _makers(program: Program, call: Call) -> tuple[Source | None, ...]:
+def _producers(program: Program, call: Call) -> tuple[ValueSource | None, ...]:
     """The sources of the results of a call."""
     makers = {
         number: result_path(equation, index)
@@ -447,8 +449,8 @@ def _makers(program: Program, call: Call) -> tuple[Source | None, ...]:
 
 
 def _custom_calls_scanned(
-    equation: Equation, sources: Mapping[int, Source], views: Mapping[int, View]
-) -> Iterator[Step]:
+    equation: Equation, sources: Mapping[int, ValueSource], views: Mapping[int, View]
+) -> Iterator[LossEquation]:
     constants, carried = scan_counts(equation.params)
     body = equation.inside("body")
     kinds = [
@@ -468,7 +470,7 @@ def _custom_calls_scanned(
         )
         for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()
     }
-    yield from _steps(body, inner, inner_views)
+    yield from _equations(body, inner, inner_views)
 
 
 def _inside(
@@ -484,7 +486,7 @@ def _inside(
 # --------------------------------------------------------------------------------------------------
 # Facts about a traced loss: its parameter uses, custom calls, loops and tables.
 #
-#     reading = LossReading(program=flatten(jaxpr), parameters=3)
+#     reading = LossFacts(program=flatten(jaxpr), parameters=3)
 #     reading.uses["4/body/7"]        the use of a parameter by a matmul
 #     reading.calls["9"]              a custom call, such as attention
 #     reading.slices["4/enter/0"]     the stacked parameter that a scan slices layer by layer
@@ -493,7 +495,7 @@ def _inside(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class LossReading:
+class LossFacts:
     """Facts about a traced loss.
 
     Attributes:
@@ -505,9 +507,9 @@ class LossReading:
     parameters: int
 
     @cached_property
-    def steps(self) -> tuple[Step, ...]:
+    def equations(self) -> tuple[LossEquation, ...]:
         """Its equations in order, including those of layers and under rematerialisation."""
-        return tuple(steps(self.program, self.parameters))
+        return tuple(loss_equations(self.program, self.parameters))
 
     @cached_property
     def uses(self) -> Mapping[str, Use]:
@@ -519,34 +521,34 @@ class LossReading:
         }
 
     @cached_property
-    def sliced(self) -> Mapping[str, Use]:
+    def slice_uses(self) -> Mapping[str, Use]:
         """The slices of parameters, by path."""
         return {path: use for path, use in self._all_uses.items() if use.equation.name in SLICES}
 
     @cached_property
-    def added(self) -> Mapping[str, Use]:
+    def additions(self) -> Mapping[str, Use]:
         """The additions of matrices to activations with more dims, by path."""
         uses = self._all_uses.items()
         return {path: use for path, use in uses if use.equation.name == ADDITION}
 
     @cached_property
     def _all_uses(self) -> Mapping[str, Use]:
-        return weight_uses(self.steps)
+        return weight_uses(self.equations)
 
     @cached_property
-    def calls(self) -> Mapping[str, Site]:
+    def calls(self) -> Mapping[str, CallSite]:
         """The custom calls, by path; including those in bodies of scans and under
         rematerialisation, but not in other loops and branches.
         """
-        return {step.site.call.path: step.site for step in self.steps if step.site is not None}
+        return {step.site.call.path: step.site for step in self.equations if step.site is not None}
 
     @cached_property
-    def slices(self) -> Mapping[str, int]:
+    def stacked_slices(self) -> Mapping[str, int]:
         """Path of a slice of a scan -> the stacked parameter that it is one layer of."""
         return stacked_parameters(self.program, self.parameters)
 
     @cached_property
-    def tables(self) -> frozenset[int]:
+    def lookup_tables(self) -> frozenset[int]:
         """The parameters that only lookups or slices of rows read. Their gathered form is not
         needed for the backward pass.
 
@@ -556,21 +558,21 @@ class LossReading:
         tables: set[int] = set()
         others: set[int] = set(self.program.outputs)
         for equation in self.program.equations:
-            lookup = equation.name == "gather" or _of_rows(self.program, equation)
+            lookup = equation.name == "gather" or _takes_rows(self.program, equation)
             tables.update(equation.inputs[:1] if lookup else ())
             others.update(equation.inputs[1:] if lookup else equation.inputs)
         inputs = self.program.inputs[: self.parameters]
         return frozenset(i for i, number in enumerate(inputs) if number in tables - others)
 
     @cached_property
-    def kernels(self) -> frozenset[tuple[int, ...]]:
+    def kernel_shapes(self) -> frozenset[tuple[int, ...]]:
         """Shapes of the kernels of convolutions."""
-        return convolved(equation.eqn for equation in self.program.equations)
+        return kernel_shapes(equation.eqn for equation in self.program.equations)
 
     @cached_property
-    def narrowed(self) -> Mapping[int, np.dtype]:
+    def narrow_dtypes(self) -> Mapping[int, np.dtype]:
         """The parameters that are only read in a narrower dtype -> that dtype."""
-        return narrowed(self.program, self.parameters)
+        return narrow_dtypes(self.program, self.parameters)
 
     @cached_property
     def dtypes(self) -> tuple[np.dtype, ...]:
@@ -579,7 +581,7 @@ class LossReading:
         return tuple(self.program.avals[number].dtype for number in inputs)
 
     @cached_property
-    def call_operands(self) -> dict[Source, Source]:
+    def call_sources(self) -> dict[ValueSource, ValueSource]:
         """The keys in placements of the layouts of operands of custom calls, and of results of
         attention -> their sources.
 
@@ -587,7 +589,7 @@ class LossReading:
         backward pass, have them in the plan's layout.
         """
         read = {
-            site.key(k): source
+            site.layout_key(k): source
             for site in self.calls.values()
             for k, source in enumerate(site.sources)
             if source is not None
@@ -595,20 +597,20 @@ class LossReading:
         results = {
             maker: maker
             for site in self.calls.values()
-            for maker in site.makers
+            for maker in site.producers
             if maker is not None and isinstance(site.call.form, Attention)
         }
         return read | results
 
     @cached_property
-    def operands(self) -> Mapping[Source, Source]:
+    def operand_sources(self) -> Mapping[ValueSource, ValueSource]:
         """`call_operands`, with the operands of functions with custom derivatives that contain
         matmuls. Such a function runs as a whole, without layouts inside, so it gets its operands in
         the plan's compute shardings.
         """
-        return self.call_operands | {
+        return self.call_sources | {
             (f"{step.equation.path}/operand", k): source
-            for step in self.steps
+            for step in self.equations
             if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
             for k, source in enumerate(step.sources)
             if source is not None
@@ -636,24 +638,19 @@ class LossJaxpr:
         """The loss, flattened."""
         return flatten(self.closed_jaxpr)
 
-    def read(self, parameters: int) -> LossReading:
+    def facts(self, parameters: int) -> LossFacts:
         """Facts about the loss, whose first `parameters` inputs are parameters; computed once."""
-        return self._readings.setdefault(
-            parameters, LossReading(program=self.program, parameters=parameters)
+        return self._facts.setdefault(
+            parameters, LossFacts(program=self.program, parameters=parameters)
         )
 
     @cached_property
-    def _readings(self) -> dict[int, LossReading]:
+    def _facts(self) -> dict[int, LossFacts]:
         return {}
 
 
 def trace_loss(
-    loss: PureLoss,
-    params: Tree,
-    state: Tree,
-    batch: Tree,
-    *,
-    what: str = "one microbatch,",
+    loss: PureLoss, params: Tree, state: Tree, batch: Tree, *, what: str = "one microbatch,"
 ) -> LossJaxpr:
     """Traces a loss, without its own layouts."""
 

@@ -16,13 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.annotation.trees import Tree
 from shardlib.jax_types import Aval, DType, Index, Value
 from shardlib.layout import MESH_AXES, Layout
-from shardlib.lowering.collectives import (
-    Cuts,
-    Machine,
-    Precision,
-    machine_of,
-    row_major,
-)
+from shardlib.lowering.collectives import DimAxes, Precision, Regions, regions_of, row_major
 from shardlib.lowering.contractions import Use
 from shardlib.lowering.mesh import parameter_order, without_axes
 from shardlib.planner.plan import ParameterLayout, Plan
@@ -37,23 +31,25 @@ from shardlib.tracing.rewriting import bind
 # two; the activation is not saved for them.
 
 
-def by_operands(use: Use, run: Callable[..., Any]) -> Callable[..., Any]:
+def in_operand_order(use: Use, run: Callable[..., Any]) -> Callable[..., Any]:
     """A function of (activation, weight, ...) as one of the operands in their own order."""
-    return lambda *operands: run(use.kept(operands[1 - use.operand]), operands[use.operand])
+    return lambda *operands: run(
+        use.saved_operand(operands[1 - use.operand]), operands[use.operand]
+    )
 
 
-def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Value]:
+def with_frozen_weight(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Value]:
     """An operation whose weight is frozen: gathered in the forward and again in the backward
     pass.
     """
     if use.equation.name == "gather":
-        return lambda table, *others: use.run((gathered(use.moved(table)), *others))
+        return lambda table, *others: use.run((gathered(use.narrowest(table)), *others))
 
     def run(activation: Value, weight: Value) -> Value:
         like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
 
         def forward(activation: Value, weight: Value) -> Value:
-            operand = gathered(use.moved(weight))
+            operand = gathered(use.narrowest(weight))
             return use.run((activation, operand) if use.operand else (operand, activation))
 
         @jax.custom_vjp
@@ -61,13 +57,13 @@ def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Va
             return forward(activation, weight)
 
         def backward(weight: Value, cotangent: Value) -> tuple[Value, None]:
-            operand = gathered(use.moved(weight))
-            return use.slope(1 - use.operand, (operand, operand), cotangent, like), None
+            operand = gathered(use.narrowest(weight))
+            return use.operand_gradient(1 - use.operand, (operand, operand), cotangent, like), None
 
         frozen.defvjp(lambda activation, weight: (forward(activation, weight), weight), backward)
         return frozen(activation, weight)
 
-    return by_operands(use, run)
+    return in_operand_order(use, run)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -77,7 +73,9 @@ def regathered(use: Use, gathered: Callable[[Value], Value]) -> Callable[..., Va
 # the backward pass: only its shards are kept between the two.
 
 
-def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[Value], Value]:
+def weight_gather(
+    use: Use, parameter: ParameterLayout, regions: Regions
+) -> Callable[[Value], Value]:
     """Gathers an operand from its stored sharding to its compute sharding in the plan.
 
     If the stored shards are not pieces of the operand, the compiler chooses how. An operand that is
@@ -87,23 +85,23 @@ def in_use(use: Use, parameter: ParameterLayout, machine: Machine) -> Callable[[
     if parameter.rest == parameter.compute:
         return lambda operand: operand
     sources = [(dim, source) for dim, source in enumerate(use.view.dims) if source is not None]
-    compute: Cuts = {dim: parameter.compute[source] for dim, source in sources}
-    stored: Cuts = {dim: parameter.rest[source] for dim, source in sources}
+    compute: DimAxes = {dim: parameter.compute[source] for dim, source in sources}
+    stored: DimAxes = {dim: parameter.rest[source] for dim, source in sources}
     if {axis for cut in compute.values() for axis in cut} != set(parameter.compute.axes):
         return lambda operand: operand
     in_pieces = {axis for cut in stored.values() for axis in cut} == set(parameter.rest.axes)
     order = use.view.order
     if not order:
-        return machine.gather(use.shape, stored if in_pieces else None, compute)
-    gather = machine.gather(
+        return regions.gather_function(use.shape, stored if in_pieces else None, compute)
+    gather = regions.gather_function(
         tuple(use.shape[dim] for dim in order),
-        _in_order(stored, order) if in_pieces else None,
-        _in_order(compute, order),
+        _permuted(stored, order) if in_pieces else None,
+        _permuted(compute, order),
     )
     return lambda operand: gather(operand.transpose(order)).transpose(np.argsort(order))
 
 
-def _in_order(cuts: Cuts, order: Sequence[int]) -> Cuts:
+def _permuted(cuts: DimAxes, order: Sequence[int]) -> DimAxes:
     """The sharding of a value after a permutation of its dims."""
     return {position: cuts[dim] for position, dim in enumerate(order) if dim in cuts}
 
@@ -122,7 +120,7 @@ def gather_updated(
     Returns:
         (updated, old) parameters -> the updated ones in their stored sharding.
     """
-    machine, order = machine_of(plan, mesh), parameter_order(plan, trained)
+    regions, order = regions_of(plan, mesh), parameter_order(plan, trained)
     loops = not _on_cpu(mesh)
 
     def function(parameter: ParameterLayout) -> Callable[[Value, Value], Value]:
@@ -132,12 +130,12 @@ def gather_updated(
             loops and len(parameter.shape) > 2 and not parameter.state[0] and not parameter.rest[0]
         )
         first = 1 if stacked else 0
-        gather_one = machine.gather(
+        gather_one = regions.gather_function(
             parameter.shape[first:],
             dict(enumerate(tuple(parameter.state)[first:])),
             dict(enumerate(tuple(parameter.rest)[first:])),
         )
-        return partial(_over, gather_one) if stacked else lambda leaf, old: gather_one(leaf)
+        return partial(_gather_stack, gather_one) if stacked else lambda leaf, old: gather_one(leaf)
 
     functions = [function(plan.parameters[i]) for i in order]
 
@@ -160,7 +158,7 @@ def _on_cpu(mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "cpu"
 
 
-def _over(gather: Callable[[Value], Value], stack: Value, old: Value) -> Value:
+def _gather_stack(gather: Callable[[Value], Value], stack: Value, old: Value) -> Value:
     """A stack gathered matrix by matrix, each over the old one.
 
     A loop that stacks its results starts from zeros, and XLA merges these with the zeros that
@@ -201,16 +199,16 @@ Gradient = TypeVar("Gradient", jax.Array, "jax.Array | None")
 #: Ratio of result to activation size above which the gradient of the weight must not wait. Float32
 #: logits of published models are 16 times (Llama 3 405B) to several hundred times their
 #: activations; the matmuls of unrolled layers up to 8 times (gate and up in one).
-LARGE = 10
+LARGE_RESULT = 10
 
 
-def outgrows(use: Use) -> bool:
+def has_large_result(use: Use) -> bool:
     """True if the result of a contraction of a weight is far larger than its activation, and is
     computed once per step or microbatch: the logits.
     """
     result = use.equation.eqn.outvars[0].aval
     once = "body" not in use.equation.path.split("/")
-    return once and _bytes(result) >= LARGE * _bytes(use.other)
+    return once and _bytes(result) >= LARGE_RESULT * _bytes(use.other_aval)
 
 
 def _bytes(aval: Aval) -> int:
@@ -222,7 +220,7 @@ def mark(sums: Value) -> Value:
     return jax.lax.slice(sums, (0,) * sums.ndim, (1,) * sums.ndim).reshape(1)
 
 
-def after(value: Gradient, marks: Sequence[Value]) -> Gradient:
+def wait_for(value: Gradient, marks: Sequence[Value]) -> Gradient:
     """A value that depends on some marks, so that it is not read before them; unchanged without
     marks.
 
@@ -265,29 +263,29 @@ class Reduction:
             that is used both ways before they reduce them. () if the order is the same.
     """
 
-    scattered: Cuts
-    summed: tuple[str, ...]
+    scattered: DimAxes
+    all_reduced: tuple[str, ...]
     order: tuple[int, ...] = ()
 
-    def apply(self, partial: jax.Array, machine: Machine, *, stacked: bool = False) -> jax.Array:
+    def apply(self, partial: jax.Array, regions: Regions, *, stacked: bool = False) -> jax.Array:
         """Reduces one device's partial sums in the communication dtype, inside a manual region:
         reduce-scatters over the mesh axes that shard the gradient, all-reduces over the others.
         """
         dtype = partial.dtype
-        if machine.wire is not None and jnp.issubdtype(dtype, jnp.floating):
-            partial = partial.astype(machine.wire)
-        return self._collectives(partial, machine, stacked).astype(dtype)
+        if regions.reduction_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
+            partial = partial.astype(regions.reduction_dtype)
+        return self._collectives(partial, regions, stacked).astype(dtype)
 
-    def _collectives(self, partial: jax.Array, machine: Machine, stacked: bool) -> jax.Array:
+    def _collectives(self, partial: jax.Array, regions: Regions, stacked: bool) -> jax.Array:
         for dim, axes in self.scattered.items():
             partial = (
-                _scattered_rows(partial, dim, machine.parts(axes), stacked)
-                if machine.torus
-                else _scattered(partial, dim, machine.parts(axes))
+                _scattered_rows(partial, dim, regions.physical_axes(axes), stacked)
+                if regions.torus
+                else _scattered(partial, dim, regions.physical_axes(axes))
             )
-        if not self.summed:
+        if not self.all_reduced:
             return partial
-        parts = machine.parts(self.summed)
+        parts = regions.physical_axes(self.all_reduced)
         if len(self.order) != partial.ndim:
             return jax.lax.psum(partial, parts)
         return jax.lax.psum(partial.transpose(self.order), parts).transpose(np.argsort(self.order))
@@ -341,30 +339,30 @@ def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, moved: bool) -> ja
     return rows.reshape(rows.shape[0], size)
 
 
-def reduction(
+def plan_reduction(
     use: Use,
     gradient: Layout,
     partial: tuple[str, ...],
-    machine: Machine,
-    weight_cuts: Cuts | None = None,
+    regions: Regions,
+    weight_axes: DimAxes | None = None,
 ) -> Reduction:
     """Plans the reduction of the gradient of one operand."""
-    scattered: Cuts = {}
+    scattered: DimAxes = {}
     for dim, source in enumerate(use.view.dims):
         axes = () if source is None else gradient[source]
-        before = (weight_cuts or {}).get(dim, ())
+        before = (weight_axes or {}).get(dim, ())
         further = axes[len(before) :]
         if (
             further
             and axes[: len(before)] == before
             and set(further) <= set(partial)
-            and use.shape[dim] % machine.ways(axes) == 0
+            and use.shape[dim] % regions.ways(axes) == 0
         ):
             scattered[dim] = further
     done = {axis for axes in scattered.values() for axis in axes}
     return Reduction(
         scattered=scattered,
-        summed=tuple(axis for axis in partial if axis not in done),
+        all_reduced=tuple(axis for axis in partial if axis not in done),
         order=use.view.order,
     )
 
@@ -378,28 +376,28 @@ def reduction(
 # sums.
 
 
-def reduced_sum(
-    use: Use, batch: tuple[str, ...], parameter: ParameterLayout, machine: Machine
+def added_matrix(
+    use: Use, batch: tuple[str, ...], parameter: ParameterLayout, regions: Regions
 ) -> Callable[..., Value] | None:
     """An addition of a gathered matrix whose gradient is reduced to its stored sharding at once;
     None if the compiler does so itself, or if other dims than the first are summed over.
     """
-    rank, rows = len(use.shape), use.other.shape[0]
+    rank, rows = len(use.shape), use.other_aval.shape[0]
     if (
         not parameter.trained
         or parameter.compute.axes
-        or not machine.torus
-        or len(machine.parts(batch)) < 2
-        or rows % machine.ways(batch)
-        or tuple(use.other.shape) != (rows, *use.shape[1:])
+        or not regions.torus
+        or len(regions.physical_axes(batch)) < 2
+        or rows % regions.ways(batch)
+        or tuple(use.other_aval.shape) != (rows, *use.shape[1:])
         or use.shape[0] != 1
     ):
         return None
-    plan = reduction(use, parameter.gradient, batch, machine)
+    plan = plan_reduction(use, parameter.gradient, batch, regions)
     if not plan.scattered:
         return None
-    gathered = in_use(use, parameter, machine)
-    regions = (machine.spec({0: batch}, rank),), machine.spec(plan.scattered, rank)
+    gathered = weight_gather(use, parameter, regions)
+    specs = (regions.spec({0: batch}, rank),), regions.spec(plan.scattered, rank)
 
     def forward(activation: Value, weight: Value) -> Value:
         return bind(use.equation, (activation, gathered(weight)))[0]
@@ -409,11 +407,11 @@ def reduced_sum(
         return forward(activation, weight)
 
     def local(cotangent: Value) -> Value:
-        return plan.apply(cotangent.sum(0, keepdims=True), machine)
+        return plan.apply(cotangent.sum(0, keepdims=True), regions)
 
     run.defvjp(
         lambda activation, weight: (forward(activation, weight), None),
-        lambda _, cotangent: (cotangent, machine.manual(local, *regions)(cotangent)),
+        lambda _, cotangent: (cotangent, regions.manual(local, *specs)(cotangent)),
     )
     return run if use.operand else lambda weight, activation: run(activation, weight)
 
@@ -422,49 +420,49 @@ def reduced_sum(
 # Shardings of the operands of an operation on a weight whose gradient is per-device partial sums.
 
 #: Mesh axes that shard weights in use; the others shard the batch.
-WEIGHTS: tuple[str, ...] = ("tensor",)
+WEIGHT_AXES: tuple[str, ...] = ("tensor",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Manual:
+class _ManualGradient:
     """An operation on a weight whose gradient is computed in a manual region.
 
     Attributes:
         plan: the reduction of the gradient.
-        weight_cuts: compute sharding of the weight.
+        weight_axes: compute sharding of the weight.
         partial: mesh axes that hold partial sums.
         arguments: shardings of activation and cotangent where partial sums are computed.
     """
 
     use: Use
-    plan: Reduction
-    weight_cuts: Cuts
-    partial: tuple[str, ...]
-    arguments: tuple[PartitionSpec, PartitionSpec]
-    machine: Machine
+    reduction: Reduction
+    weight_axes: DimAxes
+    partial_axes: tuple[str, ...]
+    operand_specs: tuple[PartitionSpec, PartitionSpec]
+    regions: Regions
 
     #: Whether the gradient of the activation reads the weight.
-    rereads: ClassVar[bool] = True
+    reads_weight: ClassVar[bool] = True
 
     @property
     def gradient_spec(self) -> PartitionSpec:
         """The sharding of the reduced gradient."""
         rank = len(self.use.shape)
-        cuts: Cuts = {
-            dim: (*self.weight_cuts.get(dim, ()), *self.plan.scattered.get(dim, ()))
+        cuts: DimAxes = {
+            dim: (*self.weight_axes.get(dim, ()), *self.reduction.scattered.get(dim, ()))
             for dim in range(rank)
         }
-        return self.machine.spec(cuts, rank)
+        return self.regions.spec(cuts, rank)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the weight in its compute sharding on one device."""
         return tuple(
-            size // self.machine.ways(self.weight_cuts.get(dim, ()))
+            size // self.regions.ways(self.weight_axes.get(dim, ()))
             for dim, size in enumerate(self.use.shape)
         )
 
-    def moved(self, cotangent: Value) -> Value:
+    def for_gradient(self, cotangent: Value) -> Value:
         """The cotangent of the result as it is resharded for the partial sums."""
         return cotangent
 
@@ -474,46 +472,48 @@ class _Manual:
         tensor shards the weight, partial sums overlap with the communication of the gradient of the
         activation.
         """
-        wait = self.machine.torus or any(self.weight_cuts.values()) or not outgrows(self.use)
-        return () if wait else (PartitionSpec(self.machine.parts(self.partial)),)
+        wait = (
+            self.regions.torus or any(self.weight_axes.values()) or not has_large_result(self.use)
+        )
+        return () if wait else (PartitionSpec(self.regions.physical_axes(self.partial_axes)),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperandCuts:
+class OperandAxes:
     """Shardings of the operands of a weight's gradient inside the region.
 
     Attributes:
         partial: mesh axes that shard the dims that are summed over.
     """
 
-    activation: Cuts
-    result: Cuts
-    partial: tuple[str, ...]
+    activation: DimAxes
+    result: DimAxes
+    partial_axes: tuple[str, ...]
 
 
-def held_in_use(use: Use, parameter: ParameterLayout) -> Cuts | None:
+def weight_axes_in_use(use: Use, parameter: ParameterLayout) -> DimAxes | None:
     """The compute sharding of a weight; None if other axes than `WEIGHTS` shard it, or if it
     shards a dim of the parameter that is not a dim of the operand.
     """
-    weight_cuts: Cuts = {
+    weight_axes: DimAxes = {
         dim: parameter.compute[source]
         for dim, source in enumerate(use.view.dims)
         if source is not None and parameter.compute[source]
     }
-    axes = {axis for cut in weight_cuts.values() for axis in cut}
-    return weight_cuts if axes == set(parameter.compute.axes) and axes <= set(WEIGHTS) else None
+    axes = {axis for cut in weight_axes.values() for axis in cut}
+    return weight_axes if axes == set(parameter.compute.axes) and axes <= set(WEIGHT_AXES) else None
 
 
-def operand_cuts(use: Use, result: Layout, weight_cuts: Cuts) -> OperandCuts | None:
+def operand_axes(use: Use, result: Layout, weight_axes: DimAxes) -> OperandAxes | None:
     """Consistent shardings: dims of the weight in its compute sharding, dims of the activation
     alone as in the result; None if the batch is not sharded.
     """
-    dims = dims_of(use.equation, use.operand)
-    taken = {axis for cut in weight_cuts.values() for axis in cut}
+    dims = contraction_dims(use.equation, use.operand)
+    taken = {axis for cut in weight_axes.values() for axis in cut}
     free_cuts = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.free}
     partial = tuple(axis for dim in dims.free for axis in free_cuts[dim])
-    if not any(axis not in WEIGHTS for axis in partial) or any(
-        axis not in WEIGHTS
+    if not any(axis not in WEIGHT_AXES for axis in partial) or any(
+        axis not in WEIGHT_AXES
         for dim in range(len(result))
         if dim not in dims.free
         for axis in result[dim]
@@ -521,20 +521,20 @@ def operand_cuts(use: Use, result: Layout, weight_cuts: Cuts) -> OperandCuts | N
         return None
     activation = {
         **{dims.free[dim]: cut for dim, cut in free_cuts.items()},
-        **{to: weight_cuts[dim] for dim, to in dims.activation.items() if dim in weight_cuts},
+        **{to: weight_axes[dim] for dim, to in dims.activation.items() if dim in weight_axes},
     }
-    return OperandCuts(
+    return OperandAxes(
         activation=activation,
         result={
             **free_cuts,
-            **{to: weight_cuts[dim] for dim, to in dims.result.items() if dim in weight_cuts},
+            **{to: weight_axes[dim] for dim, to in dims.result.items() if dim in weight_axes},
         },
-        partial=partial,
+        partial_axes=partial,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dims:
+class ContractionDims:
     """The correspondence between the dims of a contraction.
 
     Attributes:
@@ -548,7 +548,7 @@ class Dims:
     result: dict[int, int]
 
 
-def dims_of(equation: Equation, weight: int) -> Dims:
+def contraction_dims(equation: Equation, weight: int) -> ContractionDims:
     """The dims that a matmul or convolution matches, given which operand is the weight."""
     numbers = equation.params["dimension_numbers"]
     if equation.name == "conv_general_dilated":
@@ -558,7 +558,7 @@ def dims_of(equation: Equation, weight: int) -> Dims:
             and weight == 1
         )
         free_dims = {numbers.out_spec[0]: numbers.lhs_spec[0]} if ungrouped else {}
-        return Dims(
+        return ContractionDims(
             free=free_dims,
             activation={numbers.rhs_spec[1]: numbers.lhs_spec[1]},
             result={numbers.rhs_spec[0]: numbers.out_spec[1]},
@@ -571,7 +571,7 @@ def dims_of(equation: Equation, weight: int) -> Dims:
     ]
     places = {0: len(batch[0]), 1: len(batch[0]) + len(free[0])}
     activation = 1 - weight
-    return Dims(
+    return ContractionDims(
         free={places[activation] + i: dim for i, dim in enumerate(free[activation])},
         activation={
             **dict(zip(contracted[weight], contracted[activation], strict=True)),
@@ -594,47 +594,51 @@ def dims_of(equation: Equation, weight: int) -> Dims:
 # automatic.
 
 
-class ManualContraction(_Manual):
+class ManualContraction(_ManualGradient):
     """A contraction whose weight gradient is computed in a manual region."""
 
-    def op(self, activation: Value, weight: Value) -> Value:
+    def run(self, activation: Value, weight: Value) -> Value:
         """The operation."""
-        return self.use.pinned((activation, weight) if self.use.operand else (weight, activation))
+        return self.use.run_in_layouts(
+            (activation, weight) if self.use.operand else (weight, activation)
+        )
 
     def partial_sums(self, activation: Value, cotangent: Value, dtype: DType) -> Value:
         """The gradient of the weight from one device's examples, inside a manual region."""
         like = jax.ShapeDtypeStruct(self.local_shape, dtype)
-        return self.use.slope(self.use.operand, (activation, activation), cotangent, like)
+        return self.use.operand_gradient(
+            self.use.operand, (activation, activation), cotangent, like
+        )
 
-    def to_activation(self, activation: Value, weight: Value, cotangent: Value) -> Value:
+    def activation_gradient(self, activation: Value, weight: Value, cotangent: Value) -> Value:
         """The gradient of the activation."""
-        return self.use.to_activation(activation, weight, cotangent)
+        return self.use.activation_gradient(activation, weight, cotangent)
 
-    def adds_in(self, sums: DType) -> DType:
+    def sum_dtype(self, sums: DType) -> DType:
         """The dtype in which partial sums are computed: that of the weight."""
         return self.use.dtype
 
 
-def contraction_of(
-    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+def manual_contraction(
+    use: Use, result: Layout, parameter: ParameterLayout, regions: Regions
 ) -> ManualContraction | None:
     """A contraction with per-device partial sums; None if the batch is not sharded, or if the
     gradient cannot be computed one device at a time.
     """
-    weight_cuts = held_in_use(use, parameter)
-    cuts = None if weight_cuts is None else operand_cuts(use, result, weight_cuts)
-    if weight_cuts is None or cuts is None:
+    weight_axes = weight_axes_in_use(use, parameter)
+    cuts = None if weight_axes is None else operand_axes(use, result, weight_axes)
+    if weight_axes is None or cuts is None:
         return None
     return ManualContraction(
         use=use,
-        plan=reduction(use, parameter.gradient, cuts.partial, machine, weight_cuts),
-        weight_cuts=weight_cuts,
-        partial=cuts.partial,
-        arguments=(
-            machine.spec(cuts.activation, use.other.ndim),
-            machine.spec(cuts.result, len(result)),
+        reduction=plan_reduction(use, parameter.gradient, cuts.partial_axes, regions, weight_axes),
+        weight_axes=weight_axes,
+        partial_axes=cuts.partial_axes,
+        operand_specs=(
+            regions.spec(cuts.activation, use.other_aval.ndim),
+            regions.spec(cuts.result, len(result)),
         ),
-        machine=machine,
+        regions=regions,
     )
 
 
@@ -660,7 +664,7 @@ def is_lookup(equation: Equation) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManualLookup(_Manual):
+class ManualLookup(_ManualGradient):
     """A lookup in a table; its activation is the indices.
 
     Attributes:
@@ -671,29 +675,29 @@ class ManualLookup(_Manual):
     result: Layout
     rereads: ClassVar[bool] = False
 
-    def op(self, indices: Value, table: Value) -> Value:
+    def run(self, indices: Value, table: Value) -> Value:
         """The operation, on a table that may be in a narrower dtype than its own; if rows are
         sharded, each device looks up its own, and the results are summed.
         """
         rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
-        if not self.weight_cuts[0]:
+        if not self.weight_axes[0]:
             return bind(self.use.equation, (table, indices))[0].astype(dtype)
         cuts = {
             **{
-                dim: tuple(a for a in axes if a not in self.weight_cuts[0])
+                dim: tuple(a for a in axes if a not in self.weight_axes[0])
                 for dim, axes in enumerate(self.result[:-1])
             },
-            rank - 1: self.weight_cuts[1],
+            rank - 1: self.weight_axes[1],
         }
         scattered = next(
             (
                 dim
                 for dim, axes in enumerate(self.result[:-1])
-                if axes == (*cuts[dim], *self.weight_cuts[0])
+                if axes == (*cuts[dim], *self.weight_axes[0])
             ),
             None,
         )
-        parts = self.machine.parts(self.weight_cuts[0])
+        parts = self.regions.physical_axes(self.weight_axes[0])
 
         def local(indices: Value, table: Value) -> Value:
             rows = self._rows(indices, table)
@@ -704,10 +708,10 @@ class ManualLookup(_Manual):
             )
 
         left = cuts if scattered is None else {**cuts, scattered: self.result[scattered]}
-        return self.machine.manual(
+        return self.regions.manual(
             local,
-            (self.arguments[0], self.machine.spec(self.weight_cuts, 2)),
-            self.machine.spec(left, rank),
+            (self.operand_specs[0], self.regions.spec(self.weight_axes, 2)),
+            self.regions.spec(left, rank),
         )(indices, table).astype(dtype)
 
     def _rows(self, indices: Value, table: Value) -> Value:
@@ -719,7 +723,7 @@ class ManualLookup(_Manual):
             return rows
         filled = self.use.equation.params["fill_value"]
         outside = (indices < 0) | (indices >= self.use.shape[0])
-        first = jax.lax.axis_index(self.machine.parts(self.weight_cuts[0])) == 0
+        first = jax.lax.axis_index(self.regions.physical_axes(self.weight_axes[0])) == 0
         return jnp.where(
             outside & first, jnp.asarray(jnp.nan if filled is None else filled, rows.dtype), rows
         )
@@ -732,17 +736,18 @@ class ManualLookup(_Manual):
         """Indices into the device's own rows; the number of these for rows of other devices."""
         clipped = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
         here = clipped - (
-            jax.lax.axis_index(self.machine.parts(self.weight_cuts[0])) * self.local_shape[0]
-            if self.weight_cuts[0]
+            jax.lax.axis_index(self.regions.physical_axes(self.weight_axes[0]))
+            * self.local_shape[0]
+            if self.weight_axes[0]
             else 0
         )
         return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
 
-    def moved(self, cotangent: Value) -> Value:
+    def for_gradient(self, cotangent: Value) -> Value:
         """The cotangent in the dtype in which the rows are used: compilers for TPUs gather it in
         the dtype that it has.
         """
-        rows = self.use.rows
+        rows = self.use.rows_dtype
         return cotangent if rows is None else cotangent.astype(rows)
 
     def partial_sums(self, indices: Value, cotangent: Value, dtype: DType) -> Value:
@@ -765,64 +770,64 @@ class ManualLookup(_Manual):
         """Empty: nothing waits for the partial sums, since indices have no gradient."""
         return ()
 
-    def to_activation(self, indices: Value, table: Value, cotangent: Value) -> None:
+    def activation_gradient(self, indices: Value, table: Value, cotangent: Value) -> None:
         """None: indices have no gradient."""
         return None
 
-    def adds_in(self, sums: DType) -> DType:
+    def sum_dtype(self, sums: DType) -> DType:
         """The dtype in which partial sums are computed: that of all sums, since many rows of the
         cotangent may be added to one row of the table.
         """
         return sums
 
 
-def lookup_of(
-    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+def manual_lookup(
+    use: Use, result: Layout, parameter: ParameterLayout, regions: Regions
 ) -> ManualLookup | None:
     """A lookup with per-device partial sums; None if the batch is not sharded, or if it is not a
     lookup of whole rows.
     """
     if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
-    weight_cuts: Cuts = {
-        i: tuple(a for a in parameter.compute[dim] if a in WEIGHTS)
+    weight_axes: DimAxes = {
+        i: tuple(a for a in parameter.compute[dim] if a in WEIGHT_AXES)
         for i, dim in enumerate(use.view.dims)
         if dim is not None
     }
-    taken = {axis for axes in weight_cuts.values() for axis in axes}
-    cuts: Cuts = {
+    taken = {axis for axes in weight_axes.values() for axis in axes}
+    cuts: DimAxes = {
         dim: tuple(a for a in axes if a not in taken) for dim, axes in enumerate(result[:-1])
     }
     partial = tuple(axis for axes in cuts.values() for axis in axes)
-    if not any(axis not in WEIGHTS for axis in partial):
+    if not any(axis not in WEIGHT_AXES for axis in partial):
         return None
     rank = len(result)
     return ManualLookup(
         use=use,
-        plan=reduction(use, parameter.gradient, partial, machine, weight_cuts),
-        weight_cuts=weight_cuts,
-        partial=partial,
-        arguments=(
-            machine.spec(cuts, rank),
-            machine.spec({**cuts, rank - 1: weight_cuts[1]}, rank),
+        reduction=plan_reduction(use, parameter.gradient, partial, regions, weight_axes),
+        weight_axes=weight_axes,
+        partial_axes=partial,
+        operand_specs=(
+            regions.spec(cuts, rank),
+            regions.spec({**cuts, rank - 1: weight_axes[1]}, rank),
         ),
         result=result,
-        machine=machine,
+        regions=regions,
     )
 
 
 #: An operation on a weight with per-device partial sums.
-Manual = ManualContraction | ManualLookup
+ManualOp = ManualContraction | ManualLookup
 
 
 def manual_operation(
-    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
-) -> Manual | None:
+    use: Use, result: Layout, parameter: ParameterLayout, regions: Regions
+) -> ManualOp | None:
     """A contraction or lookup with per-device partial sums; None if the batch is not sharded, or if
     the gradient cannot be computed one device at a time.
     """
-    build = lookup_of if use.equation.name == "gather" else contraction_of
-    return build(use, result, parameter, machine)
+    build = manual_lookup if use.equation.name == "gather" else manual_contraction
+    return build(use, result, parameter, regions)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -834,7 +839,7 @@ def manual_operation(
 
 
 def gathered_slice(
-    use: Use, parameter: ParameterLayout, machine: Machine
+    use: Use, parameter: ParameterLayout, regions: Regions
 ) -> Callable[..., Value] | None:
     """A slice of a parameter that is gathered after slicing, and whose gradient is in the sharding
     that the optimizer reads; None if the parameter is sharded along a dim that the slice shortens.
@@ -843,7 +848,7 @@ def gathered_slice(
     if use.operand != 0 or None in use.view.dims or not parameter.trained:
         return None
 
-    def along(layout: Layout) -> Cuts:
+    def along(layout: Layout) -> DimAxes:
         return {
             dim: layout[source] for dim, source in enumerate(use.view.dims) if source is not None
         }
@@ -856,25 +861,25 @@ def gathered_slice(
         if size < use.shape[dim]
     ):
         return None
-    gathered = machine.gather(out.shape, stored, compute)
+    gathered = regions.gather_function(out.shape, stored, compute)
     # Over the batch the gradient is scattered first; the axes that shard its rows are gathered
     # later.
-    gradient_spec = machine.spec(gradient, out.ndim)
+    gradient_spec = regions.spec(gradient, out.ndim)
     scattered = PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in gradient_spec))
-    steps = [NamedSharding(machine.mesh, spec) for spec in (scattered, gradient_spec)]
+    steps = [NamedSharding(regions.mesh, spec) for spec in (scattered, gradient_spec)]
 
     def taken(table: Value, *starts: Value) -> Value:
         return bind(use.equation, (table, *starts))[0]
 
     def forward(table: Value, *starts: Value) -> Value:
-        return gathered(taken(use.moved(table), *starts)).astype(out.dtype)
+        return gathered(taken(use.narrowest(table), *starts)).astype(out.dtype)
 
     @jax.custom_vjp
     def run(table: Value, *starts: Value) -> Value:
         return forward(table, *starts)
 
     def backward(starts: tuple[Value, ...], cotangent: Value) -> tuple[Value | None, ...]:
-        summed = cotangent if use.rows is None else cotangent.astype(use.rows)
+        summed = cotangent if use.rows_dtype is None else cotangent.astype(use.rows_dtype)
         for sharding in steps:
             summed = jax.lax.with_sharding_constraint(summed, sharding)
         table = jax.ShapeDtypeStruct(use.shape, use.dtype)
@@ -896,7 +901,7 @@ Operation = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deferred:
+class DeferredOp:
     """An operation whose weight is gathered before it runs, and whose gradient is reduced after
     several runs (deferred gradient reduction).
 
@@ -915,50 +920,52 @@ class Deferred:
 
     use: Use
     run: Callable[[Sequence[Any], Any], Any]
-    finish: Callable[[Sequence[Any], Any], Any]
+    run_last: Callable[[Sequence[Any], Any], Any]
     gathers: bool
     gather: Callable[[Any], Any]
-    sums: jax.ShapeDtypeStruct
-    cuts: PartitionSpec
+    sums_aval: jax.ShapeDtypeStruct
+    sums_spec: PartitionSpec
     reduce: Callable[[Any], Any]
 
 
-def deferred(
-    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine, *, lookups: bool = False
-) -> Deferred | None:
+def deferred_op(
+    use: Use, result: Layout, parameter: ParameterLayout, regions: Regions, *, lookups: bool = False
+) -> DeferredOp | None:
     """The operation of `reduced` in the form of `Deferred`; None for lookups unless `lookups`."""
     if (use.equation.name == "gather" and not lookups) or not parameter.trained:
         return None
-    operation = manual_operation(use, result, parameter, machine)
+    operation = manual_operation(use, result, parameter, regions)
     if operation is None:
         return None
-    rank, size = len(use.shape), machine.ways(operation.partial)
+    rank, size = len(use.shape), regions.ways(operation.partial_axes)
     cuts = PartitionSpec(
-        machine.parts(operation.partial), *machine.spec(operation.weight_cuts, rank)
+        regions.physical_axes(operation.partial_axes), *regions.spec(operation.weight_axes, rank)
     )
 
     def in_order(function: Operation) -> Callable[[Sequence[Any], Any], Any]:
         return lambda operands, sums: function(
-            use.kept(operands[1 - use.operand]), operands[use.operand], sums
+            use.saved_operand(operands[1 - use.operand]), operands[use.operand], sums
         )
 
-    gathered = in_use(use, parameter, machine)
-    return Deferred(
+    gathered = weight_gather(use, parameter, regions)
+    return DeferredOp(
         use=use,
-        run=in_order(_run(operation, cuts)),
-        finish=in_order(_finish(operation, cuts)),
+        run=in_order(_run_deferred(operation, cuts)),
+        run_last=in_order(_run_last(operation, cuts)),
         gathers=parameter.rest != parameter.compute,
-        gather=lambda operand: gathered(use.moved(operand)),
-        sums=jax.ShapeDtypeStruct((size, *use.shape), use.dtype),
-        cuts=cuts,
-        reduce=machine.manual(
-            lambda sums: operation.plan.apply(sums[0], machine), (cuts,), operation.gradient_spec
+        gather=lambda operand: gathered(use.narrowest(operand)),
+        sums_aval=jax.ShapeDtypeStruct((size, *use.shape), use.dtype),
+        sums_spec=cuts,
+        reduce=regions.manual(
+            lambda sums: operation.reduction.apply(sums[0], regions),
+            (cuts,),
+            operation.gradient_spec,
         ),
     )
 
 
 def _backward(
-    operation: Manual,
+    operation: ManualOp,
     activation: Any,
     weight: Callable[[], Any],
     cotangent: Any,
@@ -981,22 +988,22 @@ def _backward(
     marks = operation.marks()
 
     def local(activation: Any, cotangent: Any, *sums: Any) -> tuple[Any, ...]:
-        partial = operation.partial_sums(activation, cotangent, operation.adds_in(dtype))
+        partial = operation.partial_sums(activation, cotangent, operation.sum_dtype(dtype))
         return *reduce(partial, *sums), *(mark(partial) for _ in marks)
 
-    outputs = operation.machine.manual(local, (*operation.arguments, *cuts), (*results, *marks))(
-        activation, operation.moved(cotangent), *sums
-    )
-    back = operation.to_activation(activation, weight(), cotangent)
-    return after(back, outputs[len(results) :]), outputs[: len(results)]
+    outputs = operation.regions.manual(
+        local, (*operation.operand_specs, *cuts), (*results, *marks)
+    )(activation, operation.for_gradient(cotangent), *sums)
+    back = operation.activation_gradient(activation, weight(), cotangent)
+    return wait_for(back, outputs[len(results) :]), outputs[: len(results)]
 
 
-def _run(operation: Manual, cuts: PartitionSpec) -> Operation:
+def _run_deferred(operation: ManualOp, cuts: PartitionSpec) -> Operation:
     """(activation, weight, sums) -> result, whose partial sums are the gradient of `sums`."""
 
     @jax.custom_vjp
     def run(activation: Any, weight: Any, sums: Any) -> Any:
-        return operation.op(activation, weight)
+        return operation.run(activation, weight)
 
     def backward(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
         activation, weight, sums = saved
@@ -1012,31 +1019,31 @@ def _run(operation: Manual, cuts: PartitionSpec) -> Operation:
         return back, jnp.zeros_like(weight), partial_sums
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-        read = operation.use.found_again(activation)
+        read = operation.use.reread(activation)
         # the backward pass reads only the dtype of this array
-        return operation.op(read, weight), (read, weight, jnp.zeros((), sums.dtype))
+        return operation.run(read, weight), (read, weight, jnp.zeros((), sums.dtype))
 
     run.defvjp(forward, backward)
     return run
 
 
-def _finish(operation: Manual, cuts: PartitionSpec) -> Operation:
+def _run_last(operation: ManualOp, cuts: PartitionSpec) -> Operation:
     """(activation, weight, sums) -> result, with the gradient of the weight over all runs."""
 
     @jax.custom_vjp
     def finish(activation: Any, weight: Any, sums: Any) -> Any:
-        return operation.op(activation, weight)
+        return operation.run(activation, weight)
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-        read = operation.use.found_again(activation)
-        return operation.op(read, weight), (read, weight, sums)
+        read = operation.use.reread(activation)
+        return operation.run(read, weight), (read, weight, sums)
 
     def backward_of_all(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
         activation, weight, sums = saved
 
         def reduce(partial: Any, sums: Any) -> tuple[Any, ...]:
             total = partial.astype(sums.dtype) + sums[0]
-            return (operation.plan.apply(total, operation.machine).astype(weight.dtype),)
+            return (operation.reduction.apply(total, operation.regions).astype(weight.dtype),)
 
         back, (gradient,) = _backward(
             operation,
@@ -1055,8 +1062,8 @@ def _finish(operation: Manual, cuts: PartitionSpec) -> Operation:
     return finish
 
 
-def reduced(
-    use: Use, result: Layout, parameter: ParameterLayout, machine: Machine
+def with_reduced_gradient(
+    use: Use, result: Layout, parameter: ParameterLayout, regions: Regions
 ) -> Callable[..., Value] | None:
     """An operation whose weight is gathered, and its gradient reduced, as the plan says.
 
@@ -1064,39 +1071,39 @@ def reduced(
         A function of the operands; None if the batch is not sharded, or if the gradient cannot be
         computed one device at a time.
     """
-    gathered = in_use(use, parameter, machine)
+    gathered = weight_gather(use, parameter, regions)
     if not parameter.trained:
-        return None if parameter.rest == parameter.compute else regathered(use, gathered)
-    operation = manual_operation(use, result, parameter, machine)
+        return None if parameter.rest == parameter.compute else with_frozen_weight(use, gathered)
+    operation = manual_operation(use, result, parameter, regions)
     if operation is None:
         return None
 
     def forward(activation: Value, weight: Value) -> Value:
-        return operation.op(activation, gathered(use.moved(weight)))
+        return operation.run(activation, gathered(use.narrowest(weight)))
 
     @jax.custom_vjp
     def run(activation: Value, weight: Value) -> Value:
         return forward(activation, weight)
 
     def saving(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value | None]]:
-        read = use.found_again(activation)
-        return forward(read, weight), (read, weight if operation.rereads else None)
+        read = use.reread(activation)
+        return forward(read, weight), (read, weight if operation.reads_weight else None)
 
     def backward(saved: tuple[Value, Value | None], cotangent: Value) -> tuple[Any, Value]:
         activation, weight = saved
         back, (gradient,) = _backward(
             operation,
             activation,
-            lambda: None if weight is None else gathered(use.moved(weight)),
+            lambda: None if weight is None else gathered(use.narrowest(weight)),
             cotangent,
-            reduce=lambda sums: (operation.plan.apply(sums, machine),),
+            reduce=lambda sums: (operation.reduction.apply(sums, regions),),
             results=(operation.gradient_spec,),
             dtype=use.dtype,
         )
         return back, gradient
 
     run.defvjp(saving, backward)
-    return by_operands(use, run)
+    return in_operand_order(use, run)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1111,7 +1118,7 @@ def reduced(
 
 #: Time of the reduction: in each microbatch; in the backward pass of the last microbatch, for the
 #: partial sums of all; or after the last microbatch has left the pipeline.
-EACH, IN_LAST, DEFERRED = "each microbatch", "in the last", "deferred"
+EVERY_MICROBATCH, LAST_MICROBATCH, AFTER_PIPELINE = "each microbatch", "in the last", "deferred"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1121,16 +1128,17 @@ class GradientReduction:
     Attributes:
         path: of the parameter.
         axes: mesh axes over which there are partial sums, in the order of the mesh.
-        when: `EACH`, `IN_LAST` or `DEFERRED`. Gradients that are not computed in a manual region
-            (those of the scale of a norm) are reduced in each microbatch.
-        to: layout of the gradient as the optimizer reads it.
+        when: `EVERY_MICROBATCH`, `LAST_MICROBATCH` or `AFTER_PIPELINE`. Gradients that are not
+            computed in a manual region (those of the scale of a norm) are reduced in every
+            microbatch.
+        layout: layout of the gradient as the optimizer reads it.
         dtype: communication dtype of the partial sums; None for their own.
     """
 
     path: str
     axes: tuple[str, ...]
     when: str
-    to: Layout
+    layout: Layout
     dtype: Any
 
 
@@ -1152,34 +1160,34 @@ class GradientReductions:
 
     def accumulator(self, dtype: np.dtype) -> np.dtype:
         """The dtype in which gradients of a dtype are summed over microbatches."""
-        return self.precision.sums(dtype)
+        return self.precision.accumulator(dtype)
 
 
-def moment(plan: Plan) -> str:
-    """The time at which a plan reduces the gradients that can be deferred; see `EACH`."""
+def reduction_time(plan: Plan) -> str:
+    """The time of the reductions that a plan can defer; see `GradientReduction`."""
     if plan.mesh["stage"] > 1:
-        return DEFERRED if plan.gather == "once" or plan.zero < 2 else EACH
-    return IN_LAST if plan.microbatches > 1 and plan.zero < 2 else EACH
+        return AFTER_PIPELINE if plan.gather == "once" or plan.zero < 2 else EVERY_MICROBATCH
+    return LAST_MICROBATCH if plan.microbatches > 1 and plan.zero < 2 else EVERY_MICROBATCH
 
 
 def gradient_reductions(
     plan: Plan,
     order: Sequence[int],
     uses: Mapping[str, Use],
-    placements: Mapping[tuple[str, int], Layout],
-    machine: Machine,
-    together: Collection[str],
+    value_layouts: Mapping[tuple[str, int], Layout],
+    regions: Regions,
+    loop_paths: Collection[str],
 ) -> GradientReductions:
     """The reductions of the gradients of a loss under a plan."""
-    when = moment(plan)
+    when = reduction_time(plan)
     layouts = [without_axes(plan.parameters[i], ("stage",)) for i in order]
     partial: dict[int, set[str]] = {}
     for path, use in uses.items():
         number = use.view.parameter
-        if (path, 0) in placements and path not in together and layouts[number].trained:
-            operation = manual_operation(use, placements[path, 0], layouts[number], machine)
-            if operation is not None and operation.partial:
-                partial.setdefault(number, set()).update(operation.partial)
+        if (path, 0) in value_layouts and path not in loop_paths and layouts[number].trained:
+            operation = manual_operation(use, value_layouts[path, 0], layouts[number], regions)
+            if operation is not None and operation.partial_axes:
+                partial.setdefault(number, set()).update(operation.partial_axes)
     batch = {axis for _, layout in plan.batch_layouts for axis in layout.axes}
 
     def reduction(number: int, parameter: ParameterLayout) -> GradientReduction | None:
@@ -1189,15 +1197,15 @@ def gradient_reductions(
         return GradientReduction(
             path=parameter.path,
             axes=tuple(axis for axis in MESH_AXES if axis in axes),
-            when=when if number in partial else EACH,
-            to=plan.parameters[order[number]].gradient,
-            dtype=machine.wire,
+            when=when if number in partial else EVERY_MICROBATCH,
+            layout=plan.parameters[order[number]].gradient,
+            dtype=regions.reduction_dtype,
         )
 
     return GradientReductions(
         parameters=tuple(reduction(number, layout) for number, layout in enumerate(layouts)),
         when=when,
-        explicit=machine.wire is not None or not _shares_memory(plan),
+        explicit=regions.reduction_dtype is not None or not _shares_memory(plan),
         precision=Precision.of(plan),
     )
 

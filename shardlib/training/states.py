@@ -18,7 +18,7 @@ from shardlib.checkpointing.tree import is_key, named_leaves, spec_of
 from shardlib.errors import ModelError, StateError, raise_all
 from shardlib.jax_types import Index
 from shardlib.lowering.program import Program, shardings_of
-from shardlib.lowering.runtime import TrainState, require_present
+from shardlib.lowering.runtime import TrainState, require_not_donated
 from shardlib.processes.values import whole
 
 #: Former submodules are resolved by `shardlib._moved`.
@@ -101,7 +101,7 @@ def averaged(program: Program, state: TrainState) -> TrainState:
     `program.evaluate`, `program.module`, serving and export. The given state stays usable; training
     continues from it.
     """
-    require_present("averaged", state.inference)
+    require_not_donated("averaged", state.inference)
     averages = [
         node
         for node in jax.tree.leaves(
@@ -219,7 +219,7 @@ class Surgery:
 
     def state(self, seed: int = 0) -> TrainState:
         """The state of the new program."""
-        require_present("surgery", self.old)
+        require_not_donated("surgery", self.old)
         fresh = self.program.init(seed)
         before = named_leaves(self.old)
         leaves, structure = jax.tree.flatten(fresh)

@@ -351,7 +351,9 @@ def validator(validation: Validation, program: TrainingProgram) -> Validator:
             "the average of parameters is validated of programs of shardlib.compile alone\nTry:"
             " of a step of your own, a loss that takes the average from the state"
         )
-    written = validation.loss or (None if loss_program is None else loss_program.evaluated.written)
+    written = validation.loss or (
+        None if loss_program is None else loss_program.evaluated.user_loss
+    )
     evaluation = (
         program.evaluation()
         if written is None

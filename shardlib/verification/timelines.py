@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 from shardlib import _jax_compat
 from shardlib.annotation.trees import Tree
 from shardlib.errors import MissingFileError, VerificationError
-from shardlib.lowering.mesh import parts_of
+from shardlib.lowering.mesh import physical_axes
 from shardlib.lowering.pipeline.stage import HOPS
 from shardlib.lowering.program import Program
 from shardlib.lowering.runtime import TrainState
@@ -66,7 +66,7 @@ class Event:
 
 def stage_devices(mesh: Mesh) -> list[int]:
     """Number of the first device of every stage."""
-    parts = parts_of(mesh, ("stage",))
+    parts = physical_axes(mesh, ("stage",))
     order = [mesh.axis_names.index(part) for part in parts] + [
         k for k, name in enumerate(mesh.axis_names) if name not in parts
     ]
@@ -111,7 +111,7 @@ def measure_timeline(
     program: Program, state: TrainState, batch: Tree
 ) -> tuple[Timeline, TrainState]:
     """Runs two steps, the second under the profiler."""
-    table, groups = program.parts.run.table, program.plan.accumulation
+    table, groups = program.parts.run.timetable, program.plan.accumulation
     if table is None:
         raise VerificationError(
             "the program has no pipeline stages to measure\nTry: pin them, mesh.stage=4"

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardlib
-from shardlib.lowering.uses import LossReading
-from shardlib.lowering.weights import DEFERRED, EACH, IN_LAST, moment
+from shardlib.lowering.uses import LossFacts
+from shardlib.lowering.weights import AFTER_PIPELINE, EVERY_MICROBATCH, LAST_MICROBATCH, moment
 from shardlib.tracing.program import flatten
 from tests.lowering import small
 from tests.zoo.parity import capture
@@ -16,7 +16,7 @@ from tests.zoo.parity import capture
 
 def placements_of(program):
     """Batch over all axes but tensor, and nothing else: all that gradients need."""
-    loss = LossReading(program=flatten(program.source.closed_jaxpr), parameters=5)
+    loss = LossFacts(program=flatten(program.source.closed_jaxpr), parameters=5)
     rows = next(iter(dict(program.plan.batch_layouts).values()))[0]
     found = {}
     for path, use in loss.uses.items():
@@ -35,22 +35,22 @@ def test_every_parameter_says_how_its_gradient_is_reduced():
     }
     once = {one.path: one for one in reductions["once"].parameters}
     assert {path: one.when for path, one in once.items()} == {
-        "down": IN_LAST,
-        "parts": EACH,
-        "scale": EACH,
-        "table": IN_LAST,
-        "up": IN_LAST,
+        "down": LAST_MICROBATCH,
+        "parts": EVERY_MICROBATCH,
+        "scale": EVERY_MICROBATCH,
+        "table": LAST_MICROBATCH,
+        "up": LAST_MICROBATCH,
     }
     assert {one.axes for one in once.values()} == {("data",)}
     scattered = {one.path: one for one in reductions["scattered"].parameters}
-    assert {one.when for one in scattered.values()} == {EACH}
+    assert {one.when for one in scattered.values()} == {EVERY_MICROBATCH}
     assert scattered["up"].axes == ("data", "fsdp")
     assert "fsdp" in scattered["up"].to.axes and scattered["up"].dtype is None
 
 
 def built_placing(pin):
+    from shardlib.lowering.loss_layouts import Placing
     from shardlib.lowering.mesh import parameter_shardings
-    from shardlib.lowering.placing import Placing
 
     program = small.program(capture(), pin)
     params = parameter_shardings(program.plan, program.model, program.mesh)
@@ -64,10 +64,10 @@ def test_plans_reduce_at_one_moment_each():
         return small.program(capture(), pin).plan
 
     data = {"mesh": {"data": 8}, "zero": 0}
-    assert moment(plan(**data)) == EACH
-    assert moment(plan(**data, microbatches=2)) == IN_LAST
-    assert moment(plan(mesh={"data": 2, "fsdp": 4}, zero=2, microbatches=2)) == EACH
-    assert moment(plan(mesh={"data": 4, "stage": 2}, zero=0, microbatches=4)) == DEFERRED
+    assert moment(plan(**data)) == EVERY_MICROBATCH
+    assert moment(plan(**data, microbatches=2)) == LAST_MICROBATCH
+    assert moment(plan(mesh={"data": 2, "fsdp": 4}, zero=2, microbatches=2)) == EVERY_MICROBATCH
+    assert moment(plan(mesh={"data": 4, "stage": 2}, zero=0, microbatches=4)) == AFTER_PIPELINE
 
 
 def test_a_weight_that_layers_hand_on_as_it_is_has_another_reader():

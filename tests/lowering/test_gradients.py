@@ -243,7 +243,7 @@ def test_gradients_of_a_head_that_do_not_wait_are_the_same_bits(monkeypatch, mic
     rules = [["batch", ["data", "fsdp"]], ["mlp", "tensor"], ["heads", "tensor"]]
     pin = {"rules": rules, "microbatches": microbatches}
     for large in (0, math.inf):
-        monkeypatch.setattr(weights, "LARGE", large)
+        monkeypatch.setattr(weights, "LARGE_RESULT", large)
         network = (Link(kind="network", ways=4),)
         program = in_parts(SCAN, {"fsdp": 4, "tensor": 2}, 1, network, **pin)
         state, metrics = program.step(placed_state(program, 0), dict(SCAN.batch))

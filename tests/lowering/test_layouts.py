@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings, strategies
 
 import shardlib
-from shardlib.lowering.uses import LossReading
+from shardlib.lowering.uses import LossFacts
 from shardlib.tracing.program import flatten
 from tests.zoo.parity import capture, relative_errors
 from tests.zoo.random_programs import case
@@ -108,4 +108,4 @@ def test_tables_are_parameters_that_lookups_and_slices_alone_read():
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     tokens = jax.ShapeDtypeStruct((4, 8), jnp.int32)
     program = flatten(jax.make_jaxpr(loss)(*arrays, tokens))
-    assert LossReading(program=program, parameters=len(arrays)).tables == {0, 1}
+    assert LossFacts(program=program, parameters=len(arrays)).tables == {0, 1}

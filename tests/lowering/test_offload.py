@@ -51,7 +51,7 @@ def test_state_and_activations_in_host_memory_change_no_number(plain, remat):
 
 
 def test_devices_without_host_memory_keep_the_state_and_say_so(monkeypatch):
-    monkeypatch.setattr(step, "reachable", lambda mesh: False)
+    monkeypatch.setattr(step, "has_host_memory", lambda mesh: False)
     program = built({"data": 8}, offload=("optimizer",))
     assert kinds(program.state.opt_state) == {"device"} and "no-host-memory" in [
         finding.code for finding in program.findings

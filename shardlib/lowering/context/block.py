@@ -288,17 +288,13 @@ class OutputCotangent:
             total: log-sum-exp, [B, Q, H].
         """
         return cls(
-            total=total,
-            cotangent=cotangent,
-            inner=(cotangent.astype(jnp.float32) * result).sum(-1),
+            total=total, cotangent=cotangent, inner=(cotangent.astype(jnp.float32) * result).sum(-1)
         )
 
     def map(self, change: Callable[[Value], Value]) -> OutputCotangent:
         """All arrays changed by one function, for other queries."""
         return OutputCotangent(
-            total=change(self.total),
-            cotangent=change(self.cotangent),
-            inner=change(self.inner),
+            total=change(self.total), cotangent=change(self.cotangent), inner=change(self.inner)
         )
 
 

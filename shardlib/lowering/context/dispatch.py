@@ -21,7 +21,7 @@ from shardlib.functions.experts import LANES, Wanted
 from shardlib.graph import Graph, Kind
 from shardlib.jax_types import Aval, Function, Index, Value
 from shardlib.layout import Layout
-from shardlib.lowering.collectives import Machine
+from shardlib.lowering.collectives import Regions
 from shardlib.lowering.context.block import (
     ALL_BEFORE,
     FAR,
@@ -32,8 +32,8 @@ from shardlib.lowering.context.block import (
 )
 from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.mesh import held, named_sharding
-from shardlib.lowering.uses import Site
+from shardlib.lowering.mesh import constrain, named_sharding
+from shardlib.lowering.uses import CallSite
 from shardlib.planner.plan import Plan
 from shardlib.propagation.contractions import returned, shared
 
@@ -86,7 +86,7 @@ class Heads:
         )
 
 
-def computed(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout]) -> bool:
+def computed(site: CallSite, plan: Plan, layouts: Mapping[tuple[str, int], Layout]) -> bool:
     """True if a call of attention is replaced by a program for many devices; otherwise its
     equations are left to automatic partitioning.
     """
@@ -94,7 +94,7 @@ def computed(site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout
     return (
         (exchanged or plan.attention != "traced")
         and plan.context != "all-gather"
-        and site.key(0) in placements
+        and site.layout_key(0) in layouts
         and site.avals[0].ndim == 4
     )
 
@@ -114,21 +114,18 @@ def cutting_heads(queries: Layout, plan: Plan) -> tuple[str, ...]:
 
 
 def with_heads(
-    placements: Mapping[tuple[str, int], Layout],
-    graph: Graph,
-    sites: Iterable[Site],
-    plan: Plan,
+    layouts: Mapping[tuple[str, int], Layout], graph: Graph, sites: Iterable[CallSite], plan: Plan
 ) -> dict[tuple[str, int], Layout]:
     """Placements with layouts for queries, keys and values whose projections shard the width of
     heads: those that attention reads replicated are gathered right after their projections; the
     gradients of those that it reads sharded by heads are sharded by heads, too.
     """
-    layouts = dict(placements)
+    layouts = dict(layouts)
     makers = {(op.path, index): op for op in graph.ops for index in range(len(op.results))}
     for site in sites:
-        if not isinstance(site.call.form, Attention) or not computed(site, plan, placements):
+        if not isinstance(site.call.form, Attention) or not computed(site, plan, layouts):
             continue
-        queries, parts = placements[site.key(0)], site.call.form.parts
+        queries, parts = layouts[site.layout_key(0)], site.call.form.parts
         axes, count = cutting_heads(queries, plan), site.avals[0].shape[2]
         groups, size = site.avals[2 * parts].shape[2], plan.mesh.ways(axes)
         which = shared(heads=count, groups=groups, devices=size)
@@ -235,12 +232,7 @@ class Kernels:
             [B, S, H, V], of the dtype of the values.
         """
         why = self.why_not(
-            query,
-            key,
-            value,
-            scores=scores,
-            sight=sight,
-            documents=documents is not None,
+            query, key, value, scores=scores, sight=sight, documents=documents is not None
         )
         if why:
             raise LayoutError(
@@ -532,7 +524,7 @@ def _positions(cut: Cut, local: int) -> Value:
 
 
 def around_devices(
-    site: Site, plan: Plan, placements: Mapping[tuple[str, int], Layout], machine: Machine
+    site: CallSite, plan: Plan, layouts: Mapping[tuple[str, int], Layout], regions: Regions
 ) -> Callable[..., Sequence[Value]] | None:
     """The replacement of a call of attention; None if it is left to automatic partitioning, which
     gathers keys and values.
@@ -540,24 +532,24 @@ def around_devices(
     Returns:
         Arrays of the call -> its results.
     """
-    form, context = site.call.form, list(machine.parts(("context",)))
+    form, context = site.call.form, list(regions.physical_axes(("context",)))
     aval = site.avals[0]
-    if not computed(site, plan, placements):
+    if not computed(site, plan, layouts):
         return None
     groups = site.avals[2 * form.parts].shape[2]
-    batch, cut = placements[site.key(0)][0], cutting_heads(placements[site.key(0)], plan)
-    heads = Heads.of(machine.parts(cut), machine.ways(cut), aval.shape[2], groups)
-    rows = machine.parts(batch) or None
+    batch, cut = (layouts[site.layout_key(0)][0], cutting_heads(layouts[site.layout_key(0)], plan))
+    heads = Heads.of(regions.physical_axes(cut), regions.ways(cut), aval.shape[2], groups)
+    rows = regions.physical_axes(batch) or None
     context_axis = None if not context else tuple(context) if len(context) > 1 else context[0]
     along = (
         None
         if context_axis is None
         else Cut(
             axis=context_axis,
-            ways=machine.ways(("context",)),
+            ways=regions.ways(("context",)),
             zigzag=form.causal
             and plan.context == "ring"
-            and aval.shape[1] % (2 * machine.ways(("context",))) == 0,
+            and aval.shape[1] % (2 * regions.ways(("context",))) == 0,
         )
     )
     spec = PartitionSpec(rows, context_axis, heads.axes or None, None)
@@ -587,12 +579,12 @@ def around_devices(
             kind=cast(Kind, plan.attention if plan.attention != "traced" else "blocks")
         ),
     )
-    region = alike(machine, local, specs, spec)
-    pins = _exchanged(site, placements, heads, machine)
+    region = alike(regions, local, specs, spec)
+    pins = _exchanged(site, layouts, heads, regions)
 
     def run(*arrays: Value) -> Sequence[Value]:
         pinned = [
-            array if pin is None else held(array, pin)
+            array if pin is None else constrain(array, pin)
             for array, pin in zip(arrays, pins, strict=True)
         ]
         return [region(*pinned)]
@@ -606,7 +598,7 @@ def _offset_spec(aval: Aval, heads: Heads) -> PartitionSpec:
 
 
 def _exchanged(
-    site: Site, placements: Mapping[tuple[str, int], Layout], heads: Heads, machine: Machine
+    site: CallSite, layouts: Mapping[tuple[str, int], Layout], heads: Heads, regions: Regions
 ) -> list[NamedSharding | None]:
     """The layouts of operands whose sequence is exchanged for heads; None for others.
 
@@ -618,10 +610,10 @@ def _exchanged(
     by_heads = {*range(2 * parts + 1 if heads.together else parts)}
 
     def pin(index: int) -> NamedSharding | None:
-        layout = placements.get(site.key(index))
+        layout = layouts.get(site.layout_key(index))
         if index not in by_heads or layout is None or len(layout) < 4:
             return None
-        return named_sharding(machine.mesh, layout) if taken & {*layout[1]} else None
+        return named_sharding(regions.mesh, layout) if taken & {*layout[1]} else None
 
     return [pin(index) for index in range(len(site.avals))]
 
@@ -722,10 +714,7 @@ def _joined(parts: Sequence[Value]) -> Value:
 
 
 def alike(
-    machine: Machine,
-    function: Function,
-    arguments: Sequence[PartitionSpec],
-    result: PartitionSpec,
+    regions: Regions, function: Function, arguments: Sequence[PartitionSpec], result: PartitionSpec
 ) -> Function:
     """`Machine.manual` for a function that gives the same on all devices along the axes that shard
     neither its arguments nor its result.
@@ -733,11 +722,11 @@ def alike(
     named = {name for spec in (*arguments, result) for name in _names(spec)}
     axes = tuple(
         name
-        for name, kind in zip(machine.mesh.axis_names, machine.mesh.axis_types, strict=True)
-        if kind != AxisType.Manual and machine.mesh.shape[name] > 1 and name not in named
+        for name, kind in zip(regions.mesh.axis_names, regions.mesh.axis_types, strict=True)
+        if kind != AxisType.Manual and regions.mesh.shape[name] > 1 and name not in named
     )
     if not axes:
-        return machine.manual(function, tuple(arguments), result)
+        return regions.manual(function, tuple(arguments), result)
 
     def made(*arrays: Value) -> Value:
         differentiable = [_differentiable(array) for array in arrays]
@@ -750,7 +739,7 @@ def alike(
                 )
             )[None]
 
-        region = machine.manual(
+        region = regions.manual(
             local,
             tuple(
                 PartitionSpec(axes, *spec) if row else spec
@@ -759,10 +748,10 @@ def alike(
             PartitionSpec(axes, *result),
         )
         rows = [
-            _rows(machine, axes, spec)(array) if row else array
+            _rows(regions, axes, spec)(array) if row else array
             for array, spec, row in zip(arrays, arguments, differentiable, strict=True)
         ]
-        return _row(machine, axes, result)(region(*rows))
+        return _row(regions, axes, result)(region(*rows))
 
     return made
 
@@ -775,23 +764,23 @@ def _differentiable(array: Value) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
-def _rows(machine: Machine, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
+def _rows(regions: Regions, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
     """Each device's copy of an array as its own row; the gradient is the device's own row."""
-    return _turned(*_ways(machine, axes, spec))
+    return _turned(*_ways(regions, axes, spec))
 
 
-def _row(machine: Machine, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
+def _row(regions: Regions, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
     """The array whose copies are the rows of the devices; the gradient is copied to every row."""
-    return _turned(*reversed(_ways(machine, axes, spec)))
+    return _turned(*reversed(_ways(regions, axes, spec)))
 
 
 def _ways(
-    machine: Machine, axes: tuple[str, ...], spec: PartitionSpec
+    regions: Regions, axes: tuple[str, ...], spec: PartitionSpec
 ) -> tuple[Function, Function]:
     rows = PartitionSpec(axes, *spec)
     return (
-        machine.manual(lambda array: array[None], (spec,), rows),
-        machine.manual(lambda copies: copies[0], (rows,), spec),
+        regions.manual(lambda array: array[None], (spec,), rows),
+        regions.manual(lambda copies: copies[0], (rows,), spec),
     )
 
 

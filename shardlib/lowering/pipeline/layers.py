@@ -29,8 +29,8 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import PlanError
 from shardlib.jax_types import Index, Leaf, Value
 from shardlib.lowering.contractions import as_dtype
-from shardlib.lowering.placing import Placing
-from shardlib.lowering.weights import DEFERRED, Deferred
+from shardlib.lowering.loss_layouts import LossLayouts
+from shardlib.lowering.weights import AFTER_PIPELINE, DeferredOp
 from shardlib.tracing.folding import Split, split
 from shardlib.tracing.program import Equation, Program, flatten, has_matmul
 from shardlib.tracing.rewriting import (
@@ -619,7 +619,7 @@ class Gathered:
     complete: frozenset[int]
     made: tuple[int, ...]
     operands: tuple[int, ...]
-    uses: Mapping[str, Deferred]
+    uses: Mapping[str, DeferredOp]
     made_by: tuple[Equation, ...]
     rest: tuple[Equation, ...]
 
@@ -690,7 +690,7 @@ class Gathered:
 
         def layer(sums: Arrays, index: Value) -> tuple[Arrays, Arrays]:
             sent = [
-                layer_of(leaf, slot, index).astype(use.sums.dtype)
+                layer_of(leaf, slot, index).astype(use.sums_aval.dtype)
                 for use, leaf in zip(self.uses.values(), sums, strict=True)
             ]
             partial_sums, sums = jax.lax.optimization_barrier((sent, sums))
@@ -723,11 +723,12 @@ class Gathered:
 
 
 def no_sums(
-    uses: Mapping[str, Deferred], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()
+    uses: Mapping[str, DeferredOp], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()
 ) -> Arrays:
     """Zeros for the partial sums, [*lead, ...], sharded so that each device has its own."""
     zeros = [
-        (jnp.zeros((*lead, *use.sums.shape), use.sums.dtype), use.cuts) for use in uses.values()
+        (jnp.zeros((*lead, *use.sums_aval.shape), use.sums_aval.dtype), use.sums_spec)
+        for use in uses.values()
     ]
     return [
         jax.lax.with_sharding_constraint(
@@ -738,7 +739,7 @@ def no_sums(
 
 
 def leaving_sums(
-    uses: Mapping[str, Deferred],
+    uses: Mapping[str, DeferredOp],
     walk: Walk,
     sums: Sequence[Value],
     ready: Mapping[str, Value] | None = None,
@@ -767,9 +768,7 @@ def leaving_sums(
 
 
 def by_operand(
-    uses: Mapping[str, Deferred],
-    sums: Sequence[Value],
-    rounded: Callable[[Value, Value], Value],
+    uses: Mapping[str, DeferredOp], sums: Sequence[Value], rounded: Callable[[Value, Value], Value]
 ) -> Values:
     """Gradients of the values that operations use, from partial sums in the order of `uses`.
 
@@ -778,31 +777,31 @@ def by_operand(
     """
     gradients: Values = {}
     for use, total in zip(uses.values(), sums, strict=True):
-        gradient = rounded(use.reduce(total.astype(use.sums.dtype)), total)
+        gradient = rounded(use.reduce(total.astype(use.sums_aval.dtype)), total)
         number = operand(use)
         gradients[number] = gradients[number] + gradient if number in gradients else gradient
     return gradients
 
 
-def operand(use: Deferred) -> int:
+def operand(use: DeferredOp) -> int:
     """The value that an operation uses."""
     return use.use.equation.inputs[use.use.operand]
 
 
-def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
+def gathered(layouts: LossLayouts, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
     """The weights that can be gathered beforehand; None if there are none, or if gradients are not
     reduced at the end of the step.
     """
-    if placing.reductions.when != DEFERRED:
+    if layouts.reductions.when != AFTER_PIPELINE:
         return None
     loop = cut.loop
     body = loop.inside("body")
     here = {equation.path for equation in body.equations}
     first = sum(scan_counts(loop.params))
     scanned = {body.inputs[first + k]: k for k in cut.roles.weights}
-    uses: dict[str, Deferred] = {}
-    for path, use in placing.uses.items():
-        if path in here and (deferral := placing.deferral(path, mesh)) is not None:
+    uses: dict[str, DeferredOp] = {}
+    for path, use in layouts.uses.items():
+        if path in here and (deferral := layouts.deferred(path, mesh)) is not None:
             made_by, reads = needed(body.equations, [use.equation.inputs[use.operand]])
             made = {number for equation in made_by for number in equation.outputs}
             if reads - made <= {*scanned, *body.constants}:
@@ -834,7 +833,7 @@ def gathered(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered 
 
 
 def _only_read_by(
-    weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, Deferred]
+    weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, DeferredOp]
 ) -> bool:
     """True if a layer uses a weight only as an operand of given operations."""
     derived, views = {weight}, {equation.path for equation in made_by}
@@ -1111,7 +1110,7 @@ class EdgeGradients:
     """
 
     mesh: Mesh | AbstractMesh
-    uses: Mapping[str, Deferred]
+    uses: Mapping[str, DeferredOp]
     complete: frozenset[int]
 
     def ready(self, outside: Values) -> dict[str, Value]:
@@ -1135,16 +1134,16 @@ class EdgeGradients:
         return by_operand(self.uses, sums, lambda gradient, total: gradient.astype(total.dtype))
 
 
-def ends(placing: Placing, cut: Cut, mesh: Mesh | AbstractMesh) -> EdgeGradients:
+def ends(layouts: LossLayouts, cut: Cut, mesh: Mesh | AbstractMesh) -> EdgeGradients:
     """Finds the operations outside of the layers whose gradients can be reduced at the end."""
     derived = set(cut.kept)
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
-    uses: dict[str, Deferred] = {}
-    for path, use in placing.uses.items():
+    uses: dict[str, DeferredOp] = {}
+    for path, use in layouts.uses.items():
         if (
             path in equations
             and use.equation.inputs[use.operand] in derived
-            and (deferral := placing.deferral(path, mesh, lookups=True)) is not None
+            and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
         ):
             uses[path] = deferral
     others = (

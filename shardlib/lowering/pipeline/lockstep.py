@@ -17,8 +17,9 @@ from shardlib.errors import PlanError
 from shardlib.findings import Finding, diagnostic
 from shardlib.jax_types import Leaf, Metrics, Value
 from shardlib.layout import Layout
-from shardlib.lowering.loss import followed, fullest_stage, layer_policies, layers
-from shardlib.lowering.mesh import ParameterShardings, parameter_order, parts_of
+from shardlib.lowering.loss import fullest_stage, layer_policies, layer_runs, propagated_layouts
+from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
+from shardlib.lowering.mesh import ParameterShardings, parameter_order, physical_axes
 from shardlib.lowering.pipeline.layers import (
     PARAMETERS,
     STATE,
@@ -36,9 +37,8 @@ from shardlib.lowering.pipeline.layers import (
     results_and_gradients,
 )
 from shardlib.lowering.pipeline.stage import Hop, StageArrays, Stages, dim_of_stages
-from shardlib.lowering.placing import Placements, Placing
-from shardlib.lowering.uses import LossJaxpr, LossReading
-from shardlib.lowering.weights import DEFERRED, GradientReductions
+from shardlib.lowering.uses import LossFacts, LossJaxpr
+from shardlib.lowering.weights import AFTER_PIPELINE, GradientReductions
 from shardlib.planner.plan import Plan
 from shardlib.schedules import ONE_F_ONE_B, Timetable
 from shardlib.tracing.folding import fold
@@ -306,8 +306,8 @@ class Pipeline:
 
     cut: Cut
     stages: Stages
-    placing: Placing
-    around: Placing
+    layouts: LossLayouts
+    around: LossLayouts
     exact: bool
     ends: EdgeGradients
     traced: LossJaxpr
@@ -332,13 +332,15 @@ class Pipeline:
             cut=self.cut,
             stages=self.stages,
             ends=self.ends,
-            gradient=self.placing.gradient,
-            reductions=self.placing.reductions,
+            gradient=self.layouts.gradient,
+            reductions=self.layouts.reductions,
         )
 
     def outside(self) -> Walk:
         """The placing of values outside of the layers."""
-        return replace(self.around.walk(loose=not self.exact), layer_policies=self.remat.outside)
+        return replace(
+            self.around.walk(sharded_only=not self.exact), layer_policies=self.remat.outside
+        )
 
     def dealt(self, stack: Value) -> Value:
         """A stack of layers [layers, ...] as [stages, chunks, layers of a chunk, ...]; unused
@@ -504,7 +506,7 @@ class Pipeline:
         def run(leaves: Arrays) -> tuple[Made, Fixed]:
             env: Values = {
                 **cut.program.constants,
-                **dict(zip(cut.program.inputs, self.placing.start(leaves), strict=False)),
+                **dict(zip(cut.program.inputs, self.layouts.parameters(leaves), strict=False)),
             }
             evaluate_equations(cut.once, env, self.outside())
             moving = {
@@ -722,11 +724,7 @@ class Ticks:
     def run(self, sums: Carry) -> Carry:
         """Adds up gradients, loss and metrics over all ticks."""
         carry = {**self._start(), **sums}
-        work = {
-            "forward": self._forward,
-            "backward": self._backward,
-            "weights": self._weights,
-        }
+        work = {"forward": self._forward, "backward": self._backward, "weights": self._weights}
         for start, stop, kinds in self.table.phases:
             if "forward" not in kinds:
                 carry.pop("hop", None)  # no more forward work
@@ -1001,8 +999,8 @@ class StagedLayouts:
         whole_value_layouts: layouts of values of the whole batch that every microbatch reads.
     """
 
-    layers: Placements
-    around: Placements
+    layers: ValueLayouts
+    around: ValueLayouts
     whole_value_layouts: tuple[Layout, ...] = ()
 
 
@@ -1012,14 +1010,14 @@ def pipeline(
     state: Tree,
     mesh: Mesh | AbstractMesh,
     params: ParameterShardings,
-    layouts: StagedLayouts,
+    staged: StagedLayouts,
     keys: Collection[int] = (),
     same_state: frozenset[int] = frozenset(),
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Partitions a loss into the stages of a plan."""
     written, states = traced, len(jax.tree.leaves(state))
-    traced, layouts, findings = _with_loop(plan, traced, states, params, layouts)
-    placements, around = layouts.layers, layouts.around
+    traced, staged, findings = _with_loop(plan, traced, states, params, staged)
+    value_layouts, around = staged.layers, staged.around
     program = traced.program
     parameters = [plan.parameters[number] for number in parameter_order(plan, params.compute)]
     frozen = {i for i, parameter in enumerate(parameters) if not parameter.trained}
@@ -1031,29 +1029,29 @@ def pipeline(
         keys,
         frozen,
     )
-    placing = Placing.of(traced, plan, mesh, params, placements)
+    layouts = LossLayouts.of(traced, plan, mesh, params, value_layouts)
     remat = stage_remat(
         plan,
         loss_cut,
         with_frozen(written.program, frozen),
-        written.read(len(parameters)),
+        written.facts(len(parameters)),
         [parameter.path for parameter in parameters],
     )
-    stages = _stages(plan, loss_cut, placing, mesh, placements, around, remat)
+    stages = _stages(plan, loss_cut, layouts, mesh, value_layouts, around, remat)
     exact = bool(around) and all(
         layout is not None for layout in stages.outside[: len(loss_cut.carry)]
     )
-    placing_around = replace(placing, placements=around)
+    outside_layouts = replace(layouts, values=around)
     late = (
-        ends(placing_around, loss_cut, mesh)
-        if exact and placing.reductions.when == DEFERRED and not stages.in_rounds
+        ends(outside_layouts, loss_cut, mesh)
+        if exact and layouts.reductions.when == AFTER_PIPELINE and not stages.in_rounds
         else EdgeGradients(mesh=mesh, uses={}, complete=frozenset())
     )
     built = Pipeline(
         cut=loss_cut,
         stages=stages,
-        placing=placing,
-        around=placing_around if exact else placing,
+        layouts=layouts,
+        around=outside_layouts if exact else layouts,
         exact=exact,
         ends=late,
         traced=traced,
@@ -1070,11 +1068,7 @@ def pipeline(
 
 
 def _with_loop(
-    plan: Plan,
-    traced: LossJaxpr,
-    states: int,
-    params: ParameterShardings,
-    layouts: StagedLayouts,
+    plan: Plan, traced: LossJaxpr, states: int, params: ParameterShardings, layouts: StagedLayouts
 ) -> tuple[LossJaxpr, StagedLayouts, tuple[Finding, ...]]:
     """The loss with a loop over its layers, and the layouts of its activations."""
     looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
@@ -1087,7 +1081,7 @@ def _with_loop(
             " without stages"
         )
     order = parameter_order(plan, params.compute)
-    layers = followed(plan, looped, order, states, layouts.whole_value_layouts)
+    layers = propagated_layouts(plan, looped, order, states, layouts.whole_value_layouts)
     return looped, replace(layouts, layers=layers, around={}), findings
 
 
@@ -1122,14 +1116,14 @@ def _timetable(plan: Plan, loss_cut: Cut) -> Timetable:
 def _stages(
     plan: Plan,
     loss_cut: Cut,
-    placing: Placing,
+    layouts: LossLayouts,
     mesh: Mesh | AbstractMesh,
-    placements: Placements,
-    around: Placements,
+    value_layouts: ValueLayouts,
+    around: ValueLayouts,
     remat: StageRemat,
 ) -> Stages:
     """The stages of a plan for a loss; arguments as those of `pipeline`."""
-    table, axis = _timetable(plan, loss_cut), parts_of(mesh, ("stage",))
+    table, axis = _timetable(plan, loss_cut), physical_axes(mesh, ("stage",))
     chunks = table.stages * table.virtual
     each = -(-loss_cut.layers // chunks)
     chunk = Chunk(
@@ -1137,23 +1131,23 @@ def _stages(
         layers=each,
         padded=each * chunks > loss_cut.layers,
         saved=remat.alike,
-        walk=lambda: placing.walk(jax.sharding.get_abstract_mesh()),
-        gathered=gathered(placing, loss_cut, inside(mesh, axis)),
+        walk=lambda: layouts.walk(jax.sharding.get_abstract_mesh()),
+        gathered=gathered(layouts, loss_cut, inside(mesh, axis)),
     )
     activations = stage_activations(loss_cut, chunks * each)
     entering = len(loss_cut.entering)
     carried = len(loss_cut.carry)
 
-    def of_carry(layouts: Placements) -> tuple[Layout | None, ...]:
+    def of_carry(layouts: ValueLayouts) -> tuple[Layout | None, ...]:
         return tuple(
             layouts.get((f"{loss_cut.loop.path}/carry/{k}", 0)) if k < carried else None
             for k in range(len(activations))
         )
 
-    layouts, layouts_around = of_carry(placements), of_carry(around)
+    carry_layouts, outside_layouts = of_carry(value_layouts), of_carry(around)
     spread = tuple(
         sharded_dim(leaf, layout, outside, table.stages, plan)
-        for leaf, layout, outside in zip(activations, layouts, layouts_around, strict=True)
+        for leaf, layout, outside in zip(activations, carry_layouts, outside_layouts, strict=True)
     )
     return Stages(
         table=table,
@@ -1164,10 +1158,10 @@ def _stages(
         entering=entering,
         leaving=(*range(carried), *range(entering, len(activations))),
         spread=spread,
-        layouts=layouts,
+        layouts=carry_layouts,
         outside=tuple(
             layout if dim_of_stages(layout) is not None or dim is None else None
-            for layout, dim in zip(layouts_around, spread, strict=True)
+            for layout, dim in zip(outside_layouts, spread, strict=True)
         ),
     )
 
@@ -1209,7 +1203,7 @@ def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Findin
 
 
 def stage_remat(
-    plan: Plan, cut: Cut, program: Program, loss: LossReading, paths: Sequence[str]
+    plan: Plan, cut: Cut, program: Program, loss: LossFacts, paths: Sequence[str]
 ) -> StageRemat:
     """The rematerialisation in the stages of a plan."""
     fullest = fullest_stage(plan, cut.layers)
@@ -1223,7 +1217,7 @@ def stage_remat(
     )
     if not policies:
         return uniform
-    counts = {group.path: group.count for group in layers(program, loss)}
+    counts = {group.path: group.count for group in layer_runs(program, loss)}
     # unrolled layers are one loop in the partitioned program
     here = (
         cut.loop.path if cut.loop.path in counts else max(reversed(counts), key=counts.__getitem__)

@@ -38,7 +38,8 @@ from shardlib.jax_types import Index, Metrics, Value
 from shardlib.layout import MeshShape
 from shardlib.lowering.accumulation import Microbatches
 from shardlib.lowering.contractions import as_dtype
-from shardlib.lowering.mesh import HOST, ParameterShardings, batch_path, parts_of, without_axes
+from shardlib.lowering.loss_layouts import LossLayouts
+from shardlib.lowering.mesh import HOST, ParameterShardings, batch_path, physical_axes, without_axes
 from shardlib.lowering.pipeline.layers import (
     PARAMETERS,
     Arrays,
@@ -53,9 +54,8 @@ from shardlib.lowering.pipeline.layers import (
     results_and_gradients,
 )
 from shardlib.lowering.pipeline.lockstep import Pipeline, plus
-from shardlib.lowering.placing import Placing
 from shardlib.lowering.random_keys import BatchDims
-from shardlib.lowering.runtime import Draft, Executable, TrainState
+from shardlib.lowering.runtime import Executable, TracedFunction, TrainState
 from shardlib.planner.plan import Plan
 from shardlib.schedules import BACKWARD, FORWARD, WEIGHTS, Durations, Order, Task, orders, simulate
 from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, needed
@@ -140,7 +140,7 @@ class Work:
     """
 
     cut: Cut
-    placing: Placing
+    layouts: LossLayouts
     chunk: Chunk
     first: int
     last: bool
@@ -194,7 +194,7 @@ class Work:
         return reads
 
     def _walk(self) -> Walk:
-        return replace(self.placing.walk(), layer_policies=self.remat.outside)
+        return replace(self.layouts.walk(), layer_policies=self.remat.outside)
 
     def _entering(self, resident: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
         if self.first:
@@ -255,7 +255,7 @@ class Work:
     def _used(self, number: int, leaf: Any) -> Any:
         """A value computed from parameters, in the layout in which the loss reads it."""
         inputs = self.cut.program.inputs
-        return self.placing.enter(inputs.index(number), leaf) if number in inputs else leaf
+        return self.layouts.parameter(inputs.index(number), leaf) if number in inputs else leaf
 
     def _known(self) -> Values:
         """Values computed without any input."""
@@ -383,7 +383,7 @@ class Work:
             strict=True,
         ):
             total = totals.get(
-                position, jnp.zeros(stack.shape, self.placing.reductions.accumulator(stack.dtype))
+                position, jnp.zeros(stack.shape, self.layouts.reductions.accumulator(stack.dtype))
             )
             totals[position] = total.at[: self.chunk.layers].add(gradient.astype(total.dtype))
         return Late(
@@ -420,10 +420,7 @@ class Work:
             self._derived(resident),
         )
         return (
-            Early(
-                outside=plus(early.outside, outside),
-                totals=plus(early.totals, results),
-            ),
+            Early(outside=plus(early.outside, outside), totals=plus(early.totals, results)),
             back,
         )
 
@@ -606,10 +603,12 @@ def chunk_programs(
     )
 
 
-def _draft(function: Callable[..., Tree], arguments: tuple[Tree, ...], mesh: Mesh) -> Draft:
+def _draft(
+    function: Callable[..., Tree], arguments: tuple[Tree, ...], mesh: Mesh
+) -> TracedFunction:
     """A program of a function of trees, with their leaves as flat arguments and results."""
     structure = jax.tree.structure(arguments)
-    return Draft.of(
+    return TracedFunction.of(
         lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves))),
         jax.tree.leaves(arguments),
         mesh,
@@ -653,7 +652,11 @@ def _around(work: Work, inputs: Inputs, mesh: Mesh, name: str) -> tuple[ChunkPro
 
 
 def _with_sums(
-    draft: Draft, sums: Sequence[jax.ShapeDtypeStruct], sent: Sequence[Any], mesh: Mesh, name: str
+    draft: TracedFunction,
+    sums: Sequence[jax.ShapeDtypeStruct],
+    sent: Sequence[Any],
+    mesh: Mesh,
+    name: str,
 ) -> Executable:
     """A program whose last inputs and first results are sums."""
     return draft.compiled(
@@ -666,7 +669,7 @@ def _with_sums(
 
 def _late(
     work: Work, inputs: Inputs, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
-) -> tuple[Draft, tuple[int, ...]]:
+) -> tuple[TracedFunction, tuple[int, ...]]:
     """The program of the weight gradients alone, and the positions in the stash that it reads;
     shardings of these, and of the residuals, are not known yet.
     """
@@ -683,8 +686,10 @@ def _late(
     arguments = (inputs.held, inputs.micro, list(saved), shapes, inputs.late)
     draft = _draft(work.backward_weights, arguments, mesh)
     first = len(jax.tree.leaves(inputs.held)) + 1
-    dropped = [k for k in range(first, first + len(saved)) if k not in draft.reads]
-    return draft.without(dropped), tuple(k for k in range(len(saved)) if first + k not in dropped)
+    dropped = [k for k in range(first, first + len(saved)) if k not in draft.read_inputs]
+    return draft.without_inputs(dropped), tuple(
+        k for k in range(len(saved)) if first + k not in dropped
+    )
 
 
 def _ends(work: Work, left: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], list[Any]]:
@@ -701,7 +706,7 @@ def _backward(
     saved: Sequence[jax.ShapeDtypeStruct],
     mesh: Mesh,
     split: bool,
-) -> tuple[Draft, list[Any]]:
+) -> tuple[TracedFunction, list[Any]]:
     """The backward pass (without weight gradients if these are split off), and its sums."""
     left, back = _ends(work, left)
     sums = (inputs.early,) if split else (inputs.early, inputs.late)
@@ -838,7 +843,7 @@ class Places:
     @staticmethod
     def of(mesh: Mesh) -> Places:
         """The stages of a mesh."""
-        axes = parts_of(mesh, ("stage",))
+        axes = physical_axes(mesh, ("stage",))
         sizes, ones = [mesh.shape[axis] for axis in axes], (1,) * len(axes)
         # The stage axis is the first one.
         parts = mesh.devices.reshape(int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :])
@@ -850,7 +855,7 @@ class Places:
     @property
     def axis(self) -> tuple[str, ...]:
         """Names of the stage axis."""
-        return parts_of(self.mesh, ("stage",))
+        return physical_axes(self.mesh, ("stage",))
 
     def cut(self, tail: Sequence[object] = ()) -> NamedSharding:
         """The sharding of an array with its leading dim over the stages, other dims as given."""
@@ -1063,7 +1068,7 @@ class Opening:
                 for number, leaf in stored.items()
             },
         }
-        evaluate_equations(cut.once, env, self.pipeline.placing.walk(loose=True))
+        evaluate_equations(cut.once, env, self.pipeline.layouts.walk(sharded_only=True))
         return {
             number: stored.get(number, env[number])
             for number in dict.fromkeys((*self.dealt, *self.kept))
@@ -1097,7 +1102,7 @@ class Opening:
     def _rest(self, number: int) -> NamedSharding | None:
         """Stored sharding of the parameter that a value is, or is a cast of."""
         owner = self.pipeline.cut.owners.get(number)
-        return None if owner is None else jax.tree.leaves(self.params.rest)[owner]
+        return None if owner is None else jax.tree.leaves(self.params.stored)[owner]
 
     def _dealt(self, number: int, stack: Any) -> Arrays:
         """A stack of layers, sharded over the stages; unchanged if it is stored so."""
@@ -1518,9 +1523,9 @@ class StagePrograms:
         uses = chunk_layers.gathered.uses.values() if chunk_layers.gathered else ()
         return [
             self._like(
-                (chunk_layers.layers, *use.sums.shape),
-                self._in(use.sums.dtype),
-                PartitionSpec(None, *use.cuts),
+                (chunk_layers.layers, *use.sums_aval.shape),
+                self._in(use.sums_aval.dtype),
+                PartitionSpec(None, *use.sums_spec),
                 chunk,
             )
             for use in uses
@@ -1556,7 +1561,7 @@ class StagePrograms:
 
     def _in(self, dtype: Any) -> Any:
         """The dtype in which gradients of a given dtype are summed."""
-        return self.opening.pipeline.placing.reductions.accumulator(dtype)
+        return self.opening.pipeline.layouts.reductions.accumulator(dtype)
 
     def _floating(self, number: int) -> bool:
         return is_floating(self.works[0].cut.program.avals[number])
@@ -1581,11 +1586,7 @@ class StagePrograms:
         ) * 2 == len(last)
 
     def compiled(
-        self,
-        state: Tree,
-        batch: Tree,
-        update: Callable[[Made], Update],
-        name: str,
+        self, state: Tree, batch: Tree, update: Callable[[Made], Update], name: str
     ) -> Dispatch:
         """Compiles all programs."""
         opening, places = self.opening, self.opening.places
@@ -1794,22 +1795,22 @@ def _work(number: int, opening: Opening, alone: Plan) -> Work:
     pipeline, dealing, stages = opening.pipeline, opening.dealing, opening.places.stages
     cut, layers, here = pipeline.cut, dealing.counts[number], stages[number % len(stages)]
     moved = jax.tree.map(lambda sharding: NamedSharding(here, sharding.spec), vars(opening.params))
-    laid_out = Placing.of(
-        pipeline.traced, alone, here, ParameterShardings(**moved), pipeline.placing.placements
+    laid_out = LossLayouts.of(
+        pipeline.traced, alone, here, ParameterShardings(**moved), pipeline.layouts.values
     )
-    placing = replace(laid_out, reductions=pipeline.placing.reductions)
+    layouts = replace(laid_out, reductions=pipeline.layouts.reductions)
     chunk = Chunk(
         cut=cut,
         layers=layers,
         padded=False,
         saved=pipeline.remat.of_chunk(number // len(stages), layers),
-        walk=placing.walk,
-        gathered=gathered(placing, cut, here),
+        walk=layouts.walk,
+        gathered=gathered(layouts, cut, here),
         unrolled=layers <= WRITTEN_OUT,
     )
     return Work(
         cut=cut,
-        placing=placing,
+        layouts=layouts,
         chunk=chunk,
         first=dealing.first(number),
         last=number == dealing.chunks - 1,

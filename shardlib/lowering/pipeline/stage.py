@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.jax_types import Index, Value
 from shardlib.layout import Layout
-from shardlib.lowering.mesh import parts_of
+from shardlib.lowering.mesh import physical_axes
 from shardlib.lowering.pipeline.layers import (
     Arrays,
     Chunk,
@@ -207,7 +207,9 @@ class Stages:
                 array,
                 NamedSharding(
                     self.mesh,
-                    PartitionSpec(*(parts_of(self.mesh, layout[k]) for k in range(array.ndim))),
+                    PartitionSpec(
+                        *(physical_axes(self.mesh, layout[k]) for k in range(array.ndim))
+                    ),
                 ),
             )
         if self.layouts[position] is None and dim is None:
@@ -245,7 +247,7 @@ class Stages:
         """
         layout = self.layouts[position]
         return [
-            PartitionSpec.UNCONSTRAINED if layout is None else parts_of(self.mesh, layout[k])
+            PartitionSpec.UNCONSTRAINED if layout is None else physical_axes(self.mesh, layout[k])
             for k in range(rank)
         ]
 
@@ -257,7 +259,7 @@ class Stages:
         return jax.lax.with_sharding_constraint(
             array,
             NamedSharding(
-                mesh, PartitionSpec(*(parts_of(mesh, layout[k]) for k in range(array.ndim)))
+                mesh, PartitionSpec(*(physical_axes(mesh, layout[k]) for k in range(array.ndim)))
             ),
         )
 

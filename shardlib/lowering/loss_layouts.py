@@ -16,47 +16,41 @@ from shardlib.errors import LayoutError
 from shardlib.functions.attention import Attention
 from shardlib.functions.experts import ExpertForm
 from shardlib.layout import Layout
-from shardlib.lowering.collective_matmul import Matmul, loops, matmuls
-from shardlib.lowering.collectives import (
-    Machine,
-    Precision,
-    is_eight_bit,
-    is_real,
-    machine_of,
-)
+from shardlib.lowering.collective_matmul import WeightMatmul, ring_loops, weight_matmuls
+from shardlib.lowering.collectives import Precision, Regions, is_eight_bit, is_real, regions_of
 from shardlib.lowering.context.dispatch import around_devices
 from shardlib.lowering.contractions import (
-    AS_WRITTEN,
-    AsWritten,
+    NO_INTERLEAVING,
     ContractionShardings,
+    FusedDims,
     Interleaving,
-    Orders,
+    ModelContraction,
     Use,
     as_dtype,
-    by_groups,
-    dealt,
-    pinned,
-    taken,
+    interleaved_parameter,
+    reordering_layout,
+    run_in_layouts,
+    with_manual_groups,
 )
 from shardlib.lowering.experts import on_their_devices
 from shardlib.lowering.mesh import (
     ParameterShardings,
-    held,
+    constrain,
     named_sharding,
     parameter_order,
-    parts_of,
-    returning,
+    physical_axes,
+    with_gradient_sharding,
     without_axes,
 )
-from shardlib.lowering.uses import LossJaxpr, LossReading, Site
+from shardlib.lowering.uses import CallSite, LossFacts, LossJaxpr
 from shardlib.lowering.weights import (
-    Deferred,
+    DeferredOp,
     GradientReductions,
-    deferred,
+    added_matrix,
+    deferred_op,
     gathered_slice,
     gradient_reductions,
-    reduced,
-    reduced_sum,
+    with_reduced_gradient,
 )
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.propagation.contractions import returned
@@ -67,22 +61,22 @@ from shardlib.tracing.rewriting import Together, Walk, bind
 # Sharding constraints on values of a loss, inside and outside of manual regions.
 
 
-def laid_out(
+def parameter_in_use(
     value: jax.Array, gathered: bool, use: NamedSharding, back: NamedSharding
 ) -> jax.Array:
     """A parameter whose gradient is resharded for the optimizer; gathered at once if `gathered`."""
-    same = returning(back)(value)
-    return held(same, use) if gathered else same
+    same = with_gradient_sharding(back)(value)
+    return constrain(same, use) if gathered else same
 
 
-def constrained(
+def constrain_to_layout(
     value: jax.Array,
     layout: Layout,
     plan: Plan,
     mesh: Mesh | AbstractMesh,
     path: str,
     *,
-    loose: bool = False,
+    sharded_only: bool = False,
 ) -> jax.Array:
     """A value constrained to a layout; with `loose`, only along the dims that the layout shards."""
     try:
@@ -92,14 +86,14 @@ def constrained(
             f"the plan places {layout} on the value at equation {path}: {error}"
         ) from error
     sharding = named_sharding(mesh, layout)
-    if loose:
+    if sharded_only:
         sharding = NamedSharding(
             mesh,
             PartitionSpec(
                 *(PartitionSpec.UNCONSTRAINED if dim is None else dim for dim in sharding.spec)
             ),
         )
-    return held(value, sharding)
+    return constrain(value, sharding)
 
 
 def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
@@ -111,7 +105,7 @@ def manual_axes(mesh: Mesh | AbstractMesh) -> frozenset[str]:
     )
 
 
-def whole(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
+def replicated(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
     """A value that is replicated over the automatic axes of a region."""
     return (
         jax.lax.with_sharding_constraint(value, NamedSharding(mesh, PartitionSpec()))
@@ -120,7 +114,7 @@ def whole(value: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
     )
 
 
-def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
+def without_manual_axes(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
     """A sharding without the axes that are manual in the surrounding region."""
     manual = manual_axes(mesh)
     if not manual:
@@ -139,7 +133,7 @@ def within(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*map(left, sharding.spec)))
 
 
-def one_layer(stacked: NamedSharding) -> NamedSharding:
+def layer_sharding(stacked: NamedSharding) -> NamedSharding:
     """The sharding of one slice along the leading dim."""
     return NamedSharding(stacked.mesh, PartitionSpec(*stacked.spec[1:]))
 
@@ -154,24 +148,24 @@ def one_layer(stacked: NamedSharding) -> NamedSharding:
 INDEXED: frozenset[str] = frozenset({"gather", "scatter", "scatter-add"})
 
 
-def on_this_mesh(
+def replaced_on_mesh(
     equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh
 ) -> list[jax.Array] | None:
     """The results of an operation that is replaced on this mesh; None for all others."""
     if is_element_lookup(equation):
         return by_elements(equation, operands)
     if equation.name in INDEXED and manual_axes(mesh):
-        results = bind(equation, [whole(operand, mesh) for operand in operands])
-        return [whole(result, mesh) for result in results]
+        results = bind(equation, [replicated(operand, mesh) for operand in operands])
+        return [replicated(result, mesh) for result in results]
     return None
 
 
 #: (path of an equation, index of its result) -> layout.
-Placements = Mapping[tuple[str, int], Layout]
+ValueLayouts = Mapping[tuple[str, int], Layout]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Placing:
+class LossLayouts:
     """Layouts of the values of a traced loss.
 
     Attributes:
@@ -187,44 +181,44 @@ class Placing:
 
     plan: Plan
     mesh: Mesh | AbstractMesh
-    placements: Placements
+    values: ValueLayouts
     compute: Sequence[NamedSharding]
     gradient: Sequence[NamedSharding]
     order: Sequence[int]
-    loss: LossReading
+    loss: LossFacts
     uses: Mapping[str, Use]
     reductions: GradientReductions
-    matmuls: tuple[Matmul, ...] = ()
-    interleaving: Interleaving = AS_WRITTEN
+    matmuls: tuple[WeightMatmul, ...] = ()
+    interleaving: Interleaving = NO_INTERLEAVING
 
-    def machine(self, mesh: Mesh | AbstractMesh) -> Machine:
+    def regions(self, mesh: Mesh | AbstractMesh) -> Regions:
         """The machine of regions of a mesh."""
-        return machine_of(self.plan, mesh)
+        return regions_of(self.plan, mesh)
 
-    def start(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    def parameters(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """The parameters as the loss reads them; stacked ones in their stored sharding."""
-        return [self.enter(i, leaf) for i, leaf in enumerate(leaves)]
+        return [self.parameter(i, leaf) for i, leaf in enumerate(leaves)]
 
-    def enter(self, parameter: int, leaf: jax.Array) -> jax.Array:
+    def parameter(self, parameter: int, leaf: jax.Array) -> jax.Array:
         """One parameter as the loss reads it."""
-        if parameter in self.loss.slices.values():
+        if parameter in self.loss.stacked_slices.values():
             return leaf
-        kernels, tables = self._whole(self._at_rest)
+        kernels, tables = self._gathered_first(self._outer)
         # XLA replicates the rows looked up in a table that is sharded along both dims: the table is
         # gathered first.
         gathered = parameter in tables or leaf.shape in kernels
-        used = self._used(
+        used = self._in_use(
             parameter, leaf, gathered, self.compute[parameter], self.gradient[parameter]
         )
-        return self._taken(
+        return self._interleaved(
             parameter, used, self.interleaving.parameters.get(parameter, {}), gathered, self.mesh
         )
 
-    def _taken(
+    def _interleaved(
         self,
         parameter: int,
         value: jax.Array,
-        orders: Orders,
+        orders: FusedDims,
         gathered: bool,
         mesh: Mesh | AbstractMesh,
     ) -> jax.Array:
@@ -238,11 +232,11 @@ class Placing:
         def shardings(layout: Layout) -> tuple[NamedSharding, NamedSharding]:
             after = Layout(*tuple(layout)[len(layout) - value.ndim :])
             return named_sharding(mesh, after), named_sharding(
-                mesh, dealt(after, orders, value.shape, self.plan.mesh)
+                mesh, reordering_layout(after, orders, value.shape, self.plan.mesh)
             )
 
-        narrow = self.loss.narrowed.get(parameter, value.dtype)
-        return taken(
+        narrow = self.loss.narrow_dtypes.get(parameter, value.dtype)
+        return interleaved_parameter(
             as_dtype(value, narrow),
             orders,
             self.interleaving.shards,
@@ -250,7 +244,7 @@ class Placing:
             shardings(layouts.gradient),
         ).astype(value.dtype)
 
-    def _used(
+    def _in_use(
         self,
         parameter: int,
         leaf: jax.Array,
@@ -262,100 +256,108 @@ class Placing:
         the traced and the stored dtype, or, if no matmul, lookup or slice gathers it, in the dtype
         in which it is read.
         """
-        dtype, added = self.loss.dtypes[parameter], parameter in self._added and leaf.ndim > 1
-        read = self.loss.narrowed.get(parameter, dtype) if added else dtype
+        dtype, added = self.loss.dtypes[parameter], parameter in self._only_added and leaf.ndim > 1
+        read = self.loss.narrow_dtypes.get(parameter, dtype) if added else dtype
         moved = as_dtype(leaf, read) if read.itemsize < leaf.dtype.itemsize else leaf
-        return as_dtype(laid_out(moved, gathered or added, use, back), dtype)
+        return as_dtype(parameter_in_use(moved, gathered or added, use, back), dtype)
 
     @cached_property
-    def _added(self) -> frozenset[int]:
+    def _only_added(self) -> frozenset[int]:
         """Matrices that are only added to activations, or multiplied by them element by element,
         such as the positions of a vision transformer.
         """
-        adding = [use for path, use in self.loss.added.items() if path in self._at_rest]
-        uses = *self.uses.values(), *self.loss.sliced.values(), *adding
+        adding = [use for path, use in self.loss.additions.items() if path in self._outer]
+        uses = *self.uses.values(), *self.loss.slice_uses.values(), *adding
         moved = {use.view.parameter for use in uses}
         trained = {i for i, number in enumerate(self.order) if self.plan.parameters[number].trained}
         return frozenset(trained - moved if self.reductions.explicit else ())
 
     @cached_property
-    def _at_rest(self) -> Mapping[str, Callable[..., Any]]:
+    def _outer(self) -> Mapping[str, Callable[..., Any]]:
         """Replacements of operations outside of manual regions."""
-        return self._functions(self.mesh)
+        return self._replacements(self.mesh)
 
-    def deferral(
+    def deferred(
         self, path: str, mesh: Mesh | AbstractMesh, *, lookups: bool = False
-    ) -> Deferred | None:
+    ) -> DeferredOp | None:
         """The operation at a path, if its gradient can be reduced after several runs; lookups only
         with `lookups`.
         """
-        if (path, 0) not in self.placements:
+        if (path, 0) not in self.values:
             return None
-        return deferred(*self._laid_out(path, mesh), self.machine(mesh), lookups=lookups)
+        return deferred_op(*self._use_layouts(path, mesh), self.regions(mesh), lookups=lookups)
 
-    def _laid_out(
+    def _use_layouts(
         self, path: str, mesh: Mesh | AbstractMesh
     ) -> tuple[Use, Layout, ParameterLayout]:
         """The use of a parameter in the plan's layouts for the operation, the layout of its result,
         and the layouts of the parameter.
         """
         use = self.uses[path]
-        layouts_of_use = ContractionShardings.of(use.equation, self.placements, mesh)
+        layouts_of_use = ContractionShardings.of(use.equation, self.values, mesh)
         return (
-            replace(use, shardings=layouts_of_use, again=self._finds_gathered),
-            self.placements[path, 0],
+            replace(use, shardings=layouts_of_use, recomputed=self._rereads_gathered),
+            self.values[path, 0],
             self._parameter(use.view.parameter, mesh),
         )
 
     @cached_property
-    def _finds_gathered(self) -> bool:
+    def _rereads_gathered(self) -> bool:
         """True if backward passes read activations gathered. On GPUs XLA itself merges the
         all-gathers of an activation, and saves less.
         """
         plan = self.plan
         every_layer = not plan.remat_layers and not plan.remat_classes
-        return every_layer and plan.remat != "none" and self.machine(self.mesh).torus
+        return every_layer and plan.remat != "none" and self.regions(self.mesh).torus
 
     def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of a parameter, without the axes that are manual in the surrounding region."""
         manual = manual_axes(mesh)
         gone = {
-            axis for axis in self.plan.mesh if manual and set(parts_of(mesh, (axis,))) <= manual
+            axis
+            for axis in self.plan.mesh
+            if manual and set(physical_axes(mesh, (axis,))) <= manual
         }
         return without_axes(self.plan.parameters[self.order[number]], gone)
 
-    def _whole(
+    def _gathered_first(
         self, functions: Mapping[str, Any]
     ) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
         """Shapes of kernels, and tables, that are gathered at once, without those that a replaced
         operation gathers.
         """
-        uses_by_path = {**self.uses, **self.loss.sliced, **self.loss.added}
+        uses_by_path = {**self.uses, **self.loss.slice_uses, **self.loss.additions}
         uses = [uses_by_path[path] for path in functions]
         return (
-            self.loss.kernels - {use.shape for use in uses},
-            self.loss.tables - {use.view.parameter for use in uses},
+            self.loss.kernel_shapes - {use.shape for use in uses},
+            self.loss.lookup_tables - {use.view.parameter for use in uses},
         )
 
-    def _functions(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
+    def _replacements(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
         """Replacements of operations that use parameters, by path.
 
         Empty if the compiler reduces gradients (`GradientReductions.explicit`).
         """
         if not self.reductions.explicit:
             return {}
-        machine = self.machine(mesh)
+        regions = self.regions(mesh)
         reductions = {
-            path: reduced(*self._laid_out(path, mesh), machine)
+            path: with_reduced_gradient(*self._use_layouts(path, mesh), regions)
             for path in self.uses
-            if (path, 0) in self.placements
+            if (path, 0) in self.values
         }
         replacements = {
             path: function for path, function in reductions.items() if function is not None
         }
-        return replacements | self._slices(mesh, machine) | self._sums(mesh, machine)
+        return (
+            replacements
+            | self._slice_replacements(mesh, regions)
+            | self._addition_replacements(mesh, regions)
+        )
 
-    def _sums(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
+    def _addition_replacements(
+        self, mesh: Mesh | AbstractMesh, regions: Regions
+    ) -> dict[str, Callable[..., Any]]:
         """Replacements of additions of matrices that nothing else uses, if the batch alone shards
         activations.
         """
@@ -365,21 +367,25 @@ class Placing:
         (rows,) = batch
         if any(size > 1 and axis not in rows for axis, size in self.plan.mesh.items()):
             return {}
-        uses = self.loss.added
-        moved = [use.view.parameter for use in (*self.uses.values(), *self.loss.sliced.values())]
+        uses = self.loss.additions
+        moved = [
+            use.view.parameter for use in (*self.uses.values(), *self.loss.slice_uses.values())
+        ]
         times = Counter([*moved, *(use.view.parameter for use in uses.values())])
         reductions = {
-            path: reduced_sum(use, rows, self._parameter(use.view.parameter, mesh), machine)
+            path: added_matrix(use, rows, self._parameter(use.view.parameter, mesh), regions)
             for path, use in uses.items()
             if times[use.view.parameter] == 1
         }
         return {path: function for path, function in reductions.items() if function is not None}
 
-    def _slices(self, mesh: Mesh | AbstractMesh, machine: Machine) -> dict[str, Callable[..., Any]]:
+    def _slice_replacements(
+        self, mesh: Mesh | AbstractMesh, regions: Regions
+    ) -> dict[str, Callable[..., Any]]:
         """Replacements of slices of parameters all of whose slices can be replaced."""
-        uses = self.loss.sliced
+        uses = self.loss.slice_uses
         gathers = {
-            path: gathered_slice(use, self._parameter(use.view.parameter, mesh), machine)
+            path: gathered_slice(use, self._parameter(use.view.parameter, mesh), regions)
             for path, use in uses.items()
         }
         left = {uses[path].view.parameter for path, function in gathers.items() if function is None}
@@ -395,22 +401,22 @@ class Placing:
         plan: Plan,
         mesh: Mesh | AbstractMesh,
         params: ParameterShardings,
-        placements: Placements,
+        value_layouts: ValueLayouts,
         interleaving: Interleaving | None = None,
-    ) -> Placing:
+    ) -> LossLayouts:
         """Finds the layouts of a traced loss."""
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
-        loss, order = traced.read(len(gradient)), parameter_order(plan, params.compute)
-        uses = _in_dtypes(loss.uses, Precision.of(plan))
-        matmuls_of_weights = matmuls(loss) if plan.collective_matmul == "loop" else ()
-        machine = machine_of(plan, mesh)
-        looped = _looped(
-            matmuls_of_weights, [plan.parameters[i] for i in order], placements, machine
+        loss, order = traced.facts(len(gradient)), parameter_order(plan, params.compute)
+        uses = _in_plan_dtypes(loss.uses, Precision.of(plan))
+        matmuls_of_weights = weight_matmuls(loss) if plan.collective_matmul == "loop" else ()
+        regions = regions_of(plan, mesh)
+        looped = _ring_loops(
+            matmuls_of_weights, [plan.parameters[i] for i in order], value_layouts, regions
         )
-        return Placing(
+        return LossLayouts(
             plan=plan,
             mesh=mesh,
-            placements=placements,
+            values=value_layouts,
             compute=compute,
             gradient=gradient,
             order=order,
@@ -420,167 +426,182 @@ class Placing:
                 plan,
                 order,
                 uses,
-                placements,
-                machine,
+                value_layouts,
+                regions,
                 {path for group in looped.values() for path in group.paths},
             ),
             matmuls=matmuls_of_weights,
-            interleaving=interleaving or AS_WRITTEN,
+            interleaving=interleaving or NO_INTERLEAVING,
         )
 
-    def walk(self, mesh: Mesh | AbstractMesh | None = None, *, loose: bool = False) -> Walk:
+    def walk(self, mesh: Mesh | AbstractMesh | None = None, *, sharded_only: bool = False) -> Walk:
         """A walk that constrains every value that has a layout in the plan."""
         mesh = self.mesh if mesh is None else mesh
         manual = manual_axes(mesh)
-        functions = {} if loose else self._functions(mesh)
-        kernels = self._whole(functions)[0]
-        narrow = {path for path, use in self.uses.items() if use.product is not None}
+        functions = {} if sharded_only else self._replacements(mesh)
+        kernels = self._gathered_first(functions)[0]
+        narrow = {path for path, use in self.uses.items() if use.matmul_dtype is not None}
 
         def place(path: str, index: int, value: jax.Array) -> jax.Array:
-            if path in self.loss.slices:
-                return self._layer(path, value, value.shape in kernels, mesh)
-            layout = self.placements.get((path, index))
+            if path in self.loss.stacked_slices:
+                return self._layer_slice(path, value, value.shape in kernels, mesh)
+            layout = self.values.get((path, index))
             if layout is None:
                 return value
-            placed = constrained(value, layout, self.plan, mesh, path, loose=loose)
-            back = None if loose else self.placements.get(returned(path))
-            return placed if back is None else returning(named_sharding(mesh, back))(placed)
+            placed = constrain_to_layout(
+                value, layout, self.plan, mesh, path, sharded_only=sharded_only
+            )
+            back = None if sharded_only else self.values.get(returned(path))
+            return (
+                placed
+                if back is None
+                else with_gradient_sharding(named_sharding(mesh, back))(placed)
+            )
 
         def run(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
-            done = on_this_mesh(equation, operands, mesh)
+            done = replaced_on_mesh(equation, operands, mesh)
             if done is not None:
                 return done
             if equation.path in functions:
                 return [functions[equation.path](*operands)]
             if equation.name in CUSTOM and has_matmul(equation.eqn):
-                return bind(equation, self._operands(equation, operands, mesh))
+                return bind(equation, self._constrained_operands(equation, operands, mesh))
             use = self.uses[equation.path] if equation.path in narrow else None
-            layouts_of_use = ContractionShardings.of(equation, self.placements, mesh)
+            layouts_of_use = ContractionShardings.of(equation, self.values, mesh)
             if layouts_of_use is None:
                 return None if use is None else [use.run(operands)]
             if use is None:
-                written = by_groups(AsWritten(equation=equation), equation, layouts_of_use)
-                return [pinned(written, layouts_of_use, operands)]
-            inside = by_groups(use, equation, layouts_of_use, preferred_element_type=use.product)
-            return [pinned(inside, layouts_of_use, use.narrowed(operands))]
+                written = with_manual_groups(
+                    ModelContraction(equation=equation), equation, layouts_of_use
+                )
+                return [run_in_layouts(written, layouts_of_use, operands)]
+            inside = with_manual_groups(
+                use, equation, layouts_of_use, preferred_element_type=use.matmul_dtype
+            )
+            return [run_in_layouts(inside, layouts_of_use, use.narrow_operands(operands))]
 
-        return self.interleaving.around(
+        return self.interleaving.wrap(
             Walk(
                 place=place,
                 run=run,
-                calls=self._calls(mesh),
-                together={} if manual else self.together(mesh),
+                calls=self._call_replacements(mesh),
+                together={} if manual else self.ring_loops(mesh),
             )
         )
 
-    def _layer(
+    def _layer_slice(
         self, path: str, value: jax.Array, kernel: bool, mesh: Mesh | AbstractMesh
     ) -> jax.Array:
         """The slice of a stacked parameter that one layer uses, in its layout."""
-        i = self.loss.slices[path]
+        i = self.loss.stacked_slices[path]
         compute, gradient = (
-            within(mesh, one_layer(shardings[i])) for shardings in (self.compute, self.gradient)
+            without_manual_axes(mesh, layer_sharding(shardings[i]))
+            for shardings in (self.compute, self.gradient)
         )
-        used = self._used(i, value, kernel, compute, gradient)
-        return self._taken(i, used, self.interleaving.slices.get(path, {}), kernel, mesh)
+        used = self._in_use(i, value, kernel, compute, gradient)
+        return self._interleaved(i, used, self.interleaving.slices.get(path, {}), kernel, mesh)
 
-    def _operands(
+    def _constrained_operands(
         self, equation: Equation, operands: Sequence[jax.Array], mesh: Mesh | AbstractMesh
     ) -> list[jax.Array]:
         """Operands of a custom call, constrained to their layouts in the plan."""
         layouts = [
-            self.placements.get((f"{equation.path}/operand", index))
-            for index in range(len(operands))
+            self.values.get((f"{equation.path}/operand", index)) for index in range(len(operands))
         ]
         return [
-            value if layout is None else constrained(value, layout, self.plan, mesh, equation.path)
+            value
+            if layout is None
+            else constrain_to_layout(value, layout, self.plan, mesh, equation.path)
             for value, layout in zip(operands, layouts, strict=True)
         ]
 
-    def together(self, mesh: Mesh | AbstractMesh) -> dict[str, Together]:
+    def ring_loops(self, mesh: Mesh | AbstractMesh) -> dict[str, Together]:
         """The matmuls that run in loops over the tensor axis, by path."""
-        return _looped(
+        return _ring_loops(
             self.matmuls,
             [self._parameter(i, mesh) for i in range(len(self.order))] if self.matmuls else [],
-            self.placements,
-            self.machine(mesh),
+            self.values,
+            self.regions(mesh),
         )
 
-    def _calls(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Sequence[jax.Array]]]:
+    def _call_replacements(
+        self, mesh: Mesh | AbstractMesh
+    ) -> dict[str, Callable[..., Sequence[jax.Array]]]:
         """Replacements of custom calls, by path, with results constrained to the plan's layouts."""
-        machine = self.machine(mesh)
+        regions = self.regions(mesh)
         substitutes = {
-            path: self._substitute(site, mesh, machine) for path, site in self.loss.calls.items()
+            path: self._call_replacement(site, mesh, regions)
+            for path, site in self.loss.calls.items()
         }
         return {
-            path: self._placed(function, self.loss.calls[path], mesh)
+            path: self._in_result_layouts(function, self.loss.calls[path], mesh)
             for path, function in substitutes.items()
             if function is not None
         }
 
-    def _substitute(
-        self, site: Site, mesh: Mesh | AbstractMesh, machine: Machine
+    def _call_replacement(
+        self, site: CallSite, mesh: Mesh | AbstractMesh, regions: Regions
     ) -> Callable[..., Sequence[jax.Array]] | None:
         """A program for many devices in place of a call; None if its equations are left to
         automatic partitioning.
         """
         if isinstance(site.call.form, Attention):
-            return around_devices(site, self.plan, self.placements, machine)
+            return around_devices(site, self.plan, self.values, regions)
         if isinstance(site.call.form, ExpertForm):
             parameters = [
                 None if view is None else self._parameter(view.parameter, mesh)
                 for view in site.views
             ]
-            return on_their_devices(site, self.plan, parameters, self.placements, machine)
+            return on_their_devices(site, self.plan, parameters, self.values, regions)
         return None
 
-    def _placed(
-        self, function: Callable[..., Sequence[Any]], site: Site, mesh: Mesh | AbstractMesh
+    def _in_result_layouts(
+        self, function: Callable[..., Sequence[Any]], site: CallSite, mesh: Mesh | AbstractMesh
     ) -> Callable[..., Sequence[Any]]:
-        layouts = [None if maker is None else self.placements.get(maker) for maker in site.makers]
+        layouts = [None if maker is None else self.values.get(maker) for maker in site.producers]
 
         def run(*arrays: Any) -> list[Any]:
             return [
                 value
                 if layout is None
-                else constrained(value, layout, self.plan, mesh, site.call.path)
+                else constrain_to_layout(value, layout, self.plan, mesh, site.call.path)
                 for value, layout in zip(function(*arrays), layouts, strict=True)
             ]
 
         return run
 
 
-def _looped(
-    candidates: Sequence[Matmul],
+def _ring_loops(
+    candidates: Sequence[WeightMatmul],
     parameters: Sequence[ParameterLayout],
-    placements: Placements,
-    machine: Machine,
+    value_layouts: ValueLayouts,
+    regions: Regions,
 ) -> dict[str, Together]:
     """The matmuls that run in loops over the tensor axis, by path."""
-    return loops(
-        candidates, lambda matmul: parameters[matmul.use.view.parameter], placements, machine
+    return ring_loops(
+        candidates, lambda matmul: parameters[matmul.use.view.parameter], value_layouts, regions
     )
 
 
-def _in_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Use]:
+def _in_plan_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Use]:
     """Uses of parameters in the dtypes of a plan: matmuls of real numbers in loops over layers use
     those of `products`.
     """
 
     def product(use: Use) -> Any:
         # 8-bit matmuls are those that run in 16 bits otherwise, without the router.
-        widest = 2 if is_eight_bit(precision.products) else 8
+        widest = 2 if is_eight_bit(precision.matmuls) else 8
         real = all(
             is_real(variable.aval) and variable.aval.dtype.itemsize <= widest
             for variable in use.equation.eqn.invars
         )
         return (
-            precision.products
+            precision.matmuls
             if use.equation.name == "dot_general" and "/body/" in use.equation.path and real
             else None
         )
 
     return {
-        path: replace(use, product=product(use), stored=precision.rest)
+        path: replace(use, matmul_dtype=product(use), stored_dtype=precision.parameters)
         for path, use in uses.items()
     }
