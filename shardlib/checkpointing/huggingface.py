@@ -1019,10 +1019,7 @@ def _tensor(
 
 
 def load_weights(
-    folder: str | Path,
-    model: Model,
-    config: TransformerConfig | EncoderDecoderConfig,
-    family: str,
+    folder: str | Path, model: Model, config: TransformerConfig | EncoderDecoderConfig, family: str
 ) -> tuple[Tree, Tree]:
     """Reads a model: (params, state), NumPy arrays on the host.
 

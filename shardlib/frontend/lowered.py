@@ -11,7 +11,7 @@ from shardlib.frontend.model import TracedModel, state_stays
 from shardlib.layout import Rules
 from shardlib.lowering.collective_matmul import activation_sources as activations_of
 from shardlib.lowering.collective_matmul import weight_matmuls
-from shardlib.lowering.context.dispatch import with_heads
+from shardlib.lowering.context.dispatch import with_head_layouts
 from shardlib.lowering.contractions import Interleaving
 from shardlib.lowering.loss import interleaving
 from shardlib.lowering.loss_layouts import ValueLayouts
@@ -58,7 +58,7 @@ def placements_of(traced: Traced, plan: Plan, rules: Rules) -> ValueLayouts:
         values |= activations_of(weight_matmuls(loss))
     graph, names = traced.problem.forward, colouring.forward
     layouts = placements(graph, names, rules, plan.mesh, colouring.batch_colour, values)
-    return with_heads(layouts, graph, loss.calls.values(), plan)
+    return with_head_layouts(layouts, graph, loss.calls.values(), plan)
 
 
 def _parameters(traced: Traced) -> int:

@@ -117,12 +117,7 @@ def single_loss(traced: TracedStep, marked: FoundLoss, colouring: Colouring) -> 
     abstract_batch = {path: shapes[position] for path, position in batch}
     with tree.no_mesh():
         read = trace(
-            model,
-            loss,
-            abstract_batch,
-            batch_axes=axes,
-            policies=("none",),
-            rows=form.rows,
+            model, loss, abstract_batch, batch_axes=axes, policies=("none",), rows=form.rows
         )
     problem = tied_rows(read.problem)
     if not any("batch" in names_of_array for names_of_array in axes.values()) and any(
@@ -515,10 +510,7 @@ class MarkedStep:
         losses = tuple(single_loss(named, loss, colouring) for loss in named.losses)
         rows = _together([loss.model.traced.problem.rows for loss in losses], losses)
         return MarkedStep(
-            traced=named,
-            colouring=colouring,
-            problem=replace(problem, rows=rows),
-            losses=losses,
+            traced=named, colouring=colouring, problem=replace(problem, rows=rows), losses=losses
         )
 
     @property

@@ -83,11 +83,7 @@ def plain_text(model: TracedModel, plan: Plan, mode: str) -> str:
 
 
 def plain_step_text(
-    traced: TracedStep,
-    losses: Sequence[StepLoss],
-    plan: Plan,
-    colouring: Colouring,
-    mode: str,
+    traced: TracedStep, losses: Sequence[StepLoss], plan: Plan, colouring: Colouring, mode: str
 ) -> str:
     """The plan of a step as a file of plain JAX."""
     _require(
@@ -113,10 +109,7 @@ def plain_step_text(
     return _written(
         plan,
         mode,
-        {
-            "LOSSES": _dict(marked),
-            "STEP": _layouts_text(_step_layouts(traced, plan, colouring)),
-        },
+        {"LOSSES": _dict(marked), "STEP": _layouts_text(_step_layouts(traced, plan, colouring))},
         _OF_STEP,
         own=bool(traced.layouts),
     )
@@ -328,10 +321,7 @@ def _where(plan: Plan) -> dict[str, str]:
     order = device_order(plan.mesh, source_of(plan).topology, plan.axis_order)
     numbers = [] if order is None else [int(number) for number in order.reshape(-1)]
     usual = numbers in ([], list(range(len(numbers))))
-    return {
-        "MESH": repr(sizes),
-        "DEVICE_ORDER": "None" if usual else repr(numbers),
-    }
+    return {"MESH": repr(sizes), "DEVICE_ORDER": "None" if usual else repr(numbers)}
 
 
 def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr, values: Values) -> dict[str, str]:
@@ -466,11 +456,7 @@ _OF_LOSS: tuple[Any, ...] = (
     plain.init_optimizer,
     plain.make_step,
 )
-_OF_STEP: tuple[Any, ...] = (
-    plain.state_shardings,
-    plain.shard_step,
-    plain.value_and_grad,
-)
+_OF_STEP: tuple[Any, ...] = (plain.state_shardings, plain.shard_step, plain.value_and_grad)
 
 
 def _written(

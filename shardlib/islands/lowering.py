@@ -91,7 +91,7 @@ def lower_islands(
     from shardlib.islands.compression import CompressedProgram
     from shardlib.islands.delayed import DelayedProgram
     from shardlib.islands.program import IslandsProgram, require_divided
-    from shardlib.lowering.random_keys import with_key_folds
+    from shardlib.lowering.random_keys import with_folds
 
     exchange = cast("Several", plan.exchange)
     require_carried(model.traced.problem, plan, exchange)
@@ -112,7 +112,7 @@ def lower_islands(
         plan=plan,
         exchange=exchange,
         programs=programs,
-        dims=with_key_folds(dims, abstract(model.batch), model.traced.program),
+        dims=with_folds(dims, abstract(model.batch), model.traced.program),
         retraced=lambda: _retraced(model, exchange.islands),
     )
 

@@ -45,7 +45,7 @@ from shardlib.lowering.checks import require_batch
 from shardlib.lowering.collectives import cast_like
 from shardlib.lowering.mesh import batch_path, constrain_tree
 from shardlib.lowering.mesh import constrain as mesh_held
-from shardlib.lowering.pipeline.per_stage import Dispatch, Made
+from shardlib.lowering.pipeline.per_stage import Dispatch, UpdateInputs
 from shardlib.lowering.program import Options, Program, Verifier, shardings_of, verified_by
 from shardlib.lowering.random_keys import BatchDims, KeyFold, is_key
 from shardlib.lowering.runtime import TrainState, require_not_donated
@@ -355,9 +355,9 @@ class _GradientUpdate:
     """
 
     program: Program
-    made: Made
+    made: UpdateInputs
 
-    def step(self, state: TrainState, batch: Made, /) -> tuple[Any, Metrics]:
+    def step(self, state: TrainState, batch: UpdateInputs, /) -> tuple[Any, Metrics]:
         metrics, grads, after = self._call(state.params, state.model_state, batch)
         return (grads, after), metrics
 

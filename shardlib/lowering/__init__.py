@@ -5,6 +5,36 @@ custom calls of a loss; `contractions`, `weights`, `context`, `experts` and `col
 lower its operations; `loss` puts the plan's layouts into it; `accumulation`, `pipeline` and `disk`
 are ways to drive a step; `program` is the compiled program that users call.
 
+Terms:
+
+use            an operation that reads a parameter: contraction, lookup, slice or addition (`Use`)
+view           a value with the elements of a parameter, or of one layer of it (`View`)
+facts          uses, custom calls and loops that are read from a traced loss (`LossFacts`)
+call site      a custom call in a loss, which is lowered as a whole (`CallSite`)
+value layouts  by path of an equation and index of its result, the layout of that value
+walk           evaluation of a traced program with a function of every value
+regions        manual regions of a mesh (`jax.shard_map`), and the form of their collectives
+physical axes  the names of a mesh axis in a program: one per torus dim that the axis spans
+deferred       of gradients: per-device partial sums, which are reduced after several microbatches
+pieces         of a fused dim: queries, keys and values of one weight, for example; interleaved, a
+               device has its part of every piece
+contribution   the loss of a microbatch, changed so that the mean over microbatches is the loss of
+               the whole batch
+draw           random numbers of one operation (`random_bits`)
+fold           a key of the whole batch, folded with the number of the microbatch
+parts          number of microbatches
+cut, dealt     a sequence sharded over a mesh axis (`Cut`); in the order of its devices
+round          of experts: an exchange of as many rows as messages have room for
+chunk, slot    consecutive layers that a stage runs at once; storage of one chunk or microbatch
+stash          residuals of a chunk that wait for its backward pass
+tick, table    the time of one chunk's work on one microbatch; the schedule of all ticks
+outside, edges computed before or after the layers: embedding, head, loss
+once, kept     values computed once per step, from parameters or constants alone
+drawn          slices per layer of model state and of random keys
+ready          operands of matmuls that are gathered before the ticks
+early, late    sums updated with input gradients; with weight gradients
+piece          of a step with state on disk: the update of some arrays, compiled by itself
+
 accumulation.py       gradient accumulation over microbatches, and the contribution of each to the
                       loss of the whole batch
 checks.py             checks before anything is lowered or run
@@ -15,9 +45,9 @@ contractions.py       contractions in the layouts of a plan, forward and backwar
 disk.py               optimizer state stored on disk
 experts.py            expert parallelism: dispatch and combine of tokens
 loss.py               the user's loss with the plan's layouts in it
+loss_layouts.py       layouts of the values of a traced loss, and replacements of its operations
 mesh.py               the device mesh, shardings of parameters and state on it
 pipeline/             a loop over layers as a pipeline
-placing.py            layouts of the values of a traced loss, and replacements of its operations
 plain.py              the runtime of plain JAX files that carry out a plan
 program.py            the compiled program that users hold
 random_keys.py        random keys in a batch, divided among microbatches

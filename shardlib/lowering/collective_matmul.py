@@ -6,7 +6,7 @@ Deep Learning Models", ASPLOS 2023.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from shardlib.annotation.trees import Tree
 from shardlib.jax_types import Index
 from shardlib.layout import Layout
 from shardlib.lowering.collectives import DimAxes, Regions
-from shardlib.lowering.contractions import Use
+from shardlib.lowering.contractions import Use, ValueLayouts
 from shardlib.lowering.uses import LossEquation, LossFacts, ValueSource
 from shardlib.lowering.weights import (
     ContractionDims,
@@ -128,10 +128,7 @@ def _before_casts(program: Program, number: int) -> tuple[Any, ...]:
 
 
 def loop_matmul(
-    matmul: WeightMatmul,
-    parameter: ParameterLayout,
-    layouts: Mapping[ValueSource, Layout],
-    size: int,
+    matmul: WeightMatmul, parameter: ParameterLayout, layouts: ValueLayouts, size: int
 ) -> LoopMatmul | None:
     """The loop that can replace a matmul under a plan; None if its operands and result are sharded
     otherwise.
@@ -196,9 +193,7 @@ def _only_sharded(layout: Layout, own_dims: Any, sharded: int | None) -> bool:
 
 
 def loop_groups(
-    matches: Sequence[LoopMatmul],
-    candidates: Sequence[WeightMatmul],
-    layouts: Mapping[ValueSource, Layout],
+    matches: Sequence[LoopMatmul], candidates: Sequence[WeightMatmul], layouts: ValueLayouts
 ) -> list[tuple[LoopMatmul, ...]]:
     """Matmuls that share a loop: those that gather the same activation, unless another operation
     needs it gathered anyway; those that scatter, each on its own.
@@ -240,7 +235,7 @@ class AxisRing:
     Attributes:
         axis: names of the axis in the mesh, the major one first.
         order: index of the device at every place of the ring.
-        in_turn: whether a matmul waits for the one before it, see `after`.
+        sequential: whether a matmul waits for the one before it, see `after`.
     """
 
     axis: tuple[str, ...]
@@ -248,11 +243,13 @@ class AxisRing:
     sequential: bool = True
 
     @staticmethod
-    def of_axis(axis: tuple[str, ...], sizes: tuple[int, ...], *, in_turn: bool = True) -> AxisRing:
+    def of_axis(
+        axis: tuple[str, ...], sizes: tuple[int, ...], *, sequential: bool = True
+    ) -> AxisRing:
         """A ring whose neighbours are neighbours along one part of the axis; its two ends only if
         the major part is a ring itself, or has size 2.
         """
-        return AxisRing(axis=axis, order=snake(sizes), sequential=in_turn)
+        return AxisRing(axis=axis, order=snake(sizes), sequential=sequential)
 
     @property
     def ways(self) -> int:
@@ -311,7 +308,7 @@ class AxisRing:
         return _plus(sums[-1], _plus(sums[1], next(products)))
 
     def wait_for(self, arrays: Tree, ready: Tree) -> tuple[Tree, Tree]:
-        """Both arguments unchanged; with `in_turn`, computations from the first wait for the
+        """Both arguments unchanged; with `sequential`, computations from the first wait for the
         second.
 
         XLA's compiler for GPUs would otherwise merge matmuls of one weight into a single one
@@ -556,7 +553,7 @@ def shard_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
 def ring_loops(
     candidates: Sequence[WeightMatmul],
     parameters: Callable[[WeightMatmul], ParameterLayout],
-    layouts: Mapping[ValueSource, Layout],
+    layouts: ValueLayouts,
     regions: Regions,
 ) -> dict[str, Together]:
     """Replacements of matmuls, by path of each."""
@@ -571,7 +568,7 @@ def ring_loops(
     ring = AxisRing.of_axis(
         regions.physical_axes((TENSOR,)),
         tuple(regions.mesh.shape[part] for part in regions.physical_axes((TENSOR,))),
-        in_turn=not regions.torus,
+        sequential=not regions.torus,
     )
     by_path: dict[str, Together] = {}
     for members in loop_groups(matches, candidates, layouts):

@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardlib.annotation.trees import Tree
 from shardlib.errors import MissingPackageError, PinError
 from shardlib.jax_types import Function
-from shardlib.lowering.mesh import owning_parameter, physical_axes, shapes_of
+from shardlib.lowering.mesh import owner_of, physical_axes, shapes_of
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan
 
@@ -413,7 +413,7 @@ def with_stored_dtypes(
         at_rest = jax.tree_util.tree_map_with_path(
             lambda path, leaf: (
                 _cast(leaf, precision.moments)
-                if is_real(leaf) and owning_parameter(path, leaf, shapes) is not None
+                if is_real(leaf) and owner_of(path, leaf, shapes) is not None
                 else leaf
             ),
             at_rest,

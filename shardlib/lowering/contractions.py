@@ -30,6 +30,11 @@ from shardlib.propagation.contractions import arriving, used
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Run, Walk, bind
 
+#: (path of an equation, index of its result), the arguments of `place`.
+ValueSource = tuple[str, int]
+#: Layouts of the values of a loss.
+ValueLayouts = Mapping[ValueSource, Layout]
+
 #: Primitives that multiply and sum; linear in each of their first two operands.
 CONTRACTIONS: frozenset[str] = frozenset(
     {"dot_general", "ragged_dot_general", "ragged_dot", "conv_general_dilated"}
@@ -55,9 +60,7 @@ class ContractionShardings:
 
     @staticmethod
     def of(
-        equation: Equation,
-        value_layouts: Mapping[tuple[str, int], Layout],
-        mesh: Mesh | AbstractMesh,
+        equation: Equation, value_layouts: ValueLayouts, mesh: Mesh | AbstractMesh
     ) -> ContractionShardings | None:
         """The shardings of an equation; None if it is not a contraction, or if the plan has
         none for it.

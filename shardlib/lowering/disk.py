@@ -34,7 +34,7 @@ from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import DiskError
 from shardlib.findings import Finding
 from shardlib.jax_types import Function, Value
-from shardlib.lowering.mesh import owning_parameter, shapes_of
+from shardlib.lowering.mesh import owner_of, shapes_of
 from shardlib.lowering.runtime import Executable, TracedFunction, TrainState, checksums
 from shardlib.tracing.program import Equation, Program, flatten
 from shardlib.tracing.rewriting import Labels, dependence, needed
@@ -606,7 +606,7 @@ def disk_leaves(state: TrainState) -> dict[int, str]:
     """
     shapes = shapes_of(state.params)
     owners = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: owning_parameter(path, leaf, shapes) is not None, state.opt_state
+        lambda path, leaf: owner_of(path, leaf, shapes) is not None, state.opt_state
     )
     marked = replace(jax.tree.map(lambda _: False, state), opt_state=owners)
     return {

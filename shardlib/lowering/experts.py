@@ -7,7 +7,7 @@ is exact: results, gradients and drops are those of `shardlib.functions.experts`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -24,6 +24,7 @@ from shardlib.functions.experts import ExpertForm
 from shardlib.jax_types import Function, Index
 from shardlib.layout import Layout
 from shardlib.lowering.collectives import DimAxes, Regions
+from shardlib.lowering.contractions import ValueLayouts
 from shardlib.lowering.uses import CallSite
 from shardlib.lowering.weights import Reduction
 from shardlib.machines.topology import topology
@@ -89,7 +90,7 @@ class Grouped:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Steps:
+class _RowBlocks:
     """Blocks of the rows of every group, in order; a block starts where its group starts or the
     block before ends, and the last one of a group may be short.
 
@@ -102,26 +103,26 @@ class _Steps:
     """
 
     count: jax.Array
-    last: jax.Array
+    block_ends: jax.Array
     starts: jax.Array
     ends: jax.Array
     rows: int
     block: int
 
     @staticmethod
-    def of(sizes: jax.Array, rows: int, block: int) -> _Steps:
+    def of(sizes: jax.Array, rows: int, block: int) -> _RowBlocks:
         block, ends = min(block, rows), jnp.cumsum(sizes)
         last = jnp.cumsum(-(-sizes // block))
-        return _Steps(
-            count=last[-1], last=last, starts=ends - sizes, ends=ends, rows=rows, block=block
+        return _RowBlocks(
+            count=last[-1], block_ends=last, starts=ends - sizes, ends=ends, rows=rows, block=block
         )
 
-    def at(self, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def block_at(self, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(group, first row that is read, mask of the rows read that belong to the block
         [block, 1]).
         """
-        group = jnp.sum(self.last <= step)
-        before = jnp.where(group > 0, self.last[group - 1], 0)
+        group = jnp.sum(self.block_ends <= step)
+        before = jnp.where(group > 0, self.block_ends[group - 1], 0)
         begin = self.starts[group] + (step - before) * self.block
         # The last blocks could extend beyond the rows.
         first = jnp.minimum(begin, self.rows - self.block)
@@ -133,7 +134,7 @@ class _Steps:
     ) -> _Carry:
         """Runs work(result so far, group, first row, rows of the block) for every block."""
         return jax.lax.fori_loop(
-            0, self.count, lambda step, result: work(result, *self.at(step)), start
+            0, self.count, lambda step, result: work(result, *self.block_at(step)), start
         )
 
     def read(self, array: jax.Array, first: jax.Array) -> jax.Array:
@@ -141,11 +142,11 @@ class _Steps:
         return jax.lax.dynamic_slice_in_dim(array, first, self.block)
 
 
-def _product(
-    block: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, turned: bool = False
+def _grouped_matmul(
+    block: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
     """Products [M, F] of rows [M, D] with weights [G, D, F]; or, turned, [M, D] of rows [M, F]."""
-    steps = _Steps.of(sizes, rows.shape[0], block)
+    steps = _RowBlocks.of(sizes, rows.shape[0], block)
 
     def work(
         result: jax.Array, group: jax.Array, first: jax.Array, in_block: jax.Array
@@ -154,7 +155,7 @@ def _product(
         product = jax.lax.dot_general(
             steps.read(rows, first),
             matrix,
-            (((1,), (int(turned),)), ((), ())),
+            (((1,), (int(transposed),)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         return jax.lax.dynamic_update_slice_in_dim(
@@ -165,11 +166,11 @@ def _product(
         )
 
     return steps.run(
-        work, jnp.zeros((rows.shape[0], weights.shape[1 if turned else 2]), rows.dtype)
+        work, jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), rows.dtype)
     )
 
 
-def _outer(
+def _weight_gradient(
     block: int, rows: jax.Array, cotangent: jax.Array, weights: jax.Array, sizes: jax.Array
 ) -> jax.Array:
     """The gradient of the weights: sums over the rows of each group.
@@ -177,7 +178,7 @@ def _outer(
     The sums of one group are float32, and the stored sums have the dtype of the weights: blocks of
     a group are consecutive, and the last one stores the whole sum.
     """
-    steps = _Steps.of(sizes, rows.shape[0], block)
+    steps = _RowBlocks.of(sizes, rows.shape[0], block)
 
     def work(carry: _Sums, group: jax.Array, first: jax.Array, in_block: jax.Array) -> _Sums:
         result, sums, last = carry
@@ -200,13 +201,13 @@ def _outer(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _in_blocks(block: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    return _product(block, rows, weights, sizes)
+    return _grouped_matmul(block, rows, weights, sizes)
 
 
 def _grouped_forward(
     block: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array
 ) -> tuple[Any, Any]:
-    return _product(block, rows, weights, sizes), (rows, weights, sizes)
+    return _grouped_matmul(block, rows, weights, sizes), (rows, weights, sizes)
 
 
 def _grouped_backward(
@@ -214,8 +215,8 @@ def _grouped_backward(
 ) -> tuple[jax.Array, jax.Array, None]:
     rows, weights, sizes = saved
     return (
-        _product(block, cotangent, weights, sizes, turned=True),
-        _outer(block, rows, cotangent, weights, sizes),
+        _grouped_matmul(block, cotangent, weights, sizes, transposed=True),
+        _weight_gradient(block, rows, cotangent, weights, sizes),
         None,
     )
 
@@ -282,7 +283,7 @@ class ExpertSharding:
             )
         return count // self.ways
 
-    def room(self, assignments: int) -> int:
+    def message_rows(self, assignments: int) -> int:
         """Rows of the message to one device in a round, given the number of assignments of a
         device's tokens.
         """
@@ -290,7 +291,7 @@ class ExpertSharding:
             return assignments
         return min(assignments, -(-math.ceil(self.slack * assignments / self.ways) // ROWS) * ROWS)
 
-    def window(self, assignments: int) -> int:
+    def receive_rows(self, assignments: int) -> int:
         """Rows that a device receives in a round of the ragged exchange, given the number of
         assignments of each device's tokens.
         """
@@ -309,7 +310,7 @@ Where = ExpertSharding
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
+def permuted(copies: int, rows: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
     """Copies of rows, permuted.
 
     Args:
@@ -320,10 +321,10 @@ def moved(copies: int, rows: jax.Array, there: jax.Array, back: jax.Array) -> ja
     Returns:
         [M, D], zeros where there is no copy.
     """
-    return taken(rows, there, copies)
+    return take_rows(rows, sources, copies)
 
 
-def taken(rows: jax.Array, numbers: jax.Array, copies: int = 1) -> jax.Array:
+def take_rows(rows: jax.Array, numbers: jax.Array, copies: int = 1) -> jax.Array:
     """Rows by the indices of their copies, zeros for -1.
 
     Args:
@@ -343,13 +344,13 @@ def taken(rows: jax.Array, numbers: jax.Array, copies: int = 1) -> jax.Array:
 def _permute_forward(
     copies: int, rows: jax.Array, there: jax.Array, back: jax.Array
 ) -> tuple[Any, Any]:
-    return taken(rows, there, copies), back
+    return take_rows(rows, there, copies), back
 
 
 def _permute_backward(
     copies: int, back: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, None, None]:
-    home = taken(cotangent, back)
+    home = take_rows(cotangent, back)
     if copies > 1:
         home = (
             home.reshape(-1, copies, home.shape[1])
@@ -359,7 +360,7 @@ def _permute_backward(
     return home, None, None
 
 
-moved.defvjp(_permute_forward, _permute_backward)
+permuted.defvjp(_permute_forward, _permute_backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -401,7 +402,7 @@ def queue_of(
     """
     expert, dropped = chosen.reshape(-1).astype(jnp.int32), jnp.zeros((), jnp.int32)
     if form.capacity is not None:
-        accepted = _kept(form, axes, chosen.astype(jnp.int32), count).reshape(-1)
+        accepted = _accepted(form, axes, chosen.astype(jnp.int32), count).reshape(-1)
         expert, dropped = jnp.where(accepted, expert, count), jnp.sum(~accepted, dtype=jnp.int32)
         dropped = jax.lax.psum(dropped, axes.every) if axes.every else dropped
     order, rank, starts = _sorted(expert, count)
@@ -435,16 +436,16 @@ def _rounds(axes: ExpertSharding, counts: jax.Array, assignments: int) -> jax.Ar
     """Number of rounds for the longest message between two devices (dense), or for the most rows
     that a device receives (ragged).
     """
-    rows_per_message = axes.room(assignments)
+    rows_per_message = axes.message_rows(assignments)
     if axes.ways == 1 or (axes.exchange == "dense" and rows_per_message >= assignments):
         return jnp.ones((), jnp.int32)
     between = counts.reshape(axes.ways, axes.ways, -1).sum(2)  # from, to
     longest = between.max() if axes.exchange == "dense" else between.sum(0).max()
-    capacity = rows_per_message if axes.exchange == "dense" else axes.window(assignments)
+    capacity = rows_per_message if axes.exchange == "dense" else axes.receive_rows(assignments)
     return jax.lax.pmax(jnp.maximum(-(-longest // capacity), 1).astype(jnp.int32), axes.axes)
 
 
-def _kept(form: ExpertForm, axes: ExpertSharding, chosen: jax.Array, count: int) -> jax.Array:
+def _accepted(form: ExpertForm, axes: ExpertSharding, chosen: jax.Array, count: int) -> jax.Array:
     """Mask of the assignments [N, K] within the experts' capacity: first come, first served over
     the tokens of all devices in order; all first choices precede all second ones.
     """
@@ -478,7 +479,7 @@ def _kept(form: ExpertForm, axes: ExpertSharding, chosen: jax.Array, count: int)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class ExchangeRound:
     """One round.
 
     Attributes:
@@ -490,27 +491,27 @@ class Round:
         ordered: whether received rows are in the order of the experts.
     """
 
-    there: jax.Array
-    back: jax.Array
+    sources: jax.Array
+    targets: jax.Array
     expert: jax.Array
     dispatch: Callable[[jax.Array], jax.Array]
     combine: Callable[[jax.Array], jax.Array]
     ordered: bool = False
 
 
-def round_of(axes: ExpertSharding, queue: Queue, number: Index) -> Round:
+def exchange_round(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     """The round with an index, from 0."""
     if axes.ways == 1:
         return _without_exchange(queue)
     return (_dense if axes.exchange == "dense" else _ragged)(axes, queue, number)
 
 
-def _without_exchange(queue: Queue) -> Round:
+def _without_exchange(queue: Queue) -> ExchangeRound:
     count, waiting = queue.counts.shape[1], jnp.take(queue.expert, queue.order)
     there = jnp.where(waiting < count, queue.order, -1)
-    return Round(
-        there=there,
-        back=jnp.where(queue.expert < count, queue.rank, -1),
+    return ExchangeRound(
+        sources=there,
+        targets=jnp.where(queue.expert < count, queue.rank, -1),
         expert=waiting,
         dispatch=lambda rows: rows,
         combine=lambda rows: rows,
@@ -518,9 +519,9 @@ def _without_exchange(queue: Queue) -> Round:
     )
 
 
-def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> Round:
+def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     count, assignments, size = queue.counts.shape[1], queue.order.shape[0], axes.ways
-    local, rows_per_message = axes.local(count), axes.room(assignments)
+    local, rows_per_message = axes.local(count), axes.message_rows(assignments)
     passed = number * rows_per_message
     first = queue.starts[:-1:local]
     place = first[:, None] + passed + jnp.arange(rows_per_message)
@@ -534,7 +535,7 @@ def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> Round:
         device * rows_per_message + slot,
         -1,
     )
-    ends = jnp.cumsum(_for_me(axes, queue), axis=1)
+    ends = jnp.cumsum(_local_counts(axes, queue), axis=1)
     expert = jnp.sum(
         (passed + jnp.arange(rows_per_message))[None, :, None] >= ends[:, None, :],
         -1,
@@ -550,10 +551,12 @@ def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> Round:
             tiled=True,
         ).reshape(size * rows_per_message, -1)
 
-    return Round(there=there, back=back, expert=expert, dispatch=exchanged, combine=exchanged)
+    return ExchangeRound(
+        sources=there, targets=back, expert=expert, dispatch=exchanged, combine=exchanged
+    )
 
 
-def _for_me(axes: ExpertSharding, queue: Queue) -> jax.Array:
+def _local_counts(axes: ExpertSharding, queue: Queue) -> jax.Array:
     """Assignments of every device for every local expert, [X, L]."""
     local = axes.local(queue.counts.shape[1])
     return jax.lax.dynamic_slice_in_dim(
@@ -561,9 +564,9 @@ def _for_me(axes: ExpertSharding, queue: Queue) -> jax.Array:
     )
 
 
-def _ragged(axes: ExpertSharding, queue: Queue, number: Index) -> Round:
+def _ragged(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     assignments, local = queue.order.shape[0], axes.local(queue.counts.shape[1])
-    window = axes.window(assignments)
+    window = axes.receive_rows(assignments)
     from_to = queue.counts.reshape(axes.ways, axes.ways, local).sum(2)
     # Rows for the first devices are sent first.
     waiting = jnp.cumsum(from_to, axis=1) - from_to
@@ -574,27 +577,27 @@ def _ragged(axes: ExpertSharding, queue: Queue, number: Index) -> Round:
     me = jax.lax.axis_index(axes.expert)
     there = first[me], size[me], landing[me], size[:, me]
     back = landing[:, me], size[:, me], first[:, me], size[me]
-    ends = jnp.cumsum(_for_me(axes, queue).reshape(-1))
+    ends = jnp.cumsum(_local_counts(axes, queue).reshape(-1))
     row = number * window + jnp.arange(window)
     piece = jnp.sum(row[:, None] >= ends[None, :], -1, dtype=jnp.int32)
     base = _without_exchange(queue)
-    return Round(
-        there=base.there,
-        back=base.back,
+    return ExchangeRound(
+        sources=base.sources,
+        targets=base.targets,
         expert=jnp.where(piece < ends.shape[0], piece % local, local),
-        dispatch=lambda rows: _sent(axes.expert, (window, assignments), there, back, rows),
-        combine=lambda rows: _sent(axes.expert, (assignments, window), back, there, rows),
+        dispatch=lambda rows: _exchange(axes.expert, (window, assignments), there, back, rows),
+        combine=lambda rows: _exchange(axes.expert, (assignments, window), back, there, rows),
     )
 
 
 #: One direction of an exchange, int32 [X] each: offset of the rows sent to each device, their
 #: number, their offset on the receiver, and the number of rows received from each device.
-_Pieces = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+_Sizes = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sent(
-    axes: tuple[str, ...], room: tuple[int, int], there: _Pieces, back: _Pieces, rows: jax.Array
+def _exchange(
+    axes: tuple[str, ...], room: tuple[int, int], there: _Sizes, back: _Sizes, rows: jax.Array
 ) -> jax.Array:
     """Rows after an exchange; zeros in places that receive no row.
 
@@ -606,12 +609,12 @@ def _sent(
     return jax.lax.ragged_all_to_all(rows, out, *there, axis_name=axes)
 
 
-_sent.defvjp(
-    lambda axes, room, there, back, rows: (_sent(axes, room, there, back, rows), (back, there)),
+_exchange.defvjp(
+    lambda axes, room, there, back, rows: (_exchange(axes, room, there, back, rows), (back, there)),
     lambda axes, room, reverse, cotangent: (
         None,
         None,
-        _sent(axes, room[::-1], *reverse, cotangent),
+        _exchange(axes, room[::-1], *reverse, cotangent),
     ),
 )
 
@@ -635,7 +638,7 @@ KEPT = "shardlib_expert_rows"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Routed:
     """The dispatch, expert computation and combine of one call."""
 
     form: ExpertForm
@@ -652,10 +655,10 @@ class Work:
             weights: of the chosen experts, [N, K].
         """
         if self.where.ways == 1 or (
-            self.where.exchange == "dense" and self.where.room(weights.size) >= weights.size
+            self.where.exchange == "dense" and self.where.message_rows(weights.size) >= weights.size
         ):
             return self.round(queue, 0, x, weights, parameters)
-        further, *entered = cast(tuple[Any, ...], _further(self, queue, x, weights, parameters))
+        further, *entered = cast(tuple[Any, ...], _overflow(self, queue, x, weights, parameters))
         return self.round(queue, 0, *entered) + further
 
     def round(
@@ -668,11 +671,11 @@ class Work:
     ) -> jax.Array:
         """`all`, for the assignments of one round."""
         per_token = weights.shape[1]
-        now = round_of(self.where, queue, number)
-        there, back, expert = (kept(places) for places in (now.there, now.back, now.expert))
-        rows = now.dispatch(moved(per_token, x, there, back))
+        now = exchange_round(self.where, queue, number)
+        there, back, expert = (kept(places) for places in (now.sources, now.targets, now.expert))
+        rows = now.dispatch(permuted(per_token, x, there, back))
         home = kept(
-            moved(
+            permuted(
                 1,
                 now.combine(self._experts(rows, expert, parameters, ordered=now.ordered)),
                 back,
@@ -696,9 +699,9 @@ class Work:
             return self._multiplied(rows, expert, parameters)
         order = kept(jnp.argsort(expert))
         rank = kept(jnp.argsort(order))
-        return moved(
+        return permuted(
             1,
-            self._multiplied(moved(1, rows, order, rank), jnp.take(expert, order), parameters),
+            self._multiplied(permuted(1, rows, order, rank), jnp.take(expert, order), parameters),
             rank,
             order,
         )
@@ -723,8 +726,8 @@ def kept(array: jax.Array) -> jax.Array:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _further(
-    work: Work, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+def _overflow(
+    work: Routed, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     """Results of all rounds but the first, and the other arguments unchanged.
 
@@ -749,14 +752,14 @@ def _further(
         )
 
 
-def _further_forward(
-    work: Work, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+def _overflow_forward(
+    work: Routed, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
 ) -> tuple[Any, Any]:
-    return _further(work, queue, x, weights, parameters), (queue, x, weights, parameters)
+    return _overflow(work, queue, x, weights, parameters), (queue, x, weights, parameters)
 
 
-def _further_backward(
-    work: Work, saved: tuple[Any, ...], cotangents: tuple[Any, ...]
+def _overflow_backward(
+    work: Routed, saved: tuple[Any, ...], cotangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     queue, *leaves = saved
     further, *gradients = cotangents
@@ -773,7 +776,7 @@ def _further_backward(
     return None, *summed
 
 
-_further.defvjp(_further_forward, _further_backward)
+_overflow.defvjp(_overflow_forward, _overflow_backward)
 
 
 def saving(run: Function, *names: str) -> Function:
@@ -814,7 +817,7 @@ def routed(
     queue = jax.tree.map(kept, queue)
     parameters = (up, down) if gate is None else (up, down, gate)
     result = (
-        Work(form=form, where=axes)
+        Routed(form=form, where=axes)
         .all(queue, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters)
         .reshape(x.shape)
     )
@@ -831,7 +834,7 @@ _HIDDEN = {"up": 2, "down": 1, "gate": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Matrices:
+class ExpertMatrices:
     """Layout of one operand of experts.
 
     Attributes:
@@ -849,7 +852,7 @@ class Matrices:
         shape: Sequence[int],
         compute: DimAxes,
         regions: Regions,
-    ) -> Matrices:
+    ) -> ExpertMatrices:
         """An operand that is a parameter, or a layer of it, enters in its stored sharding; another
         operand in the compute sharding.
 
@@ -875,7 +878,7 @@ class Matrices:
             != set(parameter.rest.axes) - {"stage"}
         ):
             stored = compute
-        return Matrices(
+        return ExpertMatrices(
             rest=stored,
             gathered={dim: axes[len(compute.get(dim, ())) :] for dim, axes in stored.items()},
         )
@@ -917,7 +920,7 @@ class Placed:
     tokens: tuple[tuple[str, ...], ...]
     over: tuple[str, ...]
     scattered: bool
-    matrices: tuple[Matrices, ...]
+    matrices: tuple[ExpertMatrices, ...]
 
     def local(
         self,
@@ -957,11 +960,11 @@ class Placed:
         ), dropped
 
 
-def on_their_devices(
+def lower_experts(
     site: CallSite,
     plan: Plan,
     parameters: Sequence[ParameterLayout | None],
-    layouts: Mapping[tuple[str, int], Layout],
+    layouts: ValueLayouts,
     regions: Regions,
 ) -> Callable[..., Sequence[jax.Array]] | None:
     """The replacement of a call of experts; None if it is left to automatic partitioning, which
@@ -970,7 +973,7 @@ def on_their_devices(
     Args:
         parameters: layouts of the operands that are parameters; None for others.
     """
-    layout, grouped = layouts.get(site.layout_key(0)), _grouped(plan, regions)
+    layout, grouped = layouts.get(site.layout_key(0)), _grouped_form(plan, regions)
     if (
         plan.mesh.devices == plan.mesh["stage"] and grouped.kind == "blocks"
         # one device has all of a layer; as it is written, the call would multiply all rows by all
@@ -987,7 +990,7 @@ def on_their_devices(
             " sharded, and the plan has no layout of them\nTry: tokens [batch, sequence, features],"
             " or experts='none'"
         )
-    placed = _placed(site, parameters, layout, grouped, regions)
+    placed = _expert_call(site, parameters, layout, grouped, regions)
     batch, sequence = placed.tokens
     rows, after = (
         PartitionSpec(*(axes or None for axes in (batch, along)[: len(layout) - 1]))
@@ -1006,16 +1009,16 @@ def on_their_devices(
     return call
 
 
-def _placed(
+def _expert_call(
     site: CallSite,
     parameters: Sequence[ParameterLayout | None],
     tokens: Layout,
     grouped: Grouped,
     regions: Regions,
 ) -> Placed:
-    """The shardings of a call, see `on_their_devices`; `tokens` is the layout of its tokens."""
+    """The shardings of a call, see `lower_experts`; `tokens` is the layout of its tokens."""
     form = site.call.form
-    shared, hidden = _axes_of_matrices(site, parameters[3], regions)
+    shared, hidden = _matrix_axes(site, parameters[3], regions)
     # Capacities count tokens in the order of the whole sequence.
     along = (
         ()
@@ -1036,7 +1039,7 @@ def _placed(
         over=regions.physical_axes(hidden),
         scattered=bool(hidden) and len(tokens) > 2 and tokens[1] == (*along, *hidden),
         matrices=tuple(
-            Matrices.of(
+            ExpertMatrices.of(
                 parameters[3 + k],
                 () if (view := site.views[3 + k]) is None else view.dims,
                 site.avals[3 + k].shape,
@@ -1048,7 +1051,7 @@ def _placed(
     )
 
 
-def _axes_of_matrices(
+def _matrix_axes(
     site: CallSite, up: ParameterLayout | None, regions: Regions
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The mesh axes that shard the experts, and those that shard their hidden width."""
@@ -1067,7 +1070,7 @@ def _axes_of_matrices(
     )
 
 
-def _grouped(plan: Plan, regions: Regions) -> Grouped:
+def _grouped_form(plan: Plan, regions: Regions) -> Grouped:
     """The form of the grouped matmul: TPUs have a kernel for it."""
     try:
         tpu = topology(plan.topology).chip.vendor == "google"

@@ -18,7 +18,7 @@ from shardlib.functions.experts import ExpertForm
 from shardlib.layout import Layout
 from shardlib.lowering.collective_matmul import WeightMatmul, ring_loops, weight_matmuls
 from shardlib.lowering.collectives import Precision, Regions, is_eight_bit, is_real, regions_of
-from shardlib.lowering.context.dispatch import around_devices
+from shardlib.lowering.context.dispatch import lower_attention
 from shardlib.lowering.contractions import (
     NO_INTERLEAVING,
     ContractionShardings,
@@ -26,13 +26,14 @@ from shardlib.lowering.contractions import (
     Interleaving,
     ModelContraction,
     Use,
+    ValueLayouts,
     as_dtype,
     interleaved_parameter,
     reordering_layout,
     run_in_layouts,
     with_manual_groups,
 )
-from shardlib.lowering.experts import on_their_devices
+from shardlib.lowering.experts import lower_experts
 from shardlib.lowering.mesh import (
     ParameterShardings,
     constrain,
@@ -76,7 +77,7 @@ def constrain_to_layout(
     mesh: Mesh | AbstractMesh,
     path: str,
     *,
-    sharded_only: bool = False,
+    loose: bool = False,
 ) -> jax.Array:
     """A value constrained to a layout; with `loose`, only along the dims that the layout shards."""
     try:
@@ -86,7 +87,7 @@ def constrain_to_layout(
             f"the plan places {layout} on the value at equation {path}: {error}"
         ) from error
     sharding = named_sharding(mesh, layout)
-    if sharded_only:
+    if loose:
         sharding = NamedSharding(
             mesh,
             PartitionSpec(
@@ -158,10 +159,6 @@ def replaced_on_mesh(
         results = bind(equation, [replicated(operand, mesh) for operand in operands])
         return [replicated(result, mesh) for result in results]
     return None
-
-
-#: (path of an equation, index of its result) -> layout.
-ValueLayouts = Mapping[tuple[str, int], Layout]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -434,11 +431,11 @@ class LossLayouts:
             interleaving=interleaving or NO_INTERLEAVING,
         )
 
-    def walk(self, mesh: Mesh | AbstractMesh | None = None, *, sharded_only: bool = False) -> Walk:
+    def walk(self, mesh: Mesh | AbstractMesh | None = None, *, loose: bool = False) -> Walk:
         """A walk that constrains every value that has a layout in the plan."""
         mesh = self.mesh if mesh is None else mesh
         manual = manual_axes(mesh)
-        functions = {} if sharded_only else self._replacements(mesh)
+        functions = {} if loose else self._replacements(mesh)
         kernels = self._gathered_first(functions)[0]
         narrow = {path for path, use in self.uses.items() if use.matmul_dtype is not None}
 
@@ -448,10 +445,8 @@ class LossLayouts:
             layout = self.values.get((path, index))
             if layout is None:
                 return value
-            placed = constrain_to_layout(
-                value, layout, self.plan, mesh, path, sharded_only=sharded_only
-            )
-            back = None if sharded_only else self.values.get(returned(path))
+            placed = constrain_to_layout(value, layout, self.plan, mesh, path, loose=loose)
+            back = None if loose else self.values.get(returned(path))
             return (
                 placed
                 if back is None
@@ -546,13 +541,13 @@ class LossLayouts:
         automatic partitioning.
         """
         if isinstance(site.call.form, Attention):
-            return around_devices(site, self.plan, self.values, regions)
+            return lower_attention(site, self.plan, self.values, regions)
         if isinstance(site.call.form, ExpertForm):
             parameters = [
                 None if view is None else self._parameter(view.parameter, mesh)
                 for view in site.views
             ]
-            return on_their_devices(site, self.plan, parameters, self.values, regions)
+            return lower_experts(site, self.plan, parameters, self.values, regions)
         return None
 
     def _in_result_layouts(

@@ -305,9 +305,7 @@ HOST = "pinned_host"
 # The parameter that an array of optimizer state belongs to.
 
 
-def owning_parameter(
-    path: KeyPath, leaf: Tree, shapes: Mapping[str, tuple[int, ...]]
-) -> str | None:
+def owner_of(path: KeyPath, leaf: Tree, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     """The parameter that an array of optimizer state belongs to: its path is a suffix of the
     array's, and it has the array's shape. None if there is none.
     """
@@ -340,7 +338,7 @@ def constrain_tree(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(constrain, tree, shardings)
 
 
-def reshard_changed(tree: Tree, before: Tree, after: Tree) -> Tree:
+def resharded(tree: Tree, before: Tree, after: Tree) -> Tree:
     """Constrains the leaves whose layouts change; the others have their layouts already."""
     return jax.tree.map(
         lambda leaf, old, new: leaf if old == new else constrain(leaf, new), tree, before, after
@@ -506,7 +504,7 @@ def optimizer_shardings(
     unowned: list[str] = []
 
     def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
-        owner = owning_parameter(path, leaf, shapes)
+        owner = owner_of(path, leaf, shapes)
         if owner is None and leaf.size > 1:
             unowned.append(f"{path_text(path)} {leaf.shape}")
         return replicated if owner is None else cuts[owner]

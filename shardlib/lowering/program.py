@@ -65,13 +65,13 @@ from shardlib.lowering.mesh import (
 from shardlib.lowering.pipeline.lockstep import Pipeline, StagedLayouts, pipeline
 from shardlib.lowering.pipeline.per_stage import (
     Dispatch,
-    Made,
-    OneUpdate,
+    SingleUpdate,
     StagePrograms,
     Update,
+    UpdateInputs,
     stage_programs,
 )
-from shardlib.lowering.random_keys import BatchDims, key_inputs, with_key_folds
+from shardlib.lowering.random_keys import BatchDims, key_inputs, with_folds
 from shardlib.lowering.runtime import (
     Gradients,
     TrainState,
@@ -82,9 +82,9 @@ from shardlib.lowering.runtime import (
 from shardlib.lowering.runtime import call_arguments as given_batch
 from shardlib.lowering.runtime import put_batch as placed_batch
 from shardlib.lowering.step import (
-    BatchGradients,
     Evaluation,
     Guards,
+    LossRun,
     StateStorage,
     StepParts,
     apply_function,
@@ -240,7 +240,7 @@ class Driver:
         findings: findings of lowering.
     """
 
-    run: BatchGradients
+    run: LossRun
     programs: StagePrograms | None
     findings: tuple[Finding, ...]
 
@@ -312,7 +312,7 @@ def build_driver(
             contribution.dims,
             contribution.prologue,
         )
-        run = BatchGradients(gradients=programs.opening.gradients, timetable=run.timetable)
+        run = LossRun(gradients=programs.opening.gradients, timetable=run.timetable)
     return Driver(
         run=trained_gradients(run, model.partition).with_finish(contribution.finish),
         programs=programs,
@@ -577,7 +577,7 @@ class Program:
             self.state, self.batch, self._compiled_update, f"shardlib_{self.plan.digest}"
         )
 
-    def _compiled_update(self, made: Made) -> Update:
+    def _compiled_update(self, made: UpdateInputs) -> Update:
         """The compiled update after per-stage programs."""
         if self.disk is not None:
             step = self._with_disk(made)
@@ -590,7 +590,7 @@ class Program:
         )
         compiled = jitted.lower(self.state, made).compile()
         runs = _jax_compat.runnable(jitted, compiled, (self.state, made), None)
-        return OneUpdate(call=compiled, run=runs)
+        return SingleUpdate(call=compiled, run=runs)
 
     @property
     def _first(self) -> Callable[[Any], TrainState]:
@@ -913,7 +913,7 @@ def build_program(
     part = microbatch_loss(
         plan, model, loss, microbatch_of(shapes, dims, plan.microbatches), planned
     )
-    dims = with_key_folds(dims, shapes, part.traced.program)
+    dims = with_folds(dims, shapes, part.traced.program)
     require_functions(plan, part.traced.facts(store.parameters), layouts_lost=part.layouts_lost)
     share = _contribution(
         plan,
@@ -992,7 +992,7 @@ def _step_parts(
     plan: Plan,
     model: Model,
     store: StateStorage,
-    run: BatchGradients,
+    run: LossRun,
     guards: Guards | None,
     mesh: Mesh | AbstractMesh,
 ) -> StepParts:
@@ -1196,7 +1196,7 @@ def without_pipeline(
     microbatches: Microbatches,
     gradient: Tree,
     partition: Partition,
-) -> BatchGradients:
+) -> LossRun:
     """The run of a whole batch at once, or of one microbatch after another."""
     loss, late = loss_in_layouts(traced, layouts), deferred_reductions(traced, layouts)
 
@@ -1223,13 +1223,13 @@ def without_pipeline(
         )
         return run(partition.trained(params), state)
 
-    return BatchGradients(gradients=gradients)
+    return LossRun(gradients=gradients)
 
 
-def with_pipeline(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> BatchGradients:
+def with_pipeline(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> LossRun:
     """The run of the microbatches through the stages of a pipeline."""
     parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
-    return BatchGradients(
+    return LossRun(
         gradients=lambda params, state, batch: pipeline.gradients(
             params, state, *parts.split(batch)
         ),

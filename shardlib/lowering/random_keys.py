@@ -103,7 +103,7 @@ class KeyFold:
 BatchDims = Mapping[str, int | KeyFold | None]
 
 
-def with_key_folds(dims: Mapping[str, int | None], batch: Tree, program: Program) -> BatchDims:
+def with_folds(dims: Mapping[str, int | None], batch: Tree, program: Program) -> BatchDims:
     """The batch dim of every array of a batch, by path, with a `Fold` for keys of the whole
     batch.
     """

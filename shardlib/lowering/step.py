@@ -35,12 +35,12 @@ from shardlib.lowering.mesh import (
     HOST,
     ParameterShardings,
     constrain_tree,
-    owning_parameter,
-    reshard_changed,
+    owner_of,
+    resharded,
     shapes_of,
 )
 from shardlib.lowering.pipeline.lockstep import StagedLayouts, pipeline
-from shardlib.lowering.random_keys import key_inputs, with_key_folds
+from shardlib.lowering.random_keys import key_inputs, with_folds
 from shardlib.lowering.runtime import (
     Gradients,
     GuardState,
@@ -414,9 +414,7 @@ class Evaluation:
         """The loss with its layouts, run through the stages if there are any."""
         plan, cuts = laid_out.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
         if plan.mesh["stage"] > 1:
-            dims = with_key_folds(
-                shardings.batch_dims(laid_out.axes), batch, laid_out.traced.program
-            )
+            dims = with_folds(shardings.batch_dims(laid_out.axes), batch, laid_out.traced.program)
             try:
                 staged, findings = pipeline(
                     plan,
@@ -568,7 +566,7 @@ class Guards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckedGradients:
+class Guarded:
     """Loss and gradients of a step, after its guards.
 
     Attributes:
@@ -597,7 +595,7 @@ class CheckedGradients:
 
 def check_gradients(
     guards: Guards, state: GuardState, loss: Value, gradients: Tree, shardings: Tree
-) -> CheckedGradients:
+) -> Guarded:
     """Unscales, checks and clips the gradients of a step."""
     if state.scale is not None:
         loss = loss / state.scale
@@ -610,9 +608,7 @@ def check_gradients(
         gradients = jax.tree.map(
             lambda leaf: jnp.where(small, leaf, leaf / norm.astype(leaf.dtype) * clip), gradients
         )
-    return CheckedGradients(
-        loss=loss, gradients=gradients, norm=norm, finite=finite, applies=update
-    )
+    return Guarded(loss=loss, gradients=gradients, norm=norm, finite=finite, applies=update)
 
 
 def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> Value:
@@ -676,7 +672,7 @@ Results = tuple[Value, tuple[Metrics, Tree]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchGradients:
+class LossRun:
     """The loss over a whole batch, with its layouts in place, as a function of (params, state,
     batch); parameters are in their stored sharding.
 
@@ -688,7 +684,7 @@ class BatchGradients:
     gradients: Callable[[Tree, Tree, Tree], tuple[Results, Tree]]
     timetable: Timetable | None = None
 
-    def with_prologue(self, prologue: Callable[[Tree, Tree], Tree]) -> BatchGradients:
+    def with_prologue(self, prologue: Callable[[Tree, Tree], Tree]) -> LossRun:
         """The run with a prologue applied to the batch first."""
         return replace(
             self,
@@ -697,9 +693,7 @@ class BatchGradients:
             ),
         )
 
-    def with_finish(
-        self, finish: Callable[[Results, Tree], tuple[Results, Tree]]
-    ) -> BatchGradients:
+    def with_finish(self, finish: Callable[[Results, Tree], tuple[Results, Tree]]) -> LossRun:
         """The run with its results post-processed after the last microbatch."""
         return replace(self, gradients=lambda *arguments: finish(*self.gradients(*arguments)))
 
@@ -718,7 +712,7 @@ class StepParts:
         opt_state: shardings of the optimizer's state, with memory kinds.
     """
 
-    run: BatchGradients
+    run: LossRun
     optimizer: optax.GradientTransformation
     partition: Partition
     params: ParameterShardings
@@ -803,11 +797,7 @@ def offload_shardings(
     shapes = shapes_of(params)
 
     def place(path: KeyPath, leaf: Tree, sharding: NamedSharding) -> NamedSharding:
-        return (
-            sharding
-            if owning_parameter(path, leaf, shapes) is None
-            else sharding.with_memory_kind(HOST)
-        )
+        return sharding if owner_of(path, leaf, shapes) is None else sharding.with_memory_kind(HOST)
 
     return jax.tree_util.tree_map_with_path(place, opt_state, shardings), ()
 
@@ -846,9 +836,7 @@ def updated_state(
     """
     optimizer = optax.with_extra_args_support(parts.optimizer)
     stored = parts.partition.trained(state.params)
-    local = cast_like(
-        reshard_changed(stored, parts.params.stored, parts.params.state), parts.updated
-    )
+    local = cast_like(resharded(stored, parts.params.stored, parts.params.state), parts.updated)
     before = move_offloaded(state.opt_state, parts.opt_state, DEVICE)
     gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
     updates, opt_state = optimizer.update(gradients, before, local, value=loss)
@@ -856,7 +844,7 @@ def updated_state(
         chosen(optax.apply_updates(local, constrain_tree(updates, parts.params.state)), local)
     )
     rested = parts.partition.joined(
-        reshard_changed(parts.gather(params, stored), parts.params.state, parts.params.stored),
+        resharded(parts.gather(params, stored), parts.params.state, parts.params.stored),
         state.params,
     )
     return TrainState(
@@ -867,7 +855,7 @@ def updated_state(
     )
 
 
-def trained_gradients(run: BatchGradients, partition: Partition) -> BatchGradients:
+def trained_gradients(run: LossRun, partition: Partition) -> LossRun:
     """A run with the gradients of trained parameters only, from one with those of all."""
 
     def gradients(*arguments: Any) -> Any:

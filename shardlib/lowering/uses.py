@@ -23,7 +23,7 @@ from shardlib.errors import ShardlibError, TracingError
 from shardlib.functions.attention import Attention
 from shardlib.graph import input_source
 from shardlib.jax_types import Aval, Eqn
-from shardlib.lowering.contractions import Use, View
+from shardlib.lowering.contractions import Use, ValueSource, View
 from shardlib.lowering.mesh import batch_path
 from shardlib.tracing.layouts import NO_MESH, brings_layouts, freed
 from shardlib.tracing.program import (
@@ -315,9 +315,6 @@ def _reshaped(
 # A custom call (`shardlib.functions`) is lowered as a whole: a program for many devices replaces
 # the equations of its call. This needs the layouts of the operands, and which of them are
 # parameters, which enter in their stored sharding.
-
-#: (path of an equation, index of its result), the arguments of `place`.
-ValueSource = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)

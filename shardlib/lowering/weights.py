@@ -17,7 +17,7 @@ from shardlib.annotation.trees import Tree
 from shardlib.jax_types import Aval, DType, Index, Value
 from shardlib.layout import MESH_AXES, Layout
 from shardlib.lowering.collectives import DimAxes, Precision, Regions, regions_of, row_major
-from shardlib.lowering.contractions import Use
+from shardlib.lowering.contractions import Use, ValueLayouts
 from shardlib.lowering.mesh import parameter_order, without_axes
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.tracing.program import Equation
@@ -1174,7 +1174,7 @@ def gradient_reductions(
     plan: Plan,
     order: Sequence[int],
     uses: Mapping[str, Use],
-    value_layouts: Mapping[tuple[str, int], Layout],
+    value_layouts: ValueLayouts,
     regions: Regions,
     loop_paths: Collection[str],
 ) -> GradientReductions:

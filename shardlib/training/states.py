@@ -51,8 +51,7 @@ class AverageState(NamedTuple):
 
 
 def with_average(
-    optimizer: optax.GradientTransformation,
-    decay: float | Callable[[Index], Tree] = 0.999,
+    optimizer: optax.GradientTransformation, decay: float | Callable[[Index], Tree] = 0.999
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with an exponential moving average of the parameters: average = decay * average
     + (1 - decay) * parameters, starting from the initial parameters.

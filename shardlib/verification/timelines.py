@@ -45,11 +45,7 @@ from shardlib.report.timelines import (
     work,
 )
 from shardlib.schedules import BACKWARD, FORWARD, Timetable
-from shardlib.verification.hlo import (
-    Computation,
-    Module,
-    parse,
-)
+from shardlib.verification.hlo import Computation, Module, parse
 
 # --------------------------------------------------------------------------------------------------
 # Executions of instructions on devices, as the profiler of JAX recorded them (XSpace).

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checkpointing.tree import Camera
-from shardlib.lowering.runtime import by_path, sums
+from shardlib.lowering.runtime import checksums, checksums_by_path
 from tests.checkpointing.states import mesh
 
 
@@ -30,7 +30,9 @@ def by_hand(array: np.ndarray) -> list[int]:
 )
 def test_equal_to_sums_by_hand(dtype: str):
     array = np.random.default_rng(0).normal(size=(3, 5, 7)).astype(jnp.dtype(dtype)) * 3
-    np.testing.assert_array_equal(np.asarray(sums({"x": jnp.asarray(array)}))[0], by_hand(array))
+    np.testing.assert_array_equal(
+        np.asarray(checksums({"x": jnp.asarray(array)}))[0], by_hand(array)
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -39,7 +41,7 @@ def test_every_single_bit_counts(element: int, bit: int):
     array = np.random.default_rng(1).normal(size=(16, 24)).astype(np.float32)
     changed = array.copy()
     changed.view(np.uint32).reshape(-1)[element] ^= np.uint32(1 << bit)
-    found = np.asarray(jax.jit(sums)({"changed": changed, "old": array}))
+    found = np.asarray(jax.jit(checksums)({"changed": changed, "old": array}))
     assert (found[0] != found[1]).all()
 
 
@@ -54,7 +56,7 @@ def test_the_layout_changes_nothing_and_no_array_travels():
     ):
         cut = {"x": jax.device_put(array, NamedSharding(on, spec))}
         program = Camera().sums(cut)
-        seen.add(by_path(cut, np.asarray(program(cut)))["x"])
+        seen.add(checksums_by_path(cut, np.asarray(program(cut)))["x"])
         assert not any(
             word in program.as_text() for word in ("all-gather", "all-to-all", "collective-permute")
         )

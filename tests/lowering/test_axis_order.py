@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from shardlib.layout import INNER_AXES, MeshShape
-from shardlib.lowering.mesh import device_mesh, tpu_places
+from shardlib.lowering.mesh import device_mesh, mesh_coordinates
 from shardlib.machines.topology import place, topology
 from shardlib.verification.isolation import target
 from tests.lowering import small
@@ -62,7 +62,7 @@ def _numbers(mesh, order, where):
 
 def test_devices_lie_where_the_order_says():
     for other in ("h100:8", "no such thing"):
-        assert tpu_places(MeshShape(data=8), other) == []
+        assert mesh_coordinates(MeshShape(data=8), other) == []
     mesh = MeshShape(data=2, tensor=4)
     assert _numbers(mesh, (), "cpu:8") == {"data": [0, 4], "tensor": [0, 1, 2, 3]}
     assert _numbers(mesh, ("tensor", "data"), "cpu:8") == {"data": [0, 1], "tensor": [0, 2, 4, 6]}
@@ -92,7 +92,7 @@ def test_the_compiler_of_a_tpu_is_given_devices_along_the_links_of_the_plan(mesh
     spans = place(shape, where, order)
     assert spans is not None
     given = target(where, shape, order).order
-    assert list(given) == tpu_places(shape, "2*v5e:2x4", order)
+    assert list(given) == mesh_coordinates(shape, "2*v5e:2x4", order)
     grid = np.array(given).reshape(*(shape[axis] for axis in INNER_AXES), 5)
     for i, axis in enumerate(INNER_AXES):
         if axis not in spans:

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 import shardlib
 from shardlib import models
-from shardlib.lowering.collective_matmul import Ring, snake
+from shardlib.lowering.collective_matmul import AxisRing, snake
 from shardlib.verification.traffic import read_traffic
 from tests.lowering.steps import DENSE, equal, token_batch, trained
 
@@ -162,20 +162,20 @@ def test_messages_are_as_predicted(remat, loops):
 def test_pieces_and_sums_go_around(sizes):
     ways, names = int(np.prod(sizes)), tuple("abc"[: len(sizes)])
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:ways]).reshape(sizes), names)
-    ring, rng = Ring.along(names, sizes), np.random.default_rng(0)
+    ring, rng = AxisRing.of_axis(names, sizes), np.random.default_rng(0)
     array, parts = (
         rng.normal(size=(ways, 3)).astype(np.float32),
         rng.normal(size=(ways, ways, 3)).astype(np.float32),
     )
 
     def both(piece, part):
-        whole = ring.folded(
+        whole = ring.fold(
             piece,
             lambda made, device, one: (
                 (jnp.zeros((1, ways, 3)) if made is None else made).at[0, device].set(one[0])
             ),
         )
-        return whole, ring.summed(lambda device: part[0][device][None], lambda one: 2 * one)
+        return whole, ring.reduce_scatter(lambda device: part[0][device][None], lambda one: 2 * one)
 
     cut = PartitionSpec(names)
     wholes, sums = jax.jit(

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.attention import Attention, attend
 from shardlib.lowering.context.block import AttentionMask, Scores
-from shardlib.lowering.context.dispatch import Collected, Heads, Kernels, Local
+from shardlib.lowering.context.dispatch import AttentionCall, Collected, HeadSharding, Kernels
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.verification.isolation import GPU_PLUGINS, environment
 from tests.processes import python
@@ -79,11 +79,11 @@ def test_layers_with_and_without_a_window_have_a_kernel_each(everywhere):
         scale=0.2, causal=True, window=100, softcap=0.0, block=0, parts=2, chosen=True, packed=False
     )
     given = [query, query[..., :8], key, key[:, :, 0, :8], value, jnp.asarray(everywhere)]
-    local = Local(
+    local = AttentionCall(
         form=form,
         ring=False,
         along=None,
-        heads=Heads(axes=(), ways=1, together=True),
+        heads=HeadSharding(axes=(), ways=1, together=True),
         count=4,
         kernels=SPLASH,
     )
@@ -141,10 +141,10 @@ def test_a_kernel_says_why_it_does_not_apply(kind, shapes, how, why):
         **shapes,
         **how,
     }
-    sight = AttentionMask(
+    mask = AttentionMask(
         **{name: given.pop(name) for name in ("window", "causal") if name in given}
     )
-    found = Kernels(kind=kind).why_not(sight=sight, **given)
+    found = Kernels(kind=kind).why_not(mask=mask, **given)
     assert str(found).startswith(why) and bool(found) == bool(why)
 
 
@@ -169,7 +169,7 @@ def test_heads_of_two_widths_are_padded_for_a_kernel_that_has_one(
 
     def loss(kind, *given):
         found = Kernels(kind=kind).attention(
-            *given, scores=Scores(scale=0.2), sight=AttentionMask(window=window)
+            *given, scores=Scores(scale=0.2), mask=AttentionMask(window=window)
         )
         assert found.shape == (2, 64, 4, values)
         return jnp.sum(jnp.sin(found.astype(jnp.float32)))

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from shardlib.errors import DiskError, PlanError, StateError
-from shardlib.lowering.disk import PREFIX, DiskArray, Writer, folder
+from shardlib.lowering.disk import PREFIX, DiskArray, DiskWriter, folder
 from shardlib.lowering.step import Guards
 from shardlib.verification.verify import export_step
 from tests.lowering import small
@@ -111,7 +111,7 @@ def test_stages_that_are_programs_keep_their_state_on_disk(tmp_path):
     first = program.init(0)
     owned = [leaf for leaf in jax.tree.leaves(first.opt_state) if leaf.ndim]
     assert len(owned) == 2 * len(small.AXES) and all(isinstance(leaf, DiskArray) for leaf in owned)
-    assert len(program._dispatch.update._step.calls) == 1 + len(small.AXES)
+    assert len(program._dispatch.update._step.programs) == 1 + len(small.AXES)
     program.prepare()
     assert program.memory()["peak"] > 0
 
@@ -129,7 +129,7 @@ def test_devices_hold_the_state_of_one_parameter_at_a_time(tmp_path):
         built({"fsdp": 8}, None, {"disk": tmp_path}, offload=("disk",), zero=3, remat="full"),
     )
     state = [leaf for leaf in jax.tree.leaves(program.state.opt_state) if leaf.ndim]
-    calls = program._on_disk._step.calls
+    calls = program._on_disk._step.programs
     assert len(calls) == 1 + len(small.AXES)  # a piece for each parameter
     largest = max(bytes_of([leaf]) for leaf in jax.tree.leaves(program.state.params))
     assert all(
@@ -157,7 +157,9 @@ def test_an_optimizer_that_mixes_everything_is_one_piece(tmp_path):
     program = built({"data": 8}, mixing(), {"disk": tmp_path}, offload=("disk",))
     state, metrics = stepped(program)
     plain, expected = stepped(built({"data": 8}, mixing()))
-    assert len(program._on_disk._step.calls) == 2 and metrics == pytest.approx(expected, rel=1e-6)
+    assert len(program._on_disk._step.programs) == 2 and metrics == pytest.approx(
+        expected, rel=1e-6
+    )
     assert small.farthest(state.params, plain.params) < 1e-6
 
 
@@ -244,14 +246,14 @@ def test_flipped_bits_and_full_disks_are_errors(tmp_path, program, monkeypatch):
 
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(DiskError, match=r"no room for .* MiB.*No space left"):
-        Writer(folder=folder(tmp_path)).put(
-            leaf.placed(
+        DiskWriter(folder=folder(tmp_path)).put(
+            leaf.on_devices(
                 {
                     at: np.zeros([stop - start for start, stop in at], leaf.dtype)
                     for at in leaf._files
                 }
             ),
-            leaf.sums,
+            leaf.checksums,
         )
 
 

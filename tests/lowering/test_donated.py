@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from shardlib.errors import BatchError, StateError
-from shardlib.lowering.runtime import GuardState, require_present
+from shardlib.lowering.runtime import GuardState, require_not_donated
 from tests.lowering import small
 from tests.lowering.small import built
 from tests.processes import python
@@ -58,13 +58,13 @@ def zeros(program):
 
 
 def test_what_is_no_array_of_devices_is_not_looked_at():
-    require_present("step", {"host": np.zeros(2), "number": 1.0, "device": jax.numpy.zeros(2)})
-    jax.make_jaxpr(lambda x: require_present("step", [x]))(1.0)
+    require_not_donated("step", {"host": np.zeros(2), "number": 1.0, "device": jax.numpy.zeros(2)})
+    jax.make_jaxpr(lambda x: require_not_donated("step", [x]))(1.0)
     gone = [jax.numpy.zeros(2) for _ in range(6)]
     for leaf in gone:
         leaf.delete()
     with pytest.raises(StateError, match="and 3 more"):
-        require_present("step", [np.zeros(2), *gone])
+        require_not_donated("step", [np.zeros(2), *gone])
 
 
 OWN = (

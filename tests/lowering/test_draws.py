@@ -14,7 +14,7 @@ import pytest
 
 import shardlib
 from shardlib.errors import PinError
-from shardlib.lowering.accumulation import bits, positions
+from shardlib.lowering.accumulation import bits, draw_positions
 from shardlib.tracing.row_kinds import Draw
 from tests.zoo import random_losses
 from tests.zoo.parity import relative_errors
@@ -31,7 +31,7 @@ def test_positions_are_those_of_the_whole_draw_beyond_32_bits(shape, dim, inner,
     at = np.indices(shape).astype(object)
     at[dim] = rows.astype(object)[np.indices(shape)[dim] // inner] * inner + at[dim] % inner
     wanted = sum(at[axis] * math.prod(whole[axis + 1 :]) for axis in range(len(shape)))
-    high, low = positions(jnp.asarray(rows), Draw(dim=dim, inner=inner), shape, parts)
+    high, low = draw_positions(jnp.asarray(rows), Draw(dim=dim, inner=inner), shape, parts)
     found = np.asarray(high).astype(object) * 2**32 + np.asarray(low).astype(object)
     assert (np.broadcast_to(found, shape) == wanted).all()
     assert step == 1 or wanted.max() > 2**32

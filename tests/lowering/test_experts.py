@@ -17,14 +17,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib.errors import LayoutError
 from shardlib.functions.experts import ExpertForm, visit
 from shardlib.layout import MeshShape
-from shardlib.lowering.collectives import Machine
+from shardlib.lowering.collectives import Regions
 from shardlib.lowering.experts import (
     OVERFLOW,
+    ExpertMatrices,
     ExpertSharding,
     Grouped,
-    Matrices,
     Placed,
-    moved,
+    permuted,
     routed,
 )
 from shardlib.tracing.rewriting import keeping
@@ -281,7 +281,7 @@ def test_moved_rows_come_home_by_gathers():
         jnp.asarray([3, -1, 0, 4, 2]),
         jnp.asarray([2, -1, 4, 0, 3, -1]),
     )
-    places, pull = jax.vjp(lambda rows: moved(2, rows, there, back), rows)
+    places, pull = jax.vjp(lambda rows: permuted(2, rows, there, back), rows)
     assert places.tolist() == [[2, 3], [0, 0], [0, 1], [4, 5], [2, 3]]
     assert pull(jnp.arange(10.0).reshape(5, 2))[0].tolist() == [[4, 5], [8, 10], [6, 7]]
     assert "scatter" not in str(jax.make_jaxpr(pull)(places))
@@ -346,8 +346,8 @@ def test_what_the_backward_pass_finds(around, recomputed):
     whole matrices where the layer is computed again anyway, of which only one is then in memory.
     """
     axes = {"fsdp": 2, "expert": 4}
-    machine = Machine(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
-    matrices = Matrices(rest={0: ("expert",), 1: ("fsdp",)}, gathered={1: ("fsdp",)})
+    machine = Regions(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
+    matrices = ExpertMatrices(rest={0: ("expert",), 1: ("fsdp",)}, gathered={1: ("fsdp",)})
     where = ExpertSharding(expert=("expert",), ways=4, every=tuple(axes), grouped=BLOCKS)
     placed = Placed(
         form=ExpertForm(),
@@ -374,7 +374,7 @@ def test_what_the_backward_pass_finds(around, recomputed):
         )[1],
         *(given[name] for name in ("x", "weights", "up", "down", "gate")),
     )
-    rows = 8 * 4 * where.room(BATCH * SEQ * CHOICES // 8)  # of all devices, from four each
+    rows = 8 * 4 * where.message_rows(BATCH * SEQ * CHOICES // 8)  # of all devices, from four each
     found = sorted(
         leaf.size for leaf in jax.tree.leaves(pull) if jnp.issubdtype(leaf.dtype, jnp.floating)
     )
@@ -404,8 +404,10 @@ def test_tokens_are_gathered_three_times(around):
     gradients, and as the gradient of the result, whether the layer is computed again or not.
     """
     axes = {"expert": 2, "tensor": 4}
-    machine = Machine(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
-    widths = [Matrices(rest={0: ("expert",), dim: ("tensor",)}, gathered={}) for dim in (2, 1, 2)]
+    machine = Regions(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
+    widths = [
+        ExpertMatrices(rest={0: ("expert",), dim: ("tensor",)}, gathered={}) for dim in (2, 1, 2)
+    ]
     placed = Placed(
         form=ExpertForm(),
         where=ExpertSharding(expert=("expert",), ways=2, every=("expert",), grouped=BLOCKS),

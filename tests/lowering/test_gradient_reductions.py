@@ -8,7 +8,12 @@ import numpy as np
 
 import shardlib
 from shardlib.lowering.uses import LossFacts
-from shardlib.lowering.weights import AFTER_PIPELINE, EVERY_MICROBATCH, LAST_MICROBATCH, moment
+from shardlib.lowering.weights import (
+    AFTER_PIPELINE,
+    EVERY_MICROBATCH,
+    LAST_MICROBATCH,
+    reduction_time,
+)
 from shardlib.tracing.program import flatten
 from tests.lowering import small
 from tests.zoo.parity import capture
@@ -49,12 +54,12 @@ def test_every_parameter_says_how_its_gradient_is_reduced():
 
 
 def built_placing(pin):
-    from shardlib.lowering.loss_layouts import Placing
+    from shardlib.lowering.loss_layouts import LossLayouts
     from shardlib.lowering.mesh import parameter_shardings
 
     program = small.program(capture(), pin)
     params = parameter_shardings(program.plan, program.model, program.mesh)
-    return Placing.of(
+    return LossLayouts.of(
         program.source, program.plan, program.mesh, params, placements_of(program)
     ).reductions
 
@@ -64,10 +69,15 @@ def test_plans_reduce_at_one_moment_each():
         return small.program(capture(), pin).plan
 
     data = {"mesh": {"data": 8}, "zero": 0}
-    assert moment(plan(**data)) == EVERY_MICROBATCH
-    assert moment(plan(**data, microbatches=2)) == LAST_MICROBATCH
-    assert moment(plan(mesh={"data": 2, "fsdp": 4}, zero=2, microbatches=2)) == EVERY_MICROBATCH
-    assert moment(plan(mesh={"data": 4, "stage": 2}, zero=0, microbatches=4)) == AFTER_PIPELINE
+    assert reduction_time(plan(**data)) == EVERY_MICROBATCH
+    assert reduction_time(plan(**data, microbatches=2)) == LAST_MICROBATCH
+    assert (
+        reduction_time(plan(mesh={"data": 2, "fsdp": 4}, zero=2, microbatches=2))
+        == EVERY_MICROBATCH
+    )
+    assert (
+        reduction_time(plan(mesh={"data": 4, "stage": 2}, zero=0, microbatches=4)) == AFTER_PIPELINE
+    )
 
 
 def test_a_weight_that_layers_hand_on_as_it_is_has_another_reader():

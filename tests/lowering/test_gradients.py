@@ -17,10 +17,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import shardlib
 from shardlib.layout import MeshShape
 from shardlib.lowering import weights
-from shardlib.lowering.collectives import Machine
-from shardlib.lowering.contractions import AsWritten
-from shardlib.lowering.mesh import axis_names, device_mesh, parts_of
-from shardlib.lowering.uses import steps, weight_uses
+from shardlib.lowering.collectives import Regions
+from shardlib.lowering.contractions import ModelContraction
+from shardlib.lowering.mesh import axis_names, device_mesh, physical_axes
+from shardlib.lowering.uses import loss_equations, weight_uses
 from shardlib.lowering.weights import LANES, SUBLANES, _scattered_rows
 from shardlib.planner.plan import Link
 from shardlib.tracing.program import flatten
@@ -180,7 +180,7 @@ def test_weights_are_followed_through_casts_transpositions_reshapes_and_scans():
         np.ones((2, 5, 8), np.float32),
     )
     jaxpr = jax.make_jaxpr(loss)(stack, table, x, np.zeros((2, 5), np.int32))
-    uses = weight_uses(tuple(steps(flatten(jaxpr), 2)))
+    uses = weight_uses(tuple(loss_equations(flatten(jaxpr), 2)))
     found = sorted((use.equation.name, use.view.parameter, use.view.dims) for use in uses.values())
     assert found == [
         ("dot_general", 0, (1, 2, None)),
@@ -191,7 +191,7 @@ def test_weights_are_followed_through_casts_transpositions_reshapes_and_scans():
 
 def test_names_of_a_mesh_in_parts():
     mesh, _ = device_mesh(MeshShape(data=2, fsdp=4), parts={"fsdp": (2, 2)})
-    assert parts_of(mesh, ("data", "fsdp")) == ("data", "fsdp_0", "fsdp_1")
+    assert physical_axes(mesh, ("data", "fsdp")) == ("data", "fsdp_0", "fsdp_1")
     assert axis_names(MeshShape(fsdp=4), {})[0] == (
         "stage",
         "data",
@@ -281,10 +281,10 @@ def test_gradients_of_contractions_are_those_of_jax(case: str, dtype: jnp.dtype)
 
     made, back = jax.vjp(run, left, right)
     cotangent = jnp.asarray(numbers.integers(-4, 5, made.shape), made.dtype)
-    contraction = AsWritten(equation=flatten(jax.make_jaxpr(run)(left, right)).equations[0])
+    contraction = ModelContraction(equation=flatten(jax.make_jaxpr(run)(left, right)).equations[0])
     for wanted, (leaf, gradient) in enumerate(zip((left, right), back(cotangent), strict=True)):
         like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-        found = contraction.slope(wanted, (left, right), cotangent, like)
+        found = contraction.operand_gradient(wanted, (left, right), cotangent, like)
         assert found.dtype == gradient.dtype
         np.testing.assert_array_equal(found, gradient)
 
@@ -316,7 +316,7 @@ def test_scattered_rows_are_those_of_the_sum(shape: tuple[int, ...], dim: int, _
 @pytest.mark.parametrize("spec", [PartitionSpec(None, "data"), PartitionSpec("data", None)])
 def test_gradients_are_not_reduced_along_axes_of_one_device(spec: PartitionSpec) -> None:
     mesh, _ = device_mesh(MeshShape(data=8))
-    region = Machine(mesh=mesh, torus=False).manual(jnp.sin, (spec,), spec)
+    region = Regions(mesh=mesh, torus=False).manual(jnp.sin, (spec,), spec)
     array = np.linspace(0.0, 1.0, 64, dtype=np.float32).reshape(8, 8)
     place = NamedSharding(mesh, spec)
     gradient = jax.jit(jax.grad(lambda x: region(x).sum()), in_shardings=place, out_shardings=place)

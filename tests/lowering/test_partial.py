@@ -258,7 +258,7 @@ def test_optimizer_state_on_disk_is_that_of_adapters(tmp_path):
         disk=tmp_path,
     )
     partial.trains_like(program, reference)
-    assert len(program.stored) == 8
+    assert len(program.disk_paths) == 8
 
 
 def test_checkpoints_hold_what_is_frozen_and_are_restored_onto_another_mesh(tmp_path):

@@ -18,7 +18,7 @@ from flax import nnx
 
 import shardlib
 from shardlib.annotation.trees import path_text
-from shardlib.lowering.contractions import in_order, interleaved, joined, pieces
+from shardlib.lowering.contractions import deinterleaved, interleave, interleaved, split_interleaved
 from shardlib.verification.traffic import read_traffic
 from tests.zoo.case import BATCH, SEQ, VOCAB, Case, cross_entropy, leaves_by_path, nnx_case, tokens
 from tests.zoo.parity import capture, errors, run_sharded
@@ -128,13 +128,13 @@ def right(found: Case, pin: Mapping[str, Any]) -> shardlib.Program:
 def test_interleaving_and_taking_apart_are_reverses(sizes: tuple[int, ...]) -> None:
     value = jnp.arange(2 * sum(sizes)).reshape(2, -1)
     mixed = interleaved(value, 1, sizes, 2)
-    assert (in_order(mixed, 1, sizes, 2) == value).all()
-    parts = pieces(mixed, 1, sizes, 2)
+    assert (deinterleaved(mixed, 1, sizes, 2) == value).all()
+    parts = split_interleaved(mixed, 1, sizes, 2)
     for part, true in zip(
         parts, np.split(np.asarray(value), np.cumsum(sizes)[:-1], axis=1), strict=True
     ):
         np.testing.assert_array_equal(part, true)
-    assert (joined(parts, 1, 2) == mixed).all()
+    assert (interleave(parts, 1, 2) == mixed).all()
 
 
 @pytest.mark.long

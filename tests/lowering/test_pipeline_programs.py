@@ -12,7 +12,7 @@ import pytest
 import shardlib
 from shardlib.errors import PinError, PlanError
 from shardlib.lowering.mesh import abstract_mesh
-from shardlib.lowering.pipeline.per_stage import Dealing, Places, stage_programs
+from shardlib.lowering.pipeline.per_stage import LayerSplit, StageMeshes, stage_programs
 from tests.lowering import models
 from tests.lowering.test_pipeline import PROGRAMS, program
 
@@ -64,7 +64,7 @@ def test_every_layer_is_dealt_once():
         for stages in range(1, 5):
             for virtual in range(1, 4):
                 if stages * virtual <= layers:
-                    dealing = Dealing(layers=layers, stages=stages, virtual=virtual)
+                    dealing = LayerSplit(layers=layers, stages=stages, virtual=virtual)
                     stack = np.arange(layers)
                     np.testing.assert_array_equal(dealing.gathered(dealing.dealt(stack)), stack)
                     assert (
@@ -75,7 +75,7 @@ def test_every_layer_is_dealt_once():
 
 def test_stages_share_buffers_with_the_arrays_of_all_devices():
     p = program({"stage": 2, "fsdp": 2}, 4, "1f1b", zero=3, **PROGRAMS)
-    places, stack = Places.of(p.mesh), p.init(0).params["layers"]["mlp"]["up"]
+    places, stack = StageMeshes.of(p.mesh), p.init(0).params["layers"]["mlp"]["up"]
     pieces = places.split(stack)
     np.testing.assert_array_equal(
         np.concatenate([np.asarray(piece) for piece in pieces]), np.asarray(stack)

@@ -15,7 +15,7 @@ import optax
 import pytest
 
 from shardlib.errors import PinError
-from shardlib.lowering.collectives import product, require_products
+from shardlib.lowering.collectives import eight_bit_matmul, require_matmuls
 from shardlib.verification.report import CompiledStep, wire_dtypes
 from tests.lowering import small
 
@@ -35,7 +35,7 @@ def cast(tree, dtype):
 def by_hand(steps, param_dtype=None, matmul_dtype=None, moment_dtype=None, model="float32"):
     """Losses, parameters and momentum after some steps on one device, in plain JAX and optax."""
 
-    def product(a, b):
+    def eight_bit_matmul(a, b):
         return (
             (a.astype(matmul_dtype) @ b.astype(matmul_dtype)).astype(a.dtype)
             if matmul_dtype
@@ -48,7 +48,7 @@ def by_hand(steps, param_dtype=None, matmul_dtype=None, moment_dtype=None, model
     params, losses = cast(params, param_dtype), []
     for _ in range(steps):
         value, gradients = jax.value_and_grad(
-            lambda params: small.loss(cast(params, model), batch, product)
+            lambda params: small.loss(cast(params, model), batch, eight_bit_matmul)
         )(params)
         updates, state = optimizer.update(
             cast(gradients, wide), cast(state, wide), cast(params, wide)
@@ -220,7 +220,9 @@ def test_products_in_8_bits_and_their_gradients_are_near_those_in_float32(number
         a.astype(jnp.float32),
         b.astype(jnp.float32),
     )
-    found, pull = jax.vjp(product(numbers, (a.ndim, b.ndim), jnp.float8_e4m3fn, jnp.float32), a, b)
+    found, pull = jax.vjp(
+        eight_bit_matmul(numbers, (a.ndim, b.ndim), jnp.float8_e4m3fn, jnp.float32), a, b
+    )
     cotangent = jnp.asarray(random.normal(size=exact.shape), jnp.float32)
     for one, wanted in zip((found, *pull(cotangent)), (exact, *pull_exact(cotangent)), strict=True):
         assert (
@@ -261,4 +263,4 @@ def test_a_step_with_products_in_8_bits_is_near_one_in_float32_and_chips_without
     )
     assert "f8E4M3FN" in program.lower().as_text() and "f8E5M2" in program.lower().as_text()
     with pytest.raises(PinError, match="v5e"):
-        require_products(dataclasses.replace(program.plan, topology="v5e:2x4", source=None))
+        require_matmuls(dataclasses.replace(program.plan, topology="v5e:2x4", source=None))

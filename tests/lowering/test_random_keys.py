@@ -19,7 +19,7 @@ from flax import linen, nnx
 import shardlib
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import BatchError
-from shardlib.lowering.random_keys import Fold
+from shardlib.lowering.random_keys import KeyFold
 from tests.zoo.parity import capture, relative_errors
 
 LAYERS, EMBED, VOCAB, ROWS = 4, 16, 32, 16
@@ -260,7 +260,7 @@ def test_the_recipes_of_the_docs_train_with_dropout_and_evaluate_without(recipe)
 
 def test_every_microbatch_has_a_key_of_its_own():
     key = jax.random.key(0)
-    keys = jax.random.key_data(Fold().stacked(key, 3))
+    keys = jax.random.key_data(KeyFold().microbatch_keys(key, 3))
     for number in range(3):
         np.testing.assert_array_equal(
             keys[number], jax.random.key_data(jax.random.fold_in(key, number))

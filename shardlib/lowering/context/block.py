@@ -114,7 +114,7 @@ class AttentionMask:
         """The distance biases, [N, Q, K], or None."""
         return None if self.offsets is None else self.offsets.of(query, key)
 
-    def offsets_back(self, query: Tokens, key: Tokens, cotangent: Value) -> tuple[Value, ...]:
+    def bias_gradient(self, query: Tokens, key: Tokens, cotangent: Value) -> tuple[Value, ...]:
         """The gradient of the array of distance biases, if there are any.
 
         Args:
@@ -182,7 +182,7 @@ class MaskInputs:
     window: Value | None = None
     offsets: PositionBias | None = None
 
-    def sight(self, window: int, *, causal: bool) -> AttentionMask:
+    def mask(self, window: int, *, causal: bool) -> AttentionMask:
         """The mask with these inputs."""
         return AttentionMask(
             causal=causal,
@@ -198,11 +198,11 @@ class MaskInputs:
         return MaskInputs(offsets=replace(self.offsets, array=array))
 
 
-ALL_BEFORE = AttentionMask()
+CAUSAL = AttentionMask()
 
 
 #: Log-sum-exp over no keys: finite, so that differences of two of them are not NaN.
-NOTHING = -1e30
+EMPTY_LOG_SUM = -1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,7 @@ class Scores:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class AttentionPart:
     """Attention to some keys.
 
     Attributes:
@@ -255,9 +255,9 @@ class Part:
     result: Any
     total: Value
 
-    def __add__(self, other: Part) -> Part:
+    def __add__(self, other: AttentionPart) -> AttentionPart:
         total = jnp.logaddexp(self.total, other.total)
-        return Part(
+        return AttentionPart(
             result=sum(
                 part.result * jnp.exp(part.total - total)[..., None] for part in (self, other)
             ),
@@ -266,7 +266,7 @@ class Part:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputCotangent:
+class OutputCotangents:
     """The cotangent of queries' attention to all keys.
 
     Attributes:
@@ -280,7 +280,7 @@ class OutputCotangent:
     inner: Value
 
     @classmethod
-    def of(cls, result: Value, total: Value, cotangent: Value) -> OutputCotangent:
+    def of(cls, result: Value, total: Value, cotangent: Value) -> OutputCotangents:
         """The cotangent together with the values of the forward pass that gradients need.
 
         Args:
@@ -291,9 +291,9 @@ class OutputCotangent:
             total=total, cotangent=cotangent, inner=(cotangent.astype(jnp.float32) * result).sum(-1)
         )
 
-    def map(self, change: Callable[[Value], Value]) -> OutputCotangent:
+    def map(self, change: Callable[[Value], Value]) -> OutputCotangents:
         """All arrays changed by one function, for other queries."""
-        return OutputCotangent(
+        return OutputCotangents(
             total=change(self.total), cotangent=change(self.cotangent), inner=change(self.inner)
         )
 
@@ -324,11 +324,11 @@ class Inputs:
         )
 
 
-def nothing(query: Value, width: int) -> Part:
+def nothing(query: Value, width: int) -> AttentionPart:
     """Attention of queries [B, Q, H, D] to no keys."""
-    return Part(
+    return AttentionPart(
         result=jnp.zeros((*query.shape[:3], width), jnp.float32),
-        total=jnp.full(query.shape[:3], NOTHING, jnp.float32),
+        total=jnp.full(query.shape[:3], EMPTY_LOG_SUM, jnp.float32),
     )
 
 
@@ -337,14 +337,14 @@ def grouped(query: Value, groups: int) -> Value:
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
 
-def attend_block(inputs: Inputs, sight: AttentionMask, scores: Scores) -> Part:
+def attend_block(inputs: Inputs, mask: AttentionMask, scores: Scores) -> AttentionPart:
     """Attention of queries to keys."""
     query, value = inputs.query, inputs.value
-    added = sight.added(inputs.rows, inputs.columns)
-    seen = sight.seen(inputs.rows, inputs.columns)
-    values = _hidden(_more(scores.of(query, inputs.key), added), seen)
+    added = mask.added(inputs.rows, inputs.columns)
+    seen = mask.seen(inputs.rows, inputs.columns)
+    values = _masked(_plus_biases(scores.of(query, inputs.key), added), seen)
     # For queries without visible keys, all exponentials must be zeros.
-    largest = jnp.maximum(values.max(-1), NOTHING / 2)
+    largest = jnp.maximum(values.max(-1), EMPTY_LOG_SUM / 2)
     shares = jnp.exp(values - largest[..., None])
     total = shares.sum(-1)
     result = jnp.einsum(
@@ -353,15 +353,15 @@ def attend_block(inputs: Inputs, sight: AttentionMask, scores: Scores) -> Part:
         value,
         preferred_element_type=jnp.float32,
     )
-    summed = jnp.where(total > 0, jnp.log(jnp.maximum(total, 1e-30)) + largest, NOTHING)
-    return Part(
+    summed = jnp.where(total > 0, jnp.log(jnp.maximum(total, 1e-30)) + largest, EMPTY_LOG_SUM)
+    return AttentionPart(
         result=result.reshape(*query.shape[:3], -1),
         total=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]),
     )
 
 
-def attend_back_block(
-    inputs: Inputs, sight: AttentionMask, scores: Scores, incoming: OutputCotangent
+def attend_block_backward(
+    inputs: Inputs, mask: AttentionMask, scores: Scores, incoming: OutputCotangents
 ) -> tuple[Value, ...]:
     """Gradients of queries, keys and values from attention to these keys, and of the array of
     distance biases, if there are any, in float32; operands of matmuls have the dtypes of queries,
@@ -376,9 +376,9 @@ def attend_back_block(
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 
     plain = scores.of(query, key)
-    added, total = sight.added(rows, columns), by_group(incoming.total)
-    values = _hidden(_more(plain, added), sight.seen(rows, columns))
-    shares = jnp.exp(jnp.minimum(values - total, 0.0)) * (total > NOTHING / 2)
+    added, total = mask.added(rows, columns), by_group(incoming.total)
+    values = _masked(_plus_biases(plain, added), mask.seen(rows, columns))
+    shares = jnp.exp(jnp.minimum(values - total, 0.0)) * (total > EMPTY_LOG_SUM / 2)
     back = grouped(incoming.cotangent, groups).astype(value.dtype)
     to_value = jnp.einsum(
         "bghqk,bqghv->bkgv", shares.astype(value.dtype), back, preferred_element_type=jnp.float32
@@ -400,17 +400,17 @@ def attend_back_block(
     if added is None:
         return to_query, to_key, to_value
     to_added = moved.sum(0).reshape(added.shape)
-    return to_query, to_key, to_value, *sight.offsets_back(rows, columns, to_added)
+    return to_query, to_key, to_value, *mask.bias_gradient(rows, columns, to_added)
 
 
-def _more(scores: Value, added: Value | None) -> Value:
+def _plus_biases(scores: Value, added: Value | None) -> Value:
     return scores if added is None else scores + added.reshape(scores.shape[1:])
 
 
-def _hidden(scores: Value, seen: Value | None) -> Value:
+def _masked(scores: Value, seen: Value | None) -> Value:
     if seen is None:
         return scores
-    return jnp.where((seen if seen.ndim == 3 else seen[None])[:, None, None], scores, NOTHING)
+    return jnp.where((seen if seen.ndim == 3 else seen[None])[:, None, None], scores, EMPTY_LOG_SUM)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ class Blocks:
             else array
         )
 
-    def full_tokens(self, tokens: Tokens) -> Tokens:
+    def padded_tokens(self, tokens: Tokens) -> Tokens:
         """Tokens whose last block is padded; padding is not `real`."""
         real = jnp.arange(self.count * self.size) < self.length if self.missing else None
         return Tokens(
@@ -481,7 +481,7 @@ class Blocks:
         """One block of a padded array."""
         return jax.lax.dynamic_slice_in_dim(array, number * self.size, self.size, dim)
 
-    def tokens_at(self, number: Index, tokens: Tokens) -> Tokens:
+    def block_tokens(self, number: Index, tokens: Tokens) -> Tokens:
         """One block of padded tokens."""
         position = self.at(number, tokens.position, 0)
         real = None if tokens.real is None else self.at(number, tokens.real, 0)
@@ -508,17 +508,17 @@ class Blocks:
         return sequence.reshape(sequence.shape[0], -1, *sequence.shape[3:])[:, : self.length]
 
 
-def attend(inputs: Inputs, sight: AttentionMask, scores: Scores) -> Part:
+def attend(inputs: Inputs, mask: AttentionMask, scores: Scores) -> AttentionPart:
     """Attention of queries to keys, block by block."""
-    blocked = Blocked.of(inputs, scores.block)
+    blocked = BlockedInputs.of(inputs, scores.block)
     if blocked is None:
-        return attend_block(_beside(inputs), sight, scores)
+        return attend_block(_tied_to_query(inputs), mask, scores)
 
-    def block(_: None, row: Value) -> tuple[None, Part]:
-        def step(part: Part, column: Value) -> tuple[Part, None]:
+    def block(_: None, row: Value) -> tuple[None, AttentionPart]:
+        def step(part: AttentionPart, column: Value) -> tuple[AttentionPart, None]:
             block = blocked.at(row, column)
-            seen = sight.some(block.rows, block.columns)
-            attended = _where_seen(seen, lambda: part + attend_block(block, sight, scores), part)
+            seen = mask.some(block.rows, block.columns)
+            attended = _if_visible(seen, lambda: part + attend_block(block, mask, scores), part)
             return attended, None
 
         query = blocked.rows.at(row, blocked.inputs.query)
@@ -530,26 +530,26 @@ def attend(inputs: Inputs, sight: AttentionMask, scores: Scores) -> Part:
     )
 
 
-def attend_back(
-    inputs: Inputs, sight: AttentionMask, scores: Scores, incoming: OutputCotangent
+def attend_backward(
+    inputs: Inputs, mask: AttentionMask, scores: Scores, incoming: OutputCotangents
 ) -> tuple[Value, ...]:
     """Gradients of queries, keys and values from attention to these keys, and of the array of
     distance biases, if there are any, in float32.
     """
-    blocked = Blocked.of(inputs, scores.block)
+    blocked = BlockedInputs.of(inputs, scores.block)
     if blocked is None:
-        return attend_back_block(_beside(inputs), sight, scores, incoming)
-    incoming = _full(blocked.rows, incoming)
-    arrays = () if sight.offsets is None else (sight.offsets.array,)
+        return attend_block_backward(_tied_to_query(inputs), mask, scores, incoming)
+    incoming = _padded_cotangents(blocked.rows, incoming)
+    arrays = () if mask.offsets is None else (mask.offsets.array,)
 
     def block(gradients: tuple[Value, ...], row: Value) -> tuple[tuple[Value, ...], Value]:
         back = incoming.map(lambda array: blocked.rows.at(row, array))
 
         def step(carry: tuple[Value, ...], column: Value) -> tuple[tuple[Value, ...], None]:
             block = blocked.at(row, column)
-            more = _where_seen(
-                sight.some(block.rows, block.columns),
-                lambda: attend_back_block(block, sight, scores, back),
+            more = _if_visible(
+                mask.some(block.rows, block.columns),
+                lambda: attend_block_backward(block, mask, scores, back),
                 _zeros(block.query, block.key, block.value, *arrays),
             )
             return (
@@ -573,7 +573,7 @@ def attend_back(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blocked:
+class BlockedInputs:
     """Inputs of attention in blocks of queries and of keys.
 
     Attributes:
@@ -586,21 +586,21 @@ class Blocked:
     columns: Blocks
 
     @staticmethod
-    def of(inputs: Inputs, limit: int) -> Blocked | None:
+    def of(inputs: Inputs, limit: int) -> BlockedInputs | None:
         """Inputs in blocks of at most `limit` positions; None if a single block is enough."""
         rows = Blocks.of(inputs.query.shape[1], limit)
         columns = Blocks.of(inputs.key.shape[1], limit)
         if rows.count == columns.count == 1:
             return None
-        inputs = _beside(inputs)
+        inputs = _tied_to_query(inputs)
         full = Inputs(
             query=rows.full(inputs.query),
             key=columns.full(inputs.key),
             value=columns.full(inputs.value),
-            rows=rows.full_tokens(inputs.rows),
-            columns=columns.full_tokens(inputs.columns),
+            rows=rows.padded_tokens(inputs.rows),
+            columns=columns.padded_tokens(inputs.columns),
         )
-        return Blocked(inputs=full, rows=rows, columns=columns)
+        return BlockedInputs(inputs=full, rows=rows, columns=columns)
 
     def at(self, row: Index, column: Index) -> Inputs:
         """One block of queries and one of keys."""
@@ -608,12 +608,12 @@ class Blocked:
             query=self.rows.at(row, self.inputs.query),
             key=self.columns.at(column, self.inputs.key),
             value=self.columns.at(column, self.inputs.value),
-            rows=self.rows.tokens_at(row, self.inputs.rows),
-            columns=self.columns.tokens_at(column, self.inputs.columns),
+            rows=self.rows.block_tokens(row, self.inputs.rows),
+            columns=self.columns.block_tokens(column, self.inputs.columns),
         )
 
 
-def _full(blocks: Blocks, incoming: OutputCotangent) -> OutputCotangent:
+def _padded_cotangents(blocks: Blocks, incoming: OutputCotangents) -> OutputCotangents:
     """The cotangent for padded queries: padding has a cotangent of zeros, and so adds nothing to
     gradients of keys.
     """
@@ -621,10 +621,10 @@ def _full(blocks: Blocks, incoming: OutputCotangent) -> OutputCotangent:
         jnp.pad(array, [(0, 0), (0, blocks.missing), *[(0, 0)] * (array.ndim - 2)])
         for array in (incoming.cotangent, incoming.inner)
     )
-    return OutputCotangent(total=blocks.full(incoming.total), cotangent=cotangent, inner=inner)
+    return OutputCotangents(total=blocks.full(incoming.total), cotangent=cotangent, inner=inner)
 
 
-def _beside(inputs: Inputs) -> Inputs:
+def _tied_to_query(inputs: Inputs) -> Inputs:
     """Inputs whose positions have a data dependence on queries: otherwise, when JAX differentiates
     a loop over layers, the masks of all blocks together, which are constants, would be moved out of
     it.
@@ -637,6 +637,6 @@ def _zeros(*arrays: Value) -> Any:
     return tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
 
 
-def _where_seen(seen: Value | None, work: Callable[[], T], unseen: T) -> T:
+def _if_visible(seen: Value | None, work: Callable[[], T], unseen: T) -> T:
     """The result of `work`, or `unseen` if no query attends to any key."""
     return work() if seen is None else jax.lax.cond(seen, work, lambda: unseen)

@@ -22,16 +22,10 @@ from shardlib.graph import Graph, Kind
 from shardlib.jax_types import Aval, Function, Index, Value
 from shardlib.layout import Layout
 from shardlib.lowering.collectives import Regions
-from shardlib.lowering.context.block import (
-    ALL_BEFORE,
-    FAR,
-    AttentionMask,
-    PositionBias,
-    Scores,
-    Tokens,
-)
+from shardlib.lowering.context.block import CAUSAL, FAR, AttentionMask, PositionBias, Scores, Tokens
 from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
+from shardlib.lowering.contractions import ValueLayouts
 from shardlib.lowering.mesh import constrain, named_sharding
 from shardlib.lowering.uses import CallSite
 from shardlib.planner.plan import Plan
@@ -49,7 +43,7 @@ from shardlib.propagation.contractions import returned, shared
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
+class HeadSharding:
     """The sharding of heads.
 
     Attributes:
@@ -64,12 +58,12 @@ class Heads:
     together: bool
 
     @staticmethod
-    def of(axes: tuple[str, ...], size: int, heads: int, groups: int) -> Heads:
+    def of(axes: tuple[str, ...], size: int, heads: int, groups: int) -> HeadSharding:
         """Heads sharded over axes if that is possible, otherwise replicated."""
         which = shared(heads=heads, groups=groups, devices=size)
         if which == "none":
-            return Heads(axes=(), ways=1, together=True)
-        return Heads(axes=axes, ways=size, together=which == "all")
+            return HeadSharding(axes=(), ways=1, together=True)
+        return HeadSharding(axes=axes, ways=size, together=which == "all")
 
     def own(self, array: Value, heads: int) -> Value:
         """Keys or values of this device's queries; inside of the region.
@@ -86,7 +80,7 @@ class Heads:
         )
 
 
-def computed(site: CallSite, plan: Plan, layouts: Mapping[tuple[str, int], Layout]) -> bool:
+def computed(site: CallSite, plan: Plan, layouts: ValueLayouts) -> bool:
     """True if a call of attention is replaced by a program for many devices; otherwise its
     equations are left to automatic partitioning.
     """
@@ -99,7 +93,7 @@ def computed(site: CallSite, plan: Plan, layouts: Mapping[tuple[str, int], Layou
     )
 
 
-def cutting_heads(queries: Layout, plan: Plan) -> tuple[str, ...]:
+def head_axes(queries: Layout, plan: Plan) -> tuple[str, ...]:
     """The mesh axes that shard the heads of queries [B, S, N, H] inside of the region.
 
     If no axis shards the heads outside, those that shard the sequence or the width of a head there
@@ -113,8 +107,8 @@ def cutting_heads(queries: Layout, plan: Plan) -> tuple[str, ...]:
     return tuple(axis for axis in (*rows, *width) if axis != "context" and axis not in batch)
 
 
-def with_heads(
-    layouts: Mapping[tuple[str, int], Layout], graph: Graph, sites: Iterable[CallSite], plan: Plan
+def with_head_layouts(
+    layouts: ValueLayouts, graph: Graph, sites: Iterable[CallSite], plan: Plan
 ) -> dict[tuple[str, int], Layout]:
     """Placements with layouts for queries, keys and values whose projections shard the width of
     heads: those that attention reads replicated are gathered right after their projections; the
@@ -126,7 +120,7 @@ def with_heads(
         if not isinstance(site.call.form, Attention) or not computed(site, plan, layouts):
             continue
         queries, parts = layouts[site.layout_key(0)], site.call.form.parts
-        axes, count = cutting_heads(queries, plan), site.avals[0].shape[2]
+        axes, count = head_axes(queries, plan), site.avals[0].shape[2]
         groups, size = site.avals[2 * parts].shape[2], plan.mesh.ways(axes)
         which = shared(heads=count, groups=groups, devices=size)
         if queries[2] or which == "none":
@@ -191,7 +185,7 @@ class Kernels:
         value: Value,
         *,
         scores: Scores,
-        sight: AttentionMask = ALL_BEFORE,
+        mask: AttentionMask = CAUSAL,
         documents: bool = False,
     ) -> str:
         """The reason why a kernel cannot be used for arrays of these shapes and dtypes; empty if it
@@ -201,18 +195,18 @@ class Kernels:
             query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V] of one device, with a
                 shape and a dtype; as many queries as keys, or all keys are visible.
         """
-        window = sight.window
+        window = mask.window
         return Wanted(
             queries=query.shape[1],
             keys=key.shape[1],
             width=query.shape[3],
             value_width=value.shape[3],
             dtype=query.dtype,
-            causal=sight.causal,
+            causal=mask.causal,
             window=(window or 0) if window is None or isinstance(window, int) else None,
             capped=bool(scores.softcap),
             documents=documents,
-            biased=sight.offsets is not None,
+            biased=mask.offsets is not None,
         ).why_not(self.kind)
 
     def attention(
@@ -223,7 +217,7 @@ class Kernels:
         documents: tuple[Value, ...] | None = None,
         *,
         scores: Scores,
-        sight: AttentionMask = ALL_BEFORE,
+        mask: AttentionMask = CAUSAL,
     ) -> Value:
         """Attention, with gradients, for positions 0, 1, 2, ...; arguments as for `why_not`, and
         documents of queries and keys, [B, Q] and [B, K].
@@ -232,7 +226,7 @@ class Kernels:
             [B, S, H, V], of the dtype of the values.
         """
         why = self.why_not(
-            query, key, value, scores=scores, sight=sight, documents=documents is not None
+            query, key, value, scores=scores, mask=mask, documents=documents is not None
         )
         if why:
             raise LayoutError(
@@ -240,8 +234,8 @@ class Kernels:
                 ' Kernels(kind="blocks")'
             )
         if self.kind == "blocks":
-            return _blocks(query, key, value, documents, scores, sight)
-        window, causal = sight.window, sight.causal
+            return _blocks(query, key, value, documents, scores, mask)
+        window, causal = mask.window, mask.causal
         assert window is None or isinstance(window, int), "kernels know their window"
         if self.kind == "cudnn":
             return _cudnn(query, key, value, scores.scale, window or 0, causal)
@@ -262,7 +256,7 @@ def _blocks(
     value: Value,
     documents: tuple[Value, ...] | None,
     scores: Scores,
-    sight: AttentionMask,
+    mask: AttentionMask,
 ) -> Value:
     rows, columns = (
         Tokens(
@@ -271,7 +265,7 @@ def _blocks(
         )
         for which, array in enumerate((query, key))
     )
-    return attention(scores, query, key, value, rows, columns, sight)
+    return attention(scores, query, key, value, rows, columns, mask)
 
 
 def _cudnn(
@@ -365,7 +359,7 @@ def _splash(
 # are fewer groups of keys and values than devices, or devices do not divide them, groups are
 # repeated first.
 
-ULYSSES_BLOCKS = Kernels()
+BLOCK_KERNELS = Kernels()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,7 +376,7 @@ class Collected:
     cut: Cut
     scores: Scores
     causal: bool = True
-    kernels: Kernels = ULYSSES_BLOCKS
+    kernels: Kernels = BLOCK_KERNELS
 
     def gathered(
         self,
@@ -398,11 +392,11 @@ class Collected:
         `Ring.attention`. Vendors' kernels are used only if all keys are visible, since they do not
         take positions.
         """
-        sight = AttentionMask(causal=self.causal, window=window, offsets=offsets)
+        mask = AttentionMask(causal=self.causal, window=window, offsets=offsets)
         whole = self.cut.whole
         if self.kernels.kind != "blocks":
             documents = None if segments is None else (segments, whole(segments))
-            return self._by_kernel(query, whole(key), whole(value), documents, sight)
+            return self._by_kernel(query, whole(key), whole(value), documents, mask)
         rows = Tokens(
             position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
         )
@@ -410,7 +404,7 @@ class Collected:
             position=_positions(self.cut, query.shape[1]),
             document=None if segments is None else whole(segments),
         )
-        return attention(self.scores, query, whole(key), whole(value), rows, columns, sight)
+        return attention(self.scores, query, whole(key), whole(value), rows, columns, mask)
 
     def exchanged(
         self,
@@ -426,19 +420,19 @@ class Collected:
         result as those of `Ring.attention`. For vendors' kernels, tokens are put in the order of
         the sequence.
         """
-        exchange = Exchange(cut=self.cut)
-        sight = AttentionMask(
+        exchange = HeadExchange(cut=self.cut)
+        mask = AttentionMask(
             causal=self.causal, window=window, offsets=offsets and exchange.of_heads(offsets)
         )
         arrays = exchange.for_heads(query, key, value)
         documents = None if segments is None else self.cut.whole(segments)
         if self.kernels.kind == "blocks":
             tokens = Tokens(position=_positions(self.cut, query.shape[1]), document=documents)
-            return exchange.for_tokens(attention(self.scores, *arrays, tokens, tokens, sight))
+            return exchange.for_tokens(attention(self.scores, *arrays, tokens, tokens, mask))
         documents = None if documents is None else (exchange.ordered(documents),) * 2
         query, key, value = map(exchange.ordered, arrays)
-        result = self._by_kernel(query, key, value, documents, sight)
-        return exchange.for_tokens(exchange.unordered(result))
+        result = self._by_kernel(query, key, value, documents, mask)
+        return exchange.for_tokens(exchange.in_device_order(result))
 
     def _by_kernel(
         self,
@@ -446,13 +440,13 @@ class Collected:
         key: Value,
         value: Value,
         documents: tuple[Value, ...] | None,
-        sight: AttentionMask,
+        mask: AttentionMask,
     ) -> Value:
-        return self.kernels.attention(query, key, value, documents, scores=self.scores, sight=sight)
+        return self.kernels.attention(query, key, value, documents, scores=self.scores, mask=mask)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class HeadExchange:
     """The exchange of parts of the sequence for heads.
 
     Attributes:
@@ -501,7 +495,7 @@ class Exchange:
         runs = array.reshape(array.shape[0], self.cut.ways, 2, -1, *array.shape[2:])
         return jnp.concatenate([runs[:, :, 0], runs[:, ::-1, 1]], axis=1).reshape(array.shape)
 
-    def unordered(self, array: Value) -> Value:
+    def in_device_order(self, array: Value) -> Value:
         """The reverse of `ordered`."""
         if not self.cut.zigzag:
             return array
@@ -523,8 +517,8 @@ def _positions(cut: Cut, local: int) -> Value:
 # A call of `shardlib.functions.attention` with the sequence sharded.
 
 
-def around_devices(
-    site: CallSite, plan: Plan, layouts: Mapping[tuple[str, int], Layout], regions: Regions
+def lower_attention(
+    site: CallSite, plan: Plan, layouts: ValueLayouts, regions: Regions
 ) -> Callable[..., Sequence[Value]] | None:
     """The replacement of a call of attention; None if it is left to automatic partitioning, which
     gathers keys and values.
@@ -537,8 +531,8 @@ def around_devices(
     if not computed(site, plan, layouts):
         return None
     groups = site.avals[2 * form.parts].shape[2]
-    batch, cut = (layouts[site.layout_key(0)][0], cutting_heads(layouts[site.layout_key(0)], plan))
-    heads = Heads.of(regions.physical_axes(cut), regions.ways(cut), aval.shape[2], groups)
+    batch, cut = (layouts[site.layout_key(0)][0], head_axes(layouts[site.layout_key(0)], plan))
+    heads = HeadSharding.of(regions.physical_axes(cut), regions.ways(cut), aval.shape[2], groups)
     rows = regions.physical_axes(batch) or None
     context_axis = None if not context else tuple(context) if len(context) > 1 else context[0]
     along = (
@@ -561,7 +555,7 @@ def around_devices(
     extra = [
         *([PartitionSpec()] if form.chosen else []),
         *([PartitionSpec(rows, context_axis)] if form.packed else []),
-        *([] if form.bias is None else [_offset_spec(site.avals[-1], heads)]),
+        *([] if form.bias is None else [_bias_spec(site.avals[-1], heads)]),
     ]
     specs = (
         *[spec] * form.parts,
@@ -569,7 +563,7 @@ def around_devices(
         groups_spec,
         *extra,
     )
-    local = Local(
+    local = AttentionCall(
         form=form,
         ring=plan.context == "ring",
         along=along,
@@ -580,7 +574,7 @@ def around_devices(
         ),
     )
     region = alike(regions, local, specs, spec)
-    pins = _exchanged(site, layouts, heads, regions)
+    pins = _exchanged_layouts(site, layouts, heads, regions)
 
     def run(*arrays: Value) -> Sequence[Value]:
         pinned = [
@@ -592,19 +586,19 @@ def around_devices(
     return run
 
 
-def _offset_spec(aval: Aval, heads: Heads) -> PartitionSpec:
+def _bias_spec(aval: Aval, heads: HeadSharding) -> PartitionSpec:
     """The spec of distance biases, whose last dim is that of the heads of queries."""
     return PartitionSpec(*[None] * (aval.ndim - 1), heads.axes or None)
 
 
-def _exchanged(
-    site: CallSite, layouts: Mapping[tuple[str, int], Layout], heads: Heads, regions: Regions
+def _exchanged_layouts(
+    site: CallSite, layouts: ValueLayouts, heads: HeadSharding, regions: Regions
 ) -> list[NamedSharding | None]:
     """The layouts of operands whose sequence is exchanged for heads; None for others.
 
     Left to the partitioner, the gradient of queries may stay sharded by heads through rotary
     embeddings in float32, and twice the bytes are exchanged. Operands that are sharded by the width
-    of heads are exchanged by projections (`with_heads`).
+    of heads are exchanged by projections (`with_head_layouts`).
     """
     parts, taken = site.call.form.parts, set(heads.axes)
     by_heads = {*range(2 * parts + 1 if heads.together else parts)}
@@ -619,7 +613,7 @@ def _exchanged(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local:
+class AttentionCall:
     """The computation of one device.
 
     Attributes:
@@ -634,7 +628,7 @@ class Local:
     form: Attention
     ring: bool
     along: Cut | None
-    heads: Heads
+    heads: HeadSharding
     count: int
     kernels: Kernels
 
@@ -687,7 +681,7 @@ class Local:
                 value,
                 (*documents, *documents) if documents else None,
                 scores=scores,
-                sight=AttentionMask(causal=self.form.causal, window=window, offsets=offsets),
+                mask=AttentionMask(causal=self.form.causal, window=window, offsets=offsets),
             )
         if not self.ring:
             return Collected(
@@ -748,10 +742,10 @@ def alike(
             PartitionSpec(axes, *result),
         )
         rows = [
-            _rows(regions, axes, spec)(array) if row else array
+            _copies_as_rows(regions, axes, spec)(array) if row else array
             for array, spec, row in zip(arrays, arguments, differentiable, strict=True)
         ]
-        return _row(regions, axes, result)(region(*rows))
+        return _row_as_copies(regions, axes, result)(region(*rows))
 
     return made
 
@@ -764,14 +758,14 @@ def _differentiable(array: Value) -> bool:
     return bool(jnp.issubdtype(array.dtype, jnp.inexact))
 
 
-def _rows(regions: Regions, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
+def _copies_as_rows(regions: Regions, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
     """Each device's copy of an array as its own row; the gradient is the device's own row."""
-    return _turned(*_ways(regions, axes, spec))
+    return _with_backward(*_ways(regions, axes, spec))
 
 
-def _row(regions: Regions, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
+def _row_as_copies(regions: Regions, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
     """The array whose copies are the rows of the devices; the gradient is copied to every row."""
-    return _turned(*reversed(_ways(regions, axes, spec)))
+    return _with_backward(*reversed(_ways(regions, axes, spec)))
 
 
 def _ways(
@@ -784,7 +778,7 @@ def _ways(
     )
 
 
-def _turned(there: Function, back: Function) -> Function:
+def _with_backward(there: Function, back: Function) -> Function:
     """A function whose backward pass is another function."""
     turned = jax.custom_vjp(there)
     turned.defvjp(lambda array: (there(array), None), lambda _, cotangent: (back(cotangent),))

@@ -26,17 +26,17 @@ import jax.numpy as jnp
 
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import (
-    ALL_BEFORE,
+    CAUSAL,
     AttentionMask,
+    AttentionPart,
     Inputs,
     MaskInputs,
-    OutputCotangent,
-    Part,
+    OutputCotangents,
     PositionBias,
     Scores,
     Tokens,
     attend,
-    attend_back,
+    attend_backward,
     nothing,
 )
 from shardlib.lowering.context.sequence_partition import Cut
@@ -86,18 +86,20 @@ class Ring:
         Returns:
             [B, S / N, H, V], of the dtype of the values.
         """
-        sight = AttentionMask(window=self.window if window is None else window, offsets=offsets)
-        static_window, inputs = sight.split
+        mask = AttentionMask(window=self.window if window is None else window, offsets=offsets)
+        static_window, inputs = mask.split
         ring = replace(self, window=static_window)
         return _with_gradients(ring, query, key, value, segments, inputs)
 
     def forward(
         self, query: Value, key: Value, value: Value, segments: Value | None, inputs: MaskInputs
-    ) -> Part:
-        """Attention as a `Part`, before it is cast."""
+    ) -> AttentionPart:
+        """Attention as a `AttentionPart`, before it is cast."""
         ring, local = replace(self, cut=self.cut.tied_to(query)), query.shape[1]
 
-        def turn(number: Index, part: Part, goes: tuple[Any, ...]) -> tuple[Part, tuple[Any, ...]]:
+        def turn(
+            number: Index, part: AttentionPart, goes: tuple[Any, ...]
+        ) -> tuple[AttentionPart, tuple[Any, ...]]:
             all_inputs = Inputs(
                 query=query,
                 key=goes[0],
@@ -106,8 +108,8 @@ class Ring:
                 columns=ring._tokens(number, local, *goes[2:]),
             )
 
-            def work(rows: slice, columns: slice, sight: AttentionMask) -> Part:
-                attended = attend(all_inputs.taken(rows, columns), sight, ring.scores)
+            def work(rows: slice, columns: slice, mask: AttentionMask) -> AttentionPart:
+                attended = attend(all_inputs.taken(rows, columns), mask, ring.scores)
                 return jax.tree.map(
                     lambda all_, rows_part: all_.at[:, rows].set(rows_part),
                     part,
@@ -116,8 +118,8 @@ class Ring:
 
             return ring._turn(number, local, inputs, work, part), goes
 
-        return ring._around(
-            turn, nothing(query, value.shape[-1]), _goes(key, value, segments), local
+        return ring._all_turns(
+            turn, nothing(query, value.shape[-1]), _travelling(key, value, segments), local
         )[0]
 
     def backward(
@@ -127,7 +129,7 @@ class Ring:
         value: Value,
         segments: Value | None,
         inputs: MaskInputs,
-        incoming: OutputCotangent,
+        incoming: OutputCotangents,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of the distance biases, in float32."""
         ring, local = replace(self, cut=self.cut.tied_to(query)), query.shape[1]
@@ -143,10 +145,10 @@ class Ring:
                 columns=ring._tokens(number, local, *goes[4:]),
             )
 
-            def work(rows: slice, columns: slice, sight: AttentionMask) -> tuple[Any, ...]:
-                gradients = attend_back(
+            def work(rows: slice, columns: slice, mask: AttentionMask) -> tuple[Any, ...]:
+                gradients = attend_backward(
                     all_inputs.taken(rows, columns),
-                    sight,
+                    mask,
                     ring.scores,
                     incoming.map(lambda array: array[:, rows]),
                 )
@@ -163,10 +165,10 @@ class Ring:
             to_query, to_key, to_value, *more = ring._turn(number, local, inputs, work, before)
             return (to_query, *more), (to_key, to_value, *goes[2:])
 
-        stays, goes = ring._around(
-            turn, zeros[2:], (*zeros[:2], *_goes(key, value, segments)), local
+        stays, goes = ring._all_turns(
+            turn, zeros[2:], (*zeros[:2], *_travelling(key, value, segments)), local
         )
-        home = ring._passed(goes[:2], ring.cut.ways - ring.turns(local)[-1])
+        home = ring._send(goes[:2], ring.cut.ways - ring.turns(local)[-1])
         return stays[0], *home, *stays[1:]
 
     def turns(self, local: int) -> tuple[int, ...]:
@@ -177,12 +179,12 @@ class Ring:
             number
             for number in range(self.cut.ways)
             if any(
-                self._met(device, (device - number) % self.cut.ways, local)
+                self._attends(device, (device - number) % self.cut.ways, local)
                 for device in range(self.cut.ways)
             )
         )
 
-    def _met(self, device: int, owner: int, local: int) -> bool:
+    def _attends(self, device: int, owner: int, local: int) -> bool:
         """True if any query of a device attends to any key of another, given their runs."""
         length = local // self.cut.runs
         distances = [
@@ -196,7 +198,7 @@ class Ring:
             for far in distances
         )
 
-    def _around(
+    def _all_turns(
         self, turn: Turn, stays: Any, goes: tuple[Any, ...], local: int
     ) -> tuple[Any, tuple[Any, ...]]:
         """All turns, with a message after each but the last."""
@@ -206,19 +208,19 @@ class Ring:
             carry: tuple[Any, tuple[Any, ...]], number: Index
         ) -> tuple[tuple[Any, tuple[Any, ...]], None]:
             stays, goes = turn(number, *carry)
-            return (stays, self._passed(goes)), None
+            return (stays, self._send(goes)), None
 
         stays, goes = turn(0, stays, goes)
         if len(turns) == self.cut.ways > 1:
             (stays, goes), _ = jax.lax.scan(
-                step, (stays, self._passed(goes)), jnp.arange(1, self.cut.ways - 1)
+                step, (stays, self._send(goes)), jnp.arange(1, self.cut.ways - 1)
             )
             return turn(self.cut.ways - 1, stays, goes)
         for last, number in pairwise(turns):
-            stays, goes = turn(number, stays, self._passed(goes, number - last))
+            stays, goes = turn(number, stays, self._send(goes, number - last))
         return stays, goes
 
-    def _passed(self, arrays: tuple[Any, ...], far: int = 1) -> tuple[Any, ...]:
+    def _send(self, arrays: tuple[Any, ...], far: int = 1) -> tuple[Any, ...]:
         return (
             tuple(self.cut.passed(leaf, far) for leaf in arrays) if far % self.cut.ways else arrays
         )
@@ -234,7 +236,7 @@ class Ring:
         """The work on keys from `number` devices away (an integer or traced); `before` if no query
         attends to any of them.
         """
-        within = inputs.sight(self.window, causal=False)
+        within = inputs.mask(self.window, causal=False)
         if not self.causal:
             return work(EVERY, EVERY, within)
         if isinstance(number, int) and not number:
@@ -251,7 +253,7 @@ class Ring:
         return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: before)
 
 
-def _goes(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
+def _travelling(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
     """The arrays that are passed around."""
     return (key, value) if segments is None else (key, value, segments)
 
@@ -262,7 +264,7 @@ def _goes(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Local:
+class OneDevice:
     """Attention on one device.
 
     Attributes:
@@ -282,10 +284,10 @@ class Local:
         value: Value,
         places: tuple[Tokens, Tokens],
         inputs: MaskInputs,
-    ) -> Part:
+    ) -> AttentionPart:
         """Attention as a part, before it is cast."""
         arrays = Inputs(query=query, key=key, value=value, rows=places[0], columns=places[1])
-        return attend(arrays, self._sight(inputs), self.scores)
+        return attend(arrays, self._mask(inputs), self.scores)
 
     def backward(
         self,
@@ -294,14 +296,14 @@ class Local:
         value: Value,
         places: tuple[Tokens, Tokens],
         inputs: MaskInputs,
-        incoming: OutputCotangent,
+        incoming: OutputCotangents,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of the distance biases, in float32."""
         arrays = Inputs(query=query, key=key, value=value, rows=places[0], columns=places[1])
-        return attend_back(arrays, self._sight(inputs), self.scores, incoming)
+        return attend_backward(arrays, self._mask(inputs), self.scores, incoming)
 
-    def _sight(self, inputs: MaskInputs) -> AttentionMask:
-        return inputs.sight(self.window, causal=self.causal)
+    def _mask(self, inputs: MaskInputs) -> AttentionMask:
+        return inputs.mask(self.window, causal=self.causal)
 
 
 def attention(
@@ -311,7 +313,7 @@ def attention(
     value: Value,
     rows: Tokens,
     columns: Tokens,
-    sight: AttentionMask = ALL_BEFORE,
+    mask: AttentionMask = CAUSAL,
 ) -> Value:
     """Attention of queries to keys, with gradients.
 
@@ -319,25 +321,30 @@ def attention(
         scores: how scores are computed.
         query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V], with H a multiple of G.
         rows, columns: positions of queries and keys.
-        sight: the mask.
+        mask: the mask.
 
     Returns:
         [B, Q, H, V], of the dtype of the values.
     """
-    window, inputs = sight.split
-    local = Local(scores=scores, causal=sight.causal, window=window)
+    window, inputs = mask.split
+    local = OneDevice(scores=scores, causal=mask.causal, window=window)
     return _with_gradients(local, query, key, value, (rows, columns), inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _with_gradients(
-    method: Ring | Local, query: Value, key: Value, value: Value, places: Any, inputs: MaskInputs
+    method: Ring | OneDevice,
+    query: Value,
+    key: Value,
+    value: Value,
+    places: Any,
+    inputs: MaskInputs,
 ) -> Value:
     """Attention, of the dtype of the values, with the gradients of the method."""
     return method.forward(query, key, value, places, inputs).result.astype(value.dtype)
 
 
-def _forward(method: Ring | Local, *operands: Any) -> tuple[Any, Any]:
+def _forward(method: Ring | OneDevice, *operands: Any) -> tuple[Any, Any]:
     part = method.forward(*operands)
     # The cast result is saved, too: later operations often save it anyway, so that it is stored
     # once.
@@ -345,9 +352,11 @@ def _forward(method: Ring | Local, *operands: Any) -> tuple[Any, Any]:
     return result, (*operands, result, part.total)
 
 
-def _backward(method: Ring | Local, saved: tuple[Any, ...], cotangent: Value) -> tuple[Any, ...]:
+def _backward(
+    method: Ring | OneDevice, saved: tuple[Any, ...], cotangent: Value
+) -> tuple[Any, ...]:
     query, key, value, places, inputs, result, total = saved
-    incoming = OutputCotangent.of(result, total, cotangent)
+    incoming = OutputCotangents.of(result, total, cotangent)
     gradients = method.backward(query, key, value, places, inputs, incoming)
     return (
         *(

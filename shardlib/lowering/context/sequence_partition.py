@@ -90,7 +90,7 @@ class Cut:
         if not self.zigzag:
             return array
         even, odd = (
-            self._sent(run, self._homes(number))
+            self._permute(run, self._targets(number))
             for number, run in enumerate(jnp.split(array, 2, axis=dim))
         )
         # Even runs are the first ones of even devices, and the second ones of odd devices.
@@ -104,20 +104,20 @@ class Cut:
         even, odd = jnp.split(self._by_parity(first, second, dim), 2, axis=dim)
         return jnp.concatenate(
             [
-                self._sent(run, [(to, source) for source, to in self._homes(number)])
+                self._permute(run, [(to, source) for source, to in self._targets(number)])
                 for number, run in enumerate((even, odd))
             ],
             axis=dim,
         )
 
-    def _homes(self, parity: int) -> list[tuple[int, int]]:
+    def _targets(self, parity: int) -> list[tuple[int, int]]:
         """(device of a run in contiguous order, device in zig-zag order) of all even runs, or of
         all odd ones.
         """
         runs = [2 * device + parity for device in range(self.ways)]
         return [(device, min(run, 2 * self.ways - 1 - run)) for device, run in enumerate(runs)]
 
-    def _sent(self, array: Value, pairs: list[tuple[int, int]]) -> Value:
+    def _permute(self, array: Value, pairs: list[tuple[int, int]]) -> Value:
         """An array after messages between (source, target) pairs of devices."""
         return jax.lax.ppermute(array, self.axis, pairs)
 
@@ -155,7 +155,7 @@ class Cut:
 
     def passed(self, array: Value, far: int = 1) -> Value:
         """The array of the device whose index is smaller by `far`."""
-        return self._sent(array, [(i, (i + far) % self.ways) for i in range(self.ways)])
+        return self._permute(array, [(i, (i + far) % self.ways) for i in range(self.ways)])
 
     def numbers(self, device: Number) -> tuple[Number, ...]:
         """Indices of the runs of a device."""

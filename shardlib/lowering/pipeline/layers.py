@@ -30,6 +30,7 @@ from shardlib.errors import PlanError
 from shardlib.jax_types import Index, Leaf, Value
 from shardlib.lowering.contractions import as_dtype
 from shardlib.lowering.loss_layouts import LossLayouts
+from shardlib.lowering.runtime import Arrays
 from shardlib.lowering.weights import AFTER_PIPELINE, DeferredOp
 from shardlib.tracing.folding import Split, split
 from shardlib.tracing.program import Equation, Program, flatten, has_matmul
@@ -165,14 +166,12 @@ def _role(
 # Activations are sent from stage to stage. Stacked results of the layers that the rest of the loss
 # reads are sent along, in a buffer into which every stage writes the slices of its layers.
 
-#: Arrays in some order.
-Arrays = list[Any]
 #: Arrays by number of the value in the traced loss.
 Values = dict[int, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class SplitLoss:
     """A loss partitioned around its loop over layers. Values are numbers of `program`.
 
     Attributes:
@@ -301,14 +300,14 @@ def results_and_gradients(
     return results, pull(jnp.ones((), results[loss].dtype))
 
 
-def cut(
+def split_loss(
     program: Program,
     parameters: int,
     state: int,
     results: int,
     keys: Collection[int] = (),
     frozen: Collection[int] = (),
-) -> Cut:
+) -> SplitLoss:
     """Cuts a loss around its loop over layers."""
     labels = dependence(program, _kinds(len(program.inputs), parameters, state, keys, frozen))
     loop = loop_over_layers(program, labels)
@@ -326,7 +325,7 @@ def cut(
     before, reads_before = needed(mixed, entering)
     after, reads_after = needed(mixed, outputs)
     reads = {*reads_before, *reads_after, *loop.inputs}
-    return Cut(
+    return SplitLoss(
         program=program,
         loop=loop,
         layers=loop.params["length"],
@@ -399,7 +398,7 @@ Body = Callable[[Carry, Tree], tuple[Carry, Arrays]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class LayerRemat:
     """The remat policy of the layers of a chunk.
 
     Attributes:
@@ -436,7 +435,7 @@ def _named(body: Body) -> Body:
 
 
 def as_loop(
-    body: Body, saved: Saved, layers: int, carry: Carry, scanned: Tree
+    body: Body, saved: LayerRemat, layers: int, carry: Carry, scanned: Tree
 ) -> tuple[Carry, Arrays]:
     """Runs the layers as a loop, or as two if only the first of them follow the policy.
 
@@ -467,7 +466,7 @@ def as_loop(
 
 
 def written_out(
-    body: Body, saved: Saved, layers: int, carry: Carry, scanned: Sequence[Tree]
+    body: Body, saved: LayerRemat, layers: int, carry: Carry, scanned: Sequence[Tree]
 ) -> tuple[Carry, Arrays]:
     """Unrolled form of `as_loop`; `scanned` may be a list of one tree per layer."""
     body = _named(body) if saved.offloaded else body
@@ -597,7 +596,7 @@ def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
+class Pregathered:
     """Weights of one layer that are gathered before all ticks and whose gradients are reduced after
     them. Values are numbers of the loop's body.
 
@@ -788,7 +787,7 @@ def operand(use: DeferredOp) -> int:
     return use.use.equation.inputs[use.use.operand]
 
 
-def gathered(layouts: LossLayouts, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathered | None:
+def gathered(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> Pregathered | None:
     """The weights that can be gathered beforehand; None if there are none, or if gradients are not
     reduced at the end of the step.
     """
@@ -815,7 +814,7 @@ def gathered(layouts: LossLayouts, cut: Cut, mesh: Mesh | AbstractMesh) -> Gathe
         scanned[number]: number
         for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])
     }
-    return Gathered(
+    return Pregathered(
         mesh=mesh,
         body=body,
         sources=sources,
@@ -858,7 +857,7 @@ def _only_read_by(
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Operands:
+class ChunkOperands:
     """Operands of a chunk, on one stage.
 
     Attributes:
@@ -867,7 +866,7 @@ class Operands:
         drawn: the same of each array of model state with a slice per layer, for one microbatch.
         shared: parameters that all layers use.
         constant: arrays computed from constants that all layers use.
-        ready: matmul operands that are gathered beforehand, [layers, ...]; see `Gathered`.
+        ready: matmul operands that are gathered beforehand, [layers, ...]; see `Pregathered`.
         first: index of the chunk's first layer.
     """
 
@@ -882,7 +881,7 @@ class Operands:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Gradients:
+class ChunkGrads:
     """Gradients of everything but the activations.
 
     Attributes:
@@ -910,24 +909,26 @@ class Chunk:
             layer.
     """
 
-    cut: Cut
+    cut: SplitLoss
     layers: int
     padded: bool
-    saved: Saved
+    saved: LayerRemat
     walk: Callable[[], Walk]
-    gathered: Gathered | None = None
+    gathered: Pregathered | None = None
     unrolled: bool = False
 
     @property
     def own(self) -> tuple[int, ...]:
-        """Weights that get a gradient in every tick, as positions in `Operands.weights`."""
+        """Weights that get a gradient in every tick, as positions in `ChunkOperands.weights`."""
         return tuple(
             k
             for k, position in enumerate(self.cut.roles.weights)
             if self.gathered is None or position not in self.gathered.complete
         )
 
-    def run(self, operands: Operands, activations: Arrays, sums: Arrays | None = None) -> Arrays:
+    def run(
+        self, operands: ChunkOperands, activations: Arrays, sums: Arrays | None = None
+    ) -> Arrays:
         """The outputs of the chunk for its inputs: the carry, the values sent along with it, and
         buffers of the layers' stacked results, [all layers, ...].
 
@@ -994,9 +995,9 @@ class Chunk:
         ]
         return [*final, *activations[carried : carried + len(roles.activations)], *buffers]
 
-    def _wanted(self, operands: Operands) -> Gradients:
+    def _wanted(self, operands: ChunkOperands) -> ChunkGrads:
         """The operands that gradients are taken with respect to."""
-        return Gradients(
+        return ChunkGrads(
             weights=[operands.weights[k] for k in self.own],
             shared=operands.shared,
             sums=self._no_sums(),
@@ -1012,39 +1013,39 @@ class Chunk:
             else self.gathered.zeros((self.layers,))
         )
 
-    def forward(self, operands: Operands, activations: Arrays) -> tuple[Arrays, Arrays]:
+    def forward(self, operands: ChunkOperands, activations: Arrays) -> tuple[Arrays, Arrays]:
         """(outputs of the chunk, its stash for the backward pass)."""
         line = self._linearised(operands, activations)
         return line.left, line.stashed
 
     def backward(
-        self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
-    ) -> tuple[Gradients, Arrays]:
+        self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, cotangents: Arrays
+    ) -> tuple[ChunkGrads, Arrays]:
         """Gradients of the operands, and of the floating-point inputs."""
         return self._linearised(operands, activations).pull(stashed)(cotangents)
 
     def backward_inputs(
-        self, operands: Operands, activations: Arrays, stashed: Arrays, cotangents: Arrays
+        self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, cotangents: Arrays
     ) -> tuple[Arrays, Arrays]:
         """The input-gradient half of `backward`, which the previous stage waits for."""
         return self._linearised(operands, activations).early(stashed, cotangents)
 
     def backward_weights(
-        self, operands: Operands, activations: Arrays, stashed: Arrays, passed: Arrays
-    ) -> Gradients:
+        self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, passed: Arrays
+    ) -> ChunkGrads:
         """The weight-gradient half of `backward`, which no stage waits for."""
         return jax.tree.unflatten(
             jax.tree.structure(self._wanted(operands)),
             self._linearised(operands, activations).late(stashed, passed),
         )
 
-    def _linearised(self, operands: Operands, activations: Arrays) -> Linearised:
+    def _linearised(self, operands: ChunkOperands, activations: Arrays) -> Linearised:
         """The chunk linearised at one microbatch."""
         floating = [is_floating(leaf) for leaf in activations]
         shape: dict[str, Any] = {}
 
-        def all_of(operands: Operands, activations: Arrays) -> tuple[Arrays, Arrays]:
-            def run(variables: Gradients, moving: Arrays) -> tuple[Arrays, Arrays]:
+        def all_of(operands: ChunkOperands, activations: Arrays) -> tuple[Arrays, Arrays]:
+            def run(variables: ChunkGrads, moving: Arrays) -> tuple[Arrays, Arrays]:
                 remaining = iter(moving)
                 entering = [
                     next(remaining) if float_ else leaf
@@ -1083,7 +1084,7 @@ class Chunk:
         )
 
 
-def _given(gathered: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
+def _given(gathered: Pregathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
     """Results of a layer, given its gathered operands."""
     env = {
         **gathered.body.constants,
@@ -1097,7 +1098,7 @@ def _given(gathered: Gathered, values: Arrays, ready: Arrays, walk: Walk) -> Arr
 # --------------------------------------------------------------------------------------------------
 # Weights outside of the layers (embedding, head) that are gathered before the ticks and whose
 # gradients are reduced after them: those of matmuls and lookups, if the plan also reduces gradients
-# of layers once per step. See `Gathered`, which does the same for layers.
+# of layers once per step. See `Pregathered`, which does the same for layers.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1134,7 +1135,7 @@ class EdgeGradients:
         return by_operand(self.uses, sums, lambda gradient, total: gradient.astype(total.dtype))
 
 
-def ends(layouts: LossLayouts, cut: Cut, mesh: Mesh | AbstractMesh) -> EdgeGradients:
+def ends(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> EdgeGradients:
     """Finds the operations outside of the layers whose gradients can be reduced at the end."""
     derived = set(cut.kept)
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
@@ -1182,15 +1183,15 @@ class StageRemat:
     outside: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @property
-    def alike(self) -> Saved:
+    def alike(self) -> LayerRemat:
         """The remat policy of every chunk, if all chunks are one program."""
         return self._saved(math.ceil(self.count / self.virtual))
 
-    def of_chunk(self, number: int, layers: int) -> Saved:
+    def of_chunk(self, number: int, layers: int) -> LayerRemat:
         """The remat policy of one chunk that has its own program."""
         rematerialised = self.count // self.virtual + (number < self.count % self.virtual)
         missing = self.layers // self.virtual - layers
         return self._saved(max(0, rematerialised - missing))
 
-    def _saved(self, count: int) -> Saved:
-        return Saved(policy=self.policy, count=count, offloaded=self.offloaded)
+    def _saved(self, count: int) -> LayerRemat:
+        return LayerRemat(policy=self.policy, count=count, offloaded=self.offloaded)

@@ -25,18 +25,18 @@ from shardlib.lowering.pipeline.layers import (
     STATE,
     Arrays,
     Chunk,
-    Cut,
+    ChunkGrads,
     EdgeGradients,
-    Gradients,
+    SplitLoss,
     StageRemat,
     Values,
-    cut,
     ends,
     gathered,
     is_floating,
     results_and_gradients,
+    split_loss,
 )
-from shardlib.lowering.pipeline.stage import Hop, StageArrays, Stages, dim_of_stages
+from shardlib.lowering.pipeline.stage import InFlight, StageArrays, Stages, dim_of_stages
 from shardlib.lowering.uses import LossFacts, LossJaxpr
 from shardlib.lowering.weights import AFTER_PIPELINE, GradientReductions
 from shardlib.planner.plan import Plan
@@ -95,7 +95,7 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
+def gathered_at_use(loss_cut: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
     """A finding if the plan gathers once, but layers have frozen sharded weights, which are
     gathered at every use.
     """
@@ -122,7 +122,7 @@ def gathered_at_use(loss_cut: Cut, plan: Plan) -> tuple[Finding, ...]:
 # Sums are at least float32, or in the dtype of the plan, and are placed where the microbatches make
 # the gradients: gradients of layers at their stages; gradients of values that all layers use as one
 # sum per stage; those of embedding and head as the optimizer reads them. Gradients that are reduced
-# once per step are per-device partial sums until then (`Gathered`, `EdgeGradients`).
+# once per step are per-device partial sums until then (`Pregathered`, `EdgeGradients`).
 
 #: The carry of the scan over ticks, by name.
 Carry = dict[str, Any]
@@ -134,7 +134,7 @@ SUMMED: tuple[str, ...] = ("sums", "done", "outside", "ends", "totals")
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Made:
+class OnceValues:
     """Values that the loss computes once per step from trained parameters, or their gradients.
 
     Attributes:
@@ -150,7 +150,7 @@ class Made:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Fixed:
+class OnceConstants:
     """Values that the loss computes once per step and that have no gradient.
 
     Attributes:
@@ -167,7 +167,7 @@ class Fixed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sums:
+class StepSums:
     """Initial values, reductions and results of the sums of a step.
 
     Attributes:
@@ -175,7 +175,7 @@ class Sums:
         gradient: sharding of gradients of parameters, by position of the parameter.
     """
 
-    cut: Cut
+    cut: SplitLoss
     stages: Stages
     ends: EdgeGradients
     gradient: Sequence[NamedSharding]
@@ -185,12 +185,12 @@ class Sums:
         """Zeros for the gradient sum of an array, [*lead, ...]."""
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
-    def empty(self, derived: Made) -> Carry:
+    def empty(self, derived: OnceValues) -> Carry:
         """Zeros for all sums, by the names of `SUMMED`, given the values computed from
         parameters.
         """
         stages, count, gathered = self.stages, self.stages.table.stages, self.stages.chunk.gathered
-        layers = Gradients(
+        layers = ChunkGrads(
             weights=[stages.over_stages(self.zeros(derived.stacks[k])) for k in stages.chunk.own],
             sums=stages.no_sums(),
             shared=[stages.over_stages(self.zeros(leaf, (count,))) for leaf in derived.shared],
@@ -239,9 +239,9 @@ class Sums:
             for number, leaf in outside.items()
         }
 
-    def gradients(self, resident: StageArrays, sums: Carry) -> Made:
+    def gradients(self, resident: StageArrays, sums: Carry) -> OnceValues:
         """Gradients of the values computed from parameters, from the sums over all microbatches."""
-        return Made(
+        return OnceValues(
             stacks=self._stacks(resident, sums),
             shared=[total.sum(0) for total in sums["sums"].shared],
             outside=self._outside(sums),
@@ -304,7 +304,7 @@ class Pipeline:
         repeated: see `shardlib.lowering.accumulation.Contribution`.
     """
 
-    cut: Cut
+    cut: SplitLoss
     stages: Stages
     layouts: LossLayouts
     around: LossLayouts
@@ -326,9 +326,9 @@ class Pipeline:
         return jax.tree.unflatten(self.traced.out_tree, range(self.traced.out_tree.num_leaves))[0]
 
     @cached_property
-    def sums(self) -> Sums:
+    def sums(self) -> StepSums:
         """The sums over microbatches."""
-        return Sums(
+        return StepSums(
             cut=self.cut,
             stages=self.stages,
             ends=self.ends,
@@ -338,9 +338,7 @@ class Pipeline:
 
     def outside(self) -> Walk:
         """The placing of values outside of the layers."""
-        return replace(
-            self.around.walk(sharded_only=not self.exact), layer_policies=self.remat.outside
-        )
+        return replace(self.around.walk(loose=not self.exact), layer_policies=self.remat.outside)
 
     def dealt(self, stack: Value) -> Value:
         """A stack of layers [layers, ...] as [stages, chunks, layers of a chunk, ...]; unused
@@ -465,7 +463,7 @@ class Pipeline:
         ]
         return self.results(outputs, state, after)
 
-    def _held(self, derived: Made, fixed: Fixed) -> StageArrays:
+    def _held(self, derived: OnceValues, fixed: OnceConstants) -> StageArrays:
         """Arrays of the stages that stay the same through all ticks, without those of
         microbatches.
         """
@@ -503,7 +501,7 @@ class Pipeline:
         """
         cut = self.cut
 
-        def run(leaves: Arrays) -> tuple[Made, Fixed]:
+        def run(leaves: Arrays) -> tuple[OnceValues, OnceConstants]:
             env: Values = {
                 **cut.program.constants,
                 **dict(zip(cut.program.inputs, self.layouts.parameters(leaves), strict=False)),
@@ -520,8 +518,8 @@ class Pipeline:
             shared = [moving[cut.constants[k]] for k in cut.roles.shared]
             tables = [self.dealt(jnp.asarray(env[cut.scanned[k]])) for k in cut.roles.tables]
             constant = [jnp.asarray(env[cut.constants[k]]) for k in cut.roles.constant]
-            derived = Made(stacks=stacks, shared=shared, outside=outside)
-            return derived, Fixed(values=fixed, tables=tables, constant=constant, ready={})
+            derived = OnceValues(stacks=stacks, shared=shared, outside=outside)
+            return derived, OnceConstants(values=fixed, tables=tables, constant=constant, ready={})
 
         derived, pull, fixed = jax.vjp(run, leaves, has_aux=True)
         return (
@@ -538,7 +536,7 @@ def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Edges:
+class EndWork:
     """Work at the ends of a pipeline that occurs in some ticks only.
 
     Attributes:
@@ -557,8 +555,8 @@ class Ticks:
         self,
         pipeline: Pipeline,
         resident: StageArrays,
-        derived: Made,
-        fixed: Fixed,
+        derived: OnceValues,
+        fixed: OnceConstants,
         states: Arrays,
         parts: Arrays,
         join: Callable[[Arrays], Tree],
@@ -591,7 +589,7 @@ class Ticks:
             "ends": plus(carry["ends"], sums),
         }
 
-    def _after(self, carry: Carry, tick: Any, edges: Edges) -> tuple[Carry, Arrays]:
+    def _after(self, carry: Carry, tick: Any, edges: EndWork) -> tuple[Carry, Arrays]:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of its
         activations.
         """
@@ -632,7 +630,7 @@ class Ticks:
             **self._outside(carry, *outside),
         }, moved
 
-    def _entering(self, tick: Any, edges: Edges) -> Arrays:
+    def _entering(self, tick: Any, edges: EndWork) -> Arrays:
         """Input of the first stage at a tick, replicated over the stages; zeros if the first stage
         continues an older microbatch.
         """
@@ -733,7 +731,7 @@ class Ticks:
                 carry: Carry,
                 tick: Any,
                 resident: StageArrays,
-                edges: Edges,
+                edges: EndWork,
                 kinds: tuple[str, ...] = kinds,
             ) -> Carry:
                 for kind in kinds:
@@ -746,7 +744,7 @@ class Ticks:
     def look(self, totals: Arrays) -> Arrays:
         """Adds up loss and metrics over forward ticks, without gradients."""
 
-        def tick(carry: Carry, tick: Any, resident: StageArrays, edges: Edges) -> Carry:
+        def tick(carry: Carry, tick: Any, resident: StageArrays, edges: EndWork) -> Carry:
             hop, _, left = self.stages.forward(
                 tick, resident, carry["hop"], self._entering(tick, edges), []
             )
@@ -768,7 +766,7 @@ class Ticks:
 
     def _ticks(
         self,
-        tick: Callable[[Carry, Any, StageArrays, Edges], Carry],
+        tick: Callable[[Carry, Any, StageArrays, EndWork], Carry],
         carry: Carry,
         start: int,
         stop: int,
@@ -779,7 +777,7 @@ class Ticks:
         that its ticks begin, and reduces the gradients of the chunk that the last round finished.
         """
 
-        def run(carry: Carry, start: Any, count: int, edges: Edges) -> Carry:
+        def run(carry: Carry, start: Any, count: int, edges: EndWork) -> Carry:
             resident = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
             return jax.lax.scan(
                 lambda carry, number: (tick(carry, number, resident, edges), None),
@@ -788,9 +786,9 @@ class Ticks:
             )[0]
 
         if not self.rounds:
-            return run(carry, start, stop - start, Edges(opening=True, closing=True))
+            return run(carry, start, stop - start, EndWork(opening=True, closing=True))
 
-        def turn(carry: Carry, number: Any, edges: Edges) -> Carry:
+        def turn(carry: Carry, number: Any, edges: EndWork) -> Carry:
             chunk = number if going else self.table.last_chunk - number
             slot = chunk % self.stages.window
             carry = (
@@ -815,26 +813,26 @@ class Ticks:
             )
 
         last = self.table.rounds - 1
-        carry = turn(carry, jnp.int32(0), Edges(opening=True, closing=False))
+        carry = turn(carry, jnp.int32(0), EndWork(opening=True, closing=False))
         if last > 1:
             carry, _ = jax.lax.scan(
                 lambda carry, number: (
-                    turn(carry, number, Edges(opening=False, closing=False)),
+                    turn(carry, number, EndWork(opening=False, closing=False)),
                     None,
                 ),
                 carry,
                 jnp.arange(1, last),
             )
-        carry = turn(carry, jnp.int32(last), Edges(opening=False, closing=True))
+        carry = turn(carry, jnp.int32(last), EndWork(opening=False, closing=True))
         done = self.table.rounds * self.table.microbatches
-        carry = run(carry, start + done, stop - start - done, Edges(opening=False, closing=True))
+        carry = run(carry, start + done, stop - start - done, EndWork(opening=False, closing=True))
         for chunk in () if going else reversed(range(self.stages.window)):
             carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
         return carry
 
     def _reduced(self, carry: Carry, chunk: Any, slot: Any) -> Carry:
         """Adds the partial sums in one slot to the gradients of a chunk, and zeroes the slot."""
-        sums: Gradients = carry["sums"]
+        sums: ChunkGrads = carry["sums"]
         gradients, empty = self.stages.reduce_out(self.held, sums.sums, slot)
         done = [
             jax.lax.dynamic_update_index_in_dim(
@@ -859,12 +857,12 @@ class Ticks:
             for leaf in shapes
         ]
 
-    def _activations(self, positions: Sequence[int]) -> Hop:
+    def _activations(self, positions: Sequence[int]) -> InFlight:
         """Zeros for the activations at some positions that are in flight between stages."""
         leaves = [self.stages.activations[k] for k in positions]
         count = self.table.stages
         lag = self.table.lag
-        return Hop(
+        return InFlight(
             next=[
                 self.stages.over_stages(jnp.zeros((count, *leaf.shape), leaf.dtype))
                 for leaf in leaves
@@ -887,7 +885,7 @@ class Ticks:
         def room(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
 
-        ring = [
+        stash = [
             jax.device_put(room(self.table.slots, leaf), jax.memory.Space.Host)
             if away
             else room(self.table.slots, leaf)
@@ -907,19 +905,19 @@ class Ticks:
         return {
             "hop": self._activations(range(len(stages.activations))),
             "back": self._activations(stages.moving),
-            "ring": ring,
+            "stash": stash,
             "passed": passed,
             "left": leaving,
             "ready": self._unready(),
         }
 
-    def _forward(self, carry: Carry, tick: Any, resident: StageArrays, edges: Edges) -> Carry:
-        hop, ring, left = self.stages.forward(
-            tick, resident, carry["hop"], self._entering(tick, edges), carry["ring"]
+    def _forward(self, carry: Carry, tick: Any, resident: StageArrays, edges: EndWork) -> Carry:
+        hop, stash, left = self.stages.forward(
+            tick, resident, carry["hop"], self._entering(tick, edges), carry["stash"]
         )
         if self.table.forward_first:
             left = self._collected(tick, carry["left"], left) if edges.closing else carry["left"]
-        return {**carry, "hop": hop, "ring": ring, "left": left}
+        return {**carry, "hop": hop, "stash": stash, "left": left}
 
     def _collected(self, tick: Any, collected: Arrays, left: Arrays) -> Arrays:
         """The outputs of the last stage, [microbatches, ...], updated after a tick."""
@@ -939,10 +937,10 @@ class Ticks:
             left,
         )
 
-    def _backward(self, carry: Carry, tick: Any, resident: StageArrays, edges: Edges) -> Carry:
+    def _backward(self, carry: Carry, tick: Any, resident: StageArrays, edges: EndWork) -> Carry:
         carry, leaving = self._after(carry, tick, edges)
         done = self.stages.backward(
-            tick, resident, carry["back"], leaving, carry["ring"], carry["sums"], carry["passed"]
+            tick, resident, carry["back"], leaving, carry["stash"], carry["sums"], carry["passed"]
         )
         carry = {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed}
         if not edges.closing:
@@ -966,11 +964,11 @@ class Ticks:
 
         return {**carry, **self._outside(carry, *self._only((chunk == 0) & works, before))}
 
-    def _weights(self, carry: Carry, tick: Any, resident: StageArrays, _: Edges) -> Carry:
+    def _weights(self, carry: Carry, tick: Any, resident: StageArrays, _: EndWork) -> Carry:
         return {
             **carry,
             "sums": self.stages.weights(
-                tick, resident, carry["ring"], carry["sums"], carry["passed"]
+                tick, resident, carry["stash"], carry["sums"], carry["passed"]
             ),
         }
 
@@ -1021,7 +1019,7 @@ def pipeline(
     program = traced.program
     parameters = [plan.parameters[number] for number in parameter_order(plan, params.compute)]
     frozen = {i for i, parameter in enumerate(parameters) if not parameter.trained}
-    loss_cut = cut(
+    loss_cut = split_loss(
         program,
         len(jax.tree.leaves(params.compute)),
         states,
@@ -1085,7 +1083,7 @@ def _with_loop(
     return looped, replace(layouts, layers=layers, around={}), findings
 
 
-def _timetable(plan: Plan, loss_cut: Cut) -> Timetable:
+def _timetable(plan: Plan, loss_cut: SplitLoss) -> Timetable:
     """The schedule of one group of microbatches."""
     table = Timetable(
         schedule=plan.schedule,
@@ -1115,7 +1113,7 @@ def _timetable(plan: Plan, loss_cut: Cut) -> Timetable:
 
 def _stages(
     plan: Plan,
-    loss_cut: Cut,
+    loss_cut: SplitLoss,
     layouts: LossLayouts,
     mesh: Mesh | AbstractMesh,
     value_layouts: ValueLayouts,
@@ -1203,7 +1201,7 @@ def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Findin
 
 
 def stage_remat(
-    plan: Plan, cut: Cut, program: Program, loss: LossFacts, paths: Sequence[str]
+    plan: Plan, cut: SplitLoss, program: Program, loss: LossFacts, paths: Sequence[str]
 ) -> StageRemat:
     """The rematerialisation in the stages of a plan."""
     fullest = fullest_stage(plan, cut.layers)
@@ -1231,7 +1229,7 @@ def stage_remat(
     return replace(uniform, policy=policy if count else "none", count=count, outside=outside)
 
 
-def stage_activations(loss_cut: Cut, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def stage_activations(loss_cut: SplitLoss, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of everything sent between stages: the carry, the values sent along with it,
     and a buffer [layers, ...] for every stacked result of the layers.
     """

@@ -14,7 +14,7 @@ schedule runs the last chunk's backward pass right after its forward pass, both 
 Chunk c of stage s is number g = c S + s of all chunks, and takes the layers after those of chunk g
 - 1. If the layers do not divide evenly, the first chunks have one more.
 
->>> dealing = Dealing(layers=5, stages=2, virtual=2)
+>>> dealing = LayerSplit(layers=5, stages=2, virtual=2)
 >>> dealing.counts, dealing.rows(0), dealing.rows(1), dealing.places
 ((2, 1, 1, 1), (0, 1, 2, 2), (3, 3, 4, 4), (0, 1, 2, 4, 6))
 """
@@ -44,9 +44,9 @@ from shardlib.lowering.pipeline.layers import (
     PARAMETERS,
     Arrays,
     Chunk,
-    Cut,
-    Gradients,
-    Operands,
+    ChunkGrads,
+    ChunkOperands,
+    SplitLoss,
     StageRemat,
     Values,
     gathered,
@@ -94,7 +94,7 @@ def part_of_microbatch(leaf: Value, micro: Index) -> Value:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Early:
+class EdgeSums:
     """Sums that are updated with the input-gradient half of the backward pass.
 
     Attributes:
@@ -108,7 +108,7 @@ class Early:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Late:
+class WeightSums:
     """Sums of weight gradients, which the schedule may delay.
 
     Attributes:
@@ -125,7 +125,7 @@ class Late:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class ChunkWork:
     """The work of one chunk.
 
     Attributes:
@@ -139,7 +139,7 @@ class Work:
         remat: what layers save for their backward passes.
     """
 
-    cut: Cut
+    cut: SplitLoss
     layouts: LossLayouts
     chunk: Chunk
     first: int
@@ -265,7 +265,7 @@ class Work:
         evaluate_equations(needed(cut.once, numbers)[0], env, Walk())
         return {number: env[number] for number in numbers}
 
-    def _operands(self, resident: ChunkInputs, micro: Index) -> Operands:
+    def _operands(self, resident: ChunkInputs, micro: Index) -> ChunkOperands:
         cut = self.cut
         values = {**self.cut.program.constants, **self._known()}
         layers = self.chunk.layers
@@ -282,7 +282,7 @@ class Work:
             for k in cut.roles.tables
         ]
         values.update({number: self._used(number, resident.kept[number]) for number in self.frozen})
-        return Operands(
+        return ChunkOperands(
             weights=stacks[: len(cut.roles.weights)],
             tables=tables,
             drawn=[leaf[layers_of_chunk] for leaf in self._drawn(resident, micro)],
@@ -319,9 +319,9 @@ class Work:
         left: Arrays,
         stashed: Arrays,
         back: Arrays,
-        early: Early,
-        late: Late,
-    ) -> tuple[Early, Late, Arrays]:
+        early: EdgeSums,
+        late: WeightSums,
+    ) -> tuple[EdgeSums, WeightSums, Arrays]:
         """The whole backward pass."""
         early, back = self._after_layers(resident, micro, left, back, early)
         gradients, entered = self.chunk.backward(
@@ -340,8 +340,8 @@ class Work:
         left: Arrays,
         stashed: Arrays,
         back: Arrays,
-        early: Early,
-    ) -> tuple[Early, Arrays, Arrays]:
+        early: EdgeSums,
+    ) -> tuple[EdgeSums, Arrays, Arrays]:
         """The input-gradient half of the backward pass, which the previous stage waits for; also
         gives the residuals that `backward_weights` needs besides the stash.
         """
@@ -352,8 +352,8 @@ class Work:
         return self._before_layers(resident, micro, early, entered), self._sent(entered), passed
 
     def backward_weights(
-        self, resident: ChunkInputs, micro: Index, stashed: Arrays, passed: Arrays, late: Late
-    ) -> Late:
+        self, resident: ChunkInputs, micro: Index, stashed: Arrays, passed: Arrays, late: WeightSums
+    ) -> WeightSums:
         """The weight-gradient half of the backward pass, which no stage waits for."""
         return self._summed(
             late,
@@ -367,7 +367,7 @@ class Work:
         gathered = self.chunk.gathered
         return [] if gathered is None else gathered.gather(self._sources(resident))
 
-    def reduced(self, resident: ChunkInputs, late: Late) -> Late:
+    def reduced(self, resident: ChunkInputs, late: WeightSums) -> WeightSums:
         """Gradients of all stacked parameters after the last microbatch, with the partial sums
         reduced into them.
         """
@@ -386,7 +386,7 @@ class Work:
                 position, jnp.zeros(stack.shape, self.layouts.reductions.accumulator(stack.dtype))
             )
             totals[position] = total.at[: self.chunk.layers].add(gradient.astype(total.dtype))
-        return Late(
+        return WeightSums(
             weights=[totals[position] for position in positions], shared=late.shared, sums=[]
         )
 
@@ -405,8 +405,8 @@ class Work:
         return entered if self.first else []
 
     def _after_layers(
-        self, resident: ChunkInputs, micro: Index, left: Arrays, back: Arrays, early: Early
-    ) -> tuple[Early, Arrays]:
+        self, resident: ChunkInputs, micro: Index, left: Arrays, back: Arrays, early: EdgeSums
+    ) -> tuple[EdgeSums, Arrays]:
         """Loss and metrics, and the cotangents of the last chunk's outputs; does nothing for other
         chunks.
         """
@@ -420,13 +420,13 @@ class Work:
             self._derived(resident),
         )
         return (
-            Early(outside=plus(early.outside, outside), totals=plus(early.totals, results)),
+            EdgeSums(outside=plus(early.outside, outside), totals=plus(early.totals, results)),
             back,
         )
 
     def _before_layers(
-        self, resident: ChunkInputs, micro: Index, early: Early, entered: Arrays
-    ) -> Early:
+        self, resident: ChunkInputs, micro: Index, early: EdgeSums, entered: Arrays
+    ) -> EdgeSums:
         """Gradients of the values that the first chunk reads before the layers; does nothing for
         other chunks.
         """
@@ -439,7 +439,7 @@ class Work:
             return [entering[k] for k in positions]
 
         outside = jax.vjp(run, self._derived(resident))[1](entered[: len(positions)])[0]
-        return Early(outside=plus(early.outside, outside), totals=early.totals)
+        return EdgeSums(outside=plus(early.outside, outside), totals=early.totals)
 
     def _derived(self, resident: ChunkInputs) -> Values:
         """Values with a gradient that are read before or after the layers."""
@@ -449,7 +449,7 @@ class Work:
             if is_floating(resident.kept[number])
         }
 
-    def _summed(self, late: Late, gradients: Gradients) -> Late:
+    def _summed(self, late: WeightSums, gradients: ChunkGrads) -> WeightSums:
         def added(total: Any, gradient: Any) -> Any:
             stacked = jnp.stack(gradient) if isinstance(gradient, list) else gradient
             return (
@@ -458,7 +458,7 @@ class Work:
                 else total + stacked.astype(total.dtype)
             )
 
-        return Late(
+        return WeightSums(
             weights=[
                 added(total, gradient)
                 for total, gradient in zip(late.weights, gradients.weights, strict=True)
@@ -473,7 +473,7 @@ class Work:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class First:
+class ZeroSums:
     """Zero sums before the first microbatch.
 
     Attributes:
@@ -481,7 +481,7 @@ class First:
         outside, totals: zeros for the sums that only other stages compute.
     """
 
-    chunks: list[tuple[Early, Late]]
+    chunks: list[tuple[EdgeSums, WeightSums]]
     outside: Values
     totals: Arrays
 
@@ -492,7 +492,7 @@ class First:
 # Arguments and results are flat lists, in the order given at the fields of `ChunkPrograms`. Sums
 # come first among the results, so that the donated buffers are reused for them.
 
-Abstracts = tuple[jax.ShapeDtypeStruct, ...]
+Avals = tuple[jax.ShapeDtypeStruct, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -522,7 +522,7 @@ class ChunkPrograms:
     backward: Executable | None = None
     both: Executable | None = None
     weights: Executable | None = None
-    left: Abstracts = ()
+    left: Avals = ()
     stashed: tuple[int, ...] = ()
     entered: int = 0
 
@@ -533,7 +533,7 @@ class ChunkPrograms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class ChunkAvals:
     """Inputs of the programs of a chunk, abstract and with shardings.
 
     Attributes:
@@ -545,14 +545,14 @@ class Inputs:
 
     held: ChunkInputs
     micro: jax.ShapeDtypeStruct
-    entering: Abstracts
-    early: Early
-    late: Late
-    gradients: Abstracts
+    entering: Avals
+    early: EdgeSums
+    late: WeightSums
+    gradients: Avals
 
 
 def chunk_programs(
-    work: Work, arguments_in: Inputs, mesh: Mesh, name: str, *, split: bool, at_once: bool
+    work: ChunkWork, arguments_in: ChunkAvals, mesh: Mesh, name: str, *, split: bool, at_once: bool
 ) -> ChunkPrograms:
     """Compiles the programs of a chunk."""
     around, arguments_in = _around(work, arguments_in, mesh, name)
@@ -621,7 +621,9 @@ def _on_host(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _around(work: Work, inputs: Inputs, mesh: Mesh, name: str) -> tuple[ChunkPrograms, Inputs]:
+def _around(
+    work: ChunkWork, inputs: ChunkAvals, mesh: Mesh, name: str
+) -> tuple[ChunkPrograms, ChunkAvals]:
     """The programs before the first and after the last microbatch, and the inputs of the other
     programs.
     """
@@ -668,14 +670,14 @@ def _with_sums(
 
 
 def _late(
-    work: Work, inputs: Inputs, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+    work: ChunkWork, inputs: ChunkAvals, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
 ) -> tuple[TracedFunction, tuple[int, ...]]:
     """The program of the weight gradients alone, and the positions in the stash that it reads;
     shardings of these, and of the residuals, are not known yet.
     """
 
     def passed(
-        resident: ChunkInputs, micro: Any, left: Any, stashed: Any, back: Any, early: Early
+        resident: ChunkInputs, micro: Any, left: Any, stashed: Any, back: Any, early: EdgeSums
     ) -> Any:
         return work.backward_inputs(resident, micro, left, stashed, back, early)[2]
 
@@ -692,7 +694,7 @@ def _late(
     )
 
 
-def _ends(work: Work, left: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], list[Any]]:
+def _ends(work: ChunkWork, left: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], list[Any]]:
     """(outputs, cotangents of outputs) that a backward pass receives: the last chunk computes the
     cotangents from the outputs.
     """
@@ -700,8 +702,8 @@ def _ends(work: Work, left: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], 
 
 
 def _backward(
-    work: Work,
-    inputs: Inputs,
+    work: ChunkWork,
+    inputs: ChunkAvals,
     left: Sequence[jax.ShapeDtypeStruct],
     saved: Sequence[jax.ShapeDtypeStruct],
     mesh: Mesh,
@@ -716,15 +718,17 @@ def _backward(
 
 
 def _both(
-    work: Work, arguments: Inputs, stashed: Sequence[int], split: bool
+    work: ChunkWork, arguments: ChunkAvals, stashed: Sequence[int], split: bool
 ) -> tuple[Callable[..., Any], Any, list[Any]]:
     """Forward and backward in one, its arguments, and its sums."""
 
-    def run(resident: ChunkInputs, micro: Any, entering: Any, early: Early, late: Late) -> Any:
+    def run(
+        resident: ChunkInputs, micro: Any, entering: Any, early: EdgeSums, late: WeightSums
+    ) -> Any:
         left, saved = work.forward(resident, micro, entering)
         return work.backward(resident, micro, left, saved, [], early, late)
 
-    def inputs(resident: ChunkInputs, micro: Any, entering: Any, early: Early) -> Any:
+    def inputs(resident: ChunkInputs, micro: Any, entering: Any, early: EdgeSums) -> Any:
         left, saved = work.forward(resident, micro, entering)
         early, entered, passed = work.backward_inputs(resident, micro, left, saved, [], early)
         return early, entered, [saved[k] for k in stashed], passed
@@ -737,7 +741,7 @@ def _both(
     )
 
 
-def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Abstracts:
+def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Avals:
     """Outputs of one stage as inputs of another."""
     specs = [
         leaf.sharding.spec if isinstance(leaf.sharding, NamedSharding) else PartitionSpec()
@@ -750,7 +754,7 @@ def on_stage(leaves: Sequence[jax.ShapeDtypeStruct], mesh: Mesh) -> Abstracts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dealing:
+class LayerSplit:
     """Assignment of layers to chunks.
 
     Attributes:
@@ -829,7 +833,7 @@ class Dealing:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Places:
+class StageMeshes:
     """The meshes of the stages.
 
     Attributes:
@@ -841,13 +845,13 @@ class Places:
     stages: tuple[Mesh, ...]
 
     @staticmethod
-    def of(mesh: Mesh) -> Places:
+    def of(mesh: Mesh) -> StageMeshes:
         """The stages of a mesh."""
         axes = physical_axes(mesh, ("stage",))
         sizes, ones = [mesh.shape[axis] for axis in axes], (1,) * len(axes)
         # The stage axis is the first one.
         parts = mesh.devices.reshape(int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :])
-        return Places(
+        return StageMeshes(
             mesh=mesh,
             stages=tuple(Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in parts),
         )
@@ -857,7 +861,7 @@ class Places:
         """Names of the stage axis."""
         return physical_axes(self.mesh, ("stage",))
 
-    def cut(self, tail: Sequence[object] = ()) -> NamedSharding:
+    def over_stages(self, tail: Sequence[object] = ()) -> NamedSharding:
         """The sharding of an array with its leading dim over the stages, other dims as given."""
         return NamedSharding(self.mesh, PartitionSpec(self.axis, *tail))
 
@@ -908,7 +912,7 @@ class Places:
         shape = (arrays[0].shape[0] * len(arrays), *arrays[0].shape[1:])
         return jax.make_array_from_single_device_arrays(
             shape,
-            self.cut(first.spec[1:]),
+            self.over_stages(first.spec[1:]),
             [shard.data for array in arrays for shard in array.addressable_shards],
         )
 
@@ -924,7 +928,7 @@ class Places:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Opened:
+class StepInputs:
     """Values read by all microbatches, over all devices.
 
     Attributes:
@@ -945,11 +949,11 @@ class Opened:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Summed:
+class StageSums:
     """Sums of the stages, over all devices and sharded over the stages.
 
     Attributes:
-        stacks: gradients like `Opened.stacks`.
+        stacks: gradients like `StepInputs.stacks`.
         shared: gradients of parameters that all layers use, [stages, ...] per chunk of a stage.
         outside: gradients of values read before and after the layers, [stages, ...].
         totals: loss and metrics, [stages, ...].
@@ -975,8 +979,8 @@ class Opening:
     """
 
     pipeline: Pipeline
-    places: Places
-    dealing: Dealing
+    places: StageMeshes
+    dealing: LayerSplit
     params: ParameterShardings
     batch: Tree
     dims: BatchDims
@@ -1016,14 +1020,14 @@ class Opening:
             for path, _ in jax.tree_util.tree_leaves_with_path(self.batch)
         )
 
-    def opened(self, params: Tree, state: Tree, batch: Tree) -> Opened:
+    def opened(self, params: Tree, state: Tree, batch: Tree) -> StepInputs:
         """The values read by all microbatches."""
         values = self.made(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
         stacked, join = Microbatches(
             shardings=self.batch, dims=self.dims, count=self.microbatches
         ).split(self.prologue(state, batch))
-        return Opened(
+        return StepInputs(
             stacks=[self._dealt(number, values[number]) for number in self.dealt],
             kept={number: self._whole(number, values[number]) for number in self.kept},
             states=states,
@@ -1032,7 +1036,7 @@ class Opening:
         )
 
     def gradients(
-        self, params: Tree, state: Tree, pieces: tuple[Arrays, Summed]
+        self, params: Tree, state: Tree, pieces: tuple[Arrays, StageSums]
     ) -> tuple[tuple[Value, tuple[Metrics, Tree]], Tree]:
         """((loss, (metrics, state)), gradients), averaged over the microbatches, from the sums of
         the stages.
@@ -1068,7 +1072,7 @@ class Opening:
                 for number, leaf in stored.items()
             },
         }
-        evaluate_equations(cut.once, env, self.pipeline.layouts.walk(sharded_only=True))
+        evaluate_equations(cut.once, env, self.pipeline.layouts.walk(loose=True))
         return {
             number: stored.get(number, env[number])
             for number in dict.fromkeys((*self.dealt, *self.kept))
@@ -1080,9 +1084,9 @@ class Opening:
         """
         owner = self.pipeline.cut.owners.get(number)
         cuts = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec
-        return self.places.cut(self._tail(cuts[1:] if layers else cuts))
+        return self.places.over_stages(self._tail(cuts[1:] if layers else cuts))
 
-    def _sums(self, summed: Summed) -> Values:
+    def _sums(self, summed: StageSums) -> Values:
         """Sums of gradients by value."""
         totals: Values = dict(
             zip(self.stacks, map(self.dealing.gathered, summed.stacks), strict=True)
@@ -1114,7 +1118,7 @@ class Opening:
             and self.places.cuts(stored)
         ):
             return [stack]
-        sharding = self.places.cut(self._tail(() if stored is None else stored.spec[1:]))
+        sharding = self.places.over_stages(self._tail(() if stored is None else stored.spec[1:]))
         return [
             jax.lax.with_sharding_constraint(part, sharding) for part in self.dealing.dealt(stack)
         ]
@@ -1155,10 +1159,10 @@ class Opening:
 # only the stages that need its outputs.
 
 #: Model state after a step, and the sums of the stages.
-Made = tuple[Arrays, Summed]
+UpdateInputs = tuple[Arrays, StageSums]
 
 
-class Arriving(Protocol):
+class InTransfer(Protocol):
     """Parameters that some stages have received and others still wait for."""
 
     def there(self, stage: int) -> bool:
@@ -1177,8 +1181,8 @@ class Update(Protocol):
     several if some of the state is not in device memory.
     """
 
-    def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
-        """(state, (model state after the step, `Summed`)) -> (state, metrics); the state is
+    def step(self, state: TrainState, batch: UpdateInputs, /) -> tuple[TrainState, Metrics]:
+        """(state, (model state after the step, `StageSums`)) -> (state, metrics); the state is
         donated.
         """
         ...
@@ -1189,13 +1193,13 @@ class Update(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class OneUpdate:
+class SingleUpdate:
     """An update that is one program."""
 
     call: jax.stages.Compiled
     run: Callable[..., tuple[TrainState, Metrics]]
 
-    def step(self, state: TrainState, batch: Made, /) -> tuple[TrainState, Metrics]:
+    def step(self, state: TrainState, batch: UpdateInputs, /) -> tuple[TrainState, Metrics]:
         """The next state, and metrics."""
         return self.run(state, batch)
 
@@ -1208,7 +1212,7 @@ def in_turn(
     turns: Sequence[tuple[int, Task]],
     ready: Callable[[int, Task], bool],
     do: Callable[[int, Task], None],
-    arriving: Arriving,
+    arriving: InTransfer,
 ) -> None:
     """Runs all tasks, each as soon as its stage has its parameters and its inputs from its
     neighbours; if no task can run, waits for the first task's parameters.
@@ -1232,7 +1236,7 @@ def in_turn(
 # One step: the programs called in the order of the schedule.
 
 #: (stage, task) pairs, in an order in which every task comes after the tasks it reads from.
-Turns = tuple[tuple[int, Task], ...]
+TaskOrder = tuple[tuple[int, Task], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -1240,7 +1244,7 @@ class Stage:
     """Meshes and shardings of one stage, apart from the programs of its chunks.
 
     Attributes:
-        zeros: program that makes the first sums: `First`.
+        zeros: program that makes the first sums: `ZeroSums`.
         indices: the index of each microbatch, as an array.
     """
 
@@ -1253,8 +1257,8 @@ class Dispatch:
     """All programs of a step.
 
     Attributes:
-        opening: parameters, model state, batch -> `Opened`.
-        opened: tree structure of `Opened`.
+        opening: parameters, model state, batch -> `StepInputs`.
+        opened: tree structure of `StepInputs`.
         stacks: number of stacked parameters.
         kept: for each chunk, the values computed from parameters that it reads.
         outside: for each chunk, the values other than layers whose gradients it sums.
@@ -1263,7 +1267,7 @@ class Dispatch:
         turns: all tasks in the order in which they are called.
     """
 
-    places: Places
+    places: StageMeshes
     opening: Executable
     opened: Any
     stacks: int
@@ -1273,7 +1277,7 @@ class Dispatch:
     stages: tuple[Stage, ...]
     entering: tuple[list[Any], ...]
     back: tuple[list[Any], ...]
-    turns: Turns
+    turns: TaskOrder
     update: Update
 
     def memory(self) -> dict[str, int]:
@@ -1289,23 +1293,23 @@ class Dispatch:
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
         """(state, metrics) after a step; the state is donated."""
-        opened: Opened = jax.tree.unflatten(
+        opened: StepInputs = jax.tree.unflatten(
             self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch)))
         )
-        run = Step(self, opened)
+        run = StepRun(self, opened)
         for turn in self.turns:
             run.do(*turn)
         return self.update.step(state, (opened.after, run.summed()))
 
-    def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: Arriving) -> Step:
+    def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: InTransfer) -> StepRun:
         """Queues the work of a step whose parameters are still being received; no update."""
         leaves = jax.tree.leaves((params, inputs, batch))
-        run = Step(self, jax.tree.unflatten(self.opened, self.opening(leaves)), arriving)
+        run = StepRun(self, jax.tree.unflatten(self.opened, self.opening(leaves)), arriving)
         in_turn(self.turns, run.ready, run.do, arriving)
         return run
 
 
-class Step:
+class StepRun:
     """The state of one step in progress. Arrays are freed when the last program that reads them is
     queued.
 
@@ -1315,12 +1319,12 @@ class Step:
     """
 
     def __init__(
-        self, programs: Dispatch, opened: Opened, arriving: Arriving | None = None
+        self, programs: Dispatch, opened: StepInputs, arriving: InTransfer | None = None
     ) -> None:
         self.programs, self.ways = programs, len(programs.stages)
         self.opened, self._arriving = opened, arriving
         self._held, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
-        self.first: list[First] = [stage.zeros() for stage in programs.stages]
+        self.first: list[ZeroSums] = [stage.zeros() for stage in programs.stages]
         self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
         for number in range(len(programs.chunks)):
             early, late = self.first[number % self.ways].chunks[number // self.ways]
@@ -1344,7 +1348,7 @@ class Step:
         last = chunk == len(self.programs.chunks) - 1
         return task.kind == WEIGHTS or last or unit in self.back
 
-    def summed(self) -> Summed:
+    def summed(self) -> StageSums:
         """The sums of the stages, over all devices."""
         programs, join = self.programs, self.programs.places.join
         turns = [
@@ -1370,7 +1374,7 @@ class Step:
             self.early[last][len(programs.outside[last]) :],
             strict=True,
         )
-        return Summed(
+        return StageSums(
             stacks=[[leaves[k] for leaves in late] for k in range(stacks)],
             shared=[[leaves[k] for leaves in late] for k in range(stacks, len(late[0]))],
             outside=outside,
@@ -1478,7 +1482,7 @@ class StagePrograms:
 
     plan: Plan
     opening: Opening
-    works: tuple[Work, ...]
+    works: tuple[ChunkWork, ...]
     order: tuple[Order, ...]
 
     def _kept(self, chunk: int) -> tuple[int, ...]:
@@ -1486,7 +1490,7 @@ class StagePrograms:
         work = self.works[chunk]
         return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
 
-    def _held(self, chunk: int, opened: Opened) -> ChunkInputs:
+    def _held(self, chunk: int, opened: StepInputs) -> ChunkInputs:
         """The inputs of a chunk, abstract."""
         places = self.opening.places
         turn, stage = divmod(chunk, len(places.stages))
@@ -1505,8 +1509,8 @@ class StagePrograms:
             number: self._sum(number, chunk) for number in work.outside if self._floating(number)
         }
         return {
-            "early": Early(outside=outside, totals=self._totals(chunk) if work.last else []),
-            "late": Late(
+            "early": EdgeSums(outside=outside, totals=self._totals(chunk) if work.last else []),
+            "late": WeightSums(
                 weights=[self._gradients(chunk)[k] for k in work.chunk.own],
                 shared=[self._sum(number, chunk) for number in work.shared],
                 sums=self._partial(chunk),
@@ -1586,7 +1590,7 @@ class StagePrograms:
         ) * 2 == len(last)
 
     def compiled(
-        self, state: Tree, batch: Tree, update: Callable[[Made], Update], name: str
+        self, state: Tree, batch: Tree, update: Callable[[UpdateInputs], Update], name: str
     ) -> Dispatch:
         """Compiles all programs."""
         opening, places = self.opening, self.opening.places
@@ -1595,12 +1599,12 @@ class StagePrograms:
         first = _draft(opening.opened, arguments, places.mesh).compiled(
             f"{name}_opening", places.mesh
         )
-        opened: Opened = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
+        opened: StepInputs = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
         count, last, chunks = len(places.stages), len(self.works) - 1, list[ChunkPrograms]()
         entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
         for number, work in enumerate(self.works):
             mesh = places.stages[number % count]
-            inputs = Inputs(
+            inputs = ChunkAvals(
                 held=self._held(number, opened),
                 micro=_index(mesh),
                 entering=entering[-1],
@@ -1649,7 +1653,7 @@ class StagePrograms:
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
         summed_here = {number for early, _ in chunks for number in early.outside}
         everywhere = {number for end in (0, last) for number in self._sums(end)["early"].outside}
-        first = First(
+        first = ZeroSums(
             chunks=chunks,
             outside={number: self._sum(number, stage) for number in everywhere - summed_here},
             totals=[] if stage == count - 1 else self._totals(stage),
@@ -1670,7 +1674,7 @@ class StagePrograms:
             ),
         )
 
-    def _summed(self) -> Summed:
+    def _summed(self) -> StageSums:
         """The sums of the stages after the last microbatch, abstract."""
         opening, places, count = self.opening, self.opening.places, len(self.order)
 
@@ -1682,7 +1686,7 @@ class StagePrograms:
             )
 
         late = [
-            Late(
+            WeightSums(
                 weights=[whole(leaf) for leaf in self._gradients(number)],
                 shared=[whole(leaf) for leaf in self._sums(number)["late"].shared],
                 sums=[],
@@ -1690,7 +1694,7 @@ class StagePrograms:
             for number in range(0, len(self.works), count)
         ]
         ends = [self._sums(number)["early"] for number in (0, len(self.works) - 1)]
-        return Summed(
+        return StageSums(
             stacks=[[sums.weights[k] for sums in late] for k in range(len(opening.stacks))],
             shared=[[sums.shared[k] for sums in late] for k in range(len(late[0].shared))],
             outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
@@ -1698,7 +1702,7 @@ class StagePrograms:
         )
 
 
-def _turns(order: tuple[Order, ...]) -> Turns:
+def _turns(order: tuple[Order, ...]) -> TaskOrder:
     """All tasks, in the order in which they would start if forward work took half as long as
     backward work.
     """
@@ -1731,8 +1735,8 @@ def stage_programs(
     prologue: Callable[[Tree, Tree], Tree] = lambda state, batch: batch,
 ) -> StagePrograms:
     """The stages of a plan as programs of their own."""
-    places, order = Places.of(_with_devices(mesh)), _order(plan)
-    dealing = Dealing(
+    places, order = StageMeshes.of(_with_devices(mesh)), _order(plan)
+    dealing = LayerSplit(
         layers=pipeline.cut.layers, stages=len(places.stages), virtual=plan.virtual_stages
     )
     opening = Opening(
@@ -1790,7 +1794,7 @@ def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
     )
 
 
-def _work(number: int, opening: Opening, alone: Plan) -> Work:
+def _work(number: int, opening: Opening, alone: Plan) -> ChunkWork:
     """The work of one chunk of layers, on the mesh of its stage."""
     pipeline, dealing, stages = opening.pipeline, opening.dealing, opening.places.stages
     cut, layers, here = pipeline.cut, dealing.counts[number], stages[number % len(stages)]
@@ -1808,7 +1812,7 @@ def _work(number: int, opening: Opening, alone: Plan) -> Work:
         gathered=gathered(layouts, cut, here),
         unrolled=layers <= WRITTEN_OUT,
     )
-    return Work(
+    return ChunkWork(
         cut=cut,
         layouts=layouts,
         chunk=chunk,

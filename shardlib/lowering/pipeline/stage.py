@@ -22,8 +22,8 @@ from shardlib.lowering.mesh import physical_axes
 from shardlib.lowering.pipeline.layers import (
     Arrays,
     Chunk,
-    Gradients,
-    Operands,
+    ChunkGrads,
+    ChunkOperands,
     is_floating,
     layer_of,
     with_layer,
@@ -57,7 +57,7 @@ class StageArrays:
         tables: the same of each constant table.
         drawn: each array of model state with a slice per layer, [microbatches, stages, chunks,
             layers, ...].
-        shared, constant: see `Operands`.
+        shared, constant: see `ChunkOperands`.
         ready: operands that are gathered beforehand, [stages, chunks, layers, ...]; of two chunks
             only if a chunk is gathered when its round begins.
     """
@@ -72,7 +72,7 @@ class StageArrays:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Hop:
+class InFlight:
     """Arrays in flight between stages.
 
     Attributes:
@@ -86,7 +86,7 @@ class Hop:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backward:
+class BackwardTick:
     """Results of a backward tick.
 
     Attributes:
@@ -95,22 +95,22 @@ class Backward:
             `handed_out`.
     """
 
-    hop: Hop
-    sums: Gradients
+    hop: InFlight
+    sums: ChunkGrads
     passed: Arrays
     entered: Arrays
 
 
-def slot_of(ring: Arrays, slot: Index) -> Arrays:
+def slot_of(stash: Arrays, slot: Index) -> Arrays:
     """One slot of a stage's activation stash, arrays [its stage, slots, ...]."""
-    return [jax.lax.dynamic_index_in_dim(slots[0], slot, 0, keepdims=False) for slots in ring]
+    return [jax.lax.dynamic_index_in_dim(slots[0], slot, 0, keepdims=False) for slots in stash]
 
 
-def with_slot(ring: Arrays, arrays: Arrays, slot: Index) -> Arrays:
+def with_slot(stash: Arrays, arrays: Arrays, slot: Index) -> Arrays:
     """The activation stash, arrays [its stage, slots, ...], with one slot replaced."""
     return [
         jax.lax.dynamic_update_index_in_dim(slots[0], leaf, slot, 0)[None]
-        for slots, leaf in zip(ring, arrays, strict=True)
+        for slots, leaf in zip(stash, arrays, strict=True)
     ]
 
 
@@ -416,29 +416,29 @@ class Stages:
         )
 
     def forward(
-        self, tick: Index, resident: StageArrays, hop: Hop, entering: Arrays, ring: Arrays
-    ) -> tuple[Hop, Arrays, Arrays]:
+        self, tick: Index, resident: StageArrays, hop: InFlight, entering: Arrays, stash: Arrays
+    ) -> tuple[InFlight, Arrays, Arrays]:
         """One tick forward.
 
         Args:
-            ring: activation stash, [stages, slots, ...]; empty if there is no backward pass.
+            stash: activation stash, [stages, slots, ...]; empty if there is no backward pass.
         """
         replicated = PartitionSpec()
         run = self._manual(
             self._forward, (OWN, replicated, self._held(), OWN, replicated, OWN), (OWN, OWN, OWN)
         )
-        return run(self._numbers(), tick, resident, hop, entering, ring)
+        return run(self._numbers(), tick, resident, hop, entering, stash)
 
     def backward(
         self,
         tick: Index,
         resident: StageArrays,
-        hop: Hop,
+        hop: InFlight,
         leaving: Arrays,
-        ring: Arrays,
-        sums: Gradients,
+        stash: Arrays,
+        sums: ChunkGrads,
         passed: Arrays,
-    ) -> Backward:
+    ) -> BackwardTick:
         """One tick backward.
 
         Args:
@@ -454,18 +454,18 @@ class Stages:
             (OWN, OWN, OWN, OWN),
         )
         hop, sums, passed, entered = run(
-            self._numbers(), tick, resident, hop, leaving, ring, sums, passed
+            self._numbers(), tick, resident, hop, leaving, stash, sums, passed
         )
-        return Backward(hop=hop, sums=sums, passed=passed, entered=entered)
+        return BackwardTick(hop=hop, sums=sums, passed=passed, entered=entered)
 
     def weights(
-        self, tick: Index, resident: StageArrays, ring: Arrays, sums: Gradients, passed: Arrays
-    ) -> Gradients:
+        self, tick: Index, resident: StageArrays, stash: Arrays, sums: ChunkGrads, passed: Arrays
+    ) -> ChunkGrads:
         """Weight gradients of one tick, if these are delayed; arguments as those of `backward`,
         results as its `sums`.
         """
         run = self._manual(self._weights, (OWN, PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)
-        return run(self._numbers(), tick, resident, ring, sums, passed)
+        return run(self._numbers(), tick, resident, stash, sums, passed)
 
     def stashed(self, resident: StageArrays) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the stash of one unit, [stages, ...]."""
@@ -477,7 +477,7 @@ class Stages:
         """The offload flag of each array of the stash."""
         on_host: list[bool] = []
 
-        def one(operands: Operands, zeros: Arrays) -> Arrays:
+        def one(operands: ChunkOperands, zeros: Arrays) -> Arrays:
             saved = self.chunk.forward(operands, zeros)[1]
             on_host[:] = [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in saved]
             return saved
@@ -490,7 +490,7 @@ class Stages:
         ...].
         """
 
-        def one(operands: Operands, zeros: Arrays) -> Arrays:
+        def one(operands: ChunkOperands, zeros: Arrays) -> Arrays:
             return self.chunk.backward_inputs(
                 operands,
                 zeros,
@@ -501,7 +501,7 @@ class Stages:
         return self._shapes(one, resident) if self.table.split else []
 
     def _shapes(
-        self, function: Callable[[Operands, Arrays], Arrays], resident: StageArrays
+        self, function: Callable[[ChunkOperands, Arrays], Arrays], resident: StageArrays
     ) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the results, on every stage, of a function of a chunk's operands and
         inputs.
@@ -519,10 +519,10 @@ class Stages:
         numbers: Value,
         tick: Index,
         resident: StageArrays,
-        hop: Hop,
+        hop: InFlight,
         entering: Arrays,
-        ring: Arrays,
-    ) -> tuple[Hop, Arrays, Arrays]:
+        stash: Arrays,
+    ) -> tuple[InFlight, Arrays, Arrays]:
         stage = numbers[0]
         micro, chunk, works = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
@@ -540,15 +540,15 @@ class Stages:
             works,
             lambda: (
                 self.chunk.forward(operands, arriving)
-                if ring
+                if stash
                 else (self.chunk.run(operands, arriving), [])
             ),
         )
-        ring = with_slot(ring, saved, self.table.forward_slot(tick, stage))
+        stash = with_slot(stash, saved, self.table.forward_slot(tick, stage))
         out = [only_if(stage == self.table.stages - 1, left[k])[None] for k in self.leaving]
-        return Hop(next=self._hop(left, 1), waiting=waiting), ring, out
+        return InFlight(next=self._hop(left, 1), waiting=waiting), stash, out
 
-    def _arrived(self, tick: Index, hop: Hop, end: Value) -> tuple[Arrays, Arrays]:
+    def _arrived(self, tick: Index, hop: InFlight, end: Value) -> tuple[Arrays, Arrays]:
         """(a stage's inputs at a tick, the new `waiting`): arrays that have just been received, or,
         at the end of the pipeline where the next chunk begins, those received `lag` ticks ago.
         """
@@ -566,12 +566,12 @@ class Stages:
         numbers: Value,
         tick: Index,
         resident: StageArrays,
-        hop: Hop,
+        hop: InFlight,
         leaving: Arrays,
-        ring: Arrays,
-        sums: Gradients,
+        stash: Arrays,
+        sums: ChunkGrads,
         passed: Arrays,
-    ) -> tuple[Hop, Gradients, Arrays, Arrays]:
+    ) -> tuple[InFlight, ChunkGrads, Arrays, Arrays]:
         stage = numbers[0]
         micro, chunk, works = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
@@ -589,7 +589,7 @@ class Stages:
             for k, old in zip(self.moving, arrived, strict=True)
         ]
         operands = self._operands(resident, stage, micro, chunk)
-        saved = slot_of(ring, self.table.backward_slot(tick, stage))
+        saved = slot_of(stash, self.table.backward_slot(tick, stage))
         if self.table.split:
             entered, passing = self._worked(
                 works, lambda: self.chunk.backward_inputs(operands, self._like(), saved, cotangents)
@@ -605,23 +605,23 @@ class Stages:
             for k, leaf in zip(self.moving, entered, strict=True)
             if k < self.entering
         ]
-        return Hop(next=self._hop(entered, -1), waiting=waiting), sums, passed, out
+        return InFlight(next=self._hop(entered, -1), waiting=waiting), sums, passed, out
 
     def _weights(
         self,
         numbers: Value,
         tick: Index,
         resident: StageArrays,
-        ring: Arrays,
-        sums: Gradients,
+        stash: Arrays,
+        sums: ChunkGrads,
         passed: Arrays,
-    ) -> Gradients:
+    ) -> ChunkGrads:
         micro, chunk, works = self.table.weights(tick)
         operands = self._operands(resident, numbers[0], micro, chunk)
         gradients = self.chunk.backward_weights(
             operands,
             self._like(),
-            slot_of(ring, self.table.weights_slot(tick)),
+            slot_of(stash, self.table.weights_slot(tick)),
             slot_of(passed, self.table.passed_slot(tick)),
         )
         return self._summed(sums, gradients, chunk, works)
@@ -645,10 +645,10 @@ class Stages:
             ),
         )
 
-    def _summed(self, sums: Gradients, more: Gradients, chunk: Value, works: Value) -> Gradients:
+    def _summed(self, sums: ChunkGrads, more: ChunkGrads, chunk: Value, works: Value) -> ChunkGrads:
         """The sums of gradients, with those of one unit added."""
 
-        return Gradients(
+        return ChunkGrads(
             weights=[
                 added_to_chunk(total[0], gradient, chunk, works)[None]
                 for total, gradient in zip(sums.weights, more.weights, strict=True)
@@ -660,7 +660,7 @@ class Stages:
             ],
         )
 
-    def _operands(self, resident: StageArrays, stage: Any, micro: Any, chunk: Any) -> Operands:
+    def _operands(self, resident: StageArrays, stage: Any, micro: Any, chunk: Any) -> ChunkOperands:
         """The operands of one stage in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         drawn = [
@@ -671,7 +671,7 @@ class Stages:
             jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.window, 0, keepdims=False)
             for leaf in resident.ready
         ]
-        return Operands(
+        return ChunkOperands(
             weights=[of_chunk(leaf[0]) for leaf in resident.weights],
             tables=[of_chunk(leaf[0]) for leaf in resident.tables],
             drawn=drawn,
