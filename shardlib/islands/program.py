@@ -823,9 +823,9 @@ class IslandsProgram:
         Raises:
             ArgumentError: the seed is neither an integer from 0 to 2**31 - 1 nor a key.
         """
-        return self.begun(lambda program: program.init(seed))
+        return self.init_with(lambda program: program.init(seed))
 
-    def begun(self, first: Callable[[Program], TrainState]) -> IslandsState:
+    def init_with(self, first: Callable[[Program], TrainState]) -> IslandsState:
         """The state before the first step: models get random streams of their own.
 
         Args:

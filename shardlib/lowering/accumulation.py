@@ -102,8 +102,8 @@ class Microbatches:
         shardings: of each array of the batch, a tree like it.
         dims: batch dim of each array, by path; None if it has none.
         count: number of microbatches.
-        repeated: see `shardlib.lowering.accumulation.Contribution`.
-        by_row: dim of rows of each array of the metrics; None, or no entry, for one that is
+        fixed_state: see `shardlib.lowering.accumulation.Contribution`.
+        row_dims: dim of rows of each array of the metrics; None, or no entry, for one that is
             averaged.
     """
 
@@ -259,12 +259,12 @@ class DeferredReductions:
 
     Attributes:
         traced: the loss of one microbatch.
-        placing: layouts of its values.
+        layouts: layouts of its values.
         mesh: the mesh of the program.
         uses: path of an operation -> its replacement.
-        complete: parameters that nothing else reads: microbatches before the last compute no
+        fully_deferred: parameters that nothing else reads: microbatches before the last compute no
             gradient of them.
-        joined: the trained parameters -> all parameters.
+        all_params: the trained parameters -> all parameters.
     """
 
     traced: LossJaxpr
@@ -818,9 +818,9 @@ class Contribution:
         finish: ((loss, (metrics, state)), gradients), averaged over the microbatches -> the same
             for the whole batch.
         whole_value_layouts: of the whole-batch values.
-        repeated: positions of the arrays of model state that every microbatch reads as they were
+        fixed_state: positions of the arrays of model state that every microbatch reads as they were
             before the step; the others are carried from microbatch to microbatch.
-        by_row: for each metric, its dim of rows; None for one that is averaged.
+        row_dims: for each metric, its dim of rows; None for one that is averaged.
     """
 
     traced: LossJaxpr

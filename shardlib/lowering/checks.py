@@ -63,7 +63,7 @@ def require_own_state(
     """Raises if a state does not belong to this program.
 
     Args:
-        laid_out: whether dtypes and shardings of arrays are compared too.
+        layouts_too: whether dtypes and shardings of arrays are compared too.
     """
     others = _structure(state, expected) or _arrays(state, expected, layouts_too=layouts_too)
     moved = [] if others or not layouts_too else _layouts(state, expected)

@@ -66,7 +66,7 @@ class WeightMatmul:
 
     @property
     def layout_key(self) -> ValueSource:
-        """The key of the activation's layout in placements."""
+        """The key of the activation's layout among those of values."""
         return f"{self.path}/operand", 1 - self.use.operand
 
 
@@ -100,7 +100,7 @@ def weight_matmuls(loss: LossFacts) -> tuple[WeightMatmul, ...]:
 
 
 def activation_sources(matmuls_read: Sequence[WeightMatmul]) -> dict[ValueSource, ValueSource]:
-    """The keys in placements of the layouts of activations -> their sources."""
+    """Keys of the layouts of activations -> the sources of these."""
     return {
         matmul.layout_key: matmul.source for matmul in matmuls_read if matmul.source is not None
     }
@@ -235,7 +235,7 @@ class AxisRing:
     Attributes:
         axis: names of the axis in the mesh, the major one first.
         order: index of the device at every place of the ring.
-        sequential: whether a matmul waits for the one before it, see `after`.
+        sequential: whether a matmul waits for the one before it, see `wait_for`.
     """
 
     axis: tuple[str, ...]
@@ -378,7 +378,7 @@ def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
 # The functions run inside of a region that is manual over all axes; arrays are one device's shards.
 # The gradient of a matmul that gathers is one that scatters, and vice versa; the gradient of a
 # weight is accumulated over shards in float32. A matmul waits for the one before it where that
-# hides more communication (`Ring.after`).
+# hides more communication (`AxisRing.wait_for`).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -386,7 +386,7 @@ class SequenceMatmul:
     """A matmul in which one dim of both activation and result is the sequence.
 
     Attributes:
-        parts: the matmul in a manual region.
+        contraction: the matmul in a manual region.
         activation: sequence dim of the activation.
         result: sequence dim of the result.
     """
@@ -426,8 +426,8 @@ def gather_backward(
     weights: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Gradients of `gathering`: of the device's own shard of the activation, and of the weights
-    from this device's examples.
+    """Gradients of `gather_forward`: of the device's own shard of the activation, and of the
+    weights from this device's examples.
     """
 
     def given(device: Index) -> list[jax.Array]:
@@ -479,7 +479,7 @@ def scatter_backward(
     weight: jax.Array,
     cotangent: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of `scattering`: of the activation, and of the weight from this device's
+    """Gradients of `scatter_forward`: of the activation, and of the weight from this device's
     examples.
     """
     piece_shape = jax.eval_shape(

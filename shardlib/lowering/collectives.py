@@ -34,7 +34,7 @@ class Regions:
 
     Attributes:
         torus: whether some of the mesh's links form a torus.
-        wire: communication dtype of partial sums of gradients; None for their own.
+        reduction_dtype: communication dtype of partial sums of gradients; None for their own.
     """
 
     mesh: Mesh | AbstractMesh
@@ -104,7 +104,7 @@ class Regions:
 
     def all_gather(self, array: jax.Array, dim: int, axes: Sequence[str]) -> jax.Array:
         """A device's shard all-gathered along a dim that is sharded over axes; inside of a manual
-        region. See `gather`.
+        region. See `gather_function`.
         """
         parts = self.physical_axes(axes)
         if parts and dim and not self.torus:
@@ -159,7 +159,7 @@ def row_major(array: jax.Array) -> jax.Array:
 
 
 def regions_of(plan: Plan, mesh: Mesh | AbstractMesh) -> Regions:
-    """The machine of a plan's program."""
+    """The manual regions of a plan's program."""
     return Regions(
         mesh=mesh,
         torus=any(link.kind == "torus" for _, links in plan.placement for link in links),
@@ -295,10 +295,10 @@ class Precision:
     """The dtypes that a plan decides; None for those of the traced model.
 
     Attributes:
-        rest: of stored parameters.
-        products: of the operands of matmuls with layers' weights.
-        kept: of gradients accumulated over microbatches.
-        wire: communication dtype of gradients.
+        parameters: of stored parameters.
+        matmuls: of the operands of matmuls with layers' weights.
+        accumulators: of gradients accumulated over microbatches.
+        reductions: communication dtype of gradients.
         moments: of optimizer state with a parameter's shape.
     """
 

@@ -48,9 +48,9 @@ class ContractionShardings:
     Attributes:
         operands: layout of each operand.
         result: layout of the result and of its cotangent.
-        settles: whether the result is constrained to `result` before any other layout of the plan
-            applies.
-        arriving: layout of each operand before it is gathered; None if it is not gathered.
+        constrains_result: whether the result is constrained to `result` before any other layout
+            of the plan applies.
+        ungathered: layout of each operand before it is gathered; None if it is not gathered.
     """
 
     operands: tuple[NamedSharding, ...]
@@ -332,7 +332,7 @@ def split_interleaved(
 
 
 def interleave(values: Sequence[jax.Array], dim: int, shards: int) -> jax.Array:
-    """The reverse of `pieces`."""
+    """The reverse of `split_interleaved`."""
     parts = [_split_dim(value, dim, (shards, value.shape[dim] // shards)) for value in values]
     fused = jnp.concatenate(parts, axis=dim + 1)
     return fused.reshape(*fused.shape[:dim], shards * fused.shape[dim + 1], *fused.shape[dim + 2 :])
@@ -446,7 +446,7 @@ class Interleaving:
         shards: parts of every piece.
         parameters: interleaved dims of parameters, by number.
         slices: interleaved dims of slices of stacked parameters, by the path of the slice.
-        special: ops that split fused dims, by path.
+        piece_ops: ops that split fused dims, by path.
         operands: dims of operands whose order changes before an op: path -> operand -> dim ->
             (pieces, whether to interleave).
         results: dims of results to be interleaved, by path and index.
@@ -732,11 +732,11 @@ class Use:
     Attributes:
         operand: index of the parameter among the operands.
         view: how the operand relates to the parameter.
-        rows: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
-        product: for a matmul in a dtype other than the traced one, that dtype.
-        stored: dtype of the stored parameter, if other than the traced one.
+        rows_dtype: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
+        matmul_dtype: for a matmul in a dtype other than the traced one, that dtype.
+        stored_dtype: dtype of the stored parameter, if other than the traced one.
         shardings: for a contraction, the layouts in which it runs.
-        again: whether the backward pass recomputes the other operand (rematerialisation).
+        recomputed: whether the backward pass recomputes the other operand (rematerialisation).
     """
 
     equation: Equation

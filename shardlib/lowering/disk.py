@@ -48,10 +48,10 @@ class PieceProgram:
     """A compiled piece of a function. Values are numbers of the traced program.
 
     Attributes:
-        program: from the values of `reads` to those of `made`.
-        reads, made: values.
+        program: from the values of `reads` to those of `results`.
+        reads, results: values.
         stored: those of `reads` that are on disk.
-        last: those of `reads` that no later piece reads.
+        last_reads: those of `reads` that no later piece reads.
         other_bytes: bytes per device of arrays that are live while it runs and not read.
     """
 
@@ -80,9 +80,9 @@ class PiecePrograms:
 
     Attributes:
         inputs, outputs: values.
-        results: tree structure of the outputs, without the sums at their end.
-        calls: in order; the others read results of the first.
-        sums: for each output that goes to disk, the value of its sums; None if the function
+        treedef: tree structure of the outputs, without the sums at their end.
+        programs: in order; the others read results of the first.
+        checksums: for each output that goes to disk, the value of its sums; None if the function
             computes none.
     """
 
@@ -125,8 +125,8 @@ class StateFile:
 
     Attributes:
         size: in bytes.
-        sum: CRC-32 of the last data written.
-        holders: reference count.
+        crc: CRC-32 of the last data written.
+        references: reference count.
     """
 
     path: Path
@@ -220,7 +220,7 @@ def folder(parent: str | os.PathLike[str] | None = None) -> StateFolder:
 
     Args:
         parent: a folder on a disk of this host; by default that of the environment variable
-            `VARIABLE`, or else the system's folder for temporary files.
+            `DISK_VARIABLE`, or else the system's folder for temporary files.
     """
     root = Path(parent or os.environ.get(DISK_VARIABLE) or tempfile.gettempdir())
     try:
@@ -292,7 +292,7 @@ class DiskArray:
 
     Attributes:
         shape, dtype, sharding: as those of a `jax.Array`.
-        sums: checksums, uint32 [2], see `shardlib.lowering.runtime`.
+        checksums: uint32 [2], see `shardlib.lowering.runtime`.
     """
 
     def __init__(
@@ -424,7 +424,7 @@ class DiskWriter:
     """Writes arrays to files in a thread, behind the program that makes them.
 
     Attributes:
-        behind: number of arrays that may be waiting to be written; beyond it, `put` blocks.
+        most_pending: number of arrays that may be waiting to be written; beyond it, `put` blocks.
     """
 
     folder: StateFolder
@@ -482,8 +482,8 @@ class StepPiece:
 
     Attributes:
         stored: arrays on disk that it reads.
-        given: other values that it reads: inputs of the step, and results of the first piece.
-        made: outputs of the step that it computes.
+        inputs: other values that it reads: inputs of the step, and results of the first piece.
+        results: outputs of the step that it computes.
     """
 
     stored: tuple[int, ...]
@@ -499,7 +499,7 @@ class DividedStep:
     Attributes:
         first: the piece that needs nothing from disk: it computes the other outputs, and values
             that the rest reads.
-        rest: the others, in the order of their arrays in the state.
+        updates: the others, in the order of their arrays in the state.
     """
 
     first: StepPiece
@@ -622,7 +622,7 @@ class CompileTarget:
 
     Attributes:
         state: abstract, with shardings.
-        whole: the replicated sharding.
+        replicated: the replicated sharding.
         digest: of the plan, for the names of the programs.
     """
 
@@ -856,7 +856,7 @@ class DiskStep:
     """All programs of a training step, and of the first state.
 
     Attributes:
-        where: the target of the compiled programs.
+        target: the target of the compiled programs.
         batch: abstract, with shardings.
         function: (state, batch) -> (state, metrics), undivided.
         first: seed -> state, undivided.

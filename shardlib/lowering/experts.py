@@ -96,7 +96,7 @@ class _RowBlocks:
 
     Attributes:
         count: number of blocks.
-        last: number of blocks up to and including each group, [G].
+        block_ends: number of blocks up to and including each group, [G].
         starts, ends: first row and end of each group, [G].
         rows: number of rows, including those beyond the last group.
         block: rows per block.
@@ -315,8 +315,8 @@ def permuted(copies: int, rows: jax.Array, sources: jax.Array, targets: jax.Arra
 
     Args:
         rows: [N, D].
-        there: index of the copy in each of M places, int [M]; -1 for none.
-        back: place of every copy, int [N copies]; -1 if it has none. The inverse of `there`.
+        sources: index of the copy in each of M places, int [M]; -1 for none.
+        targets: place of every copy, int [N copies]; -1 if it has none. The inverse of `there`.
 
     Returns:
         [M, D], zeros where there is no copy.
@@ -483,8 +483,8 @@ class ExchangeRound:
     """One round.
 
     Attributes:
-        there: assignment in each place of the send buffer, int32 [H]; -1 for none.
-        back: place of each assignment there, int32 [A]; -1 if it is not sent.
+        sources: assignment in each place of the send buffer, int32 [H]; -1 for none.
+        targets: place of each assignment there, int32 [A]; -1 if it is not sent.
         expert: local expert of each received row, int32 [M]; the number of local experts for none.
         dispatch: rows in the send buffer [H, D] -> received rows [M, D].
         combine: received rows [M, D] -> rows in the send buffer [H, D].

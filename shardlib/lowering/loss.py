@@ -191,7 +191,7 @@ class _InterleavingPass:
 
     Attributes:
         dims: fused dims that are interleaved, by (value, dim).
-        where: paths of equations.
+        paths: paths of equations.
         stacked: path of a slice -> number of the stacked parameter.
         parameters: number of inputs that are parameters.
         refused: groups that cannot be interleaved.

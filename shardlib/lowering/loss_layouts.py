@@ -166,7 +166,7 @@ class LossLayouts:
     """Layouts of the values of a traced loss.
 
     Attributes:
-        placements: layouts of activations.
+        values: layouts of activations.
         compute, gradient: shardings of each parameter in use, and of its gradient.
         order: index of each parameter's layouts in the plan.
         loss: facts about the loss.
@@ -189,7 +189,7 @@ class LossLayouts:
     interleaving: Interleaving = NO_INTERLEAVING
 
     def regions(self, mesh: Mesh | AbstractMesh) -> Regions:
-        """The machine of regions of a mesh."""
+        """The manual regions of a mesh."""
         return regions_of(self.plan, mesh)
 
     def parameters(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
@@ -580,7 +580,7 @@ def _ring_loops(
 
 def _in_plan_dtypes(uses: Mapping[str, Use], precision: Precision) -> Mapping[str, Use]:
     """Uses of parameters in the dtypes of a plan: matmuls of real numbers in loops over layers use
-    those of `products`.
+    those of `Precision.matmuls`.
     """
 
     def product(use: Use) -> Any:

@@ -100,7 +100,7 @@ def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
 # The mesh has all six axes, including those of size 1, all of them Auto: the compiler propagates
 # layouts from the constraints of the plan. An axis that spans several dims of a torus is
 # represented by its physical parts, "fsdp_0" and "fsdp_1", since a reduce-scatter on a torus is
-# along one dim at a time (`lowering/weights.py`); mesh axes are always named through `parts_of`.
+# along one dim at a time (`lowering/weights.py`); `physical_axes` gives the names.
 #
 # The device order follows the hardware, by `shardlib.machines.topology.device_order`, in planning,
 # verification and here: TPU devices are found by their coordinates, others by their index in JAX's
@@ -386,7 +386,7 @@ class ParameterShardings:
 
     Attributes:
         compute: of the parameter in use.
-        rest: of the stored parameter.
+        stored: of the stored parameter.
         gradient: of its gradient, as the optimizer reads it.
         state: of its optimizer state, and its update.
     """

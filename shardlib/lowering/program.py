@@ -140,8 +140,8 @@ class PlannedLoss:
 
     Attributes:
         traced: the loss traced for the global batch; None if it was not.
-        placements: layouts of activations.
-        around: layouts outside of the layers of a pipeline, where the stages may shard values too.
+        values: layouts of activations.
+        outside_layers: layouts outside of a pipeline's layers, where stages may shard values.
         rows: how the loss depends on the rows of the batch; None if it is the mean over them.
         interleaving: operations that change where fused dims are interleaved.
     """
@@ -159,7 +159,7 @@ class MicrobatchLoss:
 
     Attributes:
         traced: the traced loss.
-        placements: layouts for its values.
+        values: layouts for its values.
         findings: findings if these are not the layouts of the plan.
     """
 
@@ -179,9 +179,9 @@ def microbatch_loss(
     """The loss of one microbatch, with the layouts of the plan if its operations are the planned
     ones.
     """
-    traced, placements = planned.traced, planned.values or {}
+    traced, value_layouts = planned.traced, planned.values or {}
     if traced is not None and plan.microbatches == 1:
-        return MicrobatchLoss(traced=traced, values=placements)
+        return MicrobatchLoss(traced=traced, values=value_layouts)
     again = trace_loss(loss, model.params, model.state, part)
     if traced is not None and not same_program(traced, again):
         return MicrobatchLoss(
@@ -189,9 +189,9 @@ def microbatch_loss(
             values=propagated_layouts(
                 plan, again, parameter_order(plan, model.params), len(jax.tree.leaves(model.state))
             ),
-            findings=(lost_layouts(len(placements)),),
+            findings=(lost_layouts(len(value_layouts)),),
         )
-    return MicrobatchLoss(traced=again, values=placements)
+    return MicrobatchLoss(traced=again, values=value_layouts)
 
 
 @diagnostic
@@ -323,7 +323,7 @@ def build_driver(
 # --------------------------------------------------------------------------------------------------
 # A program: a plan, a mesh, and three compiled functions.
 #
-#     program = build_program(plan, model, loss, optimizer, batch, placements)
+#     program = build_program(plan, model, loss, optimizer, batch)
 #     state = program.init(seed=0)
 #     state, metrics = program.step(state, batch)     # donates `state`
 #
@@ -416,7 +416,7 @@ class Program:
         return state
 
     def init_with(self, first: Callable[[Program], TrainState]) -> TrainState:
-        """The state before the first step, as `IslandsProgram.begun` makes it.
+        """The state before the first step, as `IslandsProgram.init_with` makes it.
 
         Args:
             first: makes the state of a program.
@@ -1066,12 +1066,12 @@ def unused_ring_loops(
     plan: Plan,
     mesh: Mesh | AbstractMesh,
     params: ParameterShardings,
-    placements: ValueLayouts,
+    value_layouts: ValueLayouts,
 ) -> tuple[Finding, ...]:
     """Findings if a plan has loops over the tensor axis, but the program has none."""
     if plan.collective_matmul != "loop" or (
         plan.mesh["stage"] == 1
-        and LossLayouts.of(traced, plan, mesh, params, placements).ring_loops(mesh)
+        and LossLayouts.of(traced, plan, mesh, params, value_layouts).ring_loops(mesh)
     ):
         return ()
     return (

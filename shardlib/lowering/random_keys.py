@@ -98,13 +98,13 @@ class KeyFold:
         return folded if self.dtype is None else jax.random.key_data(folded)
 
 
-#: Dim of the rows of each array of a batch, by path: None if it has none, a `Fold` for a key of
+#: Dim of the rows of each array of a batch, by path: None if it has none, a `KeyFold` for a key of
 #: the whole batch.
 BatchDims = Mapping[str, int | KeyFold | None]
 
 
 def with_folds(dims: Mapping[str, int | None], batch: Tree, program: Program) -> BatchDims:
-    """The batch dim of every array of a batch, by path, with a `Fold` for keys of the whole
+    """The batch dim of every array of a batch, by path, with a `KeyFold` for keys of the whole
     batch.
     """
     paths = [batch_path(path) for path, _ in jax.tree_util.tree_leaves_with_path(batch)]

@@ -47,8 +47,8 @@ def put_batch(batch: Tree, target: Tree) -> Tree:
 
 
 def call_arguments(batch: Tree, target: Tree) -> Tree:
-    """A batch for the call of one compiled program: as `placed`, except that NumPy arrays are left
-    to the call, which transfers them for less than half the cost of transferring them one by one.
+    """A batch for the call of one compiled program: as `put_batch`, but NumPy arrays are left to the
+    call, which transfers them for less than half the cost of transferring them one by one.
 
     Args:
         batch: arrays of the required shapes and dtypes.
@@ -280,9 +280,9 @@ class TracedFunction:
         program: its jaxpr.
         equations: those that its results need.
         inputs: abstract arguments, with their shardings.
-        reads: positions of the arguments that it reads.
-        made: positions of results that it computes, without duplicates.
-        sources: for every result, (whether it is computed, its position in `made` or among the
+        read_inputs: positions of the arguments that it reads.
+        computed: positions of results that it computes, without duplicates.
+        sources: for every result, (whether it is computed, its position in `computed` or among the
             inputs).
     """
 
@@ -396,12 +396,12 @@ class TracedFunction:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Executable:
-    """A compiled `Draft`.
+    """A compiled `TracedFunction`.
 
     Attributes:
         call: the compiled program.
         run: the function that calls it.
-        reads, sources, draft: see `Draft`.
+        read_inputs, sources, draft: see `TracedFunction`.
     """
 
     call: jax.stages.Compiled

@@ -73,7 +73,7 @@ class LossForRows:
     """A loss for certain rows, and the layouts of its values.
 
     Attributes:
-        placements: layouts of activations.
+        values: layouts of activations.
         batch: layout of every array of the batch, by path.
         axes: logical axes of every array of the batch, by path.
         plan: the plan, adjusted to these rows.
@@ -315,7 +315,7 @@ class Evaluation:
         axes: logical axes of the batch of a step, by path.
         batch_axes: logical axes of batches, a tree like them; None for those of a step, or else by
             convention.
-        written: the loss as the user wrote it; None if unknown.
+        user_loss: the loss as the user wrote it; None if unknown.
         programs: compiled programs, by structure, shapes and dtypes of the batch.
     """
 
@@ -574,7 +574,7 @@ class Guarded:
         gradients: unscaled and clipped.
         norm: global norm of the gradients before clipping.
         finite: whether all of them are finite.
-        wanted: whether the update is applied.
+        applies: whether the update is applied.
     """
 
     loss: Any
@@ -678,7 +678,7 @@ class LossRun:
 
     Attributes:
         gradients: -> ((loss, (metrics, state)), gradients of the trained parameters).
-        table: the schedule of a pipeline; None without stages.
+        timetable: the schedule of a pipeline; None without stages.
     """
 
     gradients: Callable[[Tree, Tree, Tree], tuple[Results, Tree]]

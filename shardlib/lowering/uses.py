@@ -324,7 +324,7 @@ class CallSite:
     Attributes:
         avals: abstract values of its operands.
         results: abstract values of its results.
-        makers: the source of each result in the call's own equations; None for constants.
+        producers: the source of each result in the call's own equations; None for constants.
         sources: the source of each operand, an equation or an input of the loss; None for
             constants.
         views: for each operand, the parameter that it is, or is a layer of; None for others.
@@ -338,7 +338,7 @@ class CallSite:
     views: tuple[View | None, ...]
 
     def layout_key(self, operand: int) -> ValueSource:
-        """The key of an operand's layout in placements."""
+        """The key of an operand's layout among those of values."""
         return f"{self.call.path}/operand", operand
 
 
@@ -579,7 +579,7 @@ class LossFacts:
 
     @cached_property
     def call_sources(self) -> dict[ValueSource, ValueSource]:
-        """The keys in placements of the layouts of operands of custom calls, and of results of
+        """Keys of the layouts of operands of custom calls, and of results of
         attention -> their sources.
 
         Results of attention are sharded by heads; operations that read them, and save them for the
@@ -601,7 +601,7 @@ class LossFacts:
 
     @cached_property
     def operand_sources(self) -> Mapping[ValueSource, ValueSource]:
-        """`call_operands`, with the operands of functions with custom derivatives that contain
+        """`call_sources`, with the operands of functions with custom derivatives that contain
         matmuls. Such a function runs as a whole, without layouts inside, so it gets its operands in
         the plan's compute shardings.
         """

@@ -257,7 +257,7 @@ class Reduction:
     Attributes:
         scattered: dims of the operand along which the stored gradient is sharded, beyond the
             compute sharding.
-        summed: mesh axes that hold partial sums and shard no dim.
+        all_reduced: mesh axes that hold partial sums and shard no dim.
         order: dims of the operand in the order of the parameter's, if it is used transposed: sums
             are all-reduced in the parameter's order, so that compilers add the gradients of a table
             that is used both ways before they reduce them. () if the order is the same.
@@ -428,10 +428,10 @@ class _ManualGradient:
     """An operation on a weight whose gradient is computed in a manual region.
 
     Attributes:
-        plan: the reduction of the gradient.
+        reduction: the reduction of the gradient.
         weight_axes: compute sharding of the weight.
-        partial: mesh axes that hold partial sums.
-        arguments: shardings of activation and cotangent where partial sums are computed.
+        partial_axes: mesh axes that hold partial sums.
+        operand_specs: shardings of activation and cotangent where partial sums are computed.
     """
 
     use: Use
@@ -483,7 +483,7 @@ class OperandAxes:
     """Shardings of the operands of a weight's gradient inside the region.
 
     Attributes:
-        partial: mesh axes that shard the dims that are summed over.
+        partial_axes: mesh axes that shard the dims that are summed over.
     """
 
     activation: DimAxes
@@ -492,7 +492,7 @@ class OperandAxes:
 
 
 def weight_axes_in_use(use: Use, parameter: ParameterLayout) -> DimAxes | None:
-    """The compute sharding of a weight; None if other axes than `WEIGHTS` shard it, or if it
+    """The compute sharding of a weight; None if other axes than `WEIGHT_AXES` shard it, or if it
     shards a dim of the parameter that is not a dim of the operand.
     """
     weight_axes: DimAxes = {
@@ -909,12 +909,12 @@ class DeferredOp:
         run: (operands in order, sums) -> result. The weight has no gradient; instead the gradient
             of `sums`, any array of the shape of the attribute `sums`, is the per-device partial
             sums.
-        finish: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
+        run_last: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
             before, and the gradient of the weight is that of all runs, reduced.
         gathers: whether the weight is stored sharded.
         gather: the operand in its stored sharding -> in its compute sharding.
-        sums: shape and dtype of partial sums, [devices that have some, ...].
-        cuts: their sharding.
+        sums_aval: shape and dtype of partial sums, [devices that have some, ...].
+        sums_spec: their sharding.
         reduce: partial sums -> the gradient of the operand, in its stored sharding.
     """
 
@@ -931,7 +931,7 @@ class DeferredOp:
 def deferred_op(
     use: Use, result: Layout, parameter: ParameterLayout, regions: Regions, *, lookups: bool = False
 ) -> DeferredOp | None:
-    """The operation of `reduced` in the form of `Deferred`; None for lookups unless `lookups`."""
+    """The form of an operation that reduces its gradient later; None for lookups unless `lookups`."""
     if (use.equation.name == "gather" and not lookups) or not parameter.trained:
         return None
     operation = manual_operation(use, result, parameter, regions)

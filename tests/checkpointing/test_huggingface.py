@@ -65,7 +65,7 @@ class StandIn(SimpleNamespace):
     def loss_program(self) -> Any:
         return self
 
-    def begun(self, first: Any) -> Any:
+    def init_with(self, first: Any) -> Any:
         return first(self)
 
     def learned(self, state: TrainState) -> TrainState:

@@ -110,8 +110,8 @@ def head_axes(queries: Layout, plan: Plan) -> tuple[str, ...]:
 def with_head_layouts(
     layouts: ValueLayouts, graph: Graph, sites: Iterable[CallSite], plan: Plan
 ) -> dict[tuple[str, int], Layout]:
-    """Placements with layouts for queries, keys and values whose projections shard the width of
-    heads: those that attention reads replicated are gathered right after their projections; the
+    """Adds layouts for queries, keys and values whose projections shard the width of heads: those
+    that attention reads replicated are gathered right after their projections; the
     gradients of those that it reads sharded by heads are sharded by heads, too.
     """
     layouts = dict(layouts)
@@ -710,7 +710,7 @@ def _joined(parts: Sequence[Value]) -> Value:
 def alike(
     regions: Regions, function: Function, arguments: Sequence[PartitionSpec], result: PartitionSpec
 ) -> Function:
-    """`Machine.manual` for a function that gives the same on all devices along the axes that shard
+    """`Regions.manual` for a function that gives the same on all devices along the axes that shard
     neither its arguments nor its result.
     """
     named = {name for spec in (*arguments, result) for name in _names(spec)}

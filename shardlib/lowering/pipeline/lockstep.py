@@ -292,7 +292,7 @@ class Pipeline:
     """A loss whose layers are spread over stages.
 
     Attributes:
-        around: layouts outside of the layers, where the stages may shard values too; `placing` is
+        around: layouts outside of the layers, where the stages may shard values too; `layouts` is
             for inside.
         exact: whether all layouts outside of the layers are known; otherwise they, and those of
             gradients, are left to the compiler where the plan gives none.

@@ -130,7 +130,7 @@ class ChunkWork:
 
     Attributes:
         cut: the loss, split around its loop over layers.
-        placing: layouts of values over the devices of the stage.
+        layouts: layouts of values over the devices of the stage.
         first: index of the chunk's first layer; 0 for the first chunk.
         activations: shape and dtype of everything that is sent from stage to stage.
         entering: number of these that are computed before the layers.
