@@ -278,7 +278,7 @@ class Camera:
         self._program(arrays, copies=self._place(arrays) == "device")
 
     def sums(self, arrays: Mapping[str, Tree]) -> Tree:
-        """`shardlib.lowering.runtime.sums`, compiled for concrete arrays or abstract ones with
+        """`shardlib.lowering.runtime.checksums`, compiled for concrete arrays or abstract ones with
         shardings.
         """
         return self._program(arrays, copies=False)

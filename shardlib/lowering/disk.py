@@ -935,7 +935,9 @@ class DiskStep:
             results = call(
                 {
                     **values,
-                    **{number: values[number].placed(pieces) for number, pieces in read.items()},
+                    **{
+                        number: values[number].on_devices(pieces) for number, pieces in read.items()
+                    },
                 }
             )
             for number in read:

@@ -47,8 +47,8 @@ def put_batch(batch: Tree, target: Tree) -> Tree:
 
 
 def call_arguments(batch: Tree, target: Tree) -> Tree:
-    """A batch for the call of one compiled program: as `put_batch`, but NumPy arrays are left to the
-    call, which transfers them for less than half the cost of transferring them one by one.
+    """A batch for the call of one compiled program: as `put_batch`, but NumPy arrays are left to
+    the call, which transfers them for less than half the cost of transferring them one by one.
 
     Args:
         batch: arrays of the required shapes and dtypes.

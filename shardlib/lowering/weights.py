@@ -931,7 +931,7 @@ class DeferredOp:
 def deferred_op(
     use: Use, result: Layout, parameter: ParameterLayout, regions: Regions, *, lookups: bool = False
 ) -> DeferredOp | None:
-    """The form of an operation that reduces its gradient later; None for lookups unless `lookups`."""
+    """An operation that reduces its gradient later; None for lookups unless `lookups`."""
     if (use.equation.name == "gather" and not lookups) or not parameter.trained:
         return None
     operation = manual_operation(use, result, parameter, regions)

@@ -50,7 +50,7 @@ def test_every_parameter_says_how_its_gradient_is_reduced():
     scattered = {one.path: one for one in reductions["scattered"].parameters}
     assert {one.when for one in scattered.values()} == {EVERY_MICROBATCH}
     assert scattered["up"].axes == ("data", "fsdp")
-    assert "fsdp" in scattered["up"].to.axes and scattered["up"].dtype is None
+    assert "fsdp" in scattered["up"].layout.axes and scattered["up"].dtype is None
 
 
 def built_placing(pin):
