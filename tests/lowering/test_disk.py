@@ -212,7 +212,7 @@ def test_files_are_used_again_and_go_with_the_program(tmp_path, program):
         and size <= sum(path.stat().st_size for path in files(tmp_path)) <= 2 * size
     )
     leaf = next(leaf for leaf in jax.tree.leaves(state.opt_state) if isinstance(leaf, DiskArray))
-    held, before = leaf.held(), np.asarray(leaf.array())
+    held, before = leaf.second_reference(), np.asarray(leaf.array())
     old, (state, _) = state, program.step(state, small.batch())
     np.testing.assert_array_equal(np.asarray(held.array()), before)
     with pytest.raises(
