@@ -5,7 +5,8 @@
 
 Each calibration (`shardlib.calibration`) prices the demonstration's training step on eight simulated devices. Its *plain* plan is the one
 predicted to be the fastest; its *candidates* are the fastest plans of the first meshes within a third of it, of which `plan(refine=K)` takes
-the fastest when run. All candidates are then run in turns in one process; the first half of the runs chooses, the second half judges.
+the fastest when run. All candidates are then run in turns in one process, two steps of each in a pass; every other pass chooses, the others
+judge, each by the lower quartile.
 
 *Regret*: how much longer a plan takes than the fastest candidate of any calibration, in the judging half. With `--busy N`, N other
 processes compute all the time. `load` is the share of the processors that other programs used in the quietest pass of a calibration,
@@ -33,7 +34,7 @@ import optax
 import shardlib
 from shardlib import models
 from shardlib.calibration import measured_cpu
-from shardlib.frontend.timed import stepping
+from shardlib.frontend.timed import lower_quartile, stepping
 from shardlib.frontend.verified import NEAR, one_of_each_mesh
 from shardlib.models import presets
 from shardlib.planner.plan import Plan
@@ -87,10 +88,7 @@ def run(calibrations: int, count: int, passes: int) -> dict[str, Any]:
     halves: list[dict[str, float]] = []
     for start in (1, 2):  # every other pass, so that both see the same load
         halves.append(
-            {
-                digest: statistics.median(wall for one in runs[start::2] for wall in one.walls)
-                for digest, runs in clock.passes.items()
-            }
+            {digest: lower_quartile(runs[start::2]) for digest, runs in clock.passes.items()}
         )
     choosing, judging = halves
     best = min(judging.values())
@@ -133,7 +131,7 @@ def main() -> None:
     parser = command_line(__doc__, "calibrations.json")
     parser.add_argument("--calibrations", type=int, default=10)
     parser.add_argument("--candidates", type=int, default=4, help="plans that are run at most")
-    parser.add_argument("--passes", type=int, default=8, help="passes over all candidates")
+    parser.add_argument("--passes", type=int, default=16, help="passes over all candidates")
     parser.add_argument("--busy", type=int, default=0, help="other processes that compute")
     args = parser.parse_args()
     kept = stored(args.out).get("runs", {})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -13,7 +13,7 @@ from shardlib.annotation.trees import Tree
 from shardlib.errors import TopologyError
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology, topology
-from shardlib.processes.timing import Clock
+from shardlib.processes.timing import Clock, Pass
 
 
 def stepping(program: Program, batch: Tree) -> Callable[[], object]:
@@ -44,23 +44,29 @@ def example(batch: Tree) -> Tree:
     return jax.tree.map(filled, batch)
 
 
-#: Passes over programs, and steps of each in a pass.
-PASSES, STEPS = 4, 2
+#: Passes over programs at least and at most, seconds after which they end, and steps of each
+#: program in a pass.
+LEAST_PASSES, PASSES, SECONDS, STEPS = 2, 8, 30.0, 2
 
 
 def step_seconds(programs: Sequence[Program]) -> list[float]:
-    """Median seconds of a step of each of several programs, run in turns: whatever else runs on the
-    machine slows all of them.
+    """Seconds of a step of each of several programs, run in turns, so that whatever else runs on
+    the machine slows all of them; the lower quartile, since other work comes in bursts.
     """
     clock = Clock(budget_s=0.0, runs=STEPS)
     for number, program in enumerate(programs):
         make = partial(stepping, program, program.batch)
         clock.seconds(str(number), make, devices=program.plan.mesh.devices)
-    clock.again(PASSES)
-    return [
-        statistics.median(wall for runs in clock.passes[str(number)][1:] for wall in runs.walls)
-        for number in range(len(programs))
-    ]
+    end = time.monotonic() + SECONDS
+    while clock.count <= LEAST_PASSES or (clock.count <= PASSES and time.monotonic() < end):
+        clock.again(1)
+    return [lower_quartile(clock.passes[str(number)][1:]) for number in range(len(programs))]
+
+
+def lower_quartile(passes: Sequence[Pass]) -> float:
+    """The lower quartile of the wall times of a program in several passes."""
+    walls = sorted(wall for runs in passes for wall in runs.walls)
+    return walls[len(walls) // 4]
 
 
 def is_attached(machine: Topology) -> bool:

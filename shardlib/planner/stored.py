@@ -304,7 +304,7 @@ class Trial:
             "compile-error", "compiler-abort", "compile-timeout", "compiler-memory", "not-lowered".
         message: the compiler's message about a discarded plan.
         compile_seconds: wall time of compiling.
-        run_seconds: median step time of the program on attached devices; 0 where it was not run.
+        run_seconds: step time of the program when run on attached devices; 0 where it was not.
     """
 
     mesh: MeshShape
