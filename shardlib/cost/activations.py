@@ -16,7 +16,7 @@ from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.terms import OUTSIDE_LAYERS
 from shardlib.graph import FactorRule, Graph, Op, StepGraph, check, elementwise, prune
 from shardlib.layout import LogicalAxes
-from shardlib.propagation.colours import Choice, Cut
+from shardlib.propagation.colours import Choice, Spec
 
 # --------------------------------------------------------------------------------------------------
 # A step whose layers multiply weights in an 8-bit format.
@@ -575,9 +575,9 @@ class Keeping:
                 if inside in inputs:
                     self._gathered.add(op.results[0])
 
-    def cut(self, value: int, choice: Choice) -> Cut:
+    def spec(self, value: int, choice: Choice) -> Spec:
         """The sharding of a saved value."""
-        return self._facts.value_cut(
+        return self._facts.value_spec(
             value, replace(choice, sequence=None) if value in self._gathered else choice
         )
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from shardlib.cost.terms import Heads
 from shardlib.graph import Dims, FactorRule, Graph, StepGraph
-from shardlib.propagation.colours import Classes
-from shardlib.propagation.contractions import Shared
+from shardlib.propagation.colours import UnionFind
+from shardlib.propagation.contractions import HeadSharding
 
 # --------------------------------------------------------------------------------------------------
 # Attention kernels: the ops that stand for them, and the part of their size that does not depend on
@@ -79,7 +79,7 @@ class KernelHeads:
         """The factors of all heads."""
         return self.within | {self.group}
 
-    def where(self, *shared: Shared) -> Heads:
+    def where(self, *shared: HeadSharding) -> Heads:
         """The heads of a term that counts only in these cases."""
         return Heads(groups=self.groups, each=self.each, shared=shared)
 
@@ -358,7 +358,7 @@ class Joined:
 
     def __init__(self, graph: Graph, ops: Iterable[int]) -> None:
         self._graph = graph
-        self._classes = Classes()
+        self._classes = UnionFind()
         self._dims: dict[int, tuple[int, Dims]] = {}
         for index in sorted(ops):
             op = graph.ops[index]

@@ -15,7 +15,14 @@ from shardlib.cost.framework import RESULTS
 from shardlib.cost.terms import OUTSIDE_LAYERS, Item
 from shardlib.graph import Graph, Op, StepGraph
 from shardlib.layout import LogicalAxes
-from shardlib.propagation.colours import TOKENS, Choice, Cut, all_factor_colours, has, kinds
+from shardlib.propagation.colours import (
+    TOKENS,
+    Choice,
+    Spec,
+    all_factor_colours,
+    axes_of,
+    sharded_by,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Kernels: which arrays a compiler writes to memory, and what reads them.
@@ -721,9 +728,9 @@ def kernel_heads(
     )
 
 
-def over_heads(cut: Cut, heads: KernelHeads) -> Cut:
+def over_heads(spec: Spec, heads: KernelHeads) -> Spec:
     """The sharding of the factors of a kernel whose heads tensor shards inside it."""
-    parts = [None if part == "tensor" else without_tensor(part) for part in cut]
+    parts = [None if part == "tensor" else without_tensor(part) for part in spec]
     parts[heads.group] = "tensor" if parts[heads.group] is None else f"{parts[heads.group]}+tensor"
     return tuple(parts)
 
@@ -834,8 +841,8 @@ class Facts:
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
         self.frozen = frozen
-        self._cuts: dict[Choice, dict[LogicalAxes, Cut]] = {}
-        self._of_last: tuple[Choice | None, dict[LogicalAxes, Cut]] = None, {}
+        self._specs: dict[Choice, dict[LogicalAxes, Spec]] = {}
+        self._last_specs: tuple[Choice | None, dict[LogicalAxes, Spec]] = None, {}
         self._shared: dict[tuple[int, Choice], bool] = {}
         self.producers = step.graph.producers()
         self.consumers: dict[int, list[int]] = defaultdict(list)
@@ -862,30 +869,30 @@ class Facts:
             exchange=self.exchange,
         )
 
-    def op_cut(self, index: int, choice: Choice) -> Cut:
+    def op_spec(self, index: int, choice: Choice) -> Spec:
         """The sharding of the factors of an op."""
-        cut = choice.cut(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
-        return over_heads(cut, self.heads[index]) if self.shares_heads(index, choice) else cut
+        spec = choice.spec(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
+        return over_heads(spec, self.heads[index]) if self.shares_heads(index, choice) else spec
 
-    def value_cut(self, value: int, choice: Choice) -> Cut:
+    def value_spec(self, value: int, choice: Choice) -> Spec:
         """The sharding of the dims of a value."""
-        cut = self._plain_cut(value, choice)
+        spec = self._colour_spec(value, choice)
         if value not in self._between.heads or not self.turned(value, choice):
-            return cut
+            return spec
         position = self.names[value].index(self._between.heads[value].colour)
         return tuple(
-            "tensor" if dim == position else without_tensor(part) for dim, part in enumerate(cut)
+            "tensor" if dim == position else without_tensor(part) for dim, part in enumerate(spec)
         )
 
-    def _plain_cut(self, value: int, choice: Choice) -> Cut:
-        last, cuts = self._of_last
+    def _colour_spec(self, value: int, choice: Choice) -> Spec:
+        last, specs = self._last_specs
         if choice is not last:  # a choice is used for many values, and hashing it takes time
-            cuts = self._cuts.setdefault(choice, {})
-            self._of_last = choice, cuts
+            specs = self._specs.setdefault(choice, {})
+            self._last_specs = choice, specs
         axes = self.names[value]
-        if axes not in cuts:
-            cuts[axes] = choice.cut(axes)
-        return cuts[axes]
+        if axes not in specs:
+            specs[axes] = choice.spec(axes)
+        return specs[axes]
 
     def shares_heads(self, index: int, choice: Choice) -> bool:
         """True for an attention kernel whose heads tensor shards only inside the kernel, while
@@ -900,9 +907,10 @@ class Facts:
 
     def _shares_heads(self, index: int, choice: Choice) -> bool:
         heads, op = self.heads[index], self.graph.ops[index]
-        cut = choice.cut(self.factors[index], op.rule.whole, self.rows[index])
-        return not any("tensor" in kinds(cut[factor]) for factor in heads.factors) and any(
-            has(self._plain_cut(value, choice), "tensor") for value in (*op.operands, *op.results)
+        spec = choice.spec(self.factors[index], op.rule.whole, self.rows[index])
+        return not any("tensor" in axes_of(spec[factor]) for factor in heads.factors) and any(
+            sharded_by(self._colour_spec(value, choice), "tensor")
+            for value in (*op.operands, *op.results)
         )
 
     def plain(self, ops: Iterable[int], values: Iterable[int]) -> bool:
@@ -926,8 +934,8 @@ class Facts:
         """
         heads = self._between.heads.get(value)
         return heads is not None and any(
-            name in heads.width and "tensor" in kinds(part)
-            for name, part in zip(self.names[value], self._plain_cut(value, choice), strict=True)
+            name in heads.width and "tensor" in axes_of(part)
+            for name, part in zip(self.names[value], self._colour_spec(value, choice), strict=True)
         )
 
     def widths_of(self, region: int) -> frozenset[str]:
@@ -943,7 +951,7 @@ class Facts:
     def shares_width(self, region: int, choice: Choice) -> bool:
         """True if tensor shards an index of the grouped matmuls of a region."""
         return any(
-            has(self.op_cut(number, choice), "tensor")
+            sharded_by(self.op_spec(number, choice), "tensor")
             for number, op in enumerate(self.graph.ops)
             if op.region == region and op.kind in GROUPED
         )

@@ -29,8 +29,8 @@ from shardlib.cost.terms import (
     named,
 )
 from shardlib.graph import ITEMSIZE, Op, Problem
-from shardlib.propagation.colours import Choice, Cut, divisors, has, kinds
-from shardlib.propagation.contractions import Shared
+from shardlib.propagation.colours import Choice, Spec, axes_of, dividing_axes, sharded_by
+from shardlib.propagation.contractions import HeadSharding
 
 # --------------------------------------------------------------------------------------------------
 # Items of exchanges: tokens to experts and back (dispatch and combine), heads around an attention
@@ -49,12 +49,12 @@ def exchange_item(facts: Facts, index: int) -> Item:
             Transfer(
                 kind="all-to-all",
                 group="exchange",
-                bytes=amount(facts.graph.values[value].bytes, cut),
+                bytes=amount(facts.graph.values[value].bytes, spec),
                 trips=times * facts.trips[op.region],
                 cause=op.scope or op.kind,
             )
             for value, times in moved
-            if has(cut := facts.value_cut(value, choice), "context") and len(cut) > 2
+            if sharded_by(spec := facts.value_spec(value, choice), "context") and len(spec) > 2
         )
 
     return Item(
@@ -92,10 +92,10 @@ def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
         for v in (*matmul.operands[:2], *matmul.results)
     ]
     experts = max(shape[0] for shape in shapes if len(shape) == 3)
-    shape, cut = facts.graph.values[value].shape, facts.value_cut(value, choice)
+    shape, spec = facts.graph.values[value].shape, facts.value_spec(value, choice)
     rows = amount(
         float(capped.assignments if capped is not None and len(shape) == 3 else shape[0]),
-        cut[: max(1, len(shape) - 1)],
+        spec[: max(1, len(shape) - 1)],
     )
     return Routed(
         rows=rows,
@@ -123,7 +123,7 @@ def route_items(facts: Facts) -> list[Item]:
                 if facts.exchange.sent == "whole"
                 else ()
             )
-            tokens = amount(float(size), facts.value_cut(value, choice))
+            tokens = amount(float(size), facts.value_spec(value, choice))
             split_ranks = facts.exchange.sent != "whole" and choice.sequence is not None
             sent = Transfer(
                 kind="all-to-all",
@@ -169,7 +169,7 @@ def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tu
     op = facts.graph.ops[index]
     if choice.sequence is None or not facts.shares_width(op.region, choice):
         return ()
-    tokens = amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice))
+    tokens = amount(float(facts.graph.values[value].bytes), facts.value_spec(value, choice))
     return (
         Transfer(
             kind="all-gather",
@@ -191,7 +191,7 @@ def boundary_items(facts: Facts) -> list[Item]:
 
     def item(value: int) -> Item:
         def terms(choice: Choice) -> tuple[Term, ...]:
-            size = amount(float(facts.graph.values[value].bytes), facts.value_cut(value, choice))
+            size = amount(float(facts.graph.values[value].bytes), facts.value_spec(value, choice))
             return tuple(
                 Transfer(kind=kind, group=group, bytes=size, trips=2, cause=cause)
                 for kind, group, cause in (
@@ -267,16 +267,16 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
         trips = facts.trips[region] if stack else 1
 
         def terms(choice: Choice) -> tuple[Term, ...]:
-            cut = facts.value_cut(value, choice)
+            spec = facts.value_spec(value, choice)
             if facts.widths.intersection(facts.names[value][dim] for dim in dims):
                 return ()  # an attention kernel reads it, so it stays in order
-            if not any(cut[dim] and has((cut[dim],), "tensor") for dim in dims):
+            if not any(spec[dim] and sharded_by((spec[dim],), "tensor") for dim in dims):
                 return ()
-            gradient_bytes = amount(size / trips, cut)
+            gradient_bytes = amount(size / trips, spec)
             moved = Transfer(
                 kind="all-gather" if vector else "all-to-all",
                 group="tensor",
-                bytes=gradient_bytes if not vector else amount(size / trips, (None,) * len(cut)),
+                bytes=gradient_bytes if not vector else amount(size / trips, (None,) * len(spec)),
                 trips=trips,
                 cause=graph.values[value].path,
             )
@@ -382,7 +382,7 @@ def _readers(facts: Facts, value: int) -> list[int]:
 
 
 def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> list[Needed]:
-    cut = facts.value_cut(value, choice)
+    spec = facts.value_spec(value, choice)
     if value in facts.weights:
         return []
     size = facts.graph.values[value].bytes
@@ -395,7 +395,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
         needing[key].append(index)
 
     for axis in ("tensor", "context"):
-        if not has(cut, axis):
+        if not sharded_by(spec, axis):
             continue
         for index in readers:
             if axis == "tensor" and _exchanged(facts, index, value, choice):
@@ -410,7 +410,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     Transfer(
                         kind="collective-permute",
                         group="ring",
-                        bytes=replace(amount(size, cut), context=False),
+                        bytes=replace(amount(size, spec), context=False),
                         trips=facts.trips[op.region],
                         cause=op.scope or op.kind,
                     ),
@@ -419,9 +419,9 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
             if kind:
                 phase = _gathers_apart(facts, index, rematerialised)
                 moved = (
-                    amount(size, cut)
+                    amount(size, spec)
                     if kind == "all-to-all"
-                    else replace(amount(_before_casts(facts, index, value), cut), **{axis: False})
+                    else replace(amount(_before_casts(facts, index, value), spec), **{axis: False})
                 )
                 group = "keys" if axis == "context" and op.kind in KERNELS else axis
                 need(
@@ -466,13 +466,13 @@ def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> s
     """The collective by which an op gets an operand that an axis shards; None if it uses it as it
     is.
     """
-    op, cut = facts.graph.ops[index], facts.op_cut(index, choice)
+    op, spec = facts.graph.ops[index], facts.op_spec(index, choice)
     dims = op.rule.operands[op.operands.index(value)]
     needed = tuple(
-        kinds(cut[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims
+        axes_of(spec[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims
     )
     position = next(
-        dim for dim, part in enumerate(facts.value_cut(value, choice)) if axis in kinds(part)
+        dim for dim, part in enumerate(facts.value_spec(value, choice)) if axis in axes_of(part)
     )
     if axis in needed[position]:
         return None
@@ -524,13 +524,13 @@ def head_exchange_item(facts: Facts, index: int) -> Item:
 
 def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> Iterator[Transfer]:
     """The collectives of one operand or result of an attention kernel."""
-    op, heads, cut = facts.graph.ops[index], facts.heads[index], facts.value_cut(value, choice)
-    if not has(cut, "tensor"):
+    op, heads, spec = facts.graph.ops[index], facts.heads[index], facts.value_spec(value, choice)
+    if not sharded_by(spec, "tensor"):
         return
-    sharded = amount(_bytes(facts, index, value), cut)
+    sharded = amount(_bytes(facts, index, value), spec)
     gradient, result = op.kind == BACKWARD, value in op.results
 
-    def transfer(kind: str, count: int, *shared: Shared) -> Transfer:
+    def transfer(kind: str, count: int, *shared: HeadSharding) -> Transfer:
         return Transfer(
             kind=kind,
             group="tensor",
@@ -543,7 +543,9 @@ def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> 
     separate = _head_exchanges_apart(facts, index, value, heads)
     if separate:
         yield transfer("all-to-all", times, *separate)
-    together: tuple[Shared, ...] = tuple(shared for shared in _SHARING if shared not in separate)
+    together: tuple[HeadSharding, ...] = tuple(
+        shared for shared in _SHARING if shared not in separate
+    )
     if together:
         scattered = "all-reduce" if facts.pairs(value, choice) else "reduce-scatter"
         yield transfer(scattered if gradient else "all-gather", times, *together)
@@ -554,12 +556,12 @@ def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> 
 
 
 #: The cases in which at least heads of queries are divided among devices.
-_SHARING: tuple[Shared, ...] = ("all", "queries")
+_SHARING: tuple[HeadSharding, ...] = ("all", "queries")
 
 
 def _head_exchanges_apart(
     facts: Facts, index: int, value: int, heads: KernelHeads
-) -> tuple[Shared, ...]:
+) -> tuple[HeadSharding, ...]:
     """The cases in which each device has different heads of a value."""
     rule = facts.graph.ops[index].rule
     values = (*facts.graph.ops[index].operands, *facts.graph.ops[index].results)
@@ -637,20 +639,20 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
     def local(sizes: list[tuple[int, float]], choice: Choice) -> tuple[Amount, ...]:
         totals: dict[_Divisors, float] = defaultdict(float)
         for value, size in sizes:
-            totals[divisors(facts.value_cut(value, choice))] += size
+            totals[dividing_axes(facts.value_spec(value, choice))] += size
         return _amounts(totals)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
-        cut = facts.op_cut(kernel.op, choice)
+        spec = facts.op_spec(kernel.op, choice)
         compute = Compute(
-            flops=amount(op.flops, cut),
+            flops=amount(op.flops, spec),
             dtype=dtype,
             traffic=local(bytes_moved, choice),
             trips=facts.trips[op.region],
             elements=Elements(
                 simple=local(simple_work, choice), transcendental=local(transcendental_work, choice)
             ),
-            matmul=_matmul(op, cut),
+            matmul=_matmul(op, spec),
             kind=op.kind,
             category=op.category,
             weight=weight,
@@ -805,7 +807,7 @@ def _core(op: Op) -> AttentionCore | None:
     return AttentionCore(head=widths[0], value=widths[1], scores=scores)
 
 
-def _matmul(op: Op, cut: Cut) -> Matmul | None:
+def _matmul(op: Op, spec: Spec) -> Matmul | None:
     """The dims of a matmul; the number of matmuls is the size of the factors that both operands and
     the result have.
     """
@@ -815,15 +817,15 @@ def _matmul(op: Op, cut: Cut) -> Matmul | None:
         {f for dim in dims for f in dim} for dims in (*op.rule.operands, op.rule.results[0])
     )
     return Matmul(
-        rows=_extent(op, (left & out) - right, cut),
-        columns=_extent(op, (right & out) - left, cut),
-        depth=_extent(op, (left & right) - out, cut),
-        batches=_extent(op, left & right & out, cut),
+        rows=_extent(op, (left & out) - right, spec),
+        columns=_extent(op, (right & out) - left, spec),
+        depth=_extent(op, (left & right) - out, spec),
+        batches=_extent(op, left & right & out, spec),
     )
 
 
-def _extent(op: Op, group: set[int], cut: Cut) -> Amount:
-    return amount(float(math.prod(op.rule.sizes[f] for f in group)), tuple(cut[f] for f in group))
+def _extent(op: Op, group: set[int], spec: Spec) -> Amount:
+    return amount(float(math.prod(op.rule.sizes[f] for f in group)), tuple(spec[f] for f in group))
 
 
 def kernel_items(facts: Facts) -> list[Item]:
@@ -977,25 +979,25 @@ def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[Needed]:
 
 def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tuple[Transfer, ...]:
     op = facts.graph.ops[index]
-    cut = facts.op_cut(index, choice)
-    partial = {kind for f in op.rule.summed for kind in kinds(cut[f])}
+    spec = facts.op_spec(index, choice)
+    partial = {kind for f in op.rule.summed for kind in axes_of(spec[f])}
     transfers: list[Transfer] = []
     for value in op.results:
-        value_cut = facts.value_cut(value, choice)
+        value_spec = facts.value_spec(value, choice)
         if value in facts.gradients and partial & {"batch", "context"}:
-            transfers += _gradient(facts, op, value, value_cut, "tensor" in partial, looped)
+            transfers += _gradient(facts, op, value, value_spec, "tensor" in partial, looped)
             continue
         size = _summed_bytes(facts, op, value)
         if size is None:
             continue
-        unreduced = amount(size, value_cut)
+        unreduced = amount(size, value_spec)
         for axis in ("tensor", "context"):
             if axis not in partial or _whole_experts(facts, index, axis, choice):
                 continue
             if axis == "context" and op.kind in KERNELS:
-                transfers += _around_ring(facts, op, value, value_cut, unreduced)
+                transfers += _around_ring(facts, op, value, value_spec, unreduced)
             elif axis == "tensor" or "batch" not in partial:
-                transfers.append(_over_axis(facts, op, axis, unreduced, value_cut, choice))
+                transfers.append(_over_axis(facts, op, axis, unreduced, value_spec, choice))
         if "batch" in partial:
             transfers.append(
                 Transfer(
@@ -1004,7 +1006,7 @@ def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tu
                     bytes=replace(unreduced, batch=False, context=False),
                     trips=_around(facts, op) if looped else facts.trips[op.region],
                     shape=facts.graph.values[value].shape,
-                    cut=value_cut,
+                    spec=value_spec,
                     cause=_cause(op),
                 )
             )
@@ -1012,7 +1014,7 @@ def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tu
 
 
 def _gradient(
-    facts: Facts, op: Op, value: int, cut: Cut, over_tensor: bool, looped: bool
+    facts: Facts, op: Op, value: int, spec: Spec, over_tensor: bool, looped: bool
 ) -> list[Transfer]:
     """The reduction of a parameter's gradient over the devices that share the batch; after the loop
     if a loop accumulates it and it is all-reduced.
@@ -1020,10 +1022,10 @@ def _gradient(
     reduced = Transfer(
         kind="reduce",
         group="gradient",
-        bytes=replace(amount(_reduced_bytes(facts, value), cut), batch=False, context=False),
+        bytes=replace(amount(_reduced_bytes(facts, value), spec), batch=False, context=False),
         trips=facts.trips[op.region],
         shape=facts.graph.values[value].shape,
-        cut=cut,
+        spec=spec,
         over_tensor=over_tensor,
         cause=_cause(op),
     )
@@ -1048,7 +1050,7 @@ def _summed_bytes(facts: Facts, op: Op, value: int) -> float | None:
 
 
 def _around_ring(
-    facts: Facts, op: Op, value: int, cut: Cut, unreduced: Amount
+    facts: Facts, op: Op, value: int, spec: Spec, unreduced: Amount
 ) -> tuple[Transfer, Transfer]:
     """Gradients of keys and values: in float32 around the ring together with their keys and values,
     or reduced if keys are gathered.
@@ -1057,12 +1059,12 @@ def _around_ring(
     ring = Transfer(
         kind="collective-permute",
         group="ring",
-        bytes=replace(amount(size, cut), context=False),
+        bytes=replace(amount(size, spec), context=False),
         trips=facts.trips[op.region],
         cause=_cause(op),
     )
     reduced = Transfer(
-        kind="reduce-scatter" if has(cut, "context") else "all-reduce",
+        kind="reduce-scatter" if sharded_by(spec, "context") else "all-reduce",
         group="keys",
         bytes=replace(unreduced, context=False),
         trips=facts.trips[op.region],
@@ -1072,7 +1074,7 @@ def _around_ring(
 
 
 def _over_axis(
-    facts: Facts, op: Op, axis: str, unreduced: Amount, cut: Cut, choice: Choice
+    facts: Facts, op: Op, axis: str, unreduced: Amount, spec: Spec, choice: Choice
 ) -> Transfer:
     """The reduction over tensor or context of a value that is not a gradient. Results of experts
     are combined before they are summed, and are then sharded along the sequence.
@@ -1081,7 +1083,7 @@ def _over_axis(
         axis == "tensor" and facts.routes and op.kind in GROUPED and choice.sequence is not None
     )
     return Transfer(
-        kind="reduce-scatter" if has(cut, axis) or at_home else "all-reduce",
+        kind="reduce-scatter" if sharded_by(spec, axis) or at_home else "all-reduce",
         group=axis,
         bytes=replace(unreduced, **{axis: False}),
         trips=facts.trips[op.region],
@@ -1169,15 +1171,15 @@ def gather_item(facts: Facts, item: Gathered) -> Item:
     trips = _times(facts, item)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
-        cut = facts.value_cut(item.source, choice)
+        spec = facts.value_spec(item.source, choice)
         return (
             Transfer(
                 kind="all-gather",
                 group="gather",
-                bytes=amount(gathered_bytes(facts, item), cut),
+                bytes=amount(gathered_bytes(facts, item), spec),
                 trips=trips,
                 shape=parameter.shape,
-                cut=cut,
+                spec=spec,
                 frozen=facts.frozen_dims(item.source),
                 cause=parameter.path,
             ),

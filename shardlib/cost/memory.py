@@ -522,7 +522,7 @@ def _sizes(facts: Facts, all_lives: list[Life], choice: Choice) -> np.ndarray:
         [
             facts.graph.values[life.value].bytes
             * life.share
-            / 64.0 ** sum(part is not None for part in facts.value_cut(life.value, choice))
+            / 64.0 ** sum(part is not None for part in facts.value_spec(life.value, choice))
             for life in all_lives
         ]
     )
@@ -535,13 +535,13 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
     stacked = op is not None and (op.kind == "exit" or life.part == "cast") and segment >= 0
 
     def terms(choice: Choice) -> tuple[Term, ...]:
-        cut = keeping.cut(life.value, choice)
+        spec = keeping.spec(life.value, choice)
         resident = Resident(
-            bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), cut),
+            bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), spec),
             part=life.part,
             stacked=stacked,
             shape=value.shape,
-            cut=cut,
+            spec=spec,
         )
         return (resident,) if life.kernel is None else _by_heads(facts, life, resident, choice)
 
@@ -621,7 +621,7 @@ def stored_items(
                     itemsize=ITEMSIZE.get(dtype, 4),
                     state=state,
                     shape=shape,
-                    cut=choice.cut(axes),
+                    spec=choice.spec(axes),
                     frozen=stack,
                     trained=trained,
                 ),

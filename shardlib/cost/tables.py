@@ -71,7 +71,7 @@ from shardlib.cost.terms import (
 from shardlib.layout import CONTEXT, EXPERT, STAGE, STORED_AXES, TENSOR, Axis
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import Topology
-from shardlib.propagation.colours import Choice, Cut, has
+from shardlib.propagation.colours import Choice, Spec, sharded_by
 
 # --------------------------------------------------------------------------------------------------
 # The components of `shardlib.cost.stages.Quantities`: arrays whose last dim is candidates.
@@ -175,7 +175,7 @@ class DividesStored:
     """
 
     shape: tuple[int, ...]
-    cut: Cut
+    spec: Spec
     frozen: frozenset[int]
     flat: bool = False
     divides: bool = True
@@ -316,7 +316,12 @@ def evaluate(measure: Share, shapes: Shapes, constants: Efficiency) -> Array:
 
 
 def divides_stored(
-    shape: tuple[int, ...], cut: Cut, frozen: frozenset[int], shapes: Shapes, *, flat: bool = False
+    shape: tuple[int, ...],
+    spec: Spec,
+    frozen: frozenset[int],
+    shapes: Shapes,
+    *,
+    flat: bool = False,
 ) -> Array:
     """True if some dim, other than a stack of layers, divides over the stored axes besides those
     that shard it in compute; vectors are stored replicated.
@@ -324,11 +329,11 @@ def divides_stored(
     A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
     """
     if flat:
-        return shapes.stored_ways(cut) > 1
-    divides, expert = np.zeros(len(shapes), dtype=bool), has(cut, "expert")
+        return shapes.stored_ways(spec) > 1
+    divides, expert = np.zeros(len(shapes), dtype=bool), sharded_by(spec, "expert")
     dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
     for dim in dims if len(dims) > 1 else ():
-        part = cut[dim] or ""
+        part = spec[dim] or ""
         divides |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), shapes)
     return divides
 
@@ -352,8 +357,8 @@ def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | fl
             raise AssertionError(f"no measure is by the ways of {axis}")
         case StoredWays(experts):
             return 1.0 / shapes.stored_ways((EXPERT.name,) if experts else ())
-        case DividesStored(shape, cut, frozen, flat, divides):
-            return divides_stored(shape, cut, frozen, shapes, flat=flat) == divides
+        case DividesStored(shape, spec, frozen, flat, divides):
+            return divides_stored(shape, spec, frozen, shapes, flat=flat) == divides
         case Launch():
             return constants.dispatch_s
         case BusiestLoad(routed):
@@ -690,9 +695,9 @@ def moved(
     if term.group == "sum":
         role, group = ("ends", on_all_stages(tokens())) if all_stages else ("block", tokens())
         return [(Slot(role, group, "all-reduce"), size, once)]
-    experts, tensor = has(term.cut, EXPERT.name), term.over_tensor
+    experts, tensor = sharded_by(term.spec, EXPERT.name), term.over_tensor
     sharded, replicated = (
-        once.by(DividesStored(term.shape, term.cut, term.frozen, profile.flat, divides))
+        once.by(DividesStored(term.shape, term.spec, term.frozen, profile.flat, divides))
         for divides in (True, False)
     )
     if term.group == "gather":
@@ -753,19 +758,19 @@ def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterat
         yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
 
 
-def _cut(
+def _stored_shares(
     unsharded: Share,
     shape: tuple[int, ...],
-    cut: Cut,
+    spec: Spec,
     frozen: frozenset[int],
     profile: FrameworkProfile,
 ) -> tuple[Share, Share]:
     """Two measures whose sum is that of a stored array: sharded if it divides, and replicated if
     not.
     """
-    degree = StoredWays(has(cut, EXPERT.name))
-    return unsharded.by(DividesStored(shape, cut, frozen, profile.flat), degree), unsharded.by(
-        DividesStored(shape, cut, frozen, profile.flat, divides=False)
+    degree = StoredWays(sharded_by(spec, EXPERT.name))
+    return unsharded.by(DividesStored(shape, spec, frozen, profile.flat), degree), unsharded.by(
+        DividesStored(shape, spec, frozen, profile.flat, divides=False)
     )
 
 
@@ -774,16 +779,18 @@ def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Coefficient
     if term.part not in _PIECES:
         yield _PARTS[term.part], unsharded, size
         return
-    row, cut = _PIECES[term.part]
+    row, sharded = _PIECES[term.part]
     yield row, unsharded, size
-    for shard in _cut(unsharded, term.shape, term.cut, frozenset(), profile):
-        yield cut, shard, size
+    for shard in _stored_shares(unsharded, term.shape, term.spec, frozenset(), profile):
+        yield sharded, shard, size
 
 
 def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
-    unsharded = Share(tensor=has(term.cut, "tensor"), expert=has(term.cut, "expert"))
+    unsharded = Share(
+        tensor=sharded_by(term.spec, "tensor"), expert=sharded_by(term.spec, "expert")
+    )
     shards, elements = (
-        _cut(unsharded, term.shape, term.cut, term.frozen, profile),
+        _stored_shares(unsharded, term.shape, term.spec, term.frozen, profile),
         float(term.elements * term.count),
     )
     if not term.trained:
@@ -797,11 +804,11 @@ def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
         (Q.STATE, Q.STATE_CUT, state),
         (Q.KEPT, Q.KEPT_CUT, profile.gradient_bytes(term.itemsize)),
     )
-    for row, cut, size in sizes:
+    for row, sharded, size in sizes:
         yield row, unsharded, elements * size
         for shard in shards:
-            yield cut, shard, elements * size
-    if has(term.cut, "expert"):
+            yield sharded, shard, elements * size
+    if sharded_by(term.spec, "expert"):
         yield Q.EXPERTS, unsharded, elements * term.itemsize
 
 

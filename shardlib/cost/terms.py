@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import numpy as np
 
 from shardlib.layout import LogicalAxes
-from shardlib.propagation.colours import Choice, Cut, divisors, has
-from shardlib.propagation.contractions import Shared, shared
+from shardlib.propagation.colours import Choice, Spec, dividing_axes, sharded_by
+from shardlib.propagation.contractions import HeadSharding, head_sharding
 
 # --------------------------------------------------------------------------------------------------
 # Items and their terms.
@@ -53,12 +53,13 @@ class Heads:
 
     groups: int
     each: int
-    shared: tuple[Shared, ...]
+    shared: tuple[HeadSharding, ...]
 
     def counts(self, degree: int) -> bool:
         """True if the term counts for this degree of tensor parallelism."""
         return (
-            shared(heads=self.groups * self.each, groups=self.groups, devices=degree) in self.shared
+            head_sharding(heads=self.groups * self.each, groups=self.groups, devices=degree)
+            in self.shared
         )
 
 
@@ -172,7 +173,7 @@ class Transfer:
         bytes: bytes of the array before it is sharded over the group itself.
         trips: executions per microbatch.
         shape: elements per dim, which decide whether fsdp divides the array.
-        cut: the axes that shard its dims.
+        spec: the axes that shard its dims.
         frozen: dims that fsdp must not shard.
         over_tensor: True if a gradient is also partial sums over tensor.
         only: restricts a gradient to a case: "shards" if it is reduce-scattered, "whole" if it is
@@ -187,7 +188,7 @@ class Transfer:
     bytes: Amount
     trips: int
     shape: tuple[int, ...] = ()
-    cut: Cut = ()
+    spec: Spec = ()
     frozen: frozenset[int] = frozenset()
     over_tensor: bool = False
     only: str = ""
@@ -212,7 +213,7 @@ class Resident:
             "temporary".
         stacked: True if it has one slice per layer.
         shape: elements per dim, which decide whether fsdp divides a gradient or a copy.
-        cut: the axes that shard each dim in compute.
+        spec: the axes that shard each dim in compute.
         heads: as in `Compute`.
     """
 
@@ -220,7 +221,7 @@ class Resident:
     part: str
     stacked: bool = False
     shape: tuple[int, ...] = ()
-    cut: Cut = ()
+    spec: Spec = ()
     heads: Heads | None = None
 
 
@@ -234,7 +235,7 @@ class Stored:
         itemsize: bytes per element of the parameter.
         state: bytes of optimizer state per element.
         shape: elements per dim.
-        cut: the axes that shard each dim in compute.
+        spec: the axes that shard each dim in compute.
         frozen: dims that fsdp must not shard (a stack of layers that a scan iterates over).
         trained: True if it has a gradient and optimizer state.
     """
@@ -244,7 +245,7 @@ class Stored:
     itemsize: int
     state: float
     shape: tuple[int, ...]
-    cut: Cut
+    spec: Spec
     frozen: frozenset[int]
     trained: bool = True
 
@@ -275,9 +276,9 @@ class Item:
 OUTSIDE_LAYERS, INSIDE = -1, -2
 
 
-def amount(total: float, cut: Cut) -> Amount:
+def amount(total: float, spec: Spec) -> Amount:
     """The amount of an array with some sharding."""
-    batch, tensor, context, expert = divisors(cut)
+    batch, tensor, context, expert = dividing_axes(spec)
     return Amount(total=total, batch=batch, tensor=tensor, context=context, expert=expert)
 
 
@@ -454,11 +455,11 @@ class Shapes(ArrayTable):
     def __len__(self) -> int:
         return len(self.batch)
 
-    def stored_ways(self, cut: Cut) -> Array:
+    def stored_ways(self, spec: Spec) -> Array:
         """Stored shards of a parameter per compute shard: over fsdp, context and expert; parameters
         of experts already use the expert axis.
         """
-        return self.fsdp * self.context * (1 if has(cut, "expert") else self.expert)
+        return self.fsdp * self.context * (1 if sharded_by(spec, "expert") else self.expert)
 
     @property
     def ones(self) -> Array:

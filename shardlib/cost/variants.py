@@ -28,7 +28,7 @@ from shardlib.cost.terms import (
 )
 from shardlib.layout import TENSOR
 from shardlib.machines.topology import Placement
-from shardlib.propagation.colours import Choice, has
+from shardlib.propagation.colours import Choice, sharded_by
 
 # --------------------------------------------------------------------------------------------------
 # The kernel of one shard of a matmul whose operand arrives shard by shard: it has fewer rows, and
@@ -50,7 +50,7 @@ def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, shards
     again = Amount(
         total=again_bytes * (1 - 1 / shards),
         batch=False,
-        tensor=has(facts.value_cut(value, choice), TENSOR.name),
+        tensor=sharded_by(facts.value_spec(value, choice), TENSOR.name),
         context=False,
         expert=False,
     )
@@ -181,7 +181,7 @@ def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
     return (
         op.kind == "dot_general"
         and len(values) == 1
-        and has(facts.value_cut(values[0], choice), TENSOR.name)
+        and sharded_by(facts.value_spec(values[0], choice), TENSOR.name)
     )
 
 
@@ -295,7 +295,8 @@ class _Prices:
     def _local(self, value: int) -> float:
         """Bytes of a value per device."""
         size = amount(
-            float(self._facts.graph.values[value].bytes), self._facts.value_cut(value, self._choice)
+            float(self._facts.graph.values[value].bytes),
+            self._facts.value_spec(value, self._choice),
         )
         return size.total * float(evaluate(share(size), self._c.shapes, self._pricer.constants)[0])
 

@@ -20,7 +20,7 @@ from shardlib.lowering.random_keys import draws_numbers
 from shardlib.lowering.uses import LossFacts, LossJaxpr
 from shardlib.planner.plan import Plan
 from shardlib.propagation.colours import Colouring, colour
-from shardlib.propagation.contractions import placements
+from shardlib.propagation.contractions import layout_constraints
 from shardlib.tracing.trace import Traced
 
 
@@ -57,7 +57,7 @@ def placements_of(traced: Traced, plan: Plan, rules: Rules) -> ValueLayouts:
     if plan.collective_matmul == "loop":
         values |= activations_of(weight_matmuls(loss))
     graph, names = traced.problem.forward, colouring.forward
-    layouts = placements(graph, names, rules, plan.mesh, colouring.batch_colour, values)
+    layouts = layout_constraints(graph, names, rules, plan.mesh, colouring.batch_colour, values)
     return with_head_layouts(layouts, graph, loss.calls.values(), plan)
 
 

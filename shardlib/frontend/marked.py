@@ -32,7 +32,7 @@ from shardlib.planner.layouts import at_rest
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.planner.search import search
 from shardlib.propagation.colours import Colouring, colour
-from shardlib.propagation.contractions import placements
+from shardlib.propagation.contractions import layout_constraints
 from shardlib.tracing.steps import FoundLoss, TracedStep, tied_rows, total_loss
 from shardlib.tracing.trace import trace
 
@@ -750,7 +750,7 @@ def layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> StepLayouts
         state=tuple(state),
         batch=tuple(batch[path] for path, *_ in traced.problem.batch),
         values={
-            **placements(graph, names, plan.rules, plan.mesh, colouring.batch_colour),
+            **layout_constraints(graph, names, plan.rules, plan.mesh, colouring.batch_colour),
             **_gradients(traced, plan),
         },
     )

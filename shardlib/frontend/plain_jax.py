@@ -31,7 +31,7 @@ from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
 from shardlib.machines.topology import device_order
 from shardlib.planner.plan import ParameterLayout, Plan, source_of
 from shardlib.propagation.colours import Colouring
-from shardlib.propagation.contractions import arriving, returned, used
+from shardlib.propagation.contractions import gather_key, gradient_key, use_key
 from shardlib.report.elements import seconds_text
 from shardlib.tracing import layouts
 from shardlib.tracing.program import (
@@ -387,14 +387,14 @@ def _value_layouts(
         layout = placements.get(key)
         if layout is not None and len(layout) == len(shape):
             activations.append((f"{name!r}: ({_shape(shape)}, {_spec(plan, layout)})", line))
-        back = placements.get(returned(path))
+        back = placements.get(gradient_key(path))
         if back is not None and key[1] == 0:
             cotangents.append((f"{name!r}: {_spec(plan, back)}", line))
-        count = next((n for n in (3, 2) if used(path, n) in placements), None)
+        count = next((n for n in (3, 2) if use_key(path, n) in placements), None)
         if count is None or key[1]:
             continue
-        *operands, result = [placements[used(path, index)] for index in range(count + 1)]
-        before = [placements.get(arriving(path, index)) for index in (0, 1)]
+        *operands, result = [placements[use_key(path, index)] for index in range(count + 1)]
+        before = [placements.get(gather_key(path, index)) for index in (0, 1)]
         settles = not follow or not only_scatters(layout, operands, result)
         contractions.append(
             (

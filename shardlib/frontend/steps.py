@@ -77,7 +77,7 @@ from shardlib.planner.plan import Plan
 from shardlib.planner.search import Prepared, search
 from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring, colour
-from shardlib.propagation.contractions import used
+from shardlib.propagation.contractions import use_key
 from shardlib.report.text import plan_card, plan_line
 from shardlib.tracing.layouts import (
     NO_MESH,
@@ -331,7 +331,7 @@ class StepProgram:
     def _run(self, equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
         """A contraction with its operands in the layouts in which it runs."""
         values = self.layouts.values
-        pins = [values.get(used(equation.path, index)) for index in range(len(operands) + 1)]
+        pins = [values.get(use_key(equation.path, index)) for index in range(len(operands) + 1)]
         if not any(pins) or len(equation.outputs) != 1:
             return None
         placed = [

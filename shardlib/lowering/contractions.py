@@ -26,7 +26,7 @@ from shardlib.layout import Layout, MeshShape
 from shardlib.lowering import collectives as eightbit
 from shardlib.lowering.collectives import Regions, is_eight_bit
 from shardlib.lowering.mesh import constrain, named_sharding
-from shardlib.propagation.contractions import arriving, used
+from shardlib.propagation.contractions import gather_key, use_key
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Run, Walk, bind
 
@@ -70,7 +70,7 @@ class ContractionShardings:
         layouts = [
             layout
             for position in range(len(equation.inputs) + 1)
-            if (layout := value_layouts.get(used(equation.path, position))) is not None
+            if (layout := value_layouts.get(use_key(equation.path, position))) is not None
         ]
         if len(layouts) <= len(equation.inputs):
             return None
@@ -84,7 +84,7 @@ class ContractionShardings:
             ungathered=tuple(
                 None if layout is None else named_sharding(mesh, layout)
                 for layout in (
-                    value_layouts.get(arriving(equation.path, position)) for position in (0, 1)
+                    value_layouts.get(gather_key(equation.path, position)) for position in (0, 1)
                 )
             ),
         )

@@ -54,7 +54,7 @@ from shardlib.lowering.weights import (
     with_reduced_gradient,
 )
 from shardlib.planner.plan import ParameterLayout, Plan
-from shardlib.propagation.contractions import returned
+from shardlib.propagation.contractions import gradient_key
 from shardlib.tracing.program import CUSTOM, Equation, by_elements, has_matmul, is_element_lookup
 from shardlib.tracing.rewriting import Together, Walk, bind
 
@@ -446,7 +446,7 @@ class LossLayouts:
             if layout is None:
                 return value
             placed = constrain_to_layout(value, layout, self.plan, mesh, path, loose=loose)
-            back = None if loose else self.values.get(returned(path))
+            back = None if loose else self.values.get(gradient_key(path))
             return (
                 placed
                 if back is None

@@ -38,7 +38,7 @@ from shardlib.layout import (
 from shardlib.machines.topology import Topology
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.planner.stored import ActivationLayout, Move, together
-from shardlib.propagation.colours import TOKENS, Choice, Cut, kinds
+from shardlib.propagation.colours import TOKENS, Choice, Spec, axes_of
 
 # --------------------------------------------------------------------------------------------------
 # A step graph under a choice on a mesh: the layouts of its values between operations and in use.
@@ -56,11 +56,11 @@ class StepLayouts:
     mesh: MeshShape
     context: str
 
-    def layout(self, cut: Cut, shape: Sequence[int]) -> Layout:
-        """The layout of a `Cut` (kinds of axes per dim), without axes that do not divide their
+    def layout(self, cut: Spec, shape: Sequence[int]) -> Layout:
+        """The layout of a `Spec` (kinds of axes per dim), without axes that do not divide their
         dims.
         """
-        dims = (tuple(axis for kind in kinds(part) for axis in self.axes(kind)) for part in cut)
+        dims = (tuple(axis for kind in axes_of(part) for axis in self.axes(kind)) for part in cut)
         return Layout(
             *(
                 axes if size % self.mesh.ways(axes) == 0 else ()
@@ -75,7 +75,7 @@ class StepLayouts:
 
     def held(self, value: int) -> Layout:
         """The layout of a value between operations."""
-        return self.layout(self.facts.value_cut(value, self.choice), self.shape(value))
+        return self.layout(self.facts.value_spec(value, self.choice), self.shape(value))
 
     def shape(self, value: int) -> tuple[int, ...]:
         """Elements per dim."""
@@ -83,7 +83,7 @@ class StepLayouts:
 
     def inside(self, index: int, value: int) -> Layout:
         """The layout of an operand or a result while its op runs."""
-        op, cut = self.facts.graph.ops[index], self.facts.op_cut(index, self.choice)
+        op, cut = self.facts.graph.ops[index], self.facts.op_spec(index, self.choice)
         dims = dict(
             zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
         )[value]

@@ -94,7 +94,7 @@ def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
     name = colouring.named_sequence
     if name is None:
         return "has no sequence"
-    if colouring.colours[name].walked:
+    if colouring.colours[name].iterated:
         return "walks along its sequence in a loop, one position after the other"
     lengths = set(_sizes(problem, colouring, name))
     listed = " and ".join(map(str, sorted(lengths)))

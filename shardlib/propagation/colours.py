@@ -5,36 +5,35 @@ the others costs a reshard. Classes are found by union-find over the factors of 
 graphs of a problem at once; dims with the same logical name share a colour. Colours without a name
 are named after the first input that has them ("mlp.up.kernel:1"), so that the plan of a model
 without annotations is readable. The same dims of unrolled repeated layers are one colour
-(`tie_alike`).
+(`tie_repeated_layers`).
 
 A colour may occur twice in one value: the query and the key dim of attention scores are both the
 sequence. It then shards the first of the two (`Rules.resolve`; `Colouring.conflicts` lists them).
 
-A `Choice` says which colours are sharded, and hence how every dim and factor is. Pricing needs no
-sizes for this: a layout is given by the dim that the *batch* axes shard (data, fsdp and expert
-together), that the *context* axis shards, that the *tensor* axis shards, and the dim of a weight
-that the *expert* axis shards. The tensor axis follows the priority semantics of
-`shardlib.layout.Rules`: the colours of `tensor` in order, then, with sequence parallelism, the
-sequence colour.
+A `Choice` says which colours are sharded, and hence the `Spec` of every value and op. Pricing needs
+no sizes for this: a spec says which dim the *batch* axes shard (data, fsdp and expert together),
+which the *context* axis, which the *tensor* axis, and which dim of a weight the *expert* axis. The
+tensor axis follows the priority semantics of `shardlib.layout.Rules`: the colours of `tensor` in
+order, then, with sequence parallelism, the sequence colour.
 
 >>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq")
->>> choice.cut(("batch", "seq", "mlp"))
+>>> choice.spec(("batch", "seq", "mlp"))
 ('batch', None, 'tensor')
->>> choice.cut(("batch", "seq", "embed"))
+>>> choice.spec(("batch", "seq", "embed"))
 ('batch', 'tensor', None)
 
 A dim that two axes shard names both, the major one first. The expert axis shards the batch of every
 value that has one, and the experts of weights:
 
 >>> choice = Choice(tensor=("mlp",), batch="batch", sequence="seq", context="seq", expert="expert")
->>> choice.cut(("batch", "seq", "embed"))
+>>> choice.spec(("batch", "seq", "embed"))
 ('batch', 'context+tensor', None)
->>> choice.cut(("expert", "embed", "mlp"))
+>>> choice.spec(("expert", "embed", "mlp"))
 ('expert', None, 'tensor')
 
 Classes of dims are found by union-find:
 
->>> classes = Classes()
+>>> classes = UnionFind()
 >>> classes.join([("forward", 0, 1), ("forward", 2, 0)])
 >>> classes.find(("forward", 0, 1)) == classes.find(("forward", 2, 0))
 True
@@ -58,7 +57,7 @@ from shardlib.layout import BATCH_AXES, EXPERT, LogicalAxes, Rules
 # Ties between dims: classes of (value, dim) pairs that some op, input or name ties together.
 
 
-class Classes:
+class UnionFind:
     """Union-find with path halving."""
 
     def __init__(self) -> None:
@@ -84,8 +83,12 @@ class Classes:
                 self.parent[root] = first
 
 
-def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
-    """Joins the dims that the ops of a graph tie to one index."""
+def tie_graph(classes: UnionFind, program: str, graph: Graph) -> None:
+    """Joins the dims that the ops of a graph tie to one index.
+
+    Args:
+        program: "forward", or the remat policy of a step graph.
+    """
     for op in graph.ops:
         rule = op.rule
         members: dict[int, list[Hashable]] = defaultdict(list)
@@ -94,13 +97,13 @@ def tie_graph(classes: Classes, tag: str, graph: Graph) -> None:
                 for dim, factors in enumerate(dims):
                     major = rule.major(factors)
                     if major is not None:
-                        members[major].append((tag, value, dim))
+                        members[major].append((program, value, dim))
         for nodes in members.values():
             if len(nodes) > 1:
                 classes.join(nodes)
 
 
-def tie_inputs(classes: Classes, problem: Problem) -> None:
+def tie_inputs(classes: UnionFind, problem: Problem) -> None:
     """Joins the dims of inputs in the graphs of all remat policies with those of the parameters and
     the batch.
     """
@@ -122,7 +125,7 @@ def tie_inputs(classes: Classes, problem: Problem) -> None:
                 classes.join([(policy, index, dim), (policy, gradient, dim)])
 
 
-def tie_names(classes: Classes, problem: Problem) -> tuple[str, ...]:
+def tie_names(classes: UnionFind, problem: Problem) -> tuple[str, ...]:
     """Joins the dims with the same logical name. A parameter whose names would tie two dims that
     are separate in other parameters keeps none of its names: for example the one of four attention
     kernels, all named (embed, heads), whose first dim counts heads.
@@ -138,8 +141,8 @@ def tie_names(classes: Classes, problem: Problem) -> tuple[str, ...]:
             support[name, classes.find(node)] += 1
             distinct |= {
                 frozenset((name, other_name))
-                for other_name, place in dims[:position]
-                if other_name != name and classes.find(place) != classes.find(node)
+                for other_name, other_node in dims[:position]
+                if other_name != name and classes.find(other_node) != classes.find(node)
             }
     batch = {path for path, *_ in problem.batch}
 
@@ -148,29 +151,29 @@ def tie_names(classes: Classes, problem: Problem) -> tuple[str, ...]:
 
     ranked = sorted(arrays, key=lambda array: (array[0] not in batch, -certainty(array[1])))
     names: dict[Hashable, frozenset[str]] = {}
-    left_out: list[str] = []
+    ignored: list[str] = []
     for path, dims in ranked:
         joined: dict[Hashable, frozenset[str]] = {}
         for name, node in dims:
             roots = {classes.find(node), classes.find(("name", name))}
-            together = frozenset({name}).union(
+            merged = frozenset({name}).union(
                 *(names.get(root, frozenset()) | joined.get(root, frozenset()) for root in roots)
             )
-            joined |= dict.fromkeys(roots, together)
+            joined |= dict.fromkeys(roots, merged)
         if path not in batch and any(
             frozenset((name, other_name)) in distinct
-            for together in joined.values()
-            for name in together
-            for other_name in together
+            for merged in joined.values()
+            for name in merged
+            for other_name in merged
         ):
-            left_out.append(path)
+            ignored.append(path)
             continue
         for name, node in dims:
             roots = {classes.find(node), classes.find(("name", name))}
-            together = frozenset({name}).union(*(names.pop(r, frozenset()) for r in roots))
+            merged = frozenset({name}).union(*(names.pop(r, frozenset()) for r in roots))
             classes.join([("name", name), node])
-            names[classes.find(node)] = together
-    return tuple(path for path, _ in arrays if path in left_out)
+            names[classes.find(node)] = merged
+    return tuple(path for path, _ in arrays if path in ignored)
 
 
 def named_dims(problem: Problem) -> tuple[tuple[str, LogicalAxes], ...]:
@@ -181,40 +184,44 @@ def named_dims(problem: Problem) -> tuple[tuple[str, LogicalAxes], ...]:
     )
 
 
-def tie_alike(
-    classes: Classes,
+def tie_repeated_layers(
+    classes: UnionFind,
     problem: Problem,
     dims: Mapping[str, tuple[tuple[str, int], ...]],
     values: Iterable[LogicalAxes],
 ) -> bool:
     """Joins colours that shard parameters of the same shapes along the same dims, like heads and
-    widths of unrolled layers. Two colours that meet in a value, like the widths of two layers in
-    the weight between them, stay separate: in such a chain every second one is tied.
+    widths of unrolled layers. Two colours of one value, like the widths of two layers in the weight
+    between them, stay separate: in such a chain every second one is tied.
 
     Args:
         dims: colour -> the (path, dim) of all inputs that have it, for colours that may be tied.
+        values: colours of every value.
+
+    Returns:
+        True if some colours were joined.
     """
     shapes = {p.path: p.shape for p in problem.parameters} | {
         path: shape for path, shape, _, _ in problem.batch
     }
-    meets: dict[str, set[str]] = defaultdict(set)
+    neighbours: dict[str, set[str]] = defaultdict(set)
     for axes in {frozenset(axes) for axes in values}:
         axis_names = {name for name in axes if name is not None and name in dims}
         for name in axis_names:
-            meets[name] |= axis_names
+            neighbours[name] |= axis_names
     groups: dict[Hashable, list[list[str]]] = defaultdict(list)
-    for name, places in dims.items():
-        alike = groups[frozenset((shapes[path], dim) for path, dim in places)]
-        joinable = (group for group in alike if meets[name].isdisjoint(group))
-        group = next(joinable, None)
+    for name, inputs in dims.items():
+        same_shapes = groups[frozenset((shapes[path], dim) for path, dim in inputs)]
+        candidates = (group for group in same_shapes if neighbours[name].isdisjoint(group))
+        group = next(candidates, None)
         if group is None:
-            alike.append([name])
+            same_shapes.append([name])
         else:
             group.append(name)
-    several = [group for alike in groups.values() for group in alike if len(group) > 1]
-    for group in several:
+    tied = [group for same_shapes in groups.values() for group in same_shapes if len(group) > 1]
+    for group in tied:
         classes.join(("input", *dims[name][0]) for name in group)
-    return bool(several)
+    return bool(tied)
 
 
 def stack_dims(problem: Problem) -> set[tuple[str, int]]:
@@ -237,31 +244,33 @@ def stack_dims(problem: Problem) -> set[tuple[str, int]]:
 # --------------------------------------------------------------------------------------------------
 # Choices of sharded colours.
 
-#: Per dim: the kinds of axes that shard it, joined by "+", or None.
-Cut = tuple[str | None, ...]
+#: Per dim the kinds of mesh axes that shard it, joined by "+" with the major one first, or None: a
+#: `PartitionSpec` without sizes. "batch" stands for data, fsdp and expert together.
+Spec = tuple[str | None, ...]
 
 #: Sharding of a dim that merges batch and sequence, like the tokens of a mixture of experts: batch
 #: and context axes shard it together.
 TOKENS = "batch+context"
+#: Kinds of axes in a `Spec`.
+AXIS_KINDS = ("batch", "tensor", "context", "expert")
 
 
 @lru_cache(maxsize=1 << 14)
-def has(cut: Cut, kind: str) -> bool:
+def sharded_by(spec: Spec, kind: str) -> bool:
     """True if some dim is sharded over a kind of axis."""
-    return any(part is not None and kind in part for part in cut)
+    return any(kind in axes for axes in spec if axes)
 
 
 @lru_cache(maxsize=1 << 14)
-def divisors(cut: Cut) -> tuple[bool, bool, bool, bool]:
-    """A flag for each of the batch, tensor, context and expert axes: True if they shard an
-    array.
-    """
-    return has(cut, "batch"), has(cut, "tensor"), has(cut, "context"), has(cut, "expert")
+def dividing_axes(spec: Spec) -> tuple[bool, bool, bool, bool]:
+    """A flag for each of `AXIS_KINDS`: True if it shards an array."""
+    batch, tensor, context, expert = (sharded_by(spec, kind) for kind in AXIS_KINDS)
+    return batch, tensor, context, expert
 
 
-def kinds(part: str | None) -> tuple[str, ...]:
-    """The kinds of axes that shard one dim, the major one first."""
-    return tuple(part.split("+")) if part else ()
+def axes_of(entry: str | None) -> tuple[str, ...]:
+    """The kinds of axes in one entry of a `Spec`, the major one first."""
+    return tuple(entry.split("+")) if entry else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,55 +300,51 @@ class Choice:
     def __hash__(self) -> int:
         return self._hash  # search tables look up the same choices very often
 
-    def cut(
-        self, colours: LogicalAxes, unsharded: Iterable[int] = (), sequence_at: int | None = None
-    ) -> Cut:
-        """The sharding of a value or of the factors of an op.
+    def spec(
+        self, colours: LogicalAxes, unsharded: Iterable[int] = (), sequence_dim: int | None = None
+    ) -> Spec:
+        """The sharding of the dims of a value, or of the factors of an op, with these colours.
 
         Args:
-            sequence_at: position along the sequence that is sharded if there are several (queries
-                and keys of attention); by default the first.
+            sequence_dim: which of several dims along the sequence is sharded (queries and keys of
+                attention); by default the first.
         """
         result: list[str | None] = [None] * len(colours)
-        blocked = set(unsharded)
+        excluded = set(unsharded)
 
-        def place(name: str | None, axis: str, beside: str | None = None) -> bool:
+        def shard(name: str | None, axis: str, major: str | None = None) -> bool:
             if name is None or name not in colours:
                 return False
             for dim, colour in enumerate(colours):
-                if colour == name and dim not in blocked and result[dim] in (None, beside):
-                    result[dim] = f"{beside}+{axis}" if result[dim] else axis
+                if colour == name and dim not in excluded and result[dim] in (None, major):
+                    result[dim] = f"{major}+{axis}" if result[dim] else axis
                     return True
             return False
 
-        tokens = TOKENS in colours and place(TOKENS, TOKENS if self.context else "batch")
-        batched = tokens or place(self.batch, "batch")
+        tokens = TOKENS in colours and shard(TOKENS, TOKENS if self.context else "batch")
+        has_batch = tokens or shard(self.batch, "batch")
         if self.context and not tokens:
-            if sequence_at is not None and result[sequence_at] is None:
-                result[sequence_at] = "context"
-            elif sequence_at is None:
-                place(self.context, "context")
-        if not batched:
-            place(self.expert, "expert")
-        if any(place(name, "tensor") for name in self.tensor):
+            if sequence_dim is not None and result[sequence_dim] is None:
+                result[sequence_dim] = "context"
+            elif sequence_dim is None:
+                shard(self.context, "context")
+        if not has_batch:
+            shard(self.expert, "expert")
+        if any(shard(name, "tensor") for name in self.tensor):
             return tuple(result)
-        beside = "context" if self.sequence == self.context else None
+        major = "context" if self.sequence == self.context else None
         if (
-            sequence_at is not None
-            and result[sequence_at] in (None, beside)
-            and colours[sequence_at] == self.sequence
+            sequence_dim is not None
+            and result[sequence_dim] in (None, major)
+            and colours[sequence_dim] == self.sequence
         ):
-            result[sequence_at] = f"{beside}+tensor" if result[sequence_at] else "tensor"
+            result[sequence_dim] = f"{major}+tensor" if result[sequence_dim] else "tensor"
         else:
-            place(self.sequence, "tensor", beside)
+            shard(self.sequence, "tensor", major)
         return tuple(result)
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in vars(self).items() if name != "_hash"}
-
-    def alike(self, other: Choice) -> bool:
-        """True if the tensor axis shards the same dims under another choice."""
-        return (self.tensor, self.sequence) == (other.tensor, other.sequence)
 
     def restrict(self, colours: frozenset[str]) -> Choice:
         """The part of the choice that affects values with only these colours."""
@@ -356,20 +361,24 @@ class Choice:
         )
 
     def rules(self) -> Rules:
-        """The choice as sharding rules over mesh axes."""
-        over = tuple(a for a in BATCH_AXES if self.expert or a != EXPERT.name)
-        entries: list[tuple[str, tuple[str, ...]]] = [(self.batch, over)] if self.batch else []
+        """The choice as sharding rules batch_axes mesh axes."""
+        batch_axes = tuple(a for a in BATCH_AXES if self.expert or a != EXPERT.name)
+        entries: list[tuple[str, tuple[str, ...]]] = (
+            [(self.batch, batch_axes)] if self.batch else []
+        )
         if self.expert:
             entries.append((self.expert, ("expert",)))
         entries += [(name, ("tensor",)) for name in self.tensor]
-        along = (("context",) if self.context else ()) + (("tensor",) if self.sequence else ())
-        if along:
+        sequence_axes = (("context",) if self.context else ()) + (
+            ("tensor",) if self.sequence else ()
+        )
+        if sequence_axes:
             name = self.sequence or self.context
             assert name is not None
             # The second entry applies where tensor shards another dim already.
             entries += [
-                (name, along),
-                *([(name, ("context",))] if len(along) > 1 else []),
+                (name, sequence_axes),
+                *([(name, ("context",))] if len(sequence_axes) > 1 else []),
             ]
         return Rules(tuple(entries))
 
@@ -394,12 +403,12 @@ class Choice:
 # Dims of the batch and of the sequence are excluded: a shard of two concatenated batches is not the
 # same shard of each.
 
-#: A dim is fused only if the greatest common divisor of its pieces is at least this part of it, one
-#: 64th; else it is a padded vocabulary or a shift by one.
-FINEST = 64
+#: A fused dim is at most this many times the greatest common divisor of its pieces; others are a
+#: padded vocabulary or a shift by one.
+MAX_PIECES = 64
 
 
-def in_pieces(problem: Problem) -> Problem:
+def with_fused_dims(problem: Problem) -> Problem:
     """The problem with rules that shard every piece of a fused dim, and with the pieces of every
     fused dim of its forward graph.
     """
@@ -409,12 +418,12 @@ def in_pieces(problem: Problem) -> Problem:
     }
     if not _windows(graphs):  # all boundaries come from windows
         return problem
-    fused = _found(problem, graphs)
+    fused = _fused_dims(problem, graphs)
     if not fused.sizes:
         return problem
     changed = {
-        tag: replace(graph, ops=tuple(fused.changed(tag, op) for op in graph.ops))
-        for tag, graph in graphs.items()
+        program: replace(graph, ops=tuple(fused.rewritten(program, op) for op in graph.ops))
+        for program, graph in graphs.items()
     }
     dims = (
         (index, dim)
@@ -433,52 +442,52 @@ def in_pieces(problem: Problem) -> Problem:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Found:
+class _FusedDims:
     """The fused dims of some graphs.
 
     Attributes:
-        same: classes of dims that are the same index in every value, position by position.
-        sizes: for the root of each class of fused dims, the sizes of its pieces.
+        same_index: classes of dims that are the same index in every value, position by position.
+        sizes: root of a class of fused dims -> the sizes of its pieces.
     """
 
-    same: Classes
+    same_index: UnionFind
     sizes: Mapping[Hashable, tuple[int, ...]]
 
-    def pieces(self, tag: str, value: int, dim: int) -> tuple[int, ...]:
+    def pieces(self, program: str, value: int, dim: int) -> tuple[int, ...]:
         """The pieces of a dim; () if it is not fused."""
-        return self.sizes.get(self.same.find((tag, value, dim)), ())
+        return self.sizes.get(self.same_index.find((program, value, dim)), ())
 
-    def changed(self, tag: str, op: Op) -> Op:
+    def rewritten(self, program: str, op: Op) -> Op:
         """An op with the rule that shards every piece."""
         rule = op.rule
         windows = rule.windows
-        if windows and (sizes := self._at(tag, op, windows[0].long)):
-            return replace(op, rule=_windows_cut(rule, math.gcd(*sizes)))
+        if windows and (sizes := self._pieces_at(program, op, windows[0].long)):
+            return replace(op, rule=_piecewise_rule(rule, math.gcd(*sizes)))
         outer = frozenset(
-            counter
-            for counter, place in counters(rule)
-            if len(sizes := self._at(tag, op, place)) > 1
-            and self._counts(rule, counter, sizes, _dim(rule, place))
+            major
+            for major, place in major_factors(rule)
+            if len(sizes := self._pieces_at(program, op, place)) > 1
+            and self._counts_pieces(rule, major, sizes, _dim(rule, place))
         )
         return (
             replace(op, rule=replace(rule, outer=outer, whole=rule.whole | outer)) if outer else op
         )
 
-    def _at(self, tag: str, op: Op, place: Place) -> tuple[int, ...]:
+    def _pieces_at(self, program: str, op: Op, place: Place) -> tuple[int, ...]:
         result, position, dim = place
-        return self.pieces(tag, op.value(result, position), dim)
+        return self.pieces(program, op.value(result, position), dim)
 
     @staticmethod
-    def _counts(rule: FactorRule, counter: int, sizes: tuple[int, ...], dim: Dim) -> bool:
+    def _counts_pieces(rule: FactorRule, major: int, sizes: tuple[int, ...], dim: Dim) -> bool:
         """True if a factor counts the pieces of a dim, rather than being sharded itself."""
-        inner = math.prod(rule.sizes[factor] for factor in dim if factor != counter)
+        inner = math.prod(rule.sizes[factor] for factor in dim if factor != major)
         return (
             all(size % inner == 0 for size in sizes)
             and math.gcd(*(size // inner for size in sizes)) == 1
         )
 
 
-def counters(rule: FactorRule) -> Iterator[tuple[int, Place]]:
+def major_factors(rule: FactorRule) -> Iterator[tuple[int, Place]]:
     """Major factors of dims with several factors, each with such a dim; among ops that keep the
     order of elements only reshapes have them.
     """
@@ -492,28 +501,28 @@ def _dim(rule: FactorRule, place: Place) -> Dim:
     return (rule.results if result else rule.operands)[position][dim]
 
 
-def _windows_cut(rule: FactorRule, measure: int) -> FactorRule:
-    """The rule of an op with windows into one dim: the common divisor of all pieces is one factor
-    of the long dim and of every window; the factor that counts the pieces is outer.
+def _piecewise_rule(rule: FactorRule, piece: int) -> FactorRule:
+    """The rule of an op with windows into one dim: `piece`, the common divisor of all pieces, is a
+    factor of the long dim and of every window; the factor that counts the pieces is outer.
     """
     sizes, outer = list(rule.sizes), set[int]()
-    sizes.append(measure)
+    sizes.append(piece)
     common = len(sizes) - 1
     dims: dict[Place, Dim] = dict(rule.dims())
 
-    def cut(place: Place, size: int) -> None:
-        if size > measure:
-            sizes.append(size // measure)
+    def split(place: Place, size: int) -> None:
+        if size > piece:
+            sizes.append(size // piece)
             outer.add(len(sizes) - 1)
             dims[place] = (len(sizes) - 1, common)
         else:
             dims[place] = (common,)
 
     long = rule.windows[0].long
-    cut(long, math.prod(rule.sizes[factor] for factor in dims[long]))
+    split(long, math.prod(rule.sizes[factor] for factor in dims[long]))
     for window in rule.windows:
         if window.short is not None:
-            cut(window.short, window.size)
+            split(window.short, window.size)
 
     def side(result: bool, values: tuple[Dims, ...]) -> tuple[Dims, ...]:
         return tuple(
@@ -531,73 +540,78 @@ def _windows_cut(rule: FactorRule, measure: int) -> FactorRule:
     )
 
 
-def _found(problem: Problem, graphs: Mapping[str, Graph]) -> _Found:
-    same, tied = Classes(), Classes()
-    for classes in (same, tied):
+def _fused_dims(problem: Problem, graphs: Mapping[str, Graph]) -> _FusedDims:
+    same_index, tied = UnionFind(), UnionFind()
+    for classes in (same_index, tied):
         tie_inputs(classes, problem)
-    for tag, graph in graphs.items():
-        tie_graph(tied, tag, graph)
-        _tie_positions(same, tag, graph)
+    for program, graph in graphs.items():
+        tie_graph(tied, program, graph)
+        _tie_positions(same_index, program, graph)
     tie_names(tied, problem)
-    left = {
+    excluded = {
         tied.find(("input", path, dim))
         for path, shape, _, _ in problem.batch
         for dim in range(len(shape))
     }
-    joints = _joints(same, graphs)
+    boundaries = _piece_boundaries(same_index, graphs)
     pieces = {
-        root: tuple(b - a for a, b in pairwise(sorted(points))) for root, points in joints.items()
+        root: tuple(b - a for a, b in pairwise(sorted(positions)))
+        for root, positions in boundaries.items()
     }
-    fit = {
+    fused = {
         root: sizes
         for root, sizes in pieces.items()
-        if len(sizes) > 1 and (measure := math.gcd(*sizes)) > 1 and measure * FINEST >= sum(sizes)
+        if len(sizes) > 1
+        and (divisor := math.gcd(*sizes)) > 1
+        and divisor * MAX_PIECES >= sum(sizes)
     }
-    for tag, op, window in _windows(graphs):
-        long, short = (_nodes(tag, op, place) for place in (window.long, window.short))
-        if any(tied.find(node) in left for node in (*long, *short)):
-            fit.pop(same.find(long[0]), None)
-    for tag, op, window in sorted(
-        _windows(graphs), key=lambda window: -_size(*window)
+    for program, op, window in _windows(graphs):
+        long, short = (_nodes(program, op, place) for place in (window.long, window.short))
+        if any(tied.find(node) in excluded for node in (*long, *short)):
+            fused.pop(same_index.find(long[0]), None)
+    for program, op, window in sorted(
+        _windows(graphs), key=lambda window: -_long_size(*window[1:])
     ):  # a piece of a fused dim is not fused itself
-        if window.short is not None and same.find(_nodes(tag, op, window.long)[0]) in fit:
-            fit.pop(same.find(_nodes(tag, op, window.short)[0]), None)
-    return _Found(same=same, sizes=fit)
+        if (
+            window.short is not None
+            and same_index.find(_nodes(program, op, window.long)[0]) in fused
+        ):
+            fused.pop(same_index.find(_nodes(program, op, window.short)[0]), None)
+    return _FusedDims(same_index=same_index, sizes=fused)
 
 
 def _windows(graphs: Mapping[str, Graph]) -> list[tuple[str, Op, Window]]:
     return [
-        (tag, op, window)
-        for tag, graph in graphs.items()
+        (program, op, window)
+        for program, graph in graphs.items()
         for op in graph.ops
         for window in op.rule.windows
     ]
 
 
-def _nodes(tag: str, op: Op, place: Place | None) -> list[Hashable]:
-    return [] if place is None else [(tag, op.value(place[0], place[1]), place[2])]
+def _nodes(program: str, op: Op, place: Place | None) -> list[Hashable]:
+    return [] if place is None else [(program, op.value(place[0], place[1]), place[2])]
 
 
-def _size(tag: str, op: Op, window: Window) -> int:
-    del tag
+def _long_size(op: Op, window: Window) -> int:
     return math.prod(op.rule.sizes[factor] for factor in _dim(op.rule, window.long))
 
 
-def _tie_positions(same: Classes, tag: str, graph: Graph) -> None:
-    """Ties dims that an op maps to the same index, position by position."""
+def _tie_positions(same_index: UnionFind, program: str, graph: Graph) -> None:
+    """Ties dims that an op maps to the same_index index, position by position."""
     for op in graph.ops:
         members: dict[int, list[Hashable]] = defaultdict(list)
         for (result, position, axis), dim in op.rule.dims():
             if len(dim) == 1 and dim[0] not in op.rule.whole:
-                members[dim[0]].append((tag, op.value(result, position), axis))
+                members[dim[0]].append((program, op.value(result, position), axis))
         for nodes in members.values():
-            same.join(nodes)
+            same_index.join(nodes)
 
 
-def _reach(spans: Iterable[tuple[int, int]]) -> int:
+def _covered(spans: Iterable[tuple[int, int]]) -> int:
     """The end of the contiguous range from 0 that spans cover.
 
-    >>> _reach([(0, 2), (4, 8), (2, 3)])
+    >>> _covered([(0, 2), (4, 8), (2, 3)])
     3
     """
     end = 0
@@ -606,37 +620,39 @@ def _reach(spans: Iterable[tuple[int, int]]) -> int:
     return end
 
 
-def _joints(same: Classes, graphs: Mapping[str, Graph]) -> dict[Hashable, set[int]]:
+def _piece_boundaries(
+    same_index: UnionFind, graphs: Mapping[str, Graph]
+) -> dict[Hashable, set[int]]:
     """The positions at which windows divide each class of dims, both ends included; for a dim that
     a reshape merges from several, those of the major one.
 
     A dim that windows do not cover completely (the best few of all experts) is not fused.
     """
-    joints: dict[Hashable, set[int]] = defaultdict(set)
-    read: dict[Hashable, set[tuple[int, int]]] = defaultdict(set)
-    for tag, op, window in _windows(graphs):
-        root = same.find(_nodes(tag, op, window.long)[0])
-        joints[root] |= {0, window.start, window.start + window.size, _size(tag, op, window)}
-        read[root].add((window.start, window.start + window.size))
-    for root, spans in read.items():
-        if _reach(spans) < max(joints[root]):
-            del joints[root]
-    for tag, graph in graphs.items():
+    boundaries: dict[Hashable, set[int]] = defaultdict(set)
+    windows: dict[Hashable, set[tuple[int, int]]] = defaultdict(set)
+    for program, op, window in _windows(graphs):
+        root = same_index.find(_nodes(program, op, window.long)[0])
+        boundaries[root] |= {0, window.start, window.start + window.size, _long_size(op, window)}
+        windows[root].add((window.start, window.start + window.size))
+    for root, spans in windows.items():
+        if _covered(spans) < max(boundaries[root]):
+            del boundaries[root]
+    for program, graph in graphs.items():
         for op in graph.ops:
             if op.rule.windows:
                 continue
-            for counter, place in counters(op.rule):
-                alone = [
-                    same.find((tag, op.value(side, position), dim_position))
-                    for (side, position, dim_position), dim in op.rule.dims()
-                    if dim == (counter,)
+            for major, place in major_factors(op.rule):
+                counting = [
+                    same_index.find((program, op.value(result, position), dim_position))
+                    for (result, position, dim_position), dim in op.rule.dims()
+                    if dim == (major,)
                 ]
                 inner = math.prod(op.rule.sizes[factor] for factor in _dim(op.rule, place)[1:])
-                for points in [joints[root] for root in alone if root in joints]:
-                    joints[same.find(_nodes(tag, op, place)[0])] |= {
-                        point * inner for point in points
+                for positions in [boundaries[root] for root in counting if root in boundaries]:
+                    boundaries[same_index.find(_nodes(program, op, place)[0])] |= {
+                        position * inner for position in positions
                     }
-    return dict(joints)
+    return dict(boundaries)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -652,7 +668,7 @@ def all_factor_colours(
     recurrence, [embed, embed]), it is the first; ops that read the weight, or make its gradient,
     use its stored sharding, and their other factor of that colour is not sharded.
     """
-    turned = {
+    transposes = {
         value: op
         for op in graph.ops
         if op.kind == "transpose"
@@ -660,17 +676,17 @@ def all_factor_colours(
         if value in weights
     }
     return tuple(
-        _where_weights_lie(op, factor_colours(op, names), names, weights, turned)
+        _as_weights_are_sharded(op, factor_colours(op, names), names, weights, transposes)
         for op in graph.ops
     )
 
 
-def _where_weights_lie(
+def _as_weights_are_sharded(
     op: Op,
     colours: LogicalAxes,
     names: tuple[LogicalAxes, ...],
     weights: Set[int],
-    turned: Mapping[int, Op],
+    transposes: Mapping[int, Op],
 ) -> LogicalAxes:
     twice = {
         colour for colour, count in Counter(colours).items() if colour is not None and count > 1
@@ -683,23 +699,23 @@ def _where_weights_lie(
     ):
         if value not in weights:
             continue
-        order = _order(value, turned.get(value), len(dims))
+        dim_order = _dims_of_parameter(value, transposes.get(value), len(dims))
         for colour in twice:
-            lying = [op.rule.major(dims[dim]) for dim in order if names[value][dim] == colour]
-            if len(lying) > 1:
+            factors = [op.rule.major(dims[dim]) for dim in dim_order if names[value][dim] == colour]
+            if len(factors) > 1:
                 colours = tuple(
-                    None if factor_colour == colour and factor != lying[0] else factor_colour
+                    None if factor_colour == colour and factor != factors[0] else factor_colour
                     for factor, factor_colour in enumerate(colours)
                 )
     return colours
 
 
-def _order(value: int, turn: Op | None, rank: int) -> Sequence[int]:
+def _dims_of_parameter(value: int, transpose: Op | None, rank: int) -> Sequence[int]:
     """The dims of a transposed form of a parameter, in the order of the parameter's own."""
-    if turn is None:
+    if transpose is None:
         return range(rank)
-    (before,), (after,) = turn.rule.operands, turn.rule.results
-    form_dims, parameter_dims = (before, after) if value in turn.operands else (after, before)
+    (before,), (after,) = transpose.rule.operands, transpose.rule.results
+    form_dims, parameter_dims = (before, after) if value in transpose.operands else (after, before)
     return [form_dims.index(factors) for factors in parameter_dims]
 
 
@@ -721,11 +737,11 @@ def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
 # Dims of carries over layers, and dims that loops iterate over.
 
 
-def carried_along(
-    classes: Classes, problem: Problem, sequences: Collection[Hashable]
+def carried_dims(
+    classes: UnionFind, problem: Problem, sequences: Collection[Hashable]
 ) -> set[Hashable]:
-    """Classes that a loop carries in a value that also has the sequence; for a model without a
-    sequence, all classes that loops carry.
+    """Roots of the dims that a loop carries in a value that also has the sequence; for a model
+    without a sequence, of all dims that loops carry.
     """
     carried: set[Hashable] = set()
     for policy, step in problem.steps.items():
@@ -738,8 +754,8 @@ def carried_along(
     return carried
 
 
-def walked_along(classes: Classes, problem: Problem) -> set[Hashable]:
-    """Classes of dims over which a loop iterates, one position per iteration."""
+def iterated_dims(classes: UnionFind, problem: Problem) -> set[Hashable]:
+    """Roots of the dims over which a loop iterates, one position per iteration."""
     return {
         classes.find((policy, op.operands[0], 0))
         for policy, step in problem.steps.items()
@@ -767,8 +783,8 @@ class Colour:
         flops: FLOPs of these, unsharded.
         carried: whether a loop carries it from layer to layer in a value with the sequence, like
             the residual stream; carries of a recurrence from position to position do not count.
-        walked: whether a loop iterates over it, as a recurrence does over the sequence: if sharded,
-            every iteration would gather the operand that it slices.
+        iterated: whether a loop iterates over it, as a recurrence does over the sequence: if
+            sharded, every iteration would gather the operand that it slices.
     """
 
     name: str
@@ -778,7 +794,7 @@ class Colour:
     matmuls: int
     flops: float
     carried: bool
-    walked: bool
+    iterated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -817,7 +833,7 @@ class Colouring:
     def sequence_colour(self) -> str | None:
         """The colour that sequence parallelism shards; None if a loop iterates over it."""
         colour = self.named_sequence
-        return None if colour is None or self.colours[colour].walked else colour
+        return None if colour is None or self.colours[colour].iterated else colour
 
     @property
     def named_sequence(self) -> str | None:
@@ -831,14 +847,14 @@ class Colouring:
         The colour of the residual stream is excluded if the sequence can be sharded instead: both
         cost the same collectives, and along the sequence the normalisation needs none.
         """
-        barred = {self.batch_colour, self.named_sequence}
+        excluded = {self.batch_colour, self.named_sequence}
         return tuple(
             c
             for c in self.colours.values()
             if c.matmuls
             and c.divisor > 1
-            and c.name not in barred
-            and not c.walked
+            and c.name not in excluded
+            and not c.iterated
             and not (c.carried and self.sequence_colour)
         )
 
@@ -861,14 +877,14 @@ def _short(path: str, dim: int) -> str:
 
 def colour(problem: Problem) -> Colouring:
     """Finds the colours of a problem."""
-    classes = Classes()
+    classes = UnionFind()
     tie_inputs(classes, problem)
     graphs = {
         "forward": problem.forward,
         **{policy: step.graph for policy, step in problem.steps.items()},
     }
-    for tag, graph in graphs.items():
-        tie_graph(classes, tag, graph)
+    for program, graph in graphs.items():
+        tie_graph(classes, program, graph)
     misnamed = _misnamed(tie_names(classes, problem), problem)
     colouring = _coloured(classes, problem)
     named = {n for _, axes in named_dims(problem) for n in axes}
@@ -876,7 +892,7 @@ def colour(problem: Problem) -> Colouring:
     values = (
         axes for graph_axes in (colouring.forward, *colouring.steps.values()) for axes in graph_axes
     )
-    if tie_alike(classes, problem, unnamed, values):
+    if tie_repeated_layers(classes, problem, unnamed, values):
         colouring = _coloured(classes, problem)
     return replace(colouring, findings=(*colouring.findings, *misnamed))
 
@@ -902,7 +918,7 @@ def _misnamed(paths: tuple[str, ...], problem: Problem) -> tuple[Finding, ...]:
     )
 
 
-def _coloured(classes: Classes, problem: Problem) -> Colouring:
+def _coloured(classes: UnionFind, problem: Problem) -> Colouring:
     """The colouring of a problem whose dims have been tied."""
     stacks = stack_dims(problem)
     shapes = {p.path: p.shape for p in problem.parameters} | {
@@ -915,13 +931,13 @@ def _coloured(classes: Classes, problem: Problem) -> Colouring:
                 inputs[classes.find(("input", path, dim))].append((path, dim))
     names = {root: _names_of(classes, root, problem) for root in inputs}
     chosen, findings = _choose_names(inputs, names)
-    divisors, matmuls, flops = _divisors(classes, problem, inputs, shapes)
-    carried = carried_along(
+    divisors, matmuls, flops = _divisors_and_flops(classes, problem, inputs, shapes)
+    carried = carried_dims(
         classes,
         problem,
         {root for root, class_names in names.items() if set(class_names) & set(SEQUENCE_NAMES)},
     )
-    walked = walked_along(classes, problem)
+    iterated = iterated_dims(classes, problem)
     colours = {
         chosen[root]: Colour(
             name=chosen[root],
@@ -931,15 +947,15 @@ def _coloured(classes: Classes, problem: Problem) -> Colouring:
             matmuls=matmuls[root],
             flops=flops[root],
             carried=root in carried,
-            walked=root in walked,
+            iterated=root in iterated,
         )
         for root, members in inputs.items()
     }
 
-    def axes(tag: str, graph: Graph) -> tuple[LogicalAxes, ...]:
+    def axes(program: str, graph: Graph) -> tuple[LogicalAxes, ...]:
         return tuple(
             tuple(
-                chosen.get(classes.find((tag, index, dim))) if size > 1 else None
+                chosen.get(classes.find((program, index, dim))) if size > 1 else None
                 for dim, size in enumerate(value.shape)
             )
             for index, value in enumerate(graph.values)
@@ -968,7 +984,7 @@ def _coloured(classes: Classes, problem: Problem) -> Colouring:
     )
 
 
-def _names_of(classes: Classes, root: Hashable, problem: Problem) -> list[str]:
+def _names_of(classes: UnionFind, root: Hashable, problem: Problem) -> list[str]:
     names = [name for _, axes in named_dims(problem) for name in axes if name]
     return [name for name in dict.fromkeys(names) if classes.find(("name", name)) == root]
 
@@ -1003,8 +1019,8 @@ def _choose_names(
     return chosen, tuple(findings)
 
 
-def _divisors(
-    classes: Classes,
+def _divisors_and_flops(
+    classes: UnionFind,
     problem: Problem,
     inputs: Mapping[Hashable, list[tuple[str, int]]],
     shapes: Mapping[str, tuple[int, ...]],

@@ -13,19 +13,19 @@ after it.
 ...     summed=frozenset({1}),
 ... )
 >>> batch, tensor = ("data",), ("tensor",)
->>> found = agreed(rule, (Layout(batch, tensor), Layout(tensor, ()), Layout(batch, tensor)))
->>> print(*found)
+>>> layouts = Layout(batch, tensor), Layout(tensor, ()), Layout(batch, tensor)
+>>> print(*consistent_layouts(rule, layouts))
 [data, tensor] [tensor, -] [data, -]
 
-`shared` gives the distribution of attention heads over devices that shard another dim. An attention
-kernel needs the whole sequence and the whole width of its heads. If neither queries nor keys are
-sharded by heads, the devices that shard their sequence or width exchange these for heads
+`head_sharding` says how attention heads are distributed over devices that shard another dim. An
+attention kernel needs the whole sequence and the whole width of its heads. If neither queries nor
+keys are sharded by heads, the devices that shard their sequence or width exchange these for heads
 (arXiv:2309.14509): those of queries, and those of keys and values as well if there are enough. With
 fewer groups of keys than devices, every device gathers all groups and uses the one of its queries.
 
->>> shared(heads=32, groups=8, devices=4), shared(heads=128, groups=8, devices=16)
+>>> head_sharding(heads=32, groups=8, devices=4), head_sharding(heads=128, groups=8, devices=16)
 ('all', 'queries')
->>> shared(heads=12, groups=12, devices=8)
+>>> head_sharding(heads=12, groups=12, devices=8)
 'none'
 """
 
@@ -43,7 +43,7 @@ from shardlib.propagation.colours import factor_colours
 CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution"})
 
 
-def agreed(
+def consistent_layouts(
     rule: FactorRule, layouts: Sequence[Layout], preferred: Layout | None = None
 ) -> tuple[Layout, ...]:
     """The layouts of operands and results of one operation in which every mesh axis shards one
@@ -52,24 +52,23 @@ def agreed(
     An axis stays on the index that it shards in most of the values; in a tie, on the one that the
     rules prefer, or else on the first.
     """
-    sides = tuple(
+    all_indices = tuple(
         tuple(rule.major(dim) for dim in dims) for dims in (*rule.operands, *rule.results)
     )
     votes: dict[str, Counter[int]] = defaultdict(Counter)
     orders: dict[int, list[tuple[str, ...]]] = defaultdict(list)
-    for side, layout in zip(sides, layouts, strict=True):
-        for index, axes in zip(side, layout, strict=True):
+    for indices, layout in zip(all_indices, layouts, strict=True):
+        for index, axes in zip(indices, layout, strict=True):
             if index is not None and index not in rule.whole and axes:
                 orders[index].append(axes)
                 for axis in axes:
                     votes[axis][index] += 1
 
-    def strength(axis: str, index: int) -> tuple[int, bool, int]:
+    def rank(axis: str, index: int) -> tuple[int, bool, int]:
         return votes[axis][index], preferred is not None and axis in preferred[index], -index
 
     winner = {
-        axis: max(indices, key=lambda index: strength(axis, index))
-        for axis, indices in votes.items()
+        axis: max(indices, key=lambda index: rank(axis, index)) for axis, indices in votes.items()
     }
     axes_of_index = {
         index: tuple(
@@ -82,8 +81,8 @@ def agreed(
         for index, votes_of_index in orders.items()
     }
     return tuple(
-        Layout(*(() if index is None else axes_of_index.get(index, ()) for index in side))
-        for side in sides
+        Layout(*(() if index is None else axes_of_index.get(index, ()) for index in indices))
+        for indices in all_indices
     )
 
 
@@ -93,8 +92,8 @@ def operand_layouts(
     """The layouts in which the contractions of a graph run.
 
     Returns:
-        Keys of `used` -> layout, for every operand and then for the result; and keys of `arriving`,
-        for operands that are gathered.
+        Keys of `use_key` -> layout, for every operand and then for the result; and keys of
+        `gather_key`, for operands that are gathered.
     """
     layouts_by_key: dict[tuple[str, int], Layout] = {}
     for op in graph.ops:
@@ -105,21 +104,21 @@ def operand_layouts(
                 for value in values
             ]
             for position, layout in enumerate(
-                agreed(
+                consistent_layouts(
                     op.rule,
                     layouts,
                     rules.resolve(index_names(op, names), op.rule.sizes, mesh).layout,
                 )
             ):
-                layouts_by_key[used(op.path, position)] = _fitting(
+                layouts_by_key[use_key(op.path, position)] = _fitting(
                     layout, graph.values[values[position]].shape, mesh
                 )
                 if position < len(op.operands) and not layouts[position].axes <= layout.axes:
-                    layouts_by_key[arriving(op.path, position)] = layouts[position]
+                    layouts_by_key[gather_key(op.path, position)] = layouts[position]
     return layouts_by_key
 
 
-def followed_layouts(
+def propagated_layouts(
     graph: Graph, inputs: Sequence[Layout], mesh: MeshShape
 ) -> Mapping[tuple[str, int], Layout]:
     """As `operand_layouts` for a graph without colours: layouts are propagated from the inputs
@@ -130,7 +129,7 @@ def followed_layouts(
     for op in graph.ops:
         values = (*op.operands, *op.results)
         shapes = [graph.values[value].shape for value in values]
-        layouts = agreed(
+        layouts = consistent_layouts(
             op.rule,
             [
                 (
@@ -147,7 +146,7 @@ def followed_layouts(
         layouts_by_value.update(zip(op.results, fitting[len(op.operands) :], strict=True))
         if op.category in CONTRACTIONS and len(op.results) == 1:
             layouts_by_key.update(
-                {used(op.path, position): layout for position, layout in enumerate(fitting)}
+                {use_key(op.path, position): layout for position, layout in enumerate(fitting)}
             )
     return layouts_by_key
 
@@ -162,19 +161,19 @@ def _fitting(layout: Layout, shape: Sequence[int], mesh: MeshShape) -> Layout:
     )
 
 
-def used(path: str, number: int) -> tuple[str, int]:
+def use_key(path: str, number: int) -> tuple[str, int]:
     """The key of the layout of an operand (or after the operands, of the result) while a
     contraction runs.
     """
     return f"{path}/in use", number
 
 
-def arriving(path: str, number: int) -> tuple[str, int]:
+def gather_key(path: str, number: int) -> tuple[str, int]:
     """The key of the layout of an operand before it is gathered for a contraction."""
     return f"{path}/arriving", number
 
 
-def returned(path: str) -> tuple[str, int]:
+def gradient_key(path: str) -> tuple[str, int]:
     """The key of the layout of the incoming gradient of a contraction's result, if it differs from
     that of the result.
     """
@@ -193,10 +192,10 @@ def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
 
 #: Heads that are distributed over devices: those of queries, keys and values, of queries alone, or
 #: none.
-Shared = Literal["all", "queries", "none"]
+HeadSharding = Literal["all", "queries", "none"]
 
 
-def shared(*, heads: int, groups: int, devices: int) -> Shared:
+def head_sharding(*, heads: int, groups: int, devices: int) -> HeadSharding:
     """The heads that can be distributed over devices."""
     if heads % devices:
         return "none"
@@ -215,10 +214,10 @@ def shared(*, heads: int, groups: int, devices: int) -> Shared:
 # rematerialisation would save it gathered for its backward pass (for a sequence sharded over
 # tensor: the bytes times the size of the axis). All other values follow by propagation in XLA.
 
-_ANCHORS: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
+_CONSTRAINED: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
 
 
-def placements(
+def layout_constraints(
     graph: Graph,
     names: tuple[LogicalAxes, ...],
     rules: Rules,
@@ -234,7 +233,7 @@ def placements(
 
     Returns:
         (path of the equation, index of the result) -> layout; for the carry of a loop, the path of
-        the boundary op; for operands of contractions, the keys of `used`.
+        the boundary op; for operands of contractions, the keys of `use_key`.
     """
     layouts: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
     gathered = _gathered(graph, names, rules, mesh, layouts)
@@ -248,9 +247,9 @@ def placements(
         for position, value in enumerate(op.results):
             for key in keys_by_source.get((op.path, position), ()):
                 layouts[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
-        anchor = op.category in _ANCHORS or op.kind == "carry"
+        constrained = op.category in _CONSTRAINED or op.kind == "carry"
         for position, value in enumerate(op.results):
-            if not anchor and value not in gathered:
+            if not constrained and value not in gathered:
                 continue
             axes = names[value]
             if batch is not None and batch in axes:
@@ -273,7 +272,7 @@ def _gathered(
         for op in graph.ops
         if op.category in CONTRACTIONS
         for position, value in enumerate(op.operands)
-        if (read := operands.get(used(op.path, position))) is not None
+        if (read := operands.get(use_key(op.path, position))) is not None
         and not rules.resolve(names[value], graph.values[value].shape, mesh).layout.axes
         <= read.axes
     )

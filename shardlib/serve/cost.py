@@ -30,7 +30,7 @@ from shardlib.cost.experts import GROUPED
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.graph import ITEMSIZE, Graph, Op
 from shardlib.machines.chips import Chip
-from shardlib.propagation.colours import Classes, tie_graph
+from shardlib.propagation.colours import UnionFind, tie_graph
 from shardlib.untrusted.data import JsonObject
 
 # --------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class _Reader:
     """Walks over the ops of a graph once."""
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.classes = graph, Classes()
+        self.graph, self.classes = graph, UnionFind()
         tie_graph(self.classes, "", graph)
         self.counts: dict[object, int] = {}
         #: Values that are made of weights alone, and which weights these are.

@@ -38,7 +38,7 @@ from shardlib.graph import (
 )
 from shardlib.jax_types import Leaf, Value
 from shardlib.layout import LogicalAxes
-from shardlib.propagation.colours import Classes, tie_graph
+from shardlib.propagation.colours import UnionFind, tie_graph
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
@@ -284,7 +284,7 @@ def rows_of(
     graph: Graph, input_axes: Iterable[tuple[int, LogicalAxes]]
 ) -> frozenset[tuple[int, int]]:
     """(value, dim) of dims that some operations tie to the rows of the batch."""
-    classes = Classes()
+    classes = UnionFind()
     tie_graph(classes, "", graph)
     roots = {
         classes.find(("", value, dim))

@@ -59,7 +59,7 @@ from shardlib.graph import (
 )
 from shardlib.jax_types import Aval, Function, Index, Jaxpr, KeyPath, Leaf
 from shardlib.layout import LogicalAxes
-from shardlib.propagation.colours import in_pieces
+from shardlib.propagation.colours import with_fused_dims
 from shardlib.tracing.folding import Folded, fold
 from shardlib.tracing.layouts import OwnLayout
 from shardlib.tracing.primitives import TABLE
@@ -1127,7 +1127,7 @@ def trace(
         program=program,
         in_tree=jax.tree.structure(shapes),
         out_tree=jax.tree.structure(out_shape),
-        problem=in_pieces(problem),
+        problem=with_fused_dims(problem),
         model=model,
         rows_in=proven,
         layouts=translation.layouts,

@@ -21,8 +21,8 @@ def test_a_context_axis_of_one_device_changes_nothing(
         if at is not None and colours[at] != "seq":
             continue
         alone, beside = (
-            Choice(tensor=tensor, batch="batch", sequence="seq", context=context).cut(
-                colours, sequence_at=at
+            Choice(tensor=tensor, batch="batch", sequence="seq", context=context).spec(
+                colours, sequence_dim=at
             )
             for context in (None, "seq")
         )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from shardlib.layout import MeshShape
 from shardlib.propagation.colours import Choice, colour
-from shardlib.propagation.contractions import placements
+from shardlib.propagation.contractions import layout_constraints
 from tests.planner import worlds
 
 
@@ -55,7 +55,7 @@ def test_attention_scores_have_the_sequence_twice_and_are_cut_once() -> None:
     }
     assert ("batch", "heads", "seq", "seq") in twice
     choice = Choice(tensor=(), batch="batch", sequence="seq")
-    assert choice.cut(("batch", "heads", "seq", "seq")) == ("batch", None, "tensor", None)
+    assert choice.spec(("batch", "heads", "seq", "seq")) == ("batch", None, "tensor", None)
 
 
 def test_the_layer_dim_of_a_stack_has_no_colour() -> None:
@@ -108,7 +108,7 @@ def test_placements_stand_on_matmuls_and_carries() -> None:
     problem = worlds.layers()
     colouring = colour(problem)
     rules = Choice(tensor=("vocab", "mlp", "heads"), batch="batch", sequence="seq").rules()
-    found = placements(
+    found = layout_constraints(
         problem.forward,
         colouring.forward,
         rules,

@@ -10,7 +10,7 @@ import pytest
 
 from shardlib.graph import FactorRule
 from shardlib.layout import Layout, MeshShape, Rules
-from shardlib.propagation.contractions import agreed
+from shardlib.propagation.contractions import consistent_layouts
 
 #: [a, b] x [b, c] -> [a, c]
 MATMUL = FactorRule(
@@ -28,7 +28,9 @@ def test_a_square_weight_keeps_the_dim_that_the_rules_shard(first: str) -> None:
     other = "c" if first == "b" else "b"
     rules = Rules.parse([("a", ("data", "fsdp")), (first, "tensor"), (other, "tensor")])
     layouts = [rules.resolve(names, (8, 8), MESH).layout for names in DIMS]
-    found = agreed(MATMUL, layouts, rules.resolve(("a", "b", "c"), (8, 8, 8), MESH).layout)
+    found = consistent_layouts(
+        MATMUL, layouts, rules.resolve(("a", "b", "c"), (8, 8, 8), MESH).layout
+    )
     assert (
         found[1]
         == layouts[1]
@@ -46,7 +48,7 @@ def test_every_axis_shards_one_index_whatever_the_layouts() -> None:
     ]
     forms += [Layout(("data", "tensor"), None), Layout(None, ("tensor", "data"))]
     for layouts in itertools.product(forms, repeat=3):
-        found = agreed(MATMUL, layouts)
+        found = consistent_layouts(MATMUL, layouts)
         for axis in ("data", "tensor"):
             held = {
                 index
@@ -72,6 +74,6 @@ def test_indices_that_must_stay_whole_are_never_sharded() -> None:
     rule = FactorRule(
         sizes=(8, 8, 8), operands=MATMUL.operands, results=MATMUL.results, whole=frozenset({1})
     )
-    assert agreed(rule, (Layout("data", "tensor"), Layout("tensor", None), Layout("data", None)))[
-        :2
-    ] == (Layout("data", None), Layout(None, None))
+    assert consistent_layouts(
+        rule, (Layout("data", "tensor"), Layout("tensor", None), Layout("data", None))
+    )[:2] == (Layout("data", None), Layout(None, None))

@@ -1,4 +1,4 @@
-"""Fused dims: what a split, slices, a reshape or a concatenation take apart is cut piece by
+"""Fused dims: what a split, slices, a reshape or a concatenation take apart is sharded piece by
 piece.
 """
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardlib.graph import Problem, check
-from shardlib.propagation.colours import Choice, colour, in_pieces
+from shardlib.propagation.colours import Choice, colour, with_fused_dims
 from tests.planner import worlds
 
 HEADS, WIDTH = 4, 6
@@ -66,7 +66,7 @@ def fused(apart: Callable[[Any], list[Any]], outputs: int = 3 * EMBED) -> Proble
 def test_the_dim_of_a_fused_kernel_has_the_colour_of_its_heads(
     apart: Callable[[Any], list[Any]],
 ) -> None:
-    before, problem = fused(apart), in_pieces(fused(apart))
+    before, problem = fused(apart), with_fused_dims(fused(apart))
     assert colour(before).parameters["qkv"][1] != colour(before).parameters["out"][0]
     found = colour(problem)
     heads = found.parameters["out"][0]
@@ -82,7 +82,7 @@ def test_the_dim_of_a_fused_kernel_has_the_colour_of_its_heads(
 def test_what_takes_a_fused_dim_apart_takes_it_as_it_is_cut(
     apart: Callable[[Any], list[Any]],
 ) -> None:
-    problem = in_pieces(fused(apart))
+    problem = with_fused_dims(fused(apart))
     found = colour(problem)
     heads = found.parameters["out"][0]
     assert heads is not None
@@ -90,12 +90,12 @@ def test_what_takes_a_fused_dim_apart_takes_it_as_it_is_cut(
     for policy, step in problem.steps.items():
         for op in step.graph.ops:
             if op.rule.outer:
-                cuts = [
-                    choice.cut(found.steps[policy][value])
+                specs = [
+                    choice.spec(found.steps[policy][value])
                     for value in (*op.operands, *op.results)
                     if len(step.graph.values[value].shape) > 2
                 ]
-                assert all("tensor" in cut for cut in cuts), (str(op.rule), cuts)
+                assert all("tensor" in spec for spec in specs), (str(op.rule), specs)
 
 
 def test_pieces_of_unequal_sizes_share_a_colour() -> None:
@@ -107,7 +107,7 @@ def test_pieces_of_unequal_sizes_share_a_colour() -> None:
             *(jnp.repeat(one.reshape(*one.shape[:-1], 2, WIDTH), 2, axis=-2) for one in (k, v)),
         ]
 
-    problem = in_pieces(fused(apart, outputs=EMBED + 4 * WIDTH))
+    problem = with_fused_dims(fused(apart, outputs=EMBED + 4 * WIDTH))
     index = next(i for i in problem.forward.inputs if problem.forward.values[i].path == "qkv")
     assert problem.pieces[index, 1] == (EMBED, 2 * WIDTH, 2 * WIDTH)
     found = colour(problem)
@@ -122,7 +122,7 @@ def test_gates_that_are_concatenated_first_share_the_colour_of_the_state() -> No
         i, f = jnp.split(gates, 2, axis=-1)
         return jnp.mean((jax.nn.sigmoid(i) * jnp.tanh(f)) @ p["out"])
 
-    problem = in_pieces(
+    problem = with_fused_dims(
         worlds.problem(
             loss,
             {"i": worlds.shape(8, 16), "f": worlds.shape(8, 16), "out": worlds.shape(16, 8)},
@@ -150,4 +150,4 @@ def test_batches_and_odd_slices_are_left_alone() -> None:
         dict.fromkeys("xy", ("batch", None)),
         remat={},
     )
-    assert in_pieces(before) == before
+    assert with_fused_dims(before) == before
