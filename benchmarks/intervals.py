@@ -31,13 +31,13 @@ from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import read
 from benchmarks.published.summary import TIE
 from shardlib.cost.framework import XLA
-from shardlib.cost.intervals import EVEN, Interval
+from shardlib.cost.intervals import INDISTINGUISHABLE, Interval
 
 SHARE = 0.8
 #: Sources that an interval of one profile rests on, at least.
 SOURCES = 8
 #: Borders of the predicted distance of two plans, as a share of the faster.
-DISTANCES = (0.0, EVEN, 0.1, 0.2, 0.5)
+DISTANCES = (0.0, INDISTINGUISHABLE, 0.1, 0.2, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,22 @@ puts them together.
 
 Terms:
 
-shape        sizes of the mesh axes with a number of microbatches; many candidates share one
-item         a separable part of a step; `made_of` says which items have equal costs
-term         an amount of FLOPs or bytes of the whole program, with the axes that divide it
-segment      the layer group of an item; `OUTSIDE_LAYERS` (embedding, head, loss); `INSIDE` a layer
-slot         a class of collectives: kind, mesh axes, and role (gather, reduce, block ...)
-measure      a function of the shape alone, such as the seconds of one kernel
-tally        coefficients of measures, by quantity of a step (`Q`) and by slot
 colour       dims of all arrays that are sharded together (`shardlib.propagation.colours`)
-choice       the colours that are sharded
+choice       the colours that the mesh axes shard
+spec         per dim the kinds of mesh axes that shard it: batch, tensor, context, expert
+shape        sizes of the mesh axes with a number of microbatches: what divides an amount; many
+             candidates share one
+item         a separable part of a step; items with equal `key` have equal costs
+term         an amount of FLOPs or bytes of the whole program, with the axes that divide it
+layer group  the loops of a step over the same layers
+segment      the layer group of an item; `OUTSIDE_LAYERS` (embedding, head, loss); `INSIDE` a layer
+ends         embedding, head and loss: everything outside of the layer groups
+phase        a loop over layers, or the ops between two of them, in the order of a step
+slot         a class of collectives: kind, mesh axes, and role (gather, reduce, block ...)
+measure      a basis function of the shape, such as the seconds of one kernel
+tally        coefficients of measures, by quantity of a step (`Q`) and by slot
+stack        the slices of a value for all layers of a loop, in one array
+corner       a remat policy for each layer group, for all of its layers
 
 activations.py    rewrites of a step for a framework profile: 8-bit and half-precision products,
                   values saved for the backward pass

@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.cost.attention import BACKWARD, FORWARD, Core, Joined, causal_share, cores
-from shardlib.cost.experts import GROUPED, is_capped, layers, slots_of
-from shardlib.cost.facts import Facts, leaves_loop, products, roles
+from shardlib.cost.experts import GROUPED, capacity_layers, has_capacity, slots_of
+from shardlib.cost.facts import Facts, leaves_loop, named_results, weight_matmuls
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.terms import OUTSIDE_LAYERS
 from shardlib.graph import FactorRule, Graph, Op, StepGraph, check, elementwise, prune
@@ -301,7 +301,7 @@ class Builder:
         removed = sum(self._graph.values[pair.value].bytes for pair in self._dropped)
         if not swapped or sum(self._values[op.operands[0]].bytes for op in self._exits) >= removed:
             return before
-        gone = {index for pair in self._dropped for index in (pair.exit, pair.enter)}
+        removed_ops = {index for pair in self._dropped for index in (pair.exit, pair.enter)}
         last_exit = max(pair.exit for pair in self._dropped)
         first_enter = min(pair.enter for pair in self._dropped)
         ops: list[Op] = []
@@ -309,7 +309,7 @@ class Builder:
             if index == first_enter:
                 entering = [clone for clone in self._clones if clone.kind == "enter"]
                 ops += entering
-            if index not in gone:
+            if index not in removed_ops:
                 ops.append(
                     replace(op, operands=tuple(swapped.get(value, value) for value in op.operands))
                 )
@@ -463,7 +463,7 @@ _IN_TRANSIT = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Life:
+class LiveRange:
     """The live range of a value.
 
     Attributes:
@@ -474,8 +474,8 @@ class Life:
         share: bytes of memory over those of the value.
         kernel: the attention kernel inside which the value exists, with the heads of one device;
             None for values outside of kernels.
-        whole: True if the value exists only if the heads do not divide among the devices, so that
-            each device has all of them.
+        all_heads: True if the value exists only if the heads do not divide among the devices, so
+            that each device has all of them.
     """
 
     value: int
@@ -484,7 +484,7 @@ class Life:
     death: int
     share: float = 1.0
     kernel: int | None = None
-    whole: bool = False
+    all_heads: bool = False
 
 
 def arrived_values(
@@ -499,7 +499,7 @@ def arrived_values(
 
     shares: dict[int, float] = {}
     pending: list[tuple[int, float]] = []
-    capped = layers(graph)
+    capped = capacity_layers(graph)
     for op in graph.ops:
         if op.kind in GROUPED:
             rows = [
@@ -518,26 +518,26 @@ def arrived_values(
                 )
                 for value in rows
             ]
-    beside: dict[int, list[int]] = defaultdict(list)
+    neighbours: dict[int, list[int]] = defaultdict(list)
     for op in graph.ops:
         if op.category == "elementwise" or op.kind in ("enter", "exit"):
-            alike = [
+            same_rows = [
                 value
                 for value in (*op.operands, *op.results)
                 if op.category != "elementwise"
                 or graph.values[value].shape == graph.values[op.results[0]].shape
             ]
-            for value in alike:
-                beside[value] += alike
+            for value in same_rows:
+                neighbours[value] += same_rows
     while pending:
         value, share = pending.pop()
         if value not in shares:
             shares[value] = share
-            pending += [(neighbour, share) for neighbour in beside[value]]
+            pending += [(neighbour, share) for neighbour in neighbours[value]]
     return shares
 
 
-class Keeping:
+class ProfileMemory:
     """The memory of values under a framework profile."""
 
     def __init__(self, facts: Facts, profile: FrameworkProfile) -> None:
@@ -554,7 +554,7 @@ class Keeping:
         if not (profile.offloaded or profile.attention_copies or profile.gathered_inputs == "kept"):
             return
         for region in sorted({op.region for op in exits if facts.layers.segment(op.region) >= 0}):
-            results = roles(facts.graph, region, facts.weights)
+            results = named_results(facts.graph, region, facts.weights)
             offloaded = frozenset[int]().union(*(results[name] for name in profile.offloaded))
             statistics = {
                 op.results[1]
@@ -562,7 +562,7 @@ class Keeping:
                 if op.kind == FORWARD and op.region == region
             }
             inputs = (
-                set(products(facts.graph, region, facts.weights).values())
+                set(weight_matmuls(facts.graph, region, facts.weights).values())
                 if profile.gathered_inputs == "kept"
                 else set[int]()
             )
@@ -585,17 +585,17 @@ class Keeping:
         """True if a value is saved in its own sharding and takes exactly its bytes."""
         return value not in self._gathered and value not in self._arrived
 
-    def room(self, value: int, choice: Choice) -> float:
+    def padding(self, value: int, choice: Choice) -> float:
         """Memory of a value over its bytes; more than 1 for dispatched rows, whose messages are
         padded.
         """
         return (
-            self._facts.exchange.room * self._arrived[value]
+            self._facts.exchange.padding * self._arrived[value]
             if choice.expert is not None and value in self._arrived
             else 1.0
         )
 
-    def lives(self, lives: Sequence[Life]) -> list[Life]:
+    def lives(self, lives: Sequence[LiveRange]) -> list[LiveRange]:
         """The live ranges, adjusted by the profile."""
         shared = [
             replace(life, share=life.share * self._shares.get(life.value, 1.0))
@@ -608,14 +608,14 @@ class Keeping:
             else self._with_loss(shared, self._profile.logit_bytes)
         )
 
-    def _with_loss(self, lives: Sequence[Life], size: float) -> list[Life]:
+    def _with_loss(self, lives: Sequence[LiveRange], size: float) -> list[LiveRange]:
         """Live ranges in which logits and values of equal size, outside of the layers, take `size`
         bytes per element until the head's backward pass begins, and afterwards only their gradient.
         """
         graph, roots = self._facts.graph, self._facts.fusion.roots
         producers = graph.producers()
 
-        def elements(life: Life) -> int:
+        def elements(life: LiveRange) -> int:
             return math.prod(graph.values[life.value].shape)
 
         ends = [
@@ -631,8 +631,8 @@ class Keeping:
         if not matmuls:
             return list(lives)
         logits = max(matmuls, key=elements)
-        alike = [life for life in ends if elements(life) == elements(logits)]
-        large, last = {life.value for life in alike}, max(life.death for life in alike)
+        logit_sized = [life for life in ends if elements(life) == elements(logits)]
+        large, last = {life.value for life in logit_sized}, max(life.death for life in logit_sized)
         readers = [
             (i, op)
             for i, op in enumerate(graph.ops)
@@ -647,7 +647,7 @@ class Keeping:
         retained = replace(
             logits,
             part="temporary",
-            birth=min(life.birth for life in alike),
+            birth=min(life.birth for life in logit_sized),
             death=turn - 1,
             share=size / value.itemsize,
         )
@@ -655,7 +655,7 @@ class Keeping:
             retained, birth=turn, death=last, share=min(size, narrow) / value.itemsize
         )
         return [
-            *(life for life in lives if life not in alike),
+            *(life for life in lives if life not in logit_sized),
             retained,
             *([gradient] if last >= turn else []),
         ]
@@ -710,7 +710,7 @@ def keep_named(
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step that saves only the named results of a layer, and its input."""
     for forward, backward in _loops(step.graph):
-        results = roles(step.graph, forward, step.weights())
+        results = named_results(step.graph, forward, step.weights())
         named = frozenset(value for name in saved for value in results[name])
         again = frozenset(
             i
@@ -748,7 +748,7 @@ def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
             descendants.update(op.results)
         elif op.category in CHEAP and (
             descendants.intersection(op.operands)
-            or (is_capped(op) and graph.values[op.results[0]].dtype == "bool")
+            or (has_capacity(op) and graph.values[op.results[0]].dtype == "bool")
         ):
             indices.add(index)
             descendants.update(op.results)
@@ -855,15 +855,15 @@ def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     results = {value for ops in kernels.values() for op in ops for value in op.results}
     carried = {operand for ops in kernels.values() for op in ops for operand in op.operands}
     producers = graph.producers()
-    gone = {*core.products, *core.chain, *core.sinks}
+    removed_ops = {*core.products, *core.chain, *core.sinks}
     for value in carried:  # the exit and enter ops of the statistic stay
         while (maker := producers.get(value)) in core.chain and value not in results:
-            gone.discard(maker)
+            removed_ops.discard(maker)
             (value,) = graph.ops[maker].operands
     ops = [
         op
         for index, old in enumerate(graph.ops)
-        for op in kernels.get(index, () if index in gone else (old,))
+        for op in kernels.get(index, () if index in removed_ops else (old,))
     ]
     rewritten = prune(replace(graph, ops=tuple(ops)))
     try:
@@ -900,7 +900,7 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
         operands = dict.fromkeys(
             [value for i in reading for value in graph.ops[i].operands if value not in inner]
         )
-        operands |= dict.fromkeys((*extra, *(core.beside if kind == FORWARD else ())))
+        operands |= dict.fromkeys((*extra, *(core.side_inputs if kind == FORWARD else ())))
         return replace(
             graph.ops[position],
             kind=kind,

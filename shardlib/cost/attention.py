@@ -12,7 +12,7 @@ import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from shardlib.cost.terms import Heads
+from shardlib.cost.terms import HeadCondition
 from shardlib.graph import Dims, FactorRule, Graph, StepGraph
 from shardlib.propagation.colours import UnionFind
 from shardlib.propagation.contractions import HeadSharding
@@ -62,7 +62,7 @@ class KernelHeads:
         group: factor of the heads of keys and values.
         within: factors of the heads of queries in a group.
         groups: heads of keys and values.
-        each: heads of queries per group.
+        queries_per_group: heads of queries per group.
         colour: colour of the groups.
         width: colours of the dims that must stay whole in the kernel.
     """
@@ -70,7 +70,7 @@ class KernelHeads:
     group: int
     within: frozenset[int]
     groups: int
-    each: int
+    queries_per_group: int
     colour: str | None
     width: frozenset[str]
 
@@ -79,9 +79,11 @@ class KernelHeads:
         """The factors of all heads."""
         return self.within | {self.group}
 
-    def where(self, *shared: HeadSharding) -> Heads:
+    def condition(self, *shardings: HeadSharding) -> HeadCondition:
         """The heads of a term that counts only in these cases."""
-        return Heads(groups=self.groups, each=self.each, shared=shared)
+        return HeadCondition(
+            groups=self.groups, queries_per_group=self.queries_per_group, shardings=shardings
+        )
 
 
 def without_tensor(part: str | None) -> str | None:
@@ -116,7 +118,7 @@ class Core:
         chain: descendants of the products before the next matmuls.
         sinks: matmuls that read the chain; the first mixes the values.
         sums: the op that sums the exponentials of a row.
-        beside: values that the chain reads from outside, except for constants and functions of
+        side_inputs: values that the chain reads from outside, except for constants and functions of
             positions.
         causal: True if a query attends only to earlier keys, by a comparison of positions.
         window: keys that a query attends to, including itself; 0 for all, also if only some layers
@@ -128,7 +130,7 @@ class Core:
     chain: tuple[int, ...]
     sinks: tuple[int, ...]
     sums: int
-    beside: tuple[int, ...]
+    side_inputs: tuple[int, ...]
     causal: bool
     window: int
 
@@ -182,10 +184,14 @@ class _Search:
         )
         sinks = self._sinks(tainted, products, scores, chain, sums)
         masks = {value for value in leaves if self._of_positions(value)}
-        beside = tuple(
+        side_inputs = tuple(
             sorted(value for value in leaves - masks if graph.values[value].role != "constant")
         )
-        if sums is None or not sinks or any(self._elements(value) >= square for value in beside):
+        if (
+            sums is None
+            or not sinks
+            or any(self._elements(value) >= square for value in side_inputs)
+        ):
             return None
         return Core(
             scores=tuple(sorted(scores)),
@@ -193,7 +199,7 @@ class _Search:
             chain=tuple(chain),
             sinks=sinks,
             sums=sums,
-            beside=beside,
+            side_inputs=side_inputs,
             causal=any(self._compared(value) for value in masks),
             window=max((self._window(value) for value in masks), default=0),
         )

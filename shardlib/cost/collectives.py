@@ -391,7 +391,7 @@ def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[Colle
 
 
 @dataclass(frozen=True)
-class Group:
+class DeviceGroup:
     """A process group: the devices along some mesh axes.
 
     Attributes:
@@ -403,36 +403,36 @@ class Group:
     of_experts: bool = False
 
 
-def along(axis: Axis) -> Group:
+def axis_group(axis: Axis) -> DeviceGroup:
     """The devices along one mesh axis."""
-    return Group((axis.name,))
+    return DeviceGroup((axis.name,))
 
 
-def stored(*, experts: bool = False) -> Group:
+def stored(*, experts: bool = False) -> DeviceGroup:
     """The devices over which parameters, or those of experts, are stored sharded."""
-    return Group(_but_expert(STORED_AXES) if experts else STORED_AXES, experts)
+    return DeviceGroup(_but_expert(STORED_AXES) if experts else STORED_AXES, experts)
 
 
-def replicas(*, tensor: bool = False) -> Group:
+def replicas(*, tensor: bool = False) -> DeviceGroup:
     """The devices with replicas of the same stored shard; with `tensor`, including those along
     tensor.
     """
-    return Group((*REPLICA_AXES, *((TENSOR.name,) if tensor else ())))
+    return DeviceGroup((*REPLICA_AXES, *((TENSOR.name,) if tensor else ())))
 
 
-def tokens(*, experts: bool = False, tensor: bool = False) -> Group:
+def tokens(*, experts: bool = False, tensor: bool = False) -> DeviceGroup:
     """The devices that process different tokens, over which gradients (of parameters of experts,
     with `experts`) are partial sums; with `tensor`, including those along tensor.
     """
     axes = _but_expert(TOKEN_AXES) if experts else TOKEN_AXES
-    return Group((*axes, *((TENSOR.name,) if tensor else ())), experts)
+    return DeviceGroup((*axes, *((TENSOR.name,) if tensor else ())), experts)
 
 
-def on_all_stages(group: Group) -> Group:
+def on_all_stages(group: DeviceGroup) -> DeviceGroup:
     """The group extended over all stages: pipelines in one program compute embedding and head on
     all.
     """
-    return Group((STAGE.name, *group.axes), group.of_experts)
+    return DeviceGroup((STAGE.name, *group.axes), group.of_experts)
 
 
 def _but_expert(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -452,7 +452,7 @@ class Slot:
     """
 
     role: str
-    group: Group
+    group: DeviceGroup
     kind: str
 
 
@@ -464,7 +464,7 @@ _OF_ENDS = tuple(on_all_stages(tokens(tensor=tensor)) for tensor in (False, True
 _REPLICAS_OF_ENDS = tuple(on_all_stages(replicas(tensor=tensor)) for tensor in (False, True))
 SLOTS: tuple[Slot, ...] = (
     *(
-        Slot(role, along(AXES[name]), kind)
+        Slot(role, axis_group(AXES[name]), kind)
         for name in reversed(MESH_AXES)
         for role, kinds in AXES[name].collectives.items()
         for kind in kinds
@@ -480,10 +480,10 @@ SLOTS: tuple[Slot, ...] = (
     ),
 )
 #: Groups of devices that collectives of a step run over.
-GROUPS: tuple[Group, ...] = tuple(dict.fromkeys(slot.group for slot in SLOTS))
+GROUPS: tuple[DeviceGroup, ...] = tuple(dict.fromkeys(slot.group for slot in SLOTS))
 #: Roles of the collectives along the sequence, by the way of context parallelism
 #: (`shardlib.decisions.table.Decisions`).
-ALONG: dict[str, tuple[str, ...]] = {
+CONTEXT_ROLES: dict[str, tuple[str, ...]] = {
     "none": ("context",),
     "all-gather": ("context", "keys"),
     "ring": ("context", "ring"),
@@ -497,7 +497,7 @@ def role_slots(*roles: str) -> list[int]:
     return [number for number, slot in enumerate(SLOTS) if slot.role in roles]
 
 
-def spans_of(group: Group, placement: Placement) -> tuple[Span, ...]:
+def spans_of(group: DeviceGroup, placement: Placement) -> tuple[Span, ...]:
     """The spans of a group of axes."""
     return tuple(span for axis in group.axes for span in placement.get(axis, ()))
 
@@ -555,7 +555,7 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
         joined = [
             column for degrees, strides in spans for column in _joined(degrees, strides, axes)
         ]
-        for slots in _by_steps(OF_GROUP[group]) if torus else (OF_GROUP[group],):
+        for slots in _by_steps(GROUP_SLOTS[group]) if torus else (GROUP_SLOTS[group],):
             stepwise = torus and _stepwise(SLOTS[slots[0]])
             alike = axes if stepwise else joined
             first, which = distinct_rows(alike)
@@ -564,7 +564,7 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
             for slot in slots:
                 costs = np.zeros((2, len(first)))
                 for position, lie in enumerate(keys):
-                    key = _way(SLOTS[slot]), lie
+                    key = _cost_key(SLOTS[slot]), lie
                     if key not in costs_by_way:
                         costs_by_way[key] = slot_cost(
                             SLOTS[slot], placements[int(first[position])], topology
@@ -617,7 +617,7 @@ def _by_steps(slots: Sequence[int]) -> tuple[list[int], ...]:
     return tuple(part for part in parts if part)
 
 
-def _way(slot: Slot) -> tuple[str, str]:
+def _cost_key(slot: Slot) -> tuple[str, str]:
     """The properties of a slot that its cost depends on, besides the links of its group."""
     return slot.kind, "steps" if _stepwise(slot) else slot.role if slot.role in (
         "ring",
@@ -626,8 +626,8 @@ def _way(slot: Slot) -> tuple[str, str]:
 
 
 #: The first slot with the same cost as each slot on equivalent links.
-ALIKE: tuple[int, ...] = tuple(
-    next(first for first, earlier in enumerate(SLOTS) if _way(earlier) == _way(slot))
+SAME_COST: tuple[int, ...] = tuple(
+    next(first for first, earlier in enumerate(SLOTS) if _cost_key(earlier) == _cost_key(slot))
     for slot in SLOTS
 )
 
@@ -646,7 +646,7 @@ def _known_costs(
 
 
 #: Indices of the slots of every group.
-OF_GROUP: dict[Group, list[int]] = {
+GROUP_SLOTS: dict[DeviceGroup, list[int]] = {
     group: [number for number, slot in enumerate(SLOTS) if slot.group == group] for group in GROUPS
 }
 
@@ -670,8 +670,8 @@ def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
         degrees, which = np.unique(
             np.prod([sizes[axis] for axis in group.axes], axis=0), return_inverse=True
         )
-        for number in OF_GROUP[group]:
-            costs = [_least(ALIKE[number], int(n), topology) for n in degrees]
+        for number in GROUP_SLOTS[group]:
+            costs = [_least(SAME_COST[number], int(n), topology) for n in degrees]
             latency[number], per_byte[number] = (
                 np.array(values)[which.reshape(-1)] for values in zip(*costs, strict=True)
             )
@@ -682,10 +682,10 @@ def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
     """Lower bounds on latency and seconds per byte of a message between stages, by number of
     stages.
     """
-    number = INDEX[Slot("stage", along(STAGE), "collective-permute")]
+    number = INDEX[Slot("stage", axis_group(STAGE), "collective-permute")]
     latency, per_byte = np.zeros((2, int(stages.max(initial=1)) + 1))
     for degree in np.flatnonzero(np.bincount(stages)):
-        latency[degree], per_byte[degree] = _least(ALIKE[number], int(degree), topology)
+        latency[degree], per_byte[degree] = _least(SAME_COST[number], int(degree), topology)
     return latency[stages], per_byte[stages]
 
 

@@ -26,7 +26,7 @@ _Place = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capped:
+class CapacityLayer:
     """A layer of experts with a capacity.
 
     Attributes:
@@ -45,12 +45,12 @@ class Capped:
         return self.slots * self.experts / self.assignments
 
     @property
-    def kept(self) -> float:
+    def max_fill(self) -> float:
         """The largest share of the slots that can be full."""
         return min(1.0, 1 / self.factor)
 
 
-def is_capped(op: Op) -> bool:
+def has_capacity(op: Op) -> bool:
     """True if an op belongs to experts with a capacity."""
     return CAPPED in op.scope
 
@@ -59,20 +59,20 @@ def _moves(graph: Graph, op: Op) -> tuple[int, int] | None:
     """(stationary rows, moving rows) of a capped gather or scatter of whole feature rows; None for
     other ops.
     """
-    if not is_capped(op) or op.category not in ("gather", "scatter"):
+    if not has_capacity(op) or op.category not in ("gather", "scatter"):
         return None
     moved = op.results[0] if op.category == "gather" else op.operands[-1]
-    stays, goes = graph.values[op.operands[0]], graph.values[moved]
+    stationary, moving = graph.values[op.operands[0]], graph.values[moved]
     rows = (
-        len(stays.shape) == 2
-        and len(goes.shape) in (2, 3)
-        and stays.shape[1] == goes.shape[-1]
-        and "float" in goes.dtype
+        len(stationary.shape) == 2
+        and len(moving.shape) in (2, 3)
+        and stationary.shape[1] == moving.shape[-1]
+        and "float" in moving.dtype
     )
     return (op.operands[0], moved) if rows else None
 
 
-def layers(graph: Graph) -> dict[int, Capped]:
+def capacity_layers(graph: Graph) -> dict[int, CapacityLayer]:
     """The layers of experts with a capacity in a graph, by region."""
     sizes: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
     for op in graph.ops:
@@ -81,19 +81,19 @@ def layers(graph: Graph) -> dict[int, Capped]:
             shape = graph.values[move[1]].shape
             sizes[op.region][len(shape)] = shape
     return {
-        region: Capped(assignments=shapes[2][0], experts=shapes[3][0], slots=shapes[3][1])
+        region: CapacityLayer(assignments=shapes[2][0], experts=shapes[3][0], slots=shapes[3][1])
         for region, shapes in sizes.items()
         if len(shapes) == 2
     }
 
 
-def sent(
+def with_dispatch(
     graph: Graph, names: tuple[LogicalAxes, ...], batch: str | None, grouped: str
 ) -> tuple[Graph, tuple[LogicalAxes, ...]]:
     """A graph in which tokens are dispatched to experts with a capacity, and the colours of its
     values.
     """
-    capped = layers(graph)
+    capped = capacity_layers(graph)
     if not capped or batch is None:
         return graph, names
     places = _along_tokens(graph)
@@ -103,8 +103,8 @@ def sent(
     )
     ops = tuple(
         (
-            replace(op, kind=grouped, flops=op.flops * capped[op.region].kept)
-            if is_capped(op) and op.category == "matmul" and op.region in capped
+            replace(op, kind=grouped, flops=op.flops * capped[op.region].max_fill)
+            if has_capacity(op) and op.category == "matmul" and op.region in capped
             else op
         )
         for op in graph.ops
@@ -124,7 +124,7 @@ def _along_tokens(graph: Graph) -> set[_Place]:
     ]
     shared: dict[_Place, list[_Place]] = defaultdict(list)
     for op in graph.ops:
-        if is_capped(op) or op.category == "boundary":
+        if has_capacity(op) or op.category == "boundary":
             for places in _by_factor(graph, op).values():
                 for place in places:
                     shared[place] += places
@@ -137,14 +137,14 @@ def _along_tokens(graph: Graph) -> set[_Place]:
     return tied
 
 
-def _rows(graph: Graph, stays: int, goes: int) -> Iterator[_Place]:
+def _rows(graph: Graph, stationary: int, moving: int) -> Iterator[_Place]:
     """The slots and assignments of rows moved to or from slots; rows of tokens already have their
     colour.
     """
-    slots = len(graph.values[goes].shape) == 3
-    yield goes, 1 if slots else 0
+    slots = len(graph.values[moving].shape) == 3
+    yield moving, 1 if slots else 0
     if not slots:
-        yield stays, 0
+        yield stationary, 0
 
 
 def _by_factor(graph: Graph, op: Op) -> dict[int, list[_Place]]:
@@ -184,20 +184,20 @@ GROUPED: frozenset[str] = frozenset({"ragged_dot_general", "ragged_dot"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exchange:
+class TokenExchange:
     """The dispatch of tokens to their experts (`FrameworkProfile`).
 
     Attributes:
-        room: bytes of a message over those of an even routing (`exchange_room`).
+        padding: bytes of a message over those of an even routing (`exchange_room`).
         sent: rows that tensor ranks send (`exchange`).
     """
 
-    room: float = 1.0
+    padding: float = 1.0
     sent: str = "whole"
 
 
 #: Messages of the size of an even routing.
-EVEN = Exchange()
+EVEN_ROUTING = TokenExchange()
 
 
 def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
@@ -207,7 +207,7 @@ def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
     colours = (
         names[value][0]
         for op in graph.ops
-        if op.kind in GROUPED or (op.category == "matmul" and is_capped(op))
+        if op.kind in GROUPED or (op.category == "matmul" and has_capacity(op))
         for value in op.operands[:2]
         if len(graph.values[value].shape) == 3
     )
@@ -220,7 +220,7 @@ def localised(
     """The step with sorts and grouped matmuls over each device's own tokens, and the colours of its
     values.
     """
-    graph, names = sent(step.graph, names, batch, "ragged_dot_general")
+    graph, names = with_dispatch(step.graph, names, batch, "ragged_dot_general")
     regions = {op.region for op in graph.ops if op.kind in GROUPED}
     ops = tuple(_local(op, names, batch) if op.region in regions else op for op in graph.ops)
     return replace(step, graph=replace(graph, ops=ops)), names
@@ -268,8 +268,8 @@ def routed_values(
         moved = op.results[0] if op.category == "gather" else op.operands[-1]
         value = graph.values[moved]
         rows = (
-            names[moved][1 if len(value.shape) == 3 and is_capped(op) else 0]
-            if len(value.shape) == 2 or is_capped(op)
+            names[moved][1 if len(value.shape) == 3 and has_capacity(op) else 0]
+            if len(value.shape) == 2 or has_capacity(op)
             else None
         )
         if (

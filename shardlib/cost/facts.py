@@ -1,5 +1,5 @@
 """Facts of a traced step: fused kernels, named results of layers, live ranges of its arrays, and
-moments that programs of different remat policies share.
+phases that programs of different remat policies share.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.cost.attention import FORWARD, KERNELS, KernelHeads, without_tensor
-from shardlib.cost.experts import EVEN, GROUPED, Exchange, layers
+from shardlib.cost.experts import EVEN_ROUTING, GROUPED, TokenExchange, capacity_layers
 from shardlib.cost.framework import RESULTS
 from shardlib.cost.terms import OUTSIDE_LAYERS, Item
 from shardlib.graph import Graph, Op, StepGraph
@@ -231,7 +231,9 @@ _NONLINEAR: frozenset[str] = frozenset(
 )
 
 
-def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, frozenset[int]]:
+def named_results(
+    graph: Graph, region: int, weights: Collection[int]
+) -> Mapping[str, frozenset[int]]:
     """The results of one loop over layers, by name."""
     search = _Search(graph, region, frozenset(weights))
     results: dict[str, set[int]] = {name: set() for name in RESULTS}
@@ -269,7 +271,7 @@ def roles(graph: Graph, region: int, weights: Collection[int]) -> Mapping[str, f
     return {name: frozenset(values) for name, values in results.items()}
 
 
-def products(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int, int]:
+def weight_matmuls(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int, int]:
     """Results of the weight matmuls of one loop -> the operand that is not a weight."""
     return _Search(graph, region, frozenset(weights)).products
 
@@ -425,7 +427,7 @@ def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
     return tuple(sums)
 
 
-def intervals(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
+def live_ranges(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
     """First and last op index of the live range of each materialised value."""
     chains = _chains(graph)
     extents = _extents(graph, chains)
@@ -502,13 +504,13 @@ def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layers:
+class LayerGroups:
     """The layer groups of one step graph.
 
     Attributes:
-        counts: number of layers of each class, in the order of the forward pass.
-        regions: class of each region; `OUTSIDE_LAYERS` outside of all.
-        carried: value that each class carries from layer to layer: the residual stream; -1 if there
+        counts: number of layers of each group, in the order of the forward pass.
+        regions: layer group of each region; `OUTSIDE_LAYERS` outside of all.
+        carried: value that each group carries from layer to layer: the residual stream; -1 if there
             is none.
     """
 
@@ -517,11 +519,11 @@ class Layers:
     carried: tuple[int, ...]
 
     def segment(self, region: int) -> int:
-        """Class of a region, or `OUTSIDE_LAYERS`."""
+        """The layer group of a region, or `OUTSIDE_LAYERS`."""
         return self.regions[region]
 
 
-def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
+def find_layers(graph: Graph, weights: Mapping[int, int]) -> LayerGroups:
     """Finds the layer groups.
 
     Args:
@@ -539,30 +541,30 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> Layers:
             and graph.regions[op.region].trips > 0
         ):
             reads.setdefault(op.region, set()).add(weights[op.results[0]])
-    classes: list[tuple[set[int], list[int]]] = []
+    groups: list[tuple[set[int], list[int]]] = []
     for region, sources in reads.items():
-        alike = [
+        same_layers = [
             entry
-            for entry in classes
+            for entry in groups
             if entry[0] & sources
             and graph.regions[entry[1][0]].trips == graph.regions[region].trips
         ]
-        if alike:
-            alike[0][0].update(sources)
-            alike[0][1].append(region)
+        if same_layers:
+            same_layers[0][0].update(sources)
+            same_layers[0][1].append(region)
         else:
-            classes.append((set(sources), [region]))
-    owner = {region: number for number, (_, regions) in enumerate(classes) for region in regions}
-    return Layers(
-        counts=tuple(graph.regions[regions[0]].trips for _, regions in classes),
+            groups.append((set(sources), [region]))
+    owner = {region: number for number, (_, regions) in enumerate(groups) for region in regions}
+    return LayerGroups(
+        counts=tuple(graph.regions[regions[0]].trips for _, regions in groups),
         regions=tuple(
             owner.get(top[region], OUTSIDE_LAYERS) for region in range(len(graph.regions))
         ),
-        carried=tuple(_carried(graph, regions[0]) for _, regions in classes),
+        carried=tuple(_carried(graph, regions[0]) for _, regions in groups),
     )
 
 
-def repeated_calls(graph: Graph, layers: Layers, weights: Mapping[int, int]) -> int:
+def repeated_calls(graph: Graph, layers: LayerGroups, weights: Mapping[int, int]) -> int:
     """The number of uses of the same parameters outside of all layer groups, for example if a loss
     calls its model several times: the calls become one loop, or the parameters are stacked several
     times. 1 without repetition.
@@ -605,24 +607,24 @@ def _carried(graph: Graph, region: int) -> int:
 
 
 # --------------------------------------------------------------------------------------------------
-# Moments of a step that are the same in programs of different remat policies.
+# Phases of a step that are the same in programs of different remat policies.
 #
 # Programs of one model under different remat policies run the same loops over layers in the same
-# order. So all of them pass through the same *moments*: a loop, or a gap between two. The memory
-# that other layer groups have saved at a moment does not depend on the policy of the class whose
+# order. So all of them pass through the same *phases*: a loop, or the ops between two. The memory
+# that other layer groups have saved in a phase does not depend on the policy of the group whose
 # loop runs, so the memory of a step with mixed policies can be put together from them
 # (`shardlib.cost.variants`).
 
 
 @dataclass(frozen=True, kw_only=True)
-class Moment:
-    """Memory of one program at one moment.
+class Phase:
+    """Memory of one program in one phase.
 
     Attributes:
-        segment: class of the loop, or `OUTSIDE_LAYERS` in a gap.
-        points: items of memory at each op of the moment where memory may peak.
+        segment: layer group of the loop, or `OUTSIDE_LAYERS` between loops.
+        points: items of memory at each op of the phase where memory may peak.
         stacks: items of stacks of saved values, and of their gradients, that live for the whole
-            moment.
+            phase.
     """
 
     segment: int
@@ -631,13 +633,13 @@ class Moment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
-    """The ops of a moment in a step graph.
+class PhaseOps:
+    """The ops of a phase in a step graph.
 
     Attributes:
-        segment: class of the loop, or `OUTSIDE_LAYERS` in a gap.
-        first, last: ops of the moment; a gap may be empty.
-        before, after: a value lives for the whole moment if its live range begins no later than
+        segment: layer group of the loop, or `OUTSIDE_LAYERS` between loops.
+        first, last: ops of the phase; there may be none between loops.
+        before, after: a value lives for the whole phase if its live range begins no later than
             `before` and ends no earlier than `after`.
     """
 
@@ -648,9 +650,9 @@ class Span:
     after: int
 
 
-def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
-    """The moments of a step from the end of the forward loops on, in order: a gap, a loop, a gap
-    and so on; memory is lower before.
+def phases(graph: Graph, layers: LayerGroups) -> tuple[PhaseOps, ...]:
+    """The phases of a step from the end of the forward loops on, in order: before a loop, the loop,
+    before the next and so on; memory is lower earlier.
     """
     loops: list[tuple[int, int, int, int]] = []
     for index, op in enumerate(graph.ops):
@@ -664,14 +666,14 @@ def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
             loops.append((segment, top, index, index))
     seen = [segment for segment, *_ in loops]
     start = next((i for i, segment in enumerate(seen) if segment in seen[:i]), 0)
-    listed: list[Span] = []
+    listed: list[PhaseOps] = []
     for i in range(start, len(loops) + 1):
         before, after = (
             loops[i - 1][3] if i else 0,
             (loops[i][2] if i < len(loops) else len(graph.ops) - 1),
         )
         listed.append(
-            Span(
+            PhaseOps(
                 segment=OUTSIDE_LAYERS,
                 first=before + bool(i),
                 last=after - (i < len(loops)),
@@ -681,7 +683,9 @@ def spans(graph: Graph, layers: Layers) -> tuple[Span, ...]:
         )
         if i < len(loops):
             segment, _, first, last = loops[i]
-            listed.append(Span(segment=segment, first=first, last=last, before=first, after=last))
+            listed.append(
+                PhaseOps(segment=segment, first=first, last=last, before=first, after=last)
+            )
     return tuple(listed)
 
 
@@ -722,7 +726,7 @@ def kernel_heads(
         group=group,
         within=within,
         groups=op.rule.sizes[group],
-        each=math.prod(op.rule.sizes[factor] for factor in within),
+        queries_per_group=math.prod(op.rule.sizes[factor] for factor in within),
         colour=colours[group],
         width=frozenset(name for name in unsharded if name is not None and name != sequence),
     )
@@ -736,7 +740,7 @@ def over_heads(spec: Spec, heads: KernelHeads) -> Spec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Between:
+class HeadPaths:
     """The values between projections and attention kernels.
 
     Attributes:
@@ -749,9 +753,9 @@ class Between:
     paired: frozenset[int]
 
 
-def between(
+def head_paths(
     graph: Graph, kernels: Mapping[int, KernelHeads], names: Sequence[LogicalAxes]
-) -> Between:
+) -> HeadPaths:
     """The values that ops without a contraction make of projection results for a kernel, and of the
     kernel's results for the products of gradients.
     """
@@ -783,7 +787,7 @@ def between(
                     pending.extend(op.operands if forward else op.results)
                     if op.category == "movement" and op.rule.whole and not forward:
                         paired.add(start)
-    return Between(heads=found_heads, paired=frozenset(paired))
+    return HeadPaths(heads=found_heads, paired=frozenset(paired))
 
 
 class Facts:
@@ -814,13 +818,13 @@ class Facts:
         batch: tuple[str | None, int] = (None, 1),
         sequence: tuple[str | None, int] = (None, 1),
         routes: bool = False,
-        exchange: Exchange = EVEN,
+        exchange: TokenExchange = EVEN_ROUTING,
     ) -> None:
         self.graph = step.graph
         self._sizes = batch, sequence
         self.batch, self.sequence, self.routes = batch[0], sequence[0], routes
         self.exchange = exchange
-        self.capped = layers(step.graph) if routes else {}
+        self.capped = capacity_layers(step.graph) if routes else {}
         self.names = names = merged_names(step.graph, names, batch, sequence)
         self.weights, self.gradients = step.weights(), step.gradient_like()
         self.factors = all_factor_colours(step.graph, names, {*self.weights, *self.gradients})
@@ -830,14 +834,14 @@ class Facts:
         )
         self.traits = traits
         self.fusion: Fusion = fuse(step.graph, traits)
-        self.layers: Layers = find_layers(step.graph, self.weights)
+        self.layers: LayerGroups = find_layers(step.graph, self.weights)
         self.heads = {
             index: heads
             for index, op in enumerate(step.graph.ops)
             if (heads := kernel_heads(op, self.factors[index], batch[0], sequence[0])) is not None
         }
         self.widths = frozenset[str]().union(*(kernel.width for kernel in self.heads.values()))
-        self._between = between(step.graph, self.heads, names)
+        self._between = head_paths(step.graph, self.heads, names)
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
         self.frozen = frozen
@@ -850,7 +854,7 @@ class Facts:
             for value in dict.fromkeys(op.operands):
                 self.consumers[value].append(index)
 
-    def of(self, graph: Graph) -> Facts:
+    def for_graph(self, graph: Graph) -> Facts:
         """The facts of a part of the program that makes no gradients and has the same value
         indices.
         """
@@ -877,7 +881,7 @@ class Facts:
     def value_spec(self, value: int, choice: Choice) -> Spec:
         """The sharding of the dims of a value."""
         spec = self._colour_spec(value, choice)
-        if value not in self._between.heads or not self.turned(value, choice):
+        if value not in self._between.heads or not self.has_whole_heads(value, choice):
             return spec
         position = self.names[value].index(self._between.heads[value].colour)
         return tuple(
@@ -923,12 +927,13 @@ class Facts:
         )
 
     def pairs(self, value: int, choice: Choice) -> bool:
-        """True if a gradient made by an attention kernel satisfies `turned`, and an op pairs its
-        head dims (a rotation by positions) before the gradient of the projection reads it.
+        """True if a gradient made by an attention kernel satisfies `has_whole_heads`, and an
+        op pairs its head dims (a rotation by positions) before the gradient of the projection reads
+        it.
         """
-        return value in self._between.paired and self.turned(value, choice)
+        return value in self._between.paired and self.has_whole_heads(value, choice)
 
-    def turned(self, value: int, choice: Choice) -> bool:
+    def has_whole_heads(self, value: int, choice: Choice) -> bool:
         """True if a value is between an attention kernel and a projection whose heads tensor shards
         along their width, so that its heads are already whole.
         """
@@ -956,12 +961,12 @@ class Facts:
             if op.region == region and op.kind in GROUPED
         )
 
-    def visits(self, value: int) -> float:
+    def experts_per_token(self, value: int) -> float:
         """Rows of an array over the tokens of the batch: the number of experts per token."""
         rows = math.prod(self.graph.values[value].shape[:-1])
         return max(1.0, rows / (self._sizes[0][1] * self._sizes[1][1]))
 
-    def frozen_dims(self, value: int) -> frozenset[int]:
+    def stack_dims(self, value: int) -> frozenset[int]:
         """The dims of an input that stack layers."""
         source = self.sources.get(value)
         if source is None:

@@ -24,7 +24,7 @@ from shardlib.untrusted.data import JsonMapping, JsonObject, construct
 #: Plans whose predicted times differ by less than this share of the faster cannot be told apart: of
 #: published pairs of plans of one job that lie nearer, over a fifth were measured the other way
 #: around (`benchmarks/results/intervals.json`, `pairs`).
-EVEN = 0.05
+INDISTINGUISHABLE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from shardlib.cost.attention import BACKWARD, FORWARD, KERNELS, KernelHeads
 from shardlib.cost.experts import GROUPED, routed_values, slots_of
 from shardlib.cost.facts import Facts, Kernel, accumulators
-from shardlib.cost.memory import Gathered, gathered, gathered_bytes
+from shardlib.cost.memory import GatheredParameter, gathered, gathered_bytes
 from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
@@ -21,10 +21,10 @@ from shardlib.cost.terms import (
     Elements,
     Item,
     Matmul,
-    Needed,
     Routed,
     Term,
     Transfer,
+    TransferOps,
     amount,
     named,
 )
@@ -42,7 +42,7 @@ def exchange_item(facts: Facts, index: int) -> Item:
     forward of queries, keys, values and results, and of the gradient of the results, which the
     backward pass reads; backward of the other gradients.
     """
-    op, moved = facts.graph.ops[index], moved_values(facts, index)
+    op, moved = facts.graph.ops[index], exchanged_values(facts, index)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         return tuple(
@@ -64,7 +64,7 @@ def exchange_item(facts: Facts, index: int) -> Item:
     )
 
 
-def moved_values(facts: Facts, index: int) -> list[tuple[int, int]]:
+def exchanged_values(facts: Facts, index: int) -> list[tuple[int, int]]:
     """The operands and results of an attention kernel with their numbers of transfers. Results of
     the forward pass include the transfer of their gradient, unless they are rematerialised.
     """
@@ -98,11 +98,11 @@ def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
         spec[: max(1, len(shape) - 1)],
     )
     return Routed(
-        rows=rows,
+        assignments=rows,
         experts=Amount(
             total=float(experts), batch=False, tensor=False, expert=choice.expert is not None
         ),
-        most=capped.factor if capped is not None else None,
+        capacity_factor=capped.factor if capped is not None else None,
     )
 
 
@@ -111,7 +111,7 @@ def route_items(facts: Facts) -> list[Item]:
 
     def item(index: int, value: int) -> Item:
         op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
-        size = facts.graph.values[value].bytes * facts.exchange.room
+        size = facts.graph.values[value].bytes * facts.exchange.padding
         if capped is not None:  # of the slots, only as many as there are assignments are sent
             size *= capped.assignments / slots_of(facts.graph, value)
 
@@ -174,7 +174,9 @@ def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tu
         Transfer(
             kind="all-gather",
             group="tensor",
-            bytes=replace(tokens, total=tokens.total / 2 / facts.visits(value), tensor=False),
+            bytes=replace(
+                tokens, total=tokens.total / 2 / facts.experts_per_token(value), tensor=False
+            ),
             trips=facts.trips[op.region],
             cause=op.scope or op.kind,
         ),
@@ -242,11 +244,11 @@ def order_items(facts: Facts, fused: Fused) -> list[Item]:
 
 def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
     """One item for each use of a weight, and one for its gradient."""
-    graph, stack = facts.graph, facts.frozen_dims(value)
+    graph, stack = facts.graph, facts.stack_dims(value)
     uses = [use for use in gathered(facts) if use.source == value]
     inside = [use.region for use in uses if stack]
-    written_out = value in facts.sources and facts.sources[value].stacked
-    again = [] if written_out else sorted(inside)[1:]
+    unrolled = value in facts.sources and facts.sources[value].stacked
+    again = [] if unrolled else sorted(inside)[1:]
     places = (
         [min(inside), *(region for region in again if _again(facts, region))] if inside else [0]
     )
@@ -318,11 +320,11 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
             transfer for transfer, _ in _gathers(facts, value, readers, choice)
         ),
         segment=max(facts.layers.segment(facts.graph.ops[i].region) for i in readers),
-        made_of=_gathers_made_of(facts, value, readers),
+        key=_gathers_key(facts, value, readers),
     )
 
 
-def _gathers_made_of(facts: Facts, value: int, readers: list[int]) -> Hashable:
+def _gathers_key(facts: Facts, value: int, readers: list[int]) -> Hashable:
     """A key of the facts that determine the gathers of a value; None if attention kernels read
     it.
     """
@@ -343,7 +345,7 @@ def _gathers_made_of(facts: Facts, value: int, readers: list[int]) -> Hashable:
                 facts.rows[index],
                 facts.trips[op.region],
                 regions.index(op.region),
-                _gathers_apart(facts, index, rematerialised),
+                _own_gather(facts, index, rematerialised),
                 _before_casts(facts, index, value),
             )
             for index, op in zip(readers, ops, strict=True)
@@ -360,7 +362,7 @@ def _rematerialised(facts: Facts, readers: list[int]) -> set[int]:
     }
 
 
-def _gathers_apart(facts: Facts, index: int, rematerialised: set[int]) -> bool:
+def _own_gather(facts: Facts, index: int, rematerialised: set[int]) -> bool:
     """True if a reader has a gather of its own: the compiler gathers a rematerialised value for
     rematerialisation, and the manual region gathers it for the weight gradient.
     """
@@ -381,7 +383,7 @@ def _readers(facts: Facts, value: int) -> list[int]:
     ]
 
 
-def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> list[Needed]:
+def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> list[TransferOps]:
     spec = facts.value_spec(value, choice)
     if value in facts.weights:
         return []
@@ -417,7 +419,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     index,
                 )
             if kind:
-                phase = _gathers_apart(facts, index, rematerialised)
+                phase = _own_gather(facts, index, rematerialised)
                 moved = (
                     amount(size, spec)
                     if kind == "all-to-all"
@@ -459,7 +461,7 @@ def _exchanged(facts: Facts, index: int, value: int, choice: Choice) -> bool:
     """True if an attention kernel, or an op between it and a projection, gets a value by the
     exchange of parts of the sequence, or of the width of heads, for heads.
     """
-    return facts.shares_heads(index, choice) or facts.turned(value, choice)
+    return facts.shares_heads(index, choice) or facts.has_whole_heads(value, choice)
 
 
 def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:
@@ -479,7 +481,7 @@ def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> s
     return "all-to-all" if any(axis in parts for parts in needed) else "all-gather"
 
 
-def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
+def gathers_of(facts: Facts, choice: Choice) -> list[TransferOps]:
     """The gathers of values under a choice, with the ops that need each."""
     return [
         gather
@@ -504,13 +506,15 @@ def gathers_of(facts: Facts, choice: Choice) -> list[Needed]:
 
 def head_exchange_item(facts: Facts, index: int) -> Item:
     """The exchange along tensor for the heads of an attention kernel."""
-    op, moved = facts.graph.ops[index], moved_values(facts, index)
+    op, moved = facts.graph.ops[index], exchanged_values(facts, index)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         if not facts.shares_heads(index, choice):
             return ()
         return tuple(
-            term for value, times in moved for term in _moved(facts, index, value, times, choice)
+            term
+            for value, times in moved
+            for term in _head_collectives(facts, index, value, times, choice)
         )
 
     return Item(
@@ -522,7 +526,9 @@ def head_exchange_item(facts: Facts, index: int) -> Item:
     )
 
 
-def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> Iterator[Transfer]:
+def _head_collectives(
+    facts: Facts, index: int, value: int, times: int, choice: Choice
+) -> Iterator[Transfer]:
     """The collectives of one operand or result of an attention kernel."""
     op, heads, spec = facts.graph.ops[index], facts.heads[index], facts.value_spec(value, choice)
     if not sharded_by(spec, "tensor"):
@@ -537,29 +543,29 @@ def _moved(facts: Facts, index: int, value: int, times: int, choice: Choice) -> 
             bytes=sharded if kind == "all-to-all" else replace(sharded, tensor=False),
             trips=count * facts.trips[op.region],
             cause=op.scope or op.kind,
-            heads=heads.where(*shared),
+            heads=heads.condition(*shared),
         )
 
-    separate = _head_exchanges_apart(facts, index, value, heads)
+    separate = _distinct_heads(facts, index, value, heads)
     if separate:
         yield transfer("all-to-all", times, *separate)
-    together: tuple[HeadSharding, ...] = tuple(
+    gathered: tuple[HeadSharding, ...] = tuple(
         shared for shared in _SHARING if shared not in separate
     )
-    if together:
+    if gathered:
         scattered = "all-reduce" if facts.pairs(value, choice) else "reduce-scatter"
-        yield transfer(scattered if gradient else "all-gather", times, *together)
+        yield transfer(scattered if gradient else "all-gather", times, *gathered)
     # If every device computes the same, it has all results; only operands are gathered.
-    coming = 0 if gradient else times - 1 if result else times
-    if coming:
-        yield transfer("all-gather", coming, "none")
+    gathers = 0 if gradient else times - 1 if result else times
+    if gathers:
+        yield transfer("all-gather", gathers, "none")
 
 
 #: The cases in which at least heads of queries are divided among devices.
 _SHARING: tuple[HeadSharding, ...] = ("all", "queries")
 
 
-def _head_exchanges_apart(
+def _distinct_heads(
     facts: Facts, index: int, value: int, heads: KernelHeads
 ) -> tuple[HeadSharding, ...]:
     """The cases in which each device has different heads of a value."""
@@ -569,7 +575,7 @@ def _head_exchanges_apart(
     factors = {factor for dim in dims for factor in dim}
     if heads.group not in factors:
         return ()
-    return _SHARING if heads.each == 1 or factors & heads.within else ("all",)
+    return _SHARING if heads.queries_per_group == 1 or factors & heads.within else ("all",)
 
 
 def _bytes(facts: Facts, index: int, value: int) -> float:
@@ -663,7 +669,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
 
     segment = facts.layers.segment(op.region)
     alike = op.kind not in GROUPED and facts.plain((kernel.op,), (*values, *touched))
-    made_of = (
+    key = (
         (op.kind, op.category, op.flops, op.rule, facts.factors[kernel.op], facts.rows[kernel.op]),
         (facts.trips[op.region], segment, weight, dtype, len(op.operands)),
         *(
@@ -671,7 +677,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
             for work in (bytes_moved, simple_work, transcendental_work)
         ),
     )
-    return Item(colours=colours, terms=terms, segment=segment, made_of=made_of if alike else None)
+    return Item(colours=colours, terms=terms, segment=segment, key=key if alike else None)
 
 
 def _by_heads(facts: Facts, index: int, compute: Compute) -> tuple[Term, ...]:
@@ -684,7 +690,7 @@ def _by_heads(facts: Facts, index: int, compute: Compute) -> tuple[Term, ...]:
         return tuple(replace(amount, tensor=False) for amount in amounts)
 
     return (
-        replace(compute, heads=heads.where("all", "queries")),
+        replace(compute, heads=heads.condition("all", "queries")),
         replace(
             compute,
             flops=replace(compute.flops, tensor=False),
@@ -693,7 +699,7 @@ def _by_heads(facts: Facts, index: int, compute: Compute) -> tuple[Term, ...]:
                 simple=whole(compute.elements.simple),
                 transcendental=whole(compute.elements.transcendental),
             ),
-            heads=heads.where("none"),
+            heads=heads.condition("none"),
         ),
     )
 
@@ -767,14 +773,16 @@ def head_widths(op: Op) -> tuple[int, int] | None:
         return None
     forward, rule = op.kind == FORWARD, op.rule
     rows = [dim for dim in (rule.results if forward else rule.operands)[-1] if dim]
-    beside = [  # operands with the rows of queries, except for the statistic
+    with_rows = [  # operands with the rows of queries, except for the statistic
         dims[-1]
         for dims in rule.operands
         if dims and [dim for dim in dims[:-1] if dim] == rows and dims[-1]
     ]
     # In the backward pass the first of them is the gradient of the result, as wide as values.
     values, queries = (
-        (rule.results[0][-1], beside) if forward else (beside[0] if beside else (), beside[1:])
+        (rule.results[0][-1], with_rows)
+        if forward
+        else (with_rows[0] if with_rows else (), with_rows[1:])
     )
     if not queries or not values:
         return None
@@ -924,11 +932,11 @@ def reduce_item(facts: Facts, summands: Summands) -> Item:
         colours=colours,
         terms=lambda choice: tuple(transfer for transfer, _ in _reduced(facts, summands, choice)),
         segment=facts.layers.segment(facts.graph.ops[group[0]].region),
-        made_of=_reductions_made_of(facts, summands),
+        key=_reductions_key(facts, summands),
     )
 
 
-def _reductions_made_of(facts: Facts, summands: Summands) -> Hashable:
+def _reductions_key(facts: Facts, summands: Summands) -> Hashable:
     """A key of the facts that determine the reductions of some ops; None for attention kernels and
     products of experts.
     """
@@ -958,7 +966,7 @@ def _reductions_made_of(facts: Facts, summands: Summands) -> Hashable:
     )
 
 
-def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[Needed]:
+def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[TransferOps]:
     transfers: dict[tuple[str, int, int], Transfer] = {}
     makers: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     for index in summands.ops:
@@ -969,9 +977,9 @@ def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[Needed]:
             small, large = sorted(
                 (transfers.get(key, transfer), transfer), key=lambda pair: pair.bytes.total
             )
-            if transfer.group == "gradient" and transfer.only != "whole" and key in transfers:
+            if transfer.group == "gradient" and transfer.case != "all-reduce" and key in transfers:
                 again = (*key[:2], index)  # each use scatters its own gradient
-                transfers[again], makers[again] = replace(small, only="again"), [index]
+                transfers[again], makers[again] = replace(small, case="repeated"), [index]
             transfers[key] = large
             makers[key].append(index)
     return [(transfer, tuple(makers[key])) for key, transfer in transfers.items()]
@@ -992,7 +1000,7 @@ def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tu
             continue
         unreduced = amount(size, value_spec)
         for axis in ("tensor", "context"):
-            if axis not in partial or _whole_experts(facts, index, axis, choice):
+            if axis not in partial or _complete_sums(facts, index, axis, choice):
                 continue
             if axis == "context" and op.kind in KERNELS:
                 transfers += _around_ring(facts, op, value, value_spec, unreduced)
@@ -1004,7 +1012,7 @@ def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tu
                     kind="reduce",
                     group="sum",
                     bytes=replace(unreduced, batch=False, context=False),
-                    trips=_around(facts, op) if looped else facts.trips[op.region],
+                    trips=_outer_trips(facts, op) if looped else facts.trips[op.region],
                     shape=facts.graph.values[value].shape,
                     spec=value_spec,
                     cause=_cause(op),
@@ -1032,8 +1040,8 @@ def _gradient(
     if not looped:
         return [reduced]
     return [
-        replace(reduced, only="shards"),
-        replace(reduced, only="whole", trips=_around(facts, op)),
+        replace(reduced, case="reduce-scatter"),
+        replace(reduced, case="all-reduce", trips=_outer_trips(facts, op)),
     ]
 
 
@@ -1045,14 +1053,14 @@ def _summed_bytes(facts: Facts, op: Op, value: int) -> float | None:
     if facts.routes and op.kind in GROUPED and facts.exchange.sent == "whole":
         if "rematted_computation" in op.scope:
             return None  # the backward pass needs no sums
-        return size / facts.visits(value)  # the results of a token are summed before
+        return size / facts.experts_per_token(value)  # the results of a token are summed before
     return size
 
 
 def _around_ring(
     facts: Facts, op: Op, value: int, spec: Spec, unreduced: Amount
 ) -> tuple[Transfer, Transfer]:
-    """Gradients of keys and values: in float32 around the ring together with their keys and values,
+    """Gradients of keys and values: in float32 around the ring gathered with their keys and values,
     or reduced if keys are gathered.
     """
     size = 4 * math.prod(facts.graph.values[value].shape)
@@ -1079,11 +1087,11 @@ def _over_axis(
     """The reduction over tensor or context of a value that is not a gradient. Results of experts
     are combined before they are summed, and are then sharded along the sequence.
     """
-    at_home = (
+    scattered = (
         axis == "tensor" and facts.routes and op.kind in GROUPED and choice.sequence is not None
     )
     return Transfer(
-        kind="reduce-scatter" if sharded_by(spec, axis) or at_home else "all-reduce",
+        kind="reduce-scatter" if sharded_by(spec, axis) or scattered else "all-reduce",
         group=axis,
         bytes=replace(unreduced, **{axis: False}),
         trips=facts.trips[op.region],
@@ -1095,12 +1103,12 @@ def _cause(op: Op) -> str:
     return op.scope or op.kind
 
 
-def _around(facts: Facts, op: Op) -> int:
+def _outer_trips(facts: Facts, op: Op) -> int:
     """Number of iterations of the enclosing loop of an op."""
     return facts.trips[facts.graph.regions[op.region].parent]
 
 
-def _whole_experts(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
+def _complete_sums(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
     """True if apparent partial sums over an axis are complete sums of experts, since tensor ranks
     have different ones.
     """
@@ -1130,7 +1138,7 @@ def _reduced_bytes(facts: Facts, value: int) -> int:
     return smallest
 
 
-def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
+def reductions_of(facts: Facts, choice: Choice) -> list[TransferOps]:
     """The reductions of partial results under a choice, with the ops that make each."""
     return [
         reduction
@@ -1151,7 +1159,7 @@ def reductions_of(facts: Facts, choice: Choice) -> list[Needed]:
 # bytes for many meshes at once.
 
 
-def _times(facts: Facts, item: Gathered) -> int:
+def _times(facts: Facts, item: GatheredParameter) -> int:
     """The number of times that a parameter is gathered in a region: once per iteration, except for
     loop-invariant computations of a forward loop (the matrix of a recurrence), which JAX moves
     before the loop (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
@@ -1163,7 +1171,7 @@ def _times(facts: Facts, item: Gathered) -> int:
     return min(trips, max(1, parts))
 
 
-def gather_item(facts: Facts, item: Gathered) -> Item:
+def gather_item(facts: Facts, item: GatheredParameter) -> Item:
     """The all-gathers of a stored sharded parameter before its uses, and the memory of the
     result.
     """
@@ -1180,7 +1188,7 @@ def gather_item(facts: Facts, item: Gathered) -> Item:
                 trips=trips,
                 shape=parameter.shape,
                 spec=spec,
-                frozen=facts.frozen_dims(item.source),
+                stack_dims=facts.stack_dims(item.source),
                 cause=parameter.path,
             ),
         )

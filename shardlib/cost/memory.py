@@ -11,18 +11,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardlib.cost.activations import Keeping, Life
+from shardlib.cost.activations import LiveRange, ProfileMemory
 from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.experts import GROUPED
 from shardlib.cost.facts import (
     Facts,
-    Moment,
-    Span,
+    Phase,
+    PhaseOps,
     accumulators,
     alive_at,
-    intervals,
     leaves_loop,
-    spans,
+    live_ranges,
+    phases,
 )
 from shardlib.cost.framework import XLA, FrameworkProfile
 from shardlib.cost.terms import (
@@ -41,7 +41,7 @@ from shardlib.propagation.colours import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gathered:
+class GatheredParameter:
     """A parameter in use in one region of the program.
 
     Attributes:
@@ -57,7 +57,7 @@ class Gathered:
     uses: tuple[int, ...]
 
 
-def gathered(facts: Facts) -> list[Gathered]:
+def gathered(facts: Facts) -> list[GatheredParameter]:
     """Parameters and the ops that combine them with activations: if stored sharded over fsdp, each
     is gathered once per region, in its narrowest dtype.
     """
@@ -67,7 +67,7 @@ def gathered(facts: Facts) -> list[Gathered]:
         if (
             all(value in facts.weights for value in op.results)
             or op.category == "boundary"
-            or _of_pieces(facts, op)
+            or _shardwise(facts, op)
         ):
             continue
         for value in dict.fromkeys(op.operands):
@@ -81,12 +81,14 @@ def gathered(facts: Facts) -> list[Gathered]:
             if key not in values or size < facts.graph.values[values[key]].bytes:
                 values[key] = value
     return [
-        Gathered(source=source, value=values[source, region], region=region, uses=tuple(ops))
+        GatheredParameter(
+            source=source, value=values[source, region], region=region, uses=tuple(ops)
+        )
         for (source, region), ops in uses.items()
     ]
 
 
-def _of_pieces(facts: Facts, op: Op) -> bool:
+def _shardwise(facts: Facts, op: Op) -> bool:
     """True if an op is an element-wise function of parameters alone, and so works on their shards:
     the moving average of one.
     """
@@ -109,7 +111,7 @@ def _cast_rows(facts: Facts, op: Op) -> float:
     )
 
 
-def gathered_bytes(facts: Facts, item: Gathered) -> float:
+def gathered_bytes(facts: Facts, item: GatheredParameter) -> float:
     """Bytes per device of a gathered parameter without further sharding; fewer for tables that are
     looked up in a narrower dtype.
     """
@@ -134,11 +136,11 @@ def gathered_bytes(facts: Facts, item: Gathered) -> float:
 _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
 
 
-def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> list[Life]:
+def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> list[LiveRange]:
     """The live range of every value besides the arguments of a step, under a framework profile."""
     graph = facts.graph
     producers = graph.producers()
-    when = intervals(graph, facts.fusion, frozenset())
+    when = live_ranges(graph, facts.fusion, frozenset())
     turn = max((producers.get(value, 0) for value in graph.outputs[:1]), default=0)
     carried = {
         value
@@ -146,18 +148,18 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
         if op.kind == "carry" and not leaves_loop(op)
         for value in op.results
     }
-    lives: list[Life] = []
+    lives: list[LiveRange] = []
     for value, (birth, death) in when.items():
         op = graph.ops[producers[value]] if value in producers else None
         if op is None or value in carried or op.kind == "enter":
             continue
         if value in facts.weights:
             if op.kind == "exit":
-                lives.append(Life(value=value, part="copy", birth=birth, death=death))
+                lives.append(LiveRange(value=value, part="copy", birth=birth, death=death))
         elif value in facts.gradients:
             partial = op.category in _CONTRACTIONS and bool(op.rule.summed)
             lives.append(
-                Life(
+                LiveRange(
                     value=value,
                     part="temporary" if partial else "gradient",
                     birth=birth,
@@ -166,14 +168,14 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
             )
         else:
             lives.append(
-                Life(
+                LiveRange(
                     value=value,
                     part="saved" if birth <= turn < death else "temporary",
                     birth=birth,
                     death=death,
                 )
             )
-    lives = _together(facts, lives)
+    lives = _extend_expert_ranges(facts, lives)
     return (
         (_overlapped(facts, lives, turn) if profile.early_remat else lives)
         + _accumulated(facts)
@@ -184,10 +186,10 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
     )
 
 
-def _accumulated(facts: Facts) -> list[Life]:
+def _accumulated(facts: Facts) -> list[LiveRange]:
     """Sums that a loop accumulates, live for the whole loop; gradients are counted elsewhere."""
     return [
-        Life(
+        LiveRange(
             value=accumulator.carry,
             part="temporary",
             birth=accumulator.first,
@@ -198,7 +200,7 @@ def _accumulated(facts: Facts) -> list[Life]:
     ]
 
 
-def _together(facts: Facts, all_lives: list[Life]) -> list[Life]:
+def _extend_expert_ranges(facts: Facts, all_lives: list[LiveRange]) -> list[LiveRange]:
     """Extends live ranges in the backward pass of a layer of routed experts: one kernel makes all
     operands of its grouped matmuls, that is, the rematerialised activations and the gradients of
     the values they were made of, so that all of them live as long as any of them.
@@ -230,7 +232,7 @@ def _together(facts: Facts, all_lives: list[Life]) -> list[Life]:
     return [lives[life.value] for life in all_lives]
 
 
-def _overlapped(facts: Facts, all_lives: list[Life], turn: int) -> list[Life]:
+def _overlapped(facts: Facts, all_lives: list[LiveRange], turn: int) -> list[LiveRange]:
     """Live ranges with gathers that are pipelined through the loop over layers (ZeRO 3), of which
     compilers peel the first iteration.
 
@@ -277,7 +279,7 @@ def _overlapped(facts: Facts, all_lives: list[Life], turn: int) -> list[Life]:
     return [
         *all_lives,
         *(
-            Life(value=life.value, part="gathered", birth=life.death + 1, death=last)
+            LiveRange(value=life.value, part="gathered", birth=life.death + 1, death=last)
             for life in extended
         ),
     ]
@@ -294,11 +296,11 @@ def block_scores(op: Op, block: int) -> float:
     return min(keys, block) ** 2 / (keys * width)
 
 
-def _blocks(facts: Facts) -> list[Life]:
+def _blocks(facts: Facts) -> list[LiveRange]:
     """The scores of one block of queries and keys in blockwise attention; of a sequence along a
     context axis, the part of a block per device.
     """
-    blocks: list[Life] = []
+    blocks: list[LiveRange] = []
     for index, op in enumerate(facts.graph.ops):
         if op.kind in (FORWARD, BACKWARD):
             value = max(
@@ -309,7 +311,7 @@ def _blocks(facts: Facts) -> list[Life]:
                 facts.traits.score_bytes[op.kind == BACKWARD] / facts.graph.values[value].itemsize
             )
             blocks.append(
-                Life(
+                LiveRange(
                     value=value,
                     part="temporary",
                     birth=index,
@@ -321,18 +323,20 @@ def _blocks(facts: Facts) -> list[Life]:
     return blocks
 
 
-def _with_all_heads(facts: Facts) -> list[Life]:
+def _with_all_heads(facts: Facts) -> list[LiveRange]:
     """Live ranges of the operands and results of an attention kernel on devices that compute all
     heads because the heads do not divide among them.
     """
     return [
-        Life(value=value, part="temporary", birth=kernel, death=kernel, kernel=kernel, whole=True)
+        LiveRange(
+            value=value, part="temporary", birth=kernel, death=kernel, kernel=kernel, all_heads=True
+        )
         for kernel in facts.heads
         for value in (*facts.graph.ops[kernel].operands, *facts.graph.ops[kernel].results)
     ]
 
 
-def _casts(facts: Facts, all_lives: Sequence[Life]) -> list[Life]:
+def _casts(facts: Facts, all_lives: Sequence[LiveRange]) -> list[LiveRange]:
     """Parameters of layers that are cast to a narrower dtype, all layers at once and for the whole
     step, except for those whose casts are saved.
     """
@@ -340,7 +344,7 @@ def _casts(facts: Facts, all_lives: Sequence[Life]) -> list[Life]:
         return []
     ops, values = facts.graph.ops, facts.graph.values
     copied = {facts.weights[life.value] for life in all_lives if life.part == "copy"}
-    casts: dict[int, Life] = {}
+    casts: dict[int, LiveRange] = {}
     for op in ops:
         if (
             op.kind != "convert_element_type"
@@ -356,7 +360,7 @@ def _casts(facts: Facts, all_lives: Sequence[Life]) -> list[Life]:
         ):
             casts.setdefault(
                 facts.weights[result],
-                Life(
+                LiveRange(
                     value=result,
                     part="cast",
                     birth=0,
@@ -367,16 +371,16 @@ def _casts(facts: Facts, all_lives: Sequence[Life]) -> list[Life]:
     return list(casts.values())
 
 
-def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
+def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
     """Live ranges of gathered parameters: in a loop the next one arrives while the current one is
     in use; outside of loops, a framework may keep them gathered for the whole step.
     """
-    lives: list[Life] = []
+    lives: list[LiveRange] = []
     last: dict[int, int] = {}
     for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
         if profile.embedding_and_head_gathered and facts.trips[item.region] == 1:
             lives.append(
-                Life(
+                LiveRange(
                     value=item.value,
                     part="gathered",
                     birth=0,
@@ -389,7 +393,7 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[Life]:
             cast = item.value != item.source and not facts.traits.fuses_operands
             end = use if facts.trips[item.region] > 1 else item.uses[-1]
             lives.append(
-                Life(
+                LiveRange(
                     value=item.value,
                     part="temporary" if cast else "gathered",
                     birth=last.get(item.region, use) if facts.trips[item.region] > 1 else use,
@@ -450,11 +454,11 @@ class Peaks:
 
     Attributes:
         points: items of memory for each point where memory may peak.
-        moments: the same for each moment from the end of the forward pass on, if requested.
+        moments: the same for each phase from the end of the forward pass on, if requested.
     """
 
     points: tuple[list[Item], ...]
-    moments: tuple[Moment, ...]
+    moments: tuple[Phase, ...]
 
 
 def peaks(
@@ -468,7 +472,7 @@ def peaks(
     """Items of memory for each point of the program where memory may peak, under several
     hypothetical choices.
     """
-    keeping = Keeping(facts, profile)
+    keeping = ProfileMemory(facts, profile)
     all_lives = keeping.lives(lives(facts, step, profile))
     producers = facts.graph.producers()
     when = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
@@ -492,7 +496,7 @@ def peaks(
     def items(numbers: Iterable[int]) -> list[Item]:
         return [item(number) for number in sorted(numbers)]
 
-    def moment(span: Span) -> Moment:
+    def moment(span: PhaseOps) -> Phase:
         peak_points = (
             dict.fromkeys(
                 span.first + int(np.argmax(level[span.first : span.last + 1])) for level in alive
@@ -500,7 +504,7 @@ def peaks(
             if span.first <= span.last
             else {}
         )
-        return Moment(
+        return Phase(
             segment=span.segment,
             points=tuple(items(alive_at(when, peak, peak)) for peak in peak_points),
             stacks=[
@@ -512,11 +516,11 @@ def peaks(
 
     return Peaks(
         points=tuple(map(items, points(when, alive))),
-        moments=tuple(map(moment, spans(facts.graph, facts.layers))) if moments else (),
+        moments=tuple(map(moment, phases(facts.graph, facts.layers))) if moments else (),
     )
 
 
-def _sizes(facts: Facts, all_lives: list[Life], choice: Choice) -> np.ndarray:
+def _sizes(facts: Facts, all_lives: list[LiveRange], choice: Choice) -> np.ndarray:
     """Bytes of every live range if each kind of sharding divides by 64."""
     return np.array(
         [
@@ -528,7 +532,7 @@ def _sizes(facts: Facts, all_lives: list[Life], choice: Choice) -> np.ndarray:
     )
 
 
-def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping) -> Item:
+def _item(facts: Facts, producers: dict[int, int], life: LiveRange, keeping: ProfileMemory) -> Item:
     value = facts.graph.values[life.value]
     op = facts.graph.ops[producers[life.value]] if life.value in producers else None
     segment = facts.layers.segment(op.region) if op else OUTSIDE_LAYERS
@@ -537,7 +541,7 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
     def terms(choice: Choice) -> tuple[Term, ...]:
         spec = keeping.spec(life.value, choice)
         resident = Resident(
-            bytes=amount(value.bytes * life.share * keeping.room(life.value, choice), spec),
+            bytes=amount(value.bytes * life.share * keeping.padding(life.value, choice), spec),
             part=life.part,
             stacked=stacked,
             shape=value.shape,
@@ -553,25 +557,27 @@ def _item(facts: Facts, producers: dict[int, int], life: Life, keeping: Keeping)
         colours=named(names),
         terms=terms,
         segment=counted_in,
-        made_of=(life.part, stacked, names, value.shape, size, counted_in) if alike else None,
+        key=(life.part, stacked, names, value.shape, size, counted_in) if alike else None,
     )
 
 
-def _by_heads(facts: Facts, life: Life, resident: Resident, choice: Choice) -> tuple[Term, ...]:
+def _by_heads(
+    facts: Facts, life: LiveRange, resident: Resident, choice: Choice
+) -> tuple[Term, ...]:
     """Terms of a value inside an attention kernel: of a device's own heads if tensor shards them
     only inside the kernel, and of all heads if they do not divide among the devices.
     """
     assert life.kernel is not None
     if not facts.shares_heads(life.kernel, choice):
-        return () if life.whole else (resident,)
+        return () if life.all_heads else (resident,)
     heads = facts.heads[life.kernel]
     replicated = replace(
-        resident, bytes=replace(resident.bytes, tensor=False), heads=heads.where("none")
+        resident, bytes=replace(resident.bytes, tensor=False), heads=heads.condition("none")
     )
     return (
         (replicated,)
-        if life.whole
-        else (replace(resident, heads=heads.where("all", "queries")), replicated)
+        if life.all_heads
+        else (replace(resident, heads=heads.condition("all", "queries")), replicated)
     )
 
 
@@ -622,7 +628,7 @@ def stored_items(
                     state=state,
                     shape=shape,
                     spec=choice.spec(axes),
-                    frozen=stack,
+                    stack_dims=stack,
                     trained=trained,
                 ),
             ),

@@ -14,11 +14,11 @@ import numpy as np
 
 from shardlib.compact import compact
 from shardlib.cost.collectives import (
-    ALONG,
+    CONTEXT_ROLES,
     SLOTS,
     CollectiveStep,
     Slot,
-    along,
+    axis_group,
     collective_cost,
     shards,
     slot_cost,
@@ -33,12 +33,12 @@ from shardlib.cost.stages import (
     Meshes,
     Plans,
     Quantities,
-    bottleneck,
-    cut_by_work,
     on_stage,
-    slowest,
+    partition_by_work,
+    slowest_chunk,
+    slowest_stage,
 )
-from shardlib.cost.tables import Point, Pricer, moves
+from shardlib.cost.tables import MemoryPoint, Pricer, transfer_collectives
 from shardlib.cost.terms import OUTSIDE_LAYERS, Item, LazyTable, Transfer
 from shardlib.errors import PlanError
 from shardlib.layout import BATCH_AXES, HIDEABLE_AXES, STAGE, TOKEN_AXES, Collective, MeshShape
@@ -306,7 +306,7 @@ def collectives(
         for term in item.terms(choice):
             if not isinstance(term, Transfer):
                 continue
-            for slot, size, count in moves(term, item.segment, c.shapes, pricer):
+            for slot, size, count in transfer_collectives(term, item.segment, c.shapes, pricer):
                 if slot.role not in roles:
                     continue
                 runs = float(count[0]) * part * _runs(term, slot, item.segment, plan)
@@ -328,7 +328,7 @@ def _roles(plan: Plans) -> set[str]:
     return {
         "block",
         "ends",
-        *ALONG[plan.decisions.context],
+        *CONTEXT_ROLES[plan.decisions.context],
         "scatter" if plan.profile.scatters(zero) else "reduce",
         *(("gather",) if zero >= 3 else ()),
         *(("stage",) if plan.c.stage[0] > 1 else ()),
@@ -398,7 +398,7 @@ class _Listing:
 
 def _runs(term: Transfer, slot: Slot, segment: int, plan: Plans) -> float:
     """Executions per step of a collective that runs once per microbatch."""
-    role, micro, turns = slot.role, int(plan.c.micro[0]), float(plan.turns[0])
+    role, micro, turns = slot.role, int(plan.c.micro[0]), float(plan.stage_runs[0])
     if role == "stage":
         return turns * plan.decisions.virtual_stages
     spread = _spreads_ends(plan)
@@ -419,7 +419,7 @@ def _times(slot: Slot, ends: bool, plan: Plans) -> float | None:
     """
     zero = plan.decisions.zero
     if ends:
-        return None if plan.passes_over_ends[0] > 1 else 1.0
+        return None if plan.head_gathers[0] > 1 else 1.0
     if slot.role != "gather" and plan.profile.reduces_once(zero):
         return 1.0
     if slot.role == "reduce":
@@ -427,7 +427,7 @@ def _times(slot: Slot, ends: bool, plan: Plans) -> float | None:
         return 1.0 if int(plan.c.stage[0]) > 1 or last else None
     if plan.decisions.gather == "use":
         return None
-    pairs, reductions, _ = plan.passes_over_weights
+    pairs, reductions, _ = plan.weight_gathers
     return float((pairs if slot.role == "gather" else reductions)[0])
 
 
@@ -471,7 +471,7 @@ def exposed(s: Quantities, plans: Plans, compute: Array) -> Array:
     reduced, gathered = _reduced(s, scale, plans), np.zeros(len(c))
     if zero:
         gathered = (
-            _in_step(s.collectives.gather, scale, plans.passes_over_weights[0], plans)
+            _in_step(s.collectives.gather, scale, plans.weight_gathers[0], plans)
             if zero >= 3
             else _updated_gather(s, scale, c)
         )
@@ -498,9 +498,9 @@ def exposed(s: Quantities, plans: Plans, compute: Array) -> Array:
             else profile.replicated_overlap,
         )
     )
-    beside = compute * micro if zero >= 3 else compute / 3
+    window = compute * micro if zero >= 3 else compute / 3
     backward = compute * (1 if profile.reduces_once(zero) else micro) * 2 / 3
-    separate = np.maximum(0.0, gathered - gathers * beside) + np.maximum(
+    separate = np.maximum(0.0, gathered - gathers * window) + np.maximum(
         0.0, reduced - reduces * backward
     )
     together = (
@@ -529,7 +529,7 @@ def _reduced(s: Quantities, scale: Array, plans: Plans) -> Array:
     if profile.reduces_once(zero):
         return _in_step(seconds, scale, once, plans)
     if zero >= 2:
-        return _in_step(seconds, scale, plans.passes_over_weights[1], plans)
+        return _in_step(seconds, scale, plans.weight_gathers[1], plans)
     if profile.reduces_in_the_last(zero):
         return _in_step(seconds, scale, once, plans) + np.where(
             c.stage > 1, 0.0, on_stage(s.collectives.routed, scale) * (c.micro - 1)
@@ -545,32 +545,32 @@ def _in_step(seconds: Array, scale: Array, times: Array, plans: Plans) -> Array:
     total = moved.sum(0) * times
     if not plans.profile.ends_on_all_stages:
         return total
-    ends = moved[OUTSIDE_LAYERS] * (plans.passes_over_ends - times)
+    ends = moved[OUTSIDE_LAYERS] * (plans.head_gathers - times)
     return total + np.where(plans.c.stage > 1, ends, 0.0)
 
 
-def dealt_out(s: Quantities, plans: Plans) -> Array:
-    """Seconds per step in which layers are dealt to stages of several chunks, and their gradients
-    dealt back.
+def interleaving_seconds(s: Quantities, plans: Plans) -> Array:
+    """Seconds per step in which layers are redistributed to interleaved stages, which have several
+    chunks each, and their gradients back.
     """
     c, zero = plans.c, plans.decisions.zero
-    slots = _DEALING[np.minimum(plans.decisions.virtual_stages % c.stage, 1)]
+    slots = _INTERLEAVING[np.minimum(plans.decisions.virtual_stages % c.stage, 1)]
     candidates, total = np.arange(len(c)), np.zeros(len(c))
     for stored_bytes in (
         s.stored.parameters_cut + s.stored.frozen_cut
         if zero >= 3
         else s.stored.parameters + s.stored.frozen,
-        s.stored.kept_cut if zero >= 2 else s.stored.kept,
+        s.stored.accumulated_cut if zero >= 2 else s.stored.accumulated,
     ):
-        size = plans.dealt(stored_bytes)
+        size = plans.interleaved_bytes(stored_bytes)
         cost = c.links.latency[slots, candidates] + size * c.links.per_byte[slots, candidates]
         total += np.where(size > 0, cost, 0.0)
     return total
 
 
-#: Indices of the slots that deal layers if their chunks divide, and if not.
-_DEALING = np.array(
-    [SLOTS.index(Slot("deal", along(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
+#: Indices of the slots that redistribute layers if their chunks divide, and if not.
+_INTERLEAVING = np.array(
+    [SLOTS.index(Slot("deal", axis_group(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
 )
 
 
@@ -604,10 +604,10 @@ def stored_bytes(s: Quantities, plans: Plans) -> tuple[Array, Array, Array, Arra
     frozen = on_stage(s.stored.frozen_cut if zero >= 3 else s.stored.frozen, scale)
     parameters, gradients = (
         on_stage(s.stored.parameters_cut if zero >= 3 else s.stored.parameters, scale),
-        on_stage(s.stored.kept_cut if zero >= 2 else s.stored.kept, scale),
+        on_stage(s.stored.accumulated_cut if zero >= 2 else s.stored.accumulated, scale),
     )
     gathered_share = (
-        (1.0 if plans.profile.stage_gathers == "step" else plans.passes_over_weights[2])
+        (1.0 if plans.profile.stage_gathers == "step" else plans.weight_gathers[2])
         if zero >= 3
         else 0.0
     )
@@ -615,7 +615,7 @@ def stored_bytes(s: Quantities, plans: Plans) -> tuple[Array, Array, Array, Arra
         gathered = on_stage(s.stored.parameters, scale) * plans.model.working * gathered_share
         parameters = parameters + np.where(staged, gathered, 0.0)
         gradients = gradients + np.where(
-            staged, on_stage(s.stored.kept, scale) * gathered_share, 0.0
+            staged, on_stage(s.stored.accumulated, scale) * gathered_share, 0.0
         )
     return (
         parameters,
@@ -627,10 +627,10 @@ def stored_bytes(s: Quantities, plans: Plans) -> tuple[Array, Array, Array, Arra
 
 def least_bytes(s: Quantities, plans: Plans) -> tuple[Array, Array, Array]:
     """Lower bounds of the bytes per device at the end of the forward pass: of stored arrays without
-    optimizer state, of that state, and of each class's saved layers.
+    optimizer state, of that state, and of the saved layers of each layer group.
 
     Returns:
-        Arrays [candidates], [candidates] and [classes, candidates].
+        Arrays [candidates], [candidates] and [layer groups, candidates].
     """
     model, c, layers = plans.model, plans.c, len(plans.model.counts)
     parameters, frozen, gradients, state = stored_bytes(s, plans)
@@ -694,11 +694,11 @@ def bytes_by_part(s: Quantities, gradients: Array, plans: Plans) -> tuple[dict[s
         gradients: bytes of gradients accumulated over microbatches, array [candidates].
     """
     stages, c, scale = _stages(plans), plans.c, plans.shares
-    peak = _fullest([_at(s, point, on, plans) for on in stages for point in s.points], c)
-    flying, stacks = stages[0].in_flight, np.zeros(len(c))
+    peak = _fullest([_memory_at(s, point, on, plans) for on in stages for point in s.points], c)
+    in_flight, stacks = stages[0].in_flight, np.zeros(len(c))
     for point in s.points:
         movable = (
-            point.saved[k] * flying[k] * np.maximum(0.0, 1 - 2 / (n * scale[k]))
+            point.saved[k] * in_flight[k] * np.maximum(0.0, 1 - 2 / (n * scale[k]))
             for k, n in enumerate(plans.model.counts)
         )
         stacks = np.maximum(stacks, sum(movable, np.zeros(len(c))))
@@ -712,7 +712,7 @@ def bytes_by_part(s: Quantities, gradients: Array, plans: Plans) -> tuple[dict[s
     return memory, np.minimum(stacks, peak.saved)
 
 
-def _at(s: Quantities, point: Point, stage: _Stage, plans: Plans) -> _Occupied:
+def _memory_at(s: Quantities, point: MemoryPoint, stage: _Stage, plans: Plans) -> _Occupied:
     """The memory of a stage at a point where it may peak."""
     zero, c, stored = plans.decisions.zero, plans.c, stage.stored
     together = plans.profile.collected == "together"
@@ -930,7 +930,7 @@ def tick_seconds(s: Quantities, plans: Plans) -> Array:
     """
     key = plans.decisions.context, plans.decisions.virtual_stages
     if key not in s.ticks:
-        busy = s.kernels.compute + s.collectives.block + s.along(plans.decisions.context)
+        busy = s.kernels.compute + s.collectives.block + s.context_seconds(plans.decisions.context)
         s.ticks[key] = np.maximum(
             _slowest_stage(busy, plans), _slowest_stage(s.kernels.host, plans)
         ) + _passes(s, plans)
@@ -941,7 +941,8 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
     """Seconds of the slowest stage in a microbatch.
 
     Args:
-        seconds: of all layers of each class, and of embedding and head, [segments, candidates].
+        seconds: of all layers of each layer group, and of embedding and head, [segments,
+            candidates].
     """
     model, stages, virtual = plans.model, plans.c.stage, plans.chunks
     layers, ends = (
@@ -949,11 +950,11 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
         seconds[OUTSIDE_LAYERS],
     )
     if plans.profile.embedding_and_head == "spread":
-        return virtual * bottleneck(layers, model.counts, stages * virtual) + ends / stages
-    tick = slowest(layers, model.counts, ends, stages, virtual)
+        return virtual * slowest_chunk(layers, model.counts, stages * virtual) + ends / stages
+    tick = slowest_stage(layers, model.counts, ends, stages, virtual)
     if plans.profile.balance == "layers" or len(layers) != 1:
         return tick
-    most, last = cut_by_work(model.counts[0], model.head_layers, stages)
+    most, last = partition_by_work(model.counts[0], model.head_layers, stages)
     by_work = np.maximum(most * layers[0], last * layers[0] + ends)
     return np.where((stages > 1) & (virtual == 1), by_work, tick)
 
@@ -968,7 +969,7 @@ def _starved(s: Quantities, busy: Array, c: Meshes) -> Array:
 def seconds_by_part(s: Quantities, plans: Plans) -> tuple[dict[str, Array], Array]:
     """Seconds of compute, exposed communication and bubble; and FLOPs."""
     stages, micro = plans.c.stage, plans.c.micro
-    block = s.collectives.block + s.along(plans.decisions.context)
+    block = s.collectives.block + s.context_seconds(plans.decisions.context)
     compute, blocked = (
         s.kernels.compute.sum(0) / stages,
         block.sum(0) / stages + _passes(s, plans) + s.collectives.ends,
@@ -977,7 +978,7 @@ def seconds_by_part(s: Quantities, plans: Plans) -> tuple[dict[str, Array], Arra
     bubble = np.where(
         stages > 1, least_seconds(s, plans) - micro * (compute + blocked + starved), 0.0
     )
-    waited = blocked * micro + exposed(s, plans, compute) + dealt_out(s, plans)
+    waited = blocked * micro + exposed(s, plans, compute) + interleaving_seconds(s, plans)
     return {
         "compute": compute * micro,
         "exposed": waited,
@@ -996,7 +997,7 @@ def seconds_by_part(s: Quantities, plans: Plans) -> tuple[dict[str, Array], Arra
 #: Smallest buffer that the host's allocator returns to the system when it is freed, so that it is
 #: mapped again in every step: glibc keeps smaller ones (mallopt(3), M_MMAP_THRESHOLD: at most 32
 #: MiB where longs have 8 bytes).
-GIVEN_BACK = 32 << 20
+UNMAP_THRESHOLD = 32 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1009,14 +1010,14 @@ class Totals(LazyTable):
         flops: executed FLOPs per device and step, averaged over the stages.
         stacks: heap bytes of the saved activations of layers, less two layers: the part that
             offloading can move.
-        held: microbatches whose activations are live at once.
+        in_flight: microbatches whose activations are live at once.
     """
 
     seconds: dict[str, Array]
     device_bytes: dict[str, Array]
     flops: Array
     stacks: Array
-    held: Array
+    in_flight: Array
 
     @cached_property
     def step_seconds(self) -> Array:
@@ -1061,7 +1062,7 @@ def combine(s: Quantities, plans: Plans) -> Totals:
         seconds["overhead"]
         + pricer.constants.step_s
         + pricer.constants.microbatch_s * (c.micro + plans.decisions.accumulation * (c.stage - 1))
-        + pricer.constants.fresh * mapped_anew(memory) / pricer.topology.chip.hbm_bytes_per_s
+        + pricer.constants.fresh * freshly_mapped(memory) / pricer.topology.chip.hbm_bytes_per_s
     )
     memory["temporaries"] = (
         memory["temporaries"]
@@ -1073,22 +1074,22 @@ def combine(s: Quantities, plans: Plans) -> Totals:
         device_bytes=memory,
         flops=flops,
         stacks=stacks,
-        held=plans.in_flight,
+        in_flight=plans.in_flight,
     )
 
 
-def mapped_anew(memory: Mapping[str, Array]) -> Array:
+def freshly_mapped(memory: Mapping[str, Array]) -> Array:
     """Bytes per device that a step touches first: all except those that stay between steps, if they
     are so many that the allocator returns them to the system. The prediction may be half of what a
     CPU program allocates (20 MiB for 34, an MLP of three layers), so bytes count partially from
-    half of `GIVEN_BACK` on, and fully from `GIVEN_BACK` on.
+    half of `UNMAP_THRESHOLD` on, and fully from `UNMAP_THRESHOLD` on.
 
     Args:
         memory: bytes per device by part, by candidate.
     """
-    resting = ("parameters", "frozen", "optimizer", "batch")
-    touched = sum((size for part, size in memory.items() if part not in resting), np.zeros(1))
-    return touched * np.clip(2 * touched / GIVEN_BACK - 1, 0.0, 1.0)
+    stored_parts = ("parameters", "frozen", "optimizer", "batch")
+    touched = sum((size for part, size in memory.items() if part not in stored_parts), np.zeros(1))
+    return touched * np.clip(2 * touched / UNMAP_THRESHOLD - 1, 0.0, 1.0)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -849,8 +849,12 @@ def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array
     if routed is None or constants.skew is None:
         return 1.0
     devices = np.rint(routed.experts.total / local(routed.experts)).astype(np.int64)
-    load = load_factor(local(routed.rows), devices, routed.experts.total, constants.skew)
-    return load if routed.most is None else np.minimum(load, max(1.0, routed.most))
+    load = load_factor(local(routed.assignments), devices, routed.experts.total, constants.skew)
+    return (
+        load
+        if routed.capacity_factor is None
+        else np.minimum(load, max(1.0, routed.capacity_factor))
+    )
 
 
 def matmul_seconds(

@@ -20,10 +20,19 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from shardlib.cost.collectives import SLOTS, Links, along, links, role_slots
+from shardlib.cost.collectives import SLOTS, Links, axis_group, links, role_slots
 from shardlib.cost.framework import FrameworkProfile
-from shardlib.cost.tables import BYTES, COUNTS, Collectives, Kernels, Point, Pricer, Q, StoredBytes
-from shardlib.cost.terms import OF_ALL, OUTSIDE_LAYERS, LazyTable, Shapes, distinct_rows
+from shardlib.cost.tables import (
+    BYTES,
+    COUNTS,
+    CollectiveSeconds,
+    KernelTotals,
+    MemoryPoint,
+    Pricer,
+    Q,
+    StoredBytes,
+)
+from shardlib.cost.terms import OUTSIDE_LAYERS, SHARED_BY_ROWS, LazyTable, Shapes, distinct_rows
 from shardlib.decisions.table import Decisions
 from shardlib.layout import BATCH_AXES, MESH_AXES, TENSOR, MeshShape
 from shardlib.machines.topology import Placement, Topology
@@ -31,7 +40,7 @@ from shardlib.schedules import Pipelines, Timetable, named
 
 Array = np.ndarray
 #: Classes of byte counts whose fields are named as rows of a tally.
-Bytes = TypeVar("Bytes", Point, StoredBytes)
+Bytes = TypeVar("Bytes", MemoryPoint, StoredBytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +58,7 @@ class Meshes(LazyTable):
     sizes: Mapping[str, Array]
     micro: Array
     links: Links
-    shapes: Shapes = field(metadata=OF_ALL)
+    shapes: Shapes = field(metadata=SHARED_BY_ROWS)
     shape: Array
 
     @classmethod
@@ -126,11 +135,11 @@ def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelFacts:
     """Facts of a model that pricing needs besides its items.
 
     Attributes:
-        counts: layers of each class.
+        counts: layers of each layer group.
         batch_bytes: bytes of the global batch, and of results with a value per row.
         state_bytes: bytes of replicated model state.
         largest_end: share of the largest array in the parameters outside of the layers.
@@ -165,17 +174,17 @@ class Quantities(LazyTable):
             parallelism, chunks per stage).
     """
 
-    kernels: Kernels
-    collectives: Collectives
+    kernels: KernelTotals
+    collectives: CollectiveSeconds
     stored: StoredBytes
-    points: tuple[Point, ...]
+    points: tuple[MemoryPoint, ...]
     buffer: Array
     stacks: Array
     ticks: dict[tuple[str, int], Array] = field(
         default_factory=dict[tuple[str, int], Array], init=False, compare=False, repr=False
     )
 
-    def along(self, context: str) -> Array:
+    def context_seconds(self, context: str) -> Array:
         """Exposed seconds of collectives along the sequence, by the way of context parallelism."""
         roles = self.collectives
         return roles.context + (
@@ -189,9 +198,9 @@ class Quantities(LazyTable):
 
 def quantities_of(
     work: Array,
-    resting: Array,
+    stored: Array,
     points: Sequence[Array],
-    model: Model,
+    model: ModelFacts,
     pricer: Pricer,
     c: Meshes,
     *,
@@ -240,19 +249,19 @@ def quantities_of(
     }
     by_role = {
         field.name: role(field.name)
-        for field in fields(Collectives)
+        for field in fields(CollectiveSeconds)
         if field.name not in ("routed", *ends)
     }
     return Quantities(
-        kernels=Kernels(
+        kernels=KernelTotals(
             compute=by_candidate(work[:, Q.COMPUTE]),
             weights=by_candidate(work[:, Q.WEIGHTS].sum(0)),
             host=by_candidate(work[:, Q.HOST]) + _stalls(work, pricer, c),
             flops=by_candidate(work[:, Q.FLOPS].sum(0)),
         ),
-        collectives=Collectives(**by_role, routed=role("reduce", experts=True), **ends),
-        stored=quantities(StoredBytes, resting),
-        points=tuple(quantities(Point, pricer.corrected(tally)) for tally in points),
+        collectives=CollectiveSeconds(**by_role, routed=role("reduce", experts=True), **ends),
+        stored=quantities(StoredBytes, stored),
+        points=tuple(quantities(MemoryPoint, pricer.corrected(tally)) for tally in points),
         buffer=np.where(c.context > 1, by_candidate(_context_buffer(work, model)), 0.0),
         stacks=(
             np.zeros((0, len(shape)))
@@ -269,12 +278,14 @@ def _stalls(work: Array, pricer: Pricer, c: Meshes) -> Array:
     stall = pricer.profile.tensor_stall_s
     if not stall or len(pricer.topology.tiers) < 2:
         return np.zeros((work.shape[0], len(c)))
-    slots = [COUNTS + slot for slot in role_slots("block") if SLOTS[slot].group == along(TENSOR)]
+    slots = [
+        COUNTS + slot for slot in role_slots("block") if SLOTS[slot].group == axis_group(TENSOR)
+    ]
     others = np.where(c.stage > 1, c.sizes["tensor"] - 1, 0)
     return stall * work[:, slots].sum(1)[:, c.shape] * others
 
 
-def _context_buffer(work: Array, model: Model) -> Array:
+def _context_buffer(work: Array, model: ModelFacts) -> Array:
     """Bytes of the keys and values of one layer, gathered along the context: half of the bytes
     gathered in forward and backward pass.
     """
@@ -304,7 +315,7 @@ class Plans:
     """
 
     decisions: Decisions
-    model: Model
+    model: ModelFacts
     pricer: Pricer
     c: Meshes
 
@@ -316,7 +327,7 @@ class Plans:
         """The framework profile."""
         return self.pricer.profile
 
-    def but(self, **changes: object) -> Plans:
+    def with_decisions(self, **changes: object) -> Plans:
         """The same candidates under other decisions."""
         return replace(self, decisions=replace(self.decisions, **changes))
 
@@ -342,7 +353,7 @@ class Plans:
 
     @cached_property
     def layers(self) -> list[Array]:
-        """Layers of the fullest stage, by class, if stages have equally many layers."""
+        """Layers of the fullest stage, by layer group, if stages have equally many layers."""
         return [
             self.chunks * np.ceil(count / (self.c.stage * self.chunks))
             for count in self.model.counts
@@ -358,7 +369,9 @@ class Plans:
         """
         model, stages, layers = self.model, self.c.stage, self.layers
         if self.profile.balance != "layers":
-            by_work = [cut_by_work(count, model.head_layers, stages)[0] for count in model.counts]
+            by_work = [
+                partition_by_work(count, model.head_layers, stages)[0] for count in model.counts
+            ]
             whole = (stages > 1) & (self.chunks == 1)
             layers = [np.where(whole, *pair) for pair in zip(by_work, layers, strict=True)]
         ends = (
@@ -392,12 +405,12 @@ class Plans:
             shares[OUTSIDE_LAYERS] = 1.0
         return shares
 
-    def dealt(self, stored: Array) -> Array:
-        """Bytes per device after layers are dealt to stages of several chunks, as pipelines in one
-        program do with parameters in every step, and with gradients in reverse: layers are stored
-        in order, and stage s of S computes chunks s, S + s, and so on. If S does not divide the
-        chunks per stage, the partitioner gathers all of them. Layers that do not divide are not
-        counted.
+    def interleaved_bytes(self, stored: Array) -> Array:
+        """Bytes per device after layers are redistributed to stages of several chunks, as
+        interleaved pipelines in one program do with parameters in every step, and with gradients in
+        reverse: layers are stored in order, and stage s of S computes chunks s, S + s, and so on.
+        If S does not divide the chunks per stage, the partitioner gathers all of them. Layers that
+        do not divide are not counted.
 
         Args:
             stored: bytes by segment, of all stages, [segments, candidates].
@@ -412,7 +425,7 @@ class Plans:
         return np.where(stages > 1, layers * np.where(virtual % stages, stages, 1), 0.0)
 
     @property
-    def passes_over_weights(self) -> tuple[Array, Array, float]:
+    def weight_gathers(self) -> tuple[Array, Array, float]:
         """The gathers of its weights and the reductions of their gradients by a stage per step, and
         the share of them that is unsharded at a time.
 
@@ -425,7 +438,7 @@ class Plans:
         decisions, micro = self.decisions, self.c.micro.astype(float)
         if decisions.gather == "use":
             return micro, micro, 0.0
-        if self._in_rounds:
+        if self._breadth_first:
             gathered = np.full_like(micro, decisions.accumulation)
             return (
                 gathered,
@@ -435,24 +448,24 @@ class Plans:
         return np.full_like(micro, 0.5), np.ones_like(micro), 1.0
 
     @property
-    def passes_over_ends(self) -> Array:
+    def head_gathers(self) -> Array:
         """The number of gathers of embedding and head, and of reductions of their gradients, per
         step of a pipeline whose stages all compute both: once if those of layers are (except with
         rounds of chunks), otherwise per microbatch.
         """
         assert self.profile.ends_on_all_stages
         late = self.profile.reduces_once(self.decisions.zero) or (
-            self.decisions.gather == "once" and not self._in_rounds
+            self.decisions.gather == "once" and not self._breadth_first
         )
         return np.where(self.decisions.zero < 2 or late, 1.0, self.c.micro)
 
     @property
-    def _in_rounds(self) -> bool:
+    def _breadth_first(self) -> bool:
         """True if all microbatches go through one of several chunks of layers before the next."""
         return named(self.decisions.schedule).forward_first and self.decisions.virtual_stages > 1
 
     @cached_property
-    def turns(self) -> Array:
+    def stage_runs(self) -> Array:
         """The number of times per step that a stage runs its computation for a microbatch; a
         pipeline in one program also computes while it waits, and discards the result.
         """
@@ -488,7 +501,7 @@ _HALVINGS = 20
 _SLACK = 1 + 1e-12
 
 
-def cut_by_work(count: int, head: float, stages: Array) -> tuple[Array, Array]:
+def partition_by_work(count: int, head: float, stages: Array) -> tuple[Array, Array]:
     """Layers of the fullest stage and of the last one, which has the head, where a stage ends with
     the layer in which an equal part of the work is passed.
 
@@ -513,18 +526,18 @@ def on_stage(quantity: Array, scale: Array) -> Array:
     return (quantity * scale).sum(0)
 
 
-def slowest(
+def slowest_stage(
     layers: Sequence[Array], counts: Sequence[int], ends: Array, stages: Array, virtual: Array
 ) -> Array:
     """Seconds of the slowest stage when the last one has the head: one layer fewer than the others
     if the layers do not divide.
 
     Args:
-        layers: seconds of one layer of each class.
+        layers: seconds of one layer of each group.
         ends: seconds of embedding and head, almost all of them the head's.
     """
     chunks = stages * virtual
-    plain = virtual * bottleneck(layers, counts, chunks)
+    plain = virtual * slowest_chunk(layers, counts, chunks)
     total = sum(counts)
     spare = (
         (np.ceil(total / chunks) * chunks > total) & (stages > 1)
@@ -534,15 +547,15 @@ def slowest(
     return np.maximum(plain, plain + ends - np.where(spare, layers[-1] if layers else 0.0, 0.0))
 
 
-def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:
+def slowest_chunk(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:
     """Seconds of the slowest chunk when a chain of layers is cut into chunks as evenly as possible.
 
-    The chain consists of classes of equal layers, one class after the other; chunks are runs of
+    The chain consists of groups of equal layers, one group after the other; chunks are runs of
     whole layers. The best cut is found by bisection on the length of the longest chunk, filling
     chunks from the front, which is exact for chains.
 
     Args:
-        seconds: of one layer of each class, arrays of equal length.
+        seconds: of one layer of each group, arrays of equal length.
     """
     if not counts:
         return np.zeros_like(chunks, dtype=float)
@@ -551,7 +564,9 @@ def bottleneck(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -
     total = np.asarray(sum(n * t for n, t in zip(counts, seconds, strict=True)), dtype=float)
     split = np.flatnonzero(chunks > 1)
     if len(split) < len(chunks):
-        cut = bottleneck([t[split] for t in seconds], counts, chunks[split]) if len(split) else ()
+        cut = (
+            slowest_chunk([t[split] for t in seconds], counts, chunks[split]) if len(split) else ()
+        )
         slowest = total.copy()
         slowest[split] = cut
         return slowest
@@ -576,9 +591,9 @@ def _chunks_needed(seconds: Sequence[Array], counts: Sequence[int], limit: Array
     for count, t in zip(counts, seconds, strict=True):
         here = 0.0 if space is None else np.minimum(np.floor(space * _SLACK / t), count)
         left = count - here
-        each = np.maximum(np.floor(limit * _SLACK / t), 1)
-        more = np.ceil(left / each)
+        per_chunk = np.maximum(np.floor(limit * _SLACK / t), 1)
+        more = np.ceil(left / per_chunk)
         used = used + more
-        full = limit - (left - (more - 1) * each) * t
+        full = limit - (left - (more - 1) * per_chunk) * t
         space = full if space is None else np.where(more > 0, full, space - here * t)
     return np.asarray(used)

@@ -37,7 +37,7 @@ from shardlib.cost.collectives import (
     INDEX,
     SLOTS,
     Slot,
-    along,
+    axis_group,
     on_all_stages,
     replicas,
     stored,
@@ -56,7 +56,7 @@ from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
     Compute,
-    Heads,
+    HeadCondition,
     Item,
     LazyTable,
     Resident,
@@ -78,9 +78,9 @@ from shardlib.propagation.colours import Choice, Spec, sharded_by
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point(LazyTable):
+class MemoryPoint(LazyTable):
     """Bytes by segment at a point where memory may peak, arrays [segments, candidates]; names as in
-    `shardlib.cost.tables.Q`.
+    `shardlib.cost.tables.Quantity`.
     """
 
     saved: Array
@@ -94,7 +94,7 @@ class Point(LazyTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernels(LazyTable):
+class KernelTotals(LazyTable):
     """The kernels of a microbatch as arrays.
 
     Attributes:
@@ -112,7 +112,7 @@ class Kernels(LazyTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collectives(LazyTable):
+class CollectiveSeconds(LazyTable):
     """Seconds of the collectives of a microbatch by role, arrays [segments, candidates].
 
     Attributes:
@@ -138,7 +138,7 @@ class Collectives(LazyTable):
 @dataclass(frozen=True, kw_only=True)
 class StoredBytes(LazyTable):
     """Bytes as stored, arrays [segments, candidates]; those that end in `_cut` are sharded by ZeRO.
-    Names as in `shardlib.cost.tables.Q`.
+    Names as in `shardlib.cost.tables.Quantity`.
     """
 
     parameters: Array
@@ -148,8 +148,8 @@ class StoredBytes(LazyTable):
     state: Array
     state_cut: Array
     experts: Array
-    kept: Array
-    kept_cut: Array
+    accumulated: Array
+    accumulated_cut: Array
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class DividesStored:
 
     shape: tuple[int, ...]
     spec: Spec
-    frozen: frozenset[int]
+    stack_dims: frozenset[int]
     flat: bool = False
     divides: bool = True
 
@@ -197,7 +197,7 @@ class Launch:
 class Counts:
     """A factor: 1 if a term of attention counts (`Heads.counts`), else 0."""
 
-    heads: Heads
+    heads: HeadCondition
 
 
 Factor = Ways | StoredWays | DividesStored | BusiestLoad | Launch | Counts
@@ -221,7 +221,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelSeconds:
     """Seconds of one execution of a kernel, whose `trips` are 1; `outside` of the layers or in
     one.
     """
@@ -230,7 +230,7 @@ class Kernel:
     outside: bool
 
 
-Measure = Share | Kernel
+Measure = Share | KernelSeconds
 
 
 @lru_cache(maxsize=64)
@@ -249,9 +249,9 @@ SIZES: tuple[str, ...] = ("batch", "context", "tensor", "expert", "fsdp")
 
 def depends(measure: Measure) -> frozenset[str]:
     """The sizes that a measure depends on."""
-    if isinstance(measure, Kernel):
+    if isinstance(measure, KernelSeconds):
         term, matmul = measure.term, measure.term.matmul
-        routed = (term.routed.rows, term.routed.experts) if term.routed else ()
+        routed = (term.routed.assignments, term.routed.experts) if term.routed else ()
         amounts = (
             term.flops,
             *term.traffic,
@@ -282,7 +282,7 @@ def _in_factor(factor: Factor) -> frozenset[str]:
         case DividesStored():
             return frozenset(SIZES[1:])
         case BusiestLoad(routed):
-            return _cutting(routed.rows) | _cutting(routed.experts)
+            return _cutting(routed.assignments) | _cutting(routed.experts)
         case Launch():
             return frozenset()
 
@@ -367,14 +367,14 @@ def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | fl
             return _counting(heads, shapes)
 
 
-def _counting(heads: Heads, shapes: Shapes) -> Array:
+def _counting(heads: HeadCondition, shapes: Shapes) -> Array:
     """1.0 for each shape where terms of attention count (`Heads.counts`), else 0.0."""
     degrees, which = np.unique(shapes.tensor, return_inverse=True)
     return np.array([float(heads.counts(int(n))) for n in degrees])[which.reshape(-1)]
 
 
 #: Number of sets of shapes whose measures an index caches.
-MOST_KEPT = 8
+MAX_CACHED = 8
 
 
 class MeasureIndex:
@@ -389,9 +389,11 @@ class MeasureIndex:
         self.measures: list[Measure] = []
         self.sizes: list[frozenset[str]] = []
         self._numbers: dict[Measure, int] = {}
-        self._kept: OrderedDict[Hashable, Values] = OrderedDict()
+        self._kept: OrderedDict[Hashable, MeasureValues] = OrderedDict()
 
-    def on(self, chip: Chip, constants: Efficiency, outside: Efficiency, shapes: Shapes) -> Values:
+    def on(
+        self, chip: Chip, constants: Efficiency, outside: Efficiency, shapes: Shapes
+    ) -> MeasureValues:
         """The measures on some shapes, cached for later searches: a topology with other links or
         more memory has the same kernels.
         """
@@ -403,11 +405,11 @@ class MeasureIndex:
         )
         values = self._kept.pop(key, None)
         if values is None:
-            values = Values(
+            values = MeasureValues(
                 index=self, chip=chip, constants=constants, outside=outside, shapes=shapes
             )
         self._kept[key] = values
-        if len(self._kept) > MOST_KEPT:
+        if len(self._kept) > MAX_CACHED:
             self._kept.popitem(last=False)
         return values
 
@@ -447,7 +449,7 @@ class Table:
 
 
 @dataclass(kw_only=True)
-class Values:
+class MeasureValues:
     """Measures evaluated on shapes, on demand.
 
     Few measures depend on all sizes, so each is evaluated only on the distinct combinations of the
@@ -483,14 +485,14 @@ class Values:
     def stacked(self, numbers: tuple[int, ...], at: Array) -> Array:
         """Some measures on some shapes, array [measures, shapes]."""
         if numbers not in self._rows:
-            self._rows[numbers] = self._found(numbers)
+            self._rows[numbers] = self._by_sizes(numbers)
         values = np.empty((len(numbers), len(at)))
         for sizes, positions, rows in self._rows[numbers]:
             table, which = self._tables[sizes]
             values[positions] = table.values[rows[:, None], which[at]]
         return values
 
-    def _found(self, numbers: tuple[int, ...]) -> list[tuple[frozenset[str], Array, Array]]:
+    def _by_sizes(self, numbers: tuple[int, ...]) -> list[tuple[frozenset[str], Array, Array]]:
         """(sizes, positions, rows of their table) of some measures, grouped by the sizes they
         depend on.
         """
@@ -586,7 +588,7 @@ class Tally:
             matrix=matrix[:, used],
         )
 
-    def on(self, values: Values, which: Array) -> Array:
+    def on(self, values: MeasureValues, which: Array) -> Array:
         """The rows on some of the shapes, array [rows, shapes]."""
         return self.matrix @ values.stacked(self.measures, which)
 
@@ -624,8 +626,8 @@ class Q(IntEnum):
     COPY = 13  # bytes of copies of parameters that are saved, sharded as in compute
     COPY_CUT = 14  # the same, stored sharded where a dim divides
     #: bytes of accumulated gradients over the microbatches of a step, sharded as in compute
-    KEPT = 15
-    KEPT_CUT = 16  # the same, stored sharded where a dim divides
+    ACCUMULATED = 15
+    ACCUMULATED_CUT = 16  # the same, stored sharded where a dim divides
     HOST = 17  # host seconds to launch kernels
     # bytes of layer parameters that are cast before the loop, all layers at once, if they are
     # stored replicated (ZeRO 0 to 2)
@@ -651,7 +653,7 @@ CORRECTED: dict[str, tuple[Q, ...]] = {
 # The coefficients of every term of a step: (row, measure, coefficient).
 #
 # A kernel of three executions adds three times its seconds to `Q.COMPUTE`; a gather of parameters
-# adds to the count and the bytes of its slot, by `moved`.
+# adds to the count and the bytes of its slot, by `transfer_measures`.
 
 #: Part of a resident value -> its row; those that ZeRO shards have a row for the unsharded and one
 #: for the sharded bytes.
@@ -677,7 +679,7 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 }
 
 
-def moved(
+def transfer_measures(
     term: Transfer, segment: int, profile: FrameworkProfile
 ) -> list[tuple[Slot, Share, Share]]:
     """(slot, size, count) of the collectives of a transfer per microbatch, over `term.bytes.total`
@@ -689,33 +691,33 @@ def moved(
         role, axis = _ROLES[term.group]
         sharded = term.kind == "reduce-scatter"
         moved = size.by(Ways(axis.name)) if sharded else size
-        return [(Slot(role, along(axis), term.kind), moved, once)]
+        return [(Slot(role, axis_group(axis), term.kind), moved, once)]
     if term.group == "ends":
-        return [(Slot("ends", along(STAGE), term.kind), size, once)] if all_stages else []
+        return [(Slot("ends", axis_group(STAGE), term.kind), size, once)] if all_stages else []
     if term.group == "sum":
         role, group = ("ends", on_all_stages(tokens())) if all_stages else ("block", tokens())
         return [(Slot(role, group, "all-reduce"), size, once)]
     experts, tensor = sharded_by(term.spec, EXPERT.name), term.over_tensor
     sharded, replicated = (
-        once.by(DividesStored(term.shape, term.spec, term.frozen, profile.flat, divides))
+        once.by(DividesStored(term.shape, term.spec, term.stack_dims, profile.flat, divides))
         for divides in (True, False)
     )
     if term.group == "gather":
         return [(Slot("gather", stored(experts=experts), "all-gather"), size, sharded)]
-    everywhere, shard = tokens(experts=experts, tensor=tensor), size.by(StoredWays(experts))
-    alike = replicas(tensor=tensor)
+    all_tokens, shard = tokens(experts=experts, tensor=tensor), size.by(StoredWays(experts))
+    same_shard = replicas(tensor=tensor)
     if all_stages and not experts:
-        everywhere, alike = on_all_stages(everywhere), on_all_stages(alike)
+        all_tokens, same_shard = on_all_stages(all_tokens), on_all_stages(same_shard)
     shards = [
         (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded),
-        (Slot("scatter", alike, "all-reduce"), shard, sharded),
+        (Slot("scatter", same_shard, "all-reduce"), shard, sharded),
     ]
     reductions = [
-        (Slot("reduce", everywhere, "all-reduce"), size, once),
-        (Slot("scatter", everywhere, "all-reduce"), size, replicated),
+        (Slot("reduce", all_tokens, "all-reduce"), size, once),
+        (Slot("scatter", all_tokens, "all-reduce"), size, replicated),
     ]
-    of = {"shards": shards, "whole": reductions, "again": shards[:1], "": [*shards, *reductions]}
-    return of[term.only]
+    by_case = {"reduce-scatter": shards, "all-reduce": reductions, "repeated": shards[:1]}
+    return by_case.get(term.case, [*shards, *reductions])
 
 
 #: The host's launch of one kernel.
@@ -734,11 +736,13 @@ def coefficients(segment: int, term: Term, profile: FrameworkProfile) -> Iterato
         case Resident():
             return _resident(term, profile)
         case Stored():
-            return _rest(term, profile)
+            return _stored(term, profile)
 
 
 def _compute(segment: int, term: Compute) -> Iterator[Coefficient]:
-    kernel = Kernel(term if term.trips == 1 else replace(term, trips=1), segment == OUTSIDE_LAYERS)
+    kernel = KernelSeconds(
+        term if term.trips == 1 else replace(term, trips=1), segment == OUTSIDE_LAYERS
+    )
     counting = _counts(term)
     yield Q.COMPUTE, kernel, term.trips
     if term.weight:
@@ -753,7 +757,7 @@ def _counts(term: Compute | Transfer | Resident) -> tuple[Counts, ...]:
 
 def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterator[Coefficient]:
     load = (BusiestLoad(term.routed),) if term.routed is not None else ()
-    for slot, size, count in moved(term, segment, profile):
+    for slot, size, count in transfer_measures(term, segment, profile):
         yield COUNTS + INDEX[slot], count, term.trips
         yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
 
@@ -785,12 +789,12 @@ def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Coefficient
         yield sharded, shard, size
 
 
-def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
+def _stored(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
     unsharded = Share(
         tensor=sharded_by(term.spec, "tensor"), expert=sharded_by(term.spec, "expert")
     )
     shards, elements = (
-        _stored_shares(unsharded, term.shape, term.spec, term.frozen, profile),
+        _stored_shares(unsharded, term.shape, term.spec, term.stack_dims, profile),
         float(term.elements * term.count),
     )
     if not term.trained:
@@ -802,7 +806,7 @@ def _rest(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
     sizes = (
         (Q.PARAMETERS, Q.PARAMETERS_CUT, term.itemsize),
         (Q.STATE, Q.STATE_CUT, state),
-        (Q.KEPT, Q.KEPT_CUT, profile.gradient_bytes(term.itemsize)),
+        (Q.ACCUMULATED, Q.ACCUMULATED_CUT, profile.gradient_bytes(term.itemsize)),
     )
     for row, sharded, size in sizes:
         yield row, unsharded, elements * size
@@ -839,7 +843,7 @@ class ItemEntries:
 
     def number(self, item: Item) -> int:
         """The index of an item; items of one segment with equal `made_of` share it."""
-        key = id(item) if item.made_of is None else (item.segment, item.made_of)
+        key = id(item) if item.key is None else (item.segment, item.key)
         number = self._numbers.setdefault(key, len(self._items))
         if number == len(self._items):
             self._items.append(item)
@@ -865,7 +869,7 @@ class ItemEntries:
 # Tallies of terms on one topology under one framework profile, for many shapes at once.
 
 
-def moves(
+def transfer_collectives(
     term: Transfer, segment: int, shapes: Shapes, pricer: Pricer
 ) -> list[tuple[Slot, Array, Array]]:
     """(slot, bytes of each result, count) of the collectives of a transfer per microbatch; the
@@ -877,7 +881,7 @@ def moves(
             term.bytes.total * evaluate(size, shapes, pricer.constants),
             term.trips * evaluate(count, shapes, pricer.constants),
         )
-        for slot, size, count in moved(term, segment, pricer.profile)
+        for slot, size, count in transfer_measures(term, segment, pricer.profile)
     ]
 
 
@@ -926,8 +930,8 @@ class Pricer:
         adjacent matmuls, as the profile says.
         """
         hidden = {
-            along(TENSOR): self.profile.tensor_overlap or 0.0,
-            along(EXPERT): self.profile.expert_overlap or 0.0,
+            axis_group(TENSOR): self.profile.tensor_overlap or 0.0,
+            axis_group(EXPERT): self.profile.expert_overlap or 0.0,
         }
         return np.array([[1.0 - hidden.get(SLOTS[slot].group, 0.0)] for slot in slots])
 
@@ -940,7 +944,7 @@ class Pricer:
             factors[quantity] = factor
         return quantities * factors[: quantities.shape[-2]]
 
-    def values(self, index: MeasureIndex, shapes: Shapes) -> Values:
+    def values(self, index: MeasureIndex, shapes: Shapes) -> MeasureValues:
         """The measures on some shapes."""
         return index.on(self.topology.chip, self.constants, self.outside, shapes)
 

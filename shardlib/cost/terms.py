@@ -41,41 +41,43 @@ class Amount:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
+class HeadCondition:
     """The heads of an attention kernel that tensor shards only inside the kernel
     (`shardlib.propagation.contractions`), and the cases in which a term counts.
 
     Attributes:
         groups: heads of keys and values.
-        each: heads of queries per head of keys.
-        shared: the cases in which the term counts, by which heads are divided among devices.
+        queries_per_group: heads of queries per head of keys.
+        shardings: the cases in which the term counts, by which heads are divided among devices.
     """
 
     groups: int
-    each: int
-    shared: tuple[HeadSharding, ...]
+    queries_per_group: int
+    shardings: tuple[HeadSharding, ...]
 
     def counts(self, degree: int) -> bool:
         """True if the term counts for this degree of tensor parallelism."""
         return (
-            head_sharding(heads=self.groups * self.each, groups=self.groups, devices=degree)
-            in self.shared
+            head_sharding(
+                heads=self.groups * self.queries_per_group, groups=self.groups, devices=degree
+            )
+            in self.shardings
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """Rows that a router distributes over experts.
+    """Rows of tokens that a router distributes over experts.
 
     Attributes:
-        rows: tokens times experts per token.
+        assignments: tokens times experts per token.
         experts: number of experts, with the axes that divide it.
-        most: capacity of an expert over the mean load; None without a capacity.
+        capacity_factor: capacity of an expert over the mean load; None without a capacity.
     """
 
-    rows: Amount
+    assignments: Amount
     experts: Amount
-    most: float | None = None
+    capacity_factor: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,7 +159,7 @@ class Compute:
     category: str = ""
     routed: Routed | None = None
     core: AttentionCore | None = None
-    heads: Heads | None = None
+    heads: HeadCondition | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,11 +176,11 @@ class Transfer:
         trips: executions per microbatch.
         shape: elements per dim, which decide whether fsdp divides the array.
         spec: the axes that shard its dims.
-        frozen: dims that fsdp must not shard.
+        stack_dims: dims that stack layers, which fsdp must not shard.
         over_tensor: True if a gradient is also partial sums over tensor.
-        only: restricts a gradient to a case: "shards" if it is reduce-scattered, "whole" if it is
-            all-reduced, "again" for the reduce-scatter of another use of a parameter (an all-reduce
-            includes it in that of the first use); "" for all.
+        case: restricts a gradient to a case: "reduce-scatter" or "all-reduce", or "repeated" for
+            the reduce-scatter of another use of a parameter (an all-reduce includes it in that of
+            the first use); "" for all.
         cause: the op or parameter that needs it.
         routed, heads: as in `Compute`.
     """
@@ -189,16 +191,16 @@ class Transfer:
     trips: int
     shape: tuple[int, ...] = ()
     spec: Spec = ()
-    frozen: frozenset[int] = frozenset()
+    stack_dims: frozenset[int] = frozenset()
     over_tensor: bool = False
-    only: str = ""
+    case: str = ""
     cause: str = ""
     routed: Routed | None = None
-    heads: Heads | None = None
+    heads: HeadCondition | None = None
 
 
 #: A collective of a step graph, and the ops that need it.
-Needed = tuple[Transfer, tuple[int, ...]]
+TransferOps = tuple[Transfer, tuple[int, ...]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +224,7 @@ class Resident:
     stacked: bool = False
     shape: tuple[int, ...] = ()
     spec: Spec = ()
-    heads: Heads | None = None
+    heads: HeadCondition | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +238,7 @@ class Stored:
         state: bytes of optimizer state per element.
         shape: elements per dim.
         spec: the axes that shard each dim in compute.
-        frozen: dims that fsdp must not shard (a stack of layers that a scan iterates over).
+        stack_dims: dims of a stack of layers that a scan iterates over, which fsdp must not shard.
         trained: True if it has a gradient and optimizer state.
     """
 
@@ -246,7 +248,7 @@ class Stored:
     state: float
     shape: tuple[int, ...]
     spec: Spec
-    frozen: frozenset[int]
+    stack_dims: frozenset[int]
     trained: bool = True
 
 
@@ -260,15 +262,15 @@ class Item:
     Attributes:
         colours: colours that its terms depend on.
         terms: choice -> terms.
-        segment: its layer group; `OUTSIDE_LAYERS`, or `INSIDE` for values inside one layer.
-        made_of: everything that determines its terms: items with equal values have equal terms
+        segment: its layer group; `OUTSIDE_LAYERS`, or `WITHIN_LAYER` for values inside one layer.
+        key: everything that determines its terms: items with equal values have equal terms
             except for causes. None if unknown.
     """
 
     colours: frozenset[str]
     terms: Callable[[Choice], tuple[Term, ...]]
     segment: int = -1
-    made_of: Hashable = None
+    key: Hashable = None
 
 
 #: Segments of items outside of the layer groups: embedding, head and loss; and values that live
@@ -297,7 +299,7 @@ Array = np.ndarray
 #: Upper limit of the keys of rows.
 LARGEST = 2**62
 #: Metadata of an array field that all rows of an `ArrayTable` share.
-OF_ALL: dict[str, bool] = {"of_all": True}
+SHARED_BY_ROWS: dict[str, bool] = {"shared": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,7 +373,7 @@ def _positions(which: Array) -> Array:
 @cache
 def _shared(kind: type[ArrayTable]) -> frozenset[str]:
     """The fields that all rows share though they hold arrays."""
-    return frozenset(f.name for f in fields(kind) if "of_all" in f.metadata)
+    return frozenset(f.name for f in fields(kind) if "shared" in f.metadata)
 
 
 def _rows(value: Any, positions: Array) -> Any:
@@ -403,10 +405,10 @@ def _joined(values: list[Any]) -> Any:
 class BoundedTable(ArrayTable):
     """Rows with a lower bound each."""
 
-    least: Array
+    bound: Array
 
     def __len__(self) -> int:
-        return len(self.least)
+        return len(self.bound)
 
     def first(self, count: int) -> Self:
         """The first `count` rows."""
@@ -418,8 +420,8 @@ class BoundedTable(ArrayTable):
 
     def below(self, limit: float) -> Self:
         """Rows with a bound below `limit`, in ascending order of the bound."""
-        order = np.argsort(self.least, kind="stable")
-        return self.take(order[: int(np.searchsorted(self.least[order], limit))])
+        order = np.argsort(self.bound, kind="stable")
+        return self.take(order[: int(np.searchsorted(self.bound[order], limit))])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardlib.cost.collectives import Slot, along, collective_cost, slot_cost, spans_of
+from shardlib.cost.collectives import Slot, axis_group, collective_cost, slot_cost, spans_of
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import gathers_of, kernel_items, reductions_of
 from shardlib.cost.pricing import Totals, heap_share
 from shardlib.cost.stages import Meshes, Plans
-from shardlib.cost.tables import Pricer, Q, evaluate, moves, share
+from shardlib.cost.tables import Pricer, Q, evaluate, share, transfer_collectives
 from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
@@ -98,7 +98,7 @@ def _parts(amounts: Iterable[Amount], shards: int) -> tuple[Amount, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loop:
+class CollectiveMatmul:
     """A collective over tensor that a collective matmul can replace.
 
     Attributes:
@@ -136,7 +136,7 @@ class Saving:
         return self.exposed_s - self.compute_s
 
 
-def loops(facts: Facts, choice: Choice) -> list[Loop]:
+def collective_matmuls(facts: Facts, choice: Choice) -> list[CollectiveMatmul]:
     """The collectives of a step that collective matmuls can replace: those that are needed only by
     matmuls of weights that tensor shards.
     """
@@ -150,7 +150,7 @@ def loops(facts: Facts, choice: Choice) -> list[Loop]:
         for transfer, ops in reductions_of(facts, choice)
         if transfer.kind == "reduce-scatter"
     ]
-    listed: list[Loop] = []
+    listed: list[CollectiveMatmul] = []
     for transfer, ops in candidates:
         if transfer.group != TENSOR.name or not all(
             _of_weight(facts, index, choice) for index in ops
@@ -158,7 +158,7 @@ def loops(facts: Facts, choice: Choice) -> list[Loop]:
             continue
         of_gradients = [facts.graph.ops[i].results[0] in facts.gradients for i in ops]
         listed.append(
-            Loop(
+            CollectiveMatmul(
                 transfer=transfer,
                 matmuls=tuple(
                     i for i, gradient in zip(ops, of_gradients, strict=True) if not gradient
@@ -195,9 +195,10 @@ def saving(
     spare: dict[int, float] = defaultdict(float)
     messages: dict[Transfer, tuple[float, int, float]] = {}
     for loop in sorted(
-        loops(facts, choice) if prices.ways > 1 else [], key=lambda loop: not loop.matmuls
+        collective_matmuls(facts, choice) if prices.ways > 1 else [],
+        key=lambda loop: not loop.matmuls,
     ):
-        ((slot, size, count),) = moves(
+        ((slot, size, count),) = transfer_collectives(
             loop.transfer, facts.layers.segment(loop.region), c.shapes, pricer
         )
         before = slot_cost(slot, placement, pricer.topology).seconds(float(size[0]))
@@ -248,7 +249,7 @@ class _Prices:
         pricer: Pricer,
         classes: int,
     ) -> None:
-        spans = spans_of(along(TENSOR), placement)
+        spans = spans_of(axis_group(TENSOR), placement)
         self.ways = math.prod(span.ways for span in spans)
         self.torus = all(pricer.topology.tiers[span.tier].kind == "torus" for span in spans)
         self.turns = self.ways // 2 if self.torus else self.ways - 1
@@ -274,7 +275,7 @@ class _Prices:
             [matmul_shard(self._facts, index, term, self._choice, self.ways) for term in terms],
         )
 
-    def moved(self, loop: Loop, slot: Slot, shard: float) -> float:
+    def moved(self, loop: CollectiveMatmul, slot: Slot, shard: float) -> float:
         """Seconds of kernels that only shards need: one per message to add it up, and one to write
         results to their places, which TPU compilers do inside of matmuls.
         """
@@ -312,7 +313,7 @@ class _Prices:
 # Prices of steps whose layer groups follow different remat policies.
 #
 # A *corner* has one policy per layer group, for all its layers. Its kernels and collectives are
-# those of each group under its policy; its memory at a moment of the step is that of the group
+# those of each group under its policy; its memory in a phase of the step is that of the group
 # whose loop runs, plus the values that the others have saved under theirs (`shardlib.cost.facts`).
 #
 # Between corners, n of the L layers of a group follow a policy and the others rematerialise
@@ -321,9 +322,9 @@ class _Prices:
 
 #: The policy of each layer group.
 Corner = tuple[str, ...]
-#: Per class the policy and the number of layers of the fullest stage that follow it; ("none", 0)
-#: without rematerialisation.
-Each = tuple[tuple[str, int], ...]
+#: Per layer group the policy and the number of layers of the fullest stage that follow it;
+#: ("none", 0) without rematerialisation.
+RematLayers = tuple[tuple[str, int], ...]
 #: The policy without rematerialisation.
 NONE = "none"
 
@@ -334,8 +335,8 @@ class Tallies:
 
     Attributes:
         work: array [segments, rows, shapes].
-        points: by moment, the tallies of its points.
-        stacks: by moment, the tally of the values that loops have saved.
+        points: by phase, the tallies of its points.
+        stacks: by phase, the tally of the values that loops have saved.
     """
 
     work: Array
@@ -344,7 +345,7 @@ class Tallies:
 
 
 def composed(
-    corner: Corner, parts: Mapping[str, Tallies], moments: Sequence[int], counts: Sequence[int]
+    corner: Corner, parts: Mapping[str, Tallies], phases: Sequence[int], counts: Sequence[int]
 ) -> tuple[Array, list[Array]]:
     """The tallies of a corner: of work, and of memory at each point where it may peak."""
     work = sum(
@@ -357,7 +358,7 @@ def composed(
     for k, policy in enumerate(corner):
         work[k] = parts[policy].work[k]
     points: list[Array] = []
-    for number, segment in enumerate(moments):
+    for number, segment in enumerate(phases):
         for peak_policy in (
             dict.fromkeys(corner) if segment == OUTSIDE_LAYERS else (corner[segment],)
         ):
@@ -402,16 +403,16 @@ def blended(weighed: Sequence[tuple[Array, Totals]]) -> Totals:
         device_bytes=memory,
         flops=average(lambda totals: totals.flops),
         stacks=average(lambda totals: totals.stacks),
-        held=first.held,
+        in_flight=first.in_flight,
     )
 
 
-def between(
+def partly_rematerialised(
     each: Sequence[tuple[str, Array | int]],
     layers: Sequence[Array],
     price: Callable[[Corner], Totals],
 ) -> Totals:
-    """The price of candidates in which only some layers of a class follow its policy."""
+    """The price of candidates in which only some layers of a group follow its policy."""
     options: list[list[tuple[str, Array]]] = []
     for (policy, number), count in zip(each, layers, strict=True):
         share = number / count
@@ -446,7 +447,7 @@ class Mixture:
 
     Attributes:
         pattern: index of the pattern, see `patterns`; -1 if nothing fits.
-        numbers: layers that rematerialise, array [classes, candidates].
+        numbers: layers that rematerialise, array [layer groups, candidates].
         seconds: seconds per step; infinite if nothing fits.
     """
 
@@ -457,7 +458,7 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class Pattern:
-    """A policy for each class; `partly` is True for classes of which only some layers follow it."""
+    """A policy for each layer group; `partly` is True if only some of its layers follow it."""
 
     corner: Corner
     partly: tuple[bool, ...]
@@ -475,7 +476,7 @@ class Pattern:
 
 
 def patterns(policies: Sequence[str], classes: int) -> list[Pattern]:
-    """Every pattern, those with the fewest partly rematerialised classes first; corners with a
+    """Every pattern, those with the fewest partly rematerialised groups first; corners with a
     single policy are not mixtures.
     """
     listed = [
@@ -502,7 +503,7 @@ def best_mixture(
 
     Args:
         capacity: usable bytes per device; infinite for the fastest regardless of memory.
-        total: number of layers that rematerialise, over all classes; None for the best number.
+        total: number of layers that rematerialise, over all layer groups; None for the best number.
     """
     size = len(layers[0])
     best = Mixture(
@@ -526,7 +527,7 @@ def _of_pattern(
     total: int | None,
 ) -> Iterator[tuple[Array, Array]]:
     """Layers that rematerialise and seconds, infinite if excluded, for every enumeration of all
-    partly rematerialised classes except the one with the most layers.
+    partly rematerialised groups except the one with the most layers.
     """
     active = {corner: prices[corner] for corner in pattern.active()}
     rematerialised = np.stack(
@@ -583,8 +584,8 @@ def _of_pattern(
 def _at_end(
     active: Mapping[Corner, Totals], pattern: Pattern, shares: Array, last: int, policy: str
 ) -> tuple[Array, Array]:
-    """Seconds and bytes of activations if all layers of class `last` follow `policy`, with given
-    shares of the other partly rematerialised classes.
+    """Seconds and bytes of activations if all layers of group `last` follow `policy`, with given
+    shares of the other partly rematerialised groups.
     """
     seconds, saved = np.zeros(shares.shape[1]), np.zeros(shares.shape[1])
     for corner, totals in active.items():
@@ -608,14 +609,16 @@ def _number(
     """The fastest number of layers that fits, from 1 to one less than all: seconds and bytes are
     linear in it.
     """
-    slope = (many[1] - few[1]) / layers
+    bytes_per_layer = (many[1] - few[1]) / layers
     with np.errstate(divide="ignore", invalid="ignore"):
-        limit = np.clip((space - few[1]) / slope, -1.0, layers + 1)
+        limit = np.clip((space - few[1]) / bytes_per_layer, -1.0, layers + 1)
     smallest, largest = np.ones_like(layers), layers - 1
-    smallest = np.where(slope < 0, np.maximum(1.0, np.ceil(limit - 1e-9)), smallest)
-    largest = np.where(slope > 0, np.minimum(largest, np.floor(limit + 1e-9)), largest)
-    smallest += (slope < 0) & (few[1] + slope * smallest > space)  # if rounding went the wrong way
-    largest -= (slope > 0) & (few[1] + slope * largest > space)
+    smallest = np.where(bytes_per_layer < 0, np.maximum(1.0, np.ceil(limit - 1e-9)), smallest)
+    largest = np.where(bytes_per_layer > 0, np.minimum(largest, np.floor(limit + 1e-9)), largest)
+    smallest += (bytes_per_layer < 0) & (
+        few[1] + bytes_per_layer * smallest > space
+    )  # if rounding went the wrong way
+    largest -= (bytes_per_layer > 0) & (few[1] + bytes_per_layer * largest > space)
     return np.where(many[0] < few[0], largest, smallest)
 
 
@@ -646,7 +649,7 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Meshes) ->
         memory["optimizer"] = np.zeros_like(stacks)
     if "activations" in what:
         outwards = stacks / heap_share(pricer, c.stage) / rate
-        moved = 2 * outwards / totals.held * c.micro
+        moved = 2 * outwards / totals.in_flight * c.micro
         seconds["exposed"] = seconds["exposed"] + np.maximum(
             0.0, moved - pricer.constants.overlap * seconds["compute"]
         )
@@ -681,7 +684,7 @@ def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
         device_bytes=memory,
         flops=between(fast.flops, rematerialised.flops),
         stacks=between(fast.stacks, rematerialised.stacks),
-        held=fast.held,
+        in_flight=fast.in_flight,
     )
 
 

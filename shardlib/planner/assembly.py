@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlib.cost.collectives import Slot, along, stored
+from shardlib.cost.collectives import Slot, axis_group, stored
 from shardlib.cost.facts import Facts
 from shardlib.cost.framework import XLA
 from shardlib.cost.intervals import interval
@@ -31,10 +31,10 @@ from shardlib.cost.variants import (
     Corner,
     Saving,
     Tallies,
-    between,
     composed,
     mix,
     offloaded,
+    partly_rematerialised,
     rematerialised_share,
     saving,
 )
@@ -172,12 +172,12 @@ class OnMachine:
                 sizes_by_slot[slot, "updated parameters"] = size
         parameters, gradients = (
             (Q.PARAMETERS_CUT, Q.FROZEN_CUT) if decisions.zero >= 3 else (Q.PARAMETERS, Q.FROZEN),
-            (Q.KEPT_CUT if decisions.zero >= 2 else Q.KEPT,),
+            (Q.ACCUMULATED_CUT if decisions.zero >= 2 else Q.ACCUMULATED,),
         )
         kind = "all-gather" if decisions.virtual_stages % decisions.mesh["stage"] else "all-to-all"
         for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
-            size = self.plan.dealt(stored_tally[:, rows].sum(1))
-            sizes_by_slot[Slot("deal", along(STAGE), kind), cause] = float(size[0])
+            size = self.plan.interleaved_bytes(stored_tally[:, rows].sum(1))
+            sizes_by_slot[Slot("deal", axis_group(STAGE), kind), cause] = float(size[0])
         return sizes_by_slot
 
     def _without_loops(self) -> Totals:
@@ -214,7 +214,7 @@ class OnMachine:
             return priced(*composed(policies, parts, segments, load.counts))
 
         if candidate.groups:
-            return between(candidate.groups, self.plan.layers, corner)
+            return partly_rematerialised(candidate.groups, self.plan.layers, corner)
         rematerialised = corner((decisions.remat,))
         if not decisions.remat_layers:
             return rematerialised

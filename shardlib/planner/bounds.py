@@ -14,7 +14,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from shardlib.cost.collectives import (
-    ALONG,
+    CONTEXT_ROLES,
     INDEX,
     SLOTS,
     Links,
@@ -26,7 +26,7 @@ from shardlib.cost.collectives import (
 )
 from shardlib.cost.pricing import heap_share
 from shardlib.cost.stages import Meshes
-from shardlib.cost.tables import BYTES, COUNTS, ROWS, Pricer, Q, Tally, Values
+from shardlib.cost.tables import BYTES, COUNTS, ROWS, MeasureValues, Pricer, Q, Tally
 from shardlib.cost.terms import ArrayTable, BoundedTable, LazyTable, distinct_rows
 from shardlib.layout import MESH_AXES, STORED_AXES, TOKEN_AXES
 from shardlib.planner.space import (
@@ -57,10 +57,10 @@ Array = np.ndarray
 RESTING = (
     Q.PARAMETERS_CUT,
     Q.STATE_CUT,
-    Q.KEPT_CUT,
+    Q.ACCUMULATED_CUT,
     Q.PARAMETERS,
     Q.STATE,
-    Q.KEPT,
+    Q.ACCUMULATED,
 )
 #: Trained parameters, replicated: the resident copy of stages that all-gather once per step.
 TRAINED = len(RESTING)
@@ -186,7 +186,7 @@ class Footprints:
         values: measures on all shapes of the space.
     """
 
-    def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
+    def __init__(self, scope: Scope, pricer: Pricer, values: MeasureValues) -> None:
         self._model, self._pricer, self._profile = scope.load.model, pricer, pricer.profile
         self._space, model_tallies = scope.space, scope.model_tallies
 
@@ -443,7 +443,7 @@ class Bounds:
         values: measures on all shapes of the space.
     """
 
-    def __init__(self, scope: Scope, pricer: Pricer, values: Values) -> None:
+    def __init__(self, scope: Scope, pricer: Pricer, values: MeasureValues) -> None:
         self._pricer, self._values = pricer, values
         self._waiting, self._ring = waited(scope), hidden(scope)
         self._alike = len(scope.load.counts) == 1 and pricer.profile.embedding_and_head != "owners"
@@ -597,13 +597,13 @@ class Bounds:
 
 def waited(scope: Scope) -> list[int]:
     """Slots of collectives that block compute."""
-    along = ALONG[scope.space.strategy.decisions.context]
+    along = CONTEXT_ROLES[scope.space.strategy.decisions.context]
     return role_slots("block", *(role for role in along if role != "ring"))
 
 
 def hidden(scope: Scope) -> list[int]:
     """Slots of ring transfers, which overlap with compute."""
-    along = ALONG[scope.space.strategy.decisions.context]
+    along = CONTEXT_ROLES[scope.space.strategy.decisions.context]
     return role_slots(*(role for role in along if role == "ring"))
 
 
@@ -760,7 +760,7 @@ class Traffic:
         self,
         scope: Scope,
         pricer: Pricer,
-        values: Values,
+        values: MeasureValues,
         shape: Array,
         sizes: Mapping[str, Array],
         links: Links | None = None,
@@ -1262,7 +1262,7 @@ class Entries:
         pricer: Pricer,
         fitting: StepBounds,
         sizes: Mapping[str, Array],
-        values: Values,
+        values: MeasureValues,
         shape: Array,
     ) -> None:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
@@ -1393,18 +1393,18 @@ class Entries:
                 if self._by_group
                 else self._fitting.leanest(self._footprint(row_choices, shapes, sizes))
             )
-            return replace(fitting, least=minimum_bytes).below(limit)
+            return replace(fitting, bound=minimum_bytes).below(limit)
         ticks = {
             policy: self.bounds.ticks(policy, row_choices, shapes) for policy in self._policies
         }
         fastest = self._fitting.fastest(ticks, sizes)
         below = np.flatnonzero(fastest < limit)
-        fitting_pairs = replace(fitting, least=fastest).take(below)
+        fitting_pairs = replace(fitting, bound=fastest).take(below)
         if not self._by_group and len(fitting_pairs):
             row_choices, shapes, sizes = self._rows(fitting_pairs)
             fitting_pairs = replace(
                 fitting_pairs,
-                least=self._fitting.seconds(
+                bound=self._fitting.seconds(
                     {policy: tick.take(below) for policy, tick in ticks.items()},
                     self._footprint(row_choices, shapes, sizes),
                     self._traffic.total(row_choices, self._mesh[fitting_pairs.entries]),
@@ -1448,7 +1448,7 @@ class Entries:
             self.scope.load.colouring.colours,
         )
         none = np.zeros(0, dtype=np.int64)
-        fitted = [Pairs(entries=none, choices=none, least=np.zeros(0))]
+        fitted = [Pairs(entries=none, choices=none, bound=np.zeros(0))]
         tensor = sizes["tensor"]
         divides = {
             name: colours[name].divisor % tensor == 0
@@ -1460,7 +1460,7 @@ class Entries:
                 fits &= divides[name]
             rows = entries[fits & space.legal(choice, self.scope.routes, sizes)]
             fitted.append(
-                Pairs(entries=rows, choices=np.full(len(rows), number), least=np.zeros(len(rows)))
+                Pairs(entries=rows, choices=np.full(len(rows), number), bound=np.zeros(len(rows)))
             )
         return Pairs.joined(fitted)
 

@@ -592,7 +592,7 @@ def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
     known = Pricer(topology, load.profile).constants.skew
     skew = BALANCED if known is None else known
 
-    def dropped(layer: capped.Capped) -> float:
+    def dropped(layer: capped.CapacityLayer) -> float:
         assignments = layer.assignments / plan.microbatches
         return dropped_share(assignments, layer.experts, layer.factor, skew)
 
@@ -608,7 +608,7 @@ def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
             ),
             hint='a step counts them as "dropped"; a larger capacity drops less',
         )
-        for layer in dict.fromkeys(capped.layers(load.problem.forward).values())
+        for layer in dict.fromkeys(capped.capacity_layers(load.problem.forward).values())
     ]
 
 

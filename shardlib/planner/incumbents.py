@@ -39,20 +39,20 @@ import numpy as np
 
 from shardlib.cost.pricing import Totals, combine, exposed, least_bytes, least_seconds
 from shardlib.cost.stages import Meshes, Plans, Quantities, quantities_of
-from shardlib.cost.tables import Pricer, Values
+from shardlib.cost.tables import MeasureValues, Pricer
 from shardlib.cost.terms import ArrayTable, LazyTable
 from shardlib.cost.variants import (
     NONE,
     Corner,
-    Each,
     Pattern,
+    RematLayers,
     Tallies,
     best_mixture,
-    between,
     composed,
     corners,
     mix,
     offloaded,
+    partly_rematerialised,
     patterns,
     rematerialised_share,
 )
@@ -171,7 +171,7 @@ class Block:
         return lowered(facts(offer.decisions), along(stages), self.gaps)
 
 
-def by_group(each: Each) -> tuple[str, int]:
+def by_group(each: RematLayers) -> tuple[str, int]:
     """The policy of the most rematerialised layers, and the number of all rematerialised layers."""
     return max(each, key=lambda policy: policy[1])[0], sum(number for _, number in each)
 
@@ -191,7 +191,7 @@ class Offer(ArrayTable):
     decisions: Decisions
     choices: Array
     layers: Array | None = None
-    groups: list[Each] | None = None
+    groups: list[RematLayers] | None = None
 
     def but(self, **changes: object) -> Offer:
         """The same rows under other decisions."""
@@ -762,7 +762,7 @@ class GroupPricer(Setting):
         cuttable: colours that some choice shards.
     """
 
-    values: Values
+    values: MeasureValues
     cuttable: tuple[str, ...]
 
     def _wanted(
@@ -1124,7 +1124,7 @@ class GroupPricer(Setting):
         if not len(rows):
             return
         layers = self.plans(priced.offer.decisions, priced.c).layers
-        totals = between(
+        totals = partly_rematerialised(
             [(policy, numbers[k, rows]) for k, policy in enumerate(corner)],
             [count[rows] for count in layers],
             lambda mixed_corner: priced.corners[mixed_corner].take(rows),
@@ -1167,7 +1167,9 @@ def saved_by_gathering_once(s: Quantities, plans: Plans) -> Array:
     gradients once for all microbatches, and not at every use.
     """
     compute = s.kernels.compute.sum(0) / plans.c.stage
-    use, once = (exposed(s, plans.but(gather=gather), compute) for gather in ("use", "once"))
+    use, once = (
+        exposed(s, plans.with_decisions(gather=gather), compute) for gather in ("use", "once")
+    )
     return use - once
 
 

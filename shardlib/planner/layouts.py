@@ -22,7 +22,7 @@ from shardlib.cost.attention import FORWARD, KERNELS
 from shardlib.cost.experts import routed_values
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import fused_parameters, reductions_of
-from shardlib.cost.terms import Needed
+from shardlib.cost.terms import TransferOps
 from shardlib.errors import ArgumentError, LayoutError, raise_all
 from shardlib.graph import Op, Problem
 from shardlib.layout import (
@@ -122,11 +122,11 @@ class StepLayouts:
         return ""
 
     @cached_property
-    def reductions(self) -> dict[int, list[Needed]]:
+    def reductions(self) -> dict[int, list[TransferOps]]:
         """Reductions of activations over tensor and context, by the first op that produces a
         summand.
         """
-        reductions: dict[int, list[Needed]] = defaultdict(list)
+        reductions: dict[int, list[TransferOps]] = defaultdict(list)
         for transfer, ops in reductions_of(self.facts, self.choice):
             if transfer.group in ("tensor", "context"):
                 reductions[min(ops)].append((transfer, ops))
@@ -225,7 +225,7 @@ def _gradient_role(step: StepLayouts, index: int, factors: set[int]) -> str:
     one group.
     """
     heads = step.facts.heads.get(index)
-    if heads is None or heads.each == 1:
+    if heads is None or heads.queries_per_group == 1:
         return "operands"
     return "queries" if heads.within & factors else "keys or values"
 

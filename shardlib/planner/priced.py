@@ -15,7 +15,7 @@ import numpy as np
 from shardlib.cost.framework import ANYTHING, Framework
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.cost.stages import Meshes, distinct, quantities_of
-from shardlib.cost.tables import Pricer, Q, Values
+from shardlib.cost.tables import MeasureValues, Pricer, Q
 from shardlib.cost.terms import ONE, BoundedTable, Shapes
 from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
@@ -117,7 +117,7 @@ class PairPricer(Setting):
             block=block,
             at=np.array([row for rows in places for row in rows], dtype=np.int64),
             choices=pairs.choices[which],
-            least=pairs.least[which],
+            bound=pairs.bound[which],
             kinds={},
         )
 
@@ -128,8 +128,8 @@ class PairPricer(Setting):
         placed = self.placed(entries, pairs)
         if placed is None or self.space.by_group:
             return placed
-        bounds = np.maximum(placed.least, entries.seconds_on(placed.block.c)[placed.at])
-        return replace(placed, least=bounds).below(self.best.limit).alone()
+        bounds = np.maximum(placed.bound, entries.seconds_on(placed.block.c)[placed.at])
+        return replace(placed, bound=bounds).below(self.best.limit).alone()
 
     def bounded(self, entries: Entries, placed: Placed) -> Placed:
         """Placed pairs, sorted by bounds that use the choice too; those not below the fastest plan
@@ -140,7 +140,7 @@ class PairPricer(Setting):
         placed = placed.alone()
         kinds = entries.on_places(placed.block.c, placed.at, placed.choices)
         bounds = np.minimum.reduce([np.full(len(placed), np.inf), *kinds.values()])
-        return replace(placed, least=bounds, kinds=kinds).below(self.best.limit)
+        return replace(placed, bound=bounds, kinds=kinds).below(self.best.limit)
 
     def price_placed(
         self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None
@@ -311,7 +311,7 @@ class Unsharded:
     load: Workload
     space: Space
     pricer: Pricer
-    values: Values | None = None
+    values: MeasureValues | None = None
 
     @cached_property
     def seconds(self) -> float:
@@ -737,7 +737,7 @@ class Frontier:
             self._price(placed, limit)
         for placed_near in near:
             if len(placed := placed_near.below(self.best.limit)):
-                ready = int((placed.least < limit).sum())
+                ready = int((placed.bound < limit).sum())
                 self.near.append(placed.after(ready))
                 self._price(self.pricer.bounded(self.entries, placed.first(ready)), limit)
 
@@ -745,7 +745,7 @@ class Frontier:
         """Prices what is below a limit, sorted by bound; the rest waits."""
         size = NEAREST
         while len(placed := placed.below(self.best.limit)):
-            count = min(size, int((placed.least < limit).sum()))
+            count = min(size, int((placed.bound < limit).sum()))
             if not count:
                 self.placed.append(placed)
                 return

@@ -23,7 +23,7 @@ from typing import cast
 from shardlib.compact import plain_fields
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.pricing import LARGEST, Seconds
-from shardlib.cost.variants import Each
+from shardlib.cost.variants import RematLayers
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import DTYPES, TABLE, Allowed, Decisions, Dtypes
 from shardlib.errors import PinError, PlanError, raise_all
@@ -132,7 +132,7 @@ class Candidate:
 
     decisions: Decisions
     choice: Choice
-    groups: Each = ()
+    groups: RematLayers = ()
     routes: bool = False
 
     @property

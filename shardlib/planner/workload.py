@@ -13,13 +13,21 @@ import numpy as np
 
 from shardlib.compact import compact
 from shardlib.cost.activations import keep_rows, rewritten
-from shardlib.cost.experts import Exchange, expert_colour, localised
-from shardlib.cost.facts import Facts, Moment, Traits, spans, traits
+from shardlib.cost.experts import TokenExchange, expert_colour, localised
+from shardlib.cost.facts import Facts, Phase, Traits, phases, traits
 from shardlib.cost.framework import ANYTHING, XLA, Abilities, Framework, FrameworkProfile
 from shardlib.cost.items import fused_parameters, order_items, work_items
 from shardlib.cost.memory import Peaks, parameter_segments, peaks, stored_items
-from shardlib.cost.stages import Model
-from shardlib.cost.tables import ROWS, Entry, ItemEntries, MeasureIndex, Tally, Values, tallied
+from shardlib.cost.stages import ModelFacts
+from shardlib.cost.tables import (
+    ROWS,
+    Entry,
+    ItemEntries,
+    MeasureIndex,
+    MeasureValues,
+    Tally,
+    tallied,
+)
 from shardlib.cost.terms import Item
 from shardlib.decisions.table import Dtypes
 from shardlib.graph import ITEMSIZE, Problem, StepGraph, forward_pass
@@ -156,20 +164,20 @@ class Program:
         return self._peaks.points
 
     @property
-    def moments(self) -> tuple[Moment, ...]:
+    def moments(self) -> tuple[Phase, ...]:
         """Memory by moment of the step, where layer groups can follow different policies."""
         return self._peaks.moments
 
     @property
     def loops(self) -> tuple[int, ...]:
         """The segments of `moments`."""
-        moments = spans(self.facts.graph, self.facts.layers) if self.by_group else ()
+        moments = phases(self.facts.graph, self.facts.layers) if self.by_group else ()
         return tuple(span.segment for span in moments)
 
     @cached_property
     def forward(self) -> list[Item]:
         """Work items of the forward pass alone."""
-        return work_items(self.facts.of(forward_pass(self.facts.graph, saves=True)))
+        return work_items(self.facts.for_graph(forward_pass(self.facts.graph, saves=True)))
 
 
 def program_of(
@@ -195,7 +203,7 @@ def program_of(
         batch=(colouring.batch_colour, batch_size(problem, colouring)),
         sequence=(colouring.sequence_colour, sequence_size(problem, colouring)),
         routes=routes,
-        exchange=Exchange(room=profile.exchange_room, sent=profile.exchange),
+        exchange=TokenExchange(padding=profile.exchange_room, sent=profile.exchange),
     )
     by_group = (
         1 < len(facts.layers.counts) <= MAX_CLASSES
@@ -403,7 +411,7 @@ class ItemTallies:
             self._asked[request] = key, self._known[key]
         return self._asked[request]
 
-    def on(self, values: Values, shapes: Array) -> OnShapes:
+    def on(self, values: MeasureValues, shapes: Array) -> OnShapes:
         """The tallies on some shapes."""
         return OnShapes(tallies=self, values=values, at=shapes)
 
@@ -413,7 +421,7 @@ class OnShapes:
     """Tallies on the shapes of `values` numbered `at`; components are evaluated once."""
 
     tallies: ItemTallies
-    values: Values
+    values: MeasureValues
     at: Array
     _known: dict[tuple[tuple[str, ...], Choice], Array] = field(
         default_factory=dict[tuple[tuple[str, ...], Choice], Array], init=False, repr=False
@@ -568,7 +576,7 @@ class Workload:
     expert: str | None
     programs: Mapping[tuple[str, bool], Program]
     rest: list[Item]
-    model: Model
+    model: ModelFacts
     profile: FrameworkProfile = XLA
     framework: Framework | None = None
     beside: Workload | None = None
@@ -734,7 +742,7 @@ def prepare(
         profile=profile,
         framework=framework,
         beside=beside,
-        model=Model(
+        model=ModelFacts(
             counts=facts.layers.counts,
             batch_bytes=batch_bytes,
             state_bytes=problem.state_bytes,

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from shardlib.cost.intervals import EVEN
+from shardlib.cost.intervals import INDISTINGUISHABLE
 from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.decisions.table import TABLE
 from shardlib.errors import MissingFileError, TopologyError
@@ -689,13 +689,16 @@ def _offload_reason(plan: Plan, hbm_bytes: float | None) -> list[str]:
 def _runner_reasons(plan: Plan) -> list[str]:
     slower = [r for r in plan.search.rejected if r.reason in ("slower", "bound")][:_MOST_RUNNERS]
     too_big = [r for r in plan.search.rejected if r.reason == "memory"]
-    most = (1 + EVEN) * plan.estimate.step_seconds
+    most = (1 + INDISTINGUISHABLE) * plan.estimate.step_seconds
     even = [r for r in slower if r.reason == "slower" and r.step_seconds < most]
     even.sort(key=lambda r: r.peak_bytes)
     lines = [
         f"{head}: {'; '.join(_runners(plan, runners))}."
         for head, runners in (
-            (f"Even with it (predicted within {EVEN:.0%}), the least memory first", even),
+            (
+                f"Even with it (predicted within {INDISTINGUISHABLE:.0%}), the least memory first",
+                even,
+            ),
             ("Next best", [r for r in slower if r not in even]),
         )
         if runners

@@ -67,7 +67,7 @@ def test_no_expert_takes_more_than_its_capacity():
     def load(most: float | None) -> float:
         return float(
             busiest(
-                Routed(rows=whole, experts=cut, most=most),
+                Routed(assignments=whole, experts=cut, capacity_factor=most),
                 lambda amount: np.array([amount.total / (64 if amount.expert else 1)]),
                 SKEWED,
             )[0]

@@ -35,7 +35,7 @@ from shardlib.cost.roofline import (
     margin,
     without_margin,
 )
-from shardlib.cost.stages import Meshes, Model, Plans, quantities_of
+from shardlib.cost.stages import Meshes, ModelFacts, Plans, quantities_of
 from shardlib.cost.tables import ROWS, Pricer, Q
 from shardlib.cost.terms import OUTSIDE_LAYERS
 from shardlib.decisions.table import Decisions
@@ -342,7 +342,7 @@ def priced(
     for name, value in quantities.items():
         if name in Q.__members__:
             tally[OUTSIDE_LAYERS, Q[name]] = value
-    model, pricer = Model(counts=(), batch_bytes=0.0, state_bytes=0.0), Pricer(where)
+    model, pricer = ModelFacts(counts=(), batch_bytes=0.0, state_bytes=0.0), Pricer(where)
     known = quantities_of(tally, tally, [tally], model, pricer, c)
     roles = {
         name: np.array([[0.0], [value]])

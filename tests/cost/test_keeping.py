@@ -10,8 +10,8 @@ from functools import lru_cache
 import pytest
 
 from shardlib.cost.activations import (
-    Keeping,
-    Life,
+    LiveRange,
+    ProfileMemory,
     fused,
     in_halves,
     keep_named,
@@ -22,7 +22,7 @@ from shardlib.cost.activations import (
 )
 from shardlib.cost.attention import FORWARD
 from shardlib.cost.experts import localised
-from shardlib.cost.facts import roles
+from shardlib.cost.facts import named_results
 from shardlib.cost.framework import RESULTS, XLA, FrameworkProfile
 from shardlib.cost.memory import lives
 from shardlib.cost.pricing import Estimate
@@ -74,7 +74,7 @@ def planned(
 def test_results_of_a_layer_have_names() -> None:
     config, step = CONFIGS["llama"], fused(plain("llama").steps["none"])
     region = next(op.region for op in step.graph.ops if op.kind == FORWARD)
-    found = roles(step.graph, region, step.weights())
+    found = named_results(step.graph, region, step.weights())
     assert tuple(found) == RESULTS
     sizes = {
         name: {math.prod(step.graph.values[value].shape) // TOKENS for value in values}
@@ -98,7 +98,7 @@ def test_results_of_a_layer_have_names() -> None:
 def test_no_result_has_two_names(name: str) -> None:
     step = fused(plain(name).steps["none"])
     for region in {op.region for op in step.graph.ops if op.kind == FORWARD}:
-        found = roles(step.graph, region, step.weights())
+        found = named_results(step.graph, region, step.weights())
         named = [value for values in found.values() for value in values]
         assert len(named) == len(set(named)) and all(
             found[word] for word in ("query", "key", "value", "context", "out", "narrow")
@@ -171,11 +171,11 @@ def test_inputs_gathered_along_the_sequence_are_kept_whole() -> None:
 def test_the_loss_takes_so_many_bytes_a_logit() -> None:
     facts, step = loaded(HAND).programs["none", False].facts, plain("llama").steps["none"]
     profile = replace(HAND, logit_bytes=10.0)
-    found = Keeping(facts, profile).lives(lives(facts, step, profile))
-    before = Keeping(facts, HAND).lives(lives(facts, step, HAND))
+    found = ProfileMemory(facts, profile).lives(lives(facts, step, profile))
+    before = ProfileMemory(facts, HAND).lives(lives(facts, step, HAND))
     logits = TOKENS * CONFIGS["llama"].vocab_size
 
-    def large(among: list[Life]) -> list[Life]:
+    def large(among: list[LiveRange]) -> list[LiveRange]:
         return [
             life
             for life in among

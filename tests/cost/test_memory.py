@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.facts import fuse, intervals
+from shardlib.cost.facts import fuse, live_ranges
 from shardlib.cost.framework import FrameworkProfile, framework_profile
 from shardlib.cost.memory import levels, points
-from shardlib.cost.pricing import PIPELINE_ON_GPUS, Totals, heap_share, mapped_anew
+from shardlib.cost.pricing import PIPELINE_ON_GPUS, Totals, freshly_mapped, heap_share
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Pricer
 from shardlib.cost.variants import offloaded
@@ -50,14 +50,14 @@ def test_elementwise_chains_are_fused_into_their_reader() -> None:
 
 def test_a_value_lives_until_the_last_reader_that_fusion_reaches() -> None:
     graph = chain("matmul", "elementwise", "elementwise", "reduction", "matmul")
-    spans = intervals(graph, fuse(graph), frozenset())
+    spans = live_ranges(graph, fuse(graph), frozenset())
     assert spans == {1: (0, 3), 4: (3, 4), 5: (4, 4)}
 
 
 def test_the_peak_is_the_largest_simulated_sum() -> None:
     graph = worlds.layers().steps["none"].graph
     fusion = fuse(graph)
-    spans = intervals(graph, fusion, frozenset())
+    spans = live_ranges(graph, fusion, frozenset())
     sizes = np.array([value.bytes for value in graph.values], dtype=float)
     simulated = max(
         sum(sizes[v] for v, (birth, death) in spans.items() if birth <= at <= death)
@@ -230,7 +230,7 @@ def test_stages_of_one_program_fill_the_host_memory_that_they_remember_in(stage:
         device_bytes={"activations": np.array([10e9]) * heap},
         flops=np.ones(1),
         stacks=stacks * heap,
-        held=np.array([stage]),
+        in_flight=np.array([stage]),
     )
     after = offloaded(before, ("activations",), pricer, c)
     assert after.device_bytes["activations"] == pytest.approx(2e9 * heap)
@@ -242,7 +242,7 @@ def test_memory_that_is_mapped_anew_counts_from_half_of_what_an_allocator_gives_
     """Predictions of a CPU's temporaries may be half of what its program has."""
     mib = 1 << 20
     sizes = np.array([0.0, 15.0, 16.0, 24.0, 32.0, 64.0]) * mib
-    found = mapped_anew({"temporaries": sizes, "parameters": np.full(6, 1e9)})
+    found = freshly_mapped({"temporaries": sizes, "parameters": np.full(6, 1e9)})
     assert (found / mib).tolist() == [0.0, 0.0, 0.0, 12.0, 32.0, 64.0]
 
 

@@ -278,7 +278,7 @@ def test_alignment_is_that_of_whole_numbers() -> None:
 
 def test_all_wait_for_the_busiest_device_of_experts() -> None:
     curve = replace(efficiency_of("h100", "nvidia", ""), skew=0.25)
-    routed = Routed(rows=whole(4096.0), experts=cut(64.0))
+    routed = Routed(assignments=whole(4096.0), experts=cut(64.0))
     term = Compute(
         flops=whole(1e15),
         dtype="bfloat16",

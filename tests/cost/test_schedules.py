@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardlib.cost.stages import bottleneck, cut_by_work
+from shardlib.cost.stages import partition_by_work, slowest_chunk
 from shardlib.schedules import Pipelines, Timetable, least_in_flight, named, pipelines
 
 
@@ -135,7 +135,9 @@ def test_the_slowest_chunk_is_that_of_the_best_cut(
     counts: list[int], chunks: int, times: list[float]
 ) -> None:
     chain = [t for n, t in zip(counts, times, strict=False) for _ in range(n)]
-    found = bottleneck([np.array([t]) for t in times[: len(counts)]], counts, np.array([chunks]))[0]
+    found = slowest_chunk(
+        [np.array([t]) for t in times[: len(counts)]], counts, np.array([chunks])
+    )[0]
     assert found == pytest.approx(every_cut(chain, chunks), rel=1e-4)
 
 
@@ -151,5 +153,5 @@ def test_a_stage_ends_with_the_layer_in_which_its_part_of_the_work_is_passed(
         done += 1.0
         while stage < stages - 1 and done >= (stage + 1) * part - 1e-9:
             stage += 1
-    most, last = cut_by_work(count, head, np.array([stages]))
+    most, last = partition_by_work(count, head, np.array([stages]))
     assert (most.item(), last.item()) == (max(sizes), sizes[-1])

@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 import numpy as np
 import pytest
 
-from shardlib.cost.terms import OF_ALL, Array, ArrayTable, LazyTable
+from shardlib.cost.terms import SHARED_BY_ROWS, Array, ArrayTable, LazyTable
 from shardlib.planner import priced  # noqa: F401  it defines or imports all tables
 
 
@@ -24,7 +24,7 @@ class Outer(LazyTable):
     inner: Inner
     by_name: dict[str, Inner]
     several: tuple[Array, ...]
-    shared: Array = field(metadata=OF_ALL)
+    shared: Array = field(metadata=SHARED_BY_ROWS)
     number: int
     cache: dict[str, Array] = field(default_factory=dict[str, Array], init=False)
 

@@ -22,7 +22,7 @@ import shardlib
 from shardlib import _jax_compat
 from shardlib import models as transformers
 from shardlib.annotation.tree import read
-from shardlib.cost.stages import Model, Plans
+from shardlib.cost.stages import ModelFacts, Plans
 from shardlib.cost.variants import rematerialised_share
 from shardlib.decisions.table import Decisions
 from shardlib.errors import PlanError
@@ -547,7 +547,7 @@ def test_as_many_layers_are_priced_as_are_rematerialised(pipeline):
             number,
             Plans(
                 decisions=Decisions(virtual_stages=virtual),
-                model=Model(counts=(layers,), batch_bytes=0.0, state_bytes=0.0),
+                model=ModelFacts(counts=(layers,), batch_bytes=0.0, state_bytes=0.0),
                 pricer=SimpleNamespace(profile=SimpleNamespace(pipeline=pipeline)),
                 c=c,
             ),

@@ -125,7 +125,7 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(
         bounds = {
             (int(entry), int(choice)): least
             for entry, choice, least in zip(
-                of_pairs.entries, of_pairs.choices, of_pairs.least, strict=True
+                of_pairs.entries, of_pairs.choices, of_pairs.bound, strict=True
             )
         }
         for one, seconds, size in prices:
@@ -163,7 +163,7 @@ def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
     bounds = {
         (int(entry), int(choice)): least
         for entry, choice, least in zip(
-            of_pairs.entries, of_pairs.choices, of_pairs.least, strict=True
+            of_pairs.entries, of_pairs.choices, of_pairs.bound, strict=True
         )
     }
     least = defaultdict[tuple[int, int], float](lambda: np.inf)
@@ -203,8 +203,8 @@ def test_the_fullest_stage_has_whole_layers() -> None:
 def test_pairs_come_in_the_order_of_their_bounds() -> None:
     pairs = Pairs.joined(
         [
-            Pairs(entries=np.array([3, 1]), choices=np.array([0, 1]), least=np.array([2.0, 5.0])),
-            Pairs(entries=np.array([3, 2]), choices=np.array([2, 2]), least=np.array([1.0, 4.0])),
+            Pairs(entries=np.array([3, 1]), choices=np.array([0, 1]), bound=np.array([2.0, 5.0])),
+            Pairs(entries=np.array([3, 2]), choices=np.array([2, 2]), bound=np.array([1.0, 4.0])),
         ]
     )
     below = pairs.below(5.0)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardlib.cost.pricing import Totals
-from shardlib.cost.variants import NONE, best_mixture, between, corners, patterns
+from shardlib.cost.variants import NONE, best_mixture, corners, partly_rematerialised, patterns
 from shardlib.machines.topology import Topology, topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
@@ -160,7 +160,7 @@ def _random_prices(seed: int, classes: int, rows: int) -> dict[tuple[str, ...], 
             seconds={"compute": rng.uniform(1, 2, rows), "exposed": rng.uniform(0, 1, rows)},
             flops=rng.uniform(1, 2, rows),
             stacks=rng.uniform(0, 1, rows),
-            held=np.ones(rows),
+            in_flight=np.ones(rows),
             device_bytes={
                 "activations": rng.uniform(1, 9, rows),
                 "temporaries": rng.uniform(0, 2, rows),
@@ -193,7 +193,7 @@ def test_the_best_mixture_is_that_of_an_enumeration(
         )
         if whole or total not in (None, sum(n for _, n in each)):
             continue
-        price = between(each, layers, lambda corner: prices[corner])
+        price = partly_rematerialised(each, layers, lambda corner: prices[corner])
         best = np.where(price.peak_bytes <= capacity, np.minimum(best, price.step_seconds), best)
     assert np.isfinite(best).any()
     np.testing.assert_allclose(found.seconds, best, rtol=1e-12)

@@ -12,7 +12,7 @@ import numpy as np
 from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.experts import GROUPED
 from shardlib.cost.roofline import CHAINS, kernel_parts
-from shardlib.cost.tables import Kernel, Pricer
+from shardlib.cost.tables import KernelSeconds, Pricer
 from shardlib.cost.terms import Compute, Shapes, local
 
 Array = np.ndarray
@@ -82,7 +82,10 @@ class Kernels:
 
 
 def kernels_of(
-    found: Mapping[Kernel, list[tuple[int, float]]], shapes: Shapes, pricer: Pricer, rows: int
+    found: Mapping[KernelSeconds, list[tuple[int, float]]],
+    shapes: Shapes,
+    pricer: Pricer,
+    rows: int,
 ) -> Kernels:
     plain = replace(pricer.constants, memory=1.0, unfused=1.0, gather=None)
     slowed = replace(plain, misaligned=0.5)

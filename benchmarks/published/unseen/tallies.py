@@ -22,8 +22,16 @@ from benchmarks.published.unseen.kernels import FITTED, UNIT, Columns, Kernels, 
 from shardlib.cost.collectives import Links
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.pricing import combine
-from shardlib.cost.stages import Meshes, Model, Plans, quantities_of
-from shardlib.cost.tables import ROWS, Kernel, Launch, Measure, Pricer, coefficients, evaluate
+from shardlib.cost.stages import Meshes, ModelFacts, Plans, quantities_of
+from shardlib.cost.tables import (
+    ROWS,
+    KernelSeconds,
+    Launch,
+    Measure,
+    Pricer,
+    coefficients,
+    evaluate,
+)
 from shardlib.cost.terms import Item, Shapes
 from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import Topology, place
@@ -49,7 +57,7 @@ class Tallied:
 
     topology: Topology
     stack: FrameworkProfile
-    model: Model
+    model: ModelFacts
     how: Decisions
     kernels: Kernels
     fixed: Array
@@ -178,21 +186,21 @@ def _candidate(how: Decisions, pricer: Pricer) -> Meshes:
 def _split(
     items: list[Item], choice: Choice, stack: FrameworkProfile, classes: int
 ) -> tuple[
-    dict[Kernel, list[tuple[int, float]]],
+    dict[KernelSeconds, list[tuple[int, float]]],
     list[tuple[int, Measure, float]],
     list[tuple[int, float]],
 ]:
     """Charges of items: (row, times) by kernel; (row, measure, amount) of what no figure changes;
     (row, launches) of the host.
     """
-    kernels: dict[Kernel, list[tuple[int, float]]] = {}
+    kernels: dict[KernelSeconds, list[tuple[int, float]]] = {}
     parts: list[tuple[int, Measure, float]] = []
     hosts: list[tuple[int, float]] = []
     for item in items:
         for term in item.terms(choice):
             for row, measure, amount in coefficients(item.segment, term, stack):
                 at = item.segment % (classes + 2) * ROWS + row
-                if isinstance(measure, Kernel):
+                if isinstance(measure, KernelSeconds):
                     kernels.setdefault(measure, []).append((at, amount))
                 elif any(isinstance(factor, Launch) for factor in measure.factors):
                     hosts.append((at, amount))
@@ -202,5 +210,5 @@ def _split(
 
 
 def _value(measure: Measure, shapes: Shapes, pricer: Pricer) -> float:
-    assert not isinstance(measure, Kernel)
+    assert not isinstance(measure, KernelSeconds)
     return float(evaluate(measure, shapes, pricer.constants)[0])
