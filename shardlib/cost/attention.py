@@ -241,10 +241,8 @@ class _Search:
         """Ops that depend on the products, before the next matmuls; and the values that they and
         the products make.
         """
-        chain, tainted = (
-            list[int](),
-            {value for i in products for value in self._graph.ops[i].results},
-        )
+        chain = list[int]()
+        tainted = {value for i in products for value in self._graph.ops[i].results}
         for index, op in enumerate(self._graph.ops):
             if (
                 index not in products

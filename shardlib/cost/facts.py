@@ -668,10 +668,8 @@ def phases(graph: Graph, layers: LayerGroups) -> tuple[PhaseOps, ...]:
     start = next((i for i, segment in enumerate(seen) if segment in seen[:i]), 0)
     listed: list[PhaseOps] = []
     for i in range(start, len(loops) + 1):
-        before, after = (
-            loops[i - 1][3] if i else 0,
-            (loops[i][2] if i < len(loops) else len(graph.ops) - 1),
-        )
+        before = loops[i - 1][3] if i else 0
+        after = loops[i][2] if i < len(loops) else len(graph.ops) - 1
         listed.append(
             PhaseOps(
                 segment=OUTSIDE_LAYERS,

@@ -461,12 +461,10 @@ def exposed(s: Quantities, plans: Plans, compute: Array) -> Array:
     Args:
         compute: seconds of compute of a microbatch, [candidates].
     """
-    profile, c, zero, overlap = (
-        plans.profile,
-        plans.c,
-        plans.decisions.zero,
-        plans.pricer.constants.overlap,
-    )
+    profile = plans.profile
+    c = plans.c
+    zero = plans.decisions.zero
+    overlap = plans.pricer.constants.overlap
     micro, scale = c.micro, plans.shares_moved
     reduced, gathered = _reduced(s, scale, plans), np.zeros(len(c))
     if zero:
@@ -602,10 +600,8 @@ def stored_bytes(s: Quantities, plans: Plans) -> tuple[Array, Array, Array, Arra
     """
     scale, zero, staged = plans.shares_stored, plans.decisions.zero, plans.c.stage > 1
     frozen = on_stage(s.stored.frozen_cut if zero >= 3 else s.stored.frozen, scale)
-    parameters, gradients = (
-        on_stage(s.stored.parameters_cut if zero >= 3 else s.stored.parameters, scale),
-        on_stage(s.stored.accumulated_cut if zero >= 2 else s.stored.accumulated, scale),
-    )
+    parameters = on_stage(s.stored.parameters_cut if zero >= 3 else s.stored.parameters, scale)
+    gradients = on_stage(s.stored.accumulated_cut if zero >= 2 else s.stored.accumulated, scale)
     gathered_share = (
         (1.0 if plans.profile.stage_gathers == "step" else plans.weight_gathers[2])
         if zero >= 3
@@ -945,10 +941,8 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
             candidates].
     """
     model, stages, virtual = plans.model, plans.c.stage, plans.chunks
-    layers, ends = (
-        [seconds[k] / count for k, count in enumerate(model.counts)],
-        seconds[OUTSIDE_LAYERS],
-    )
+    layers = [seconds[k] / count for k, count in enumerate(model.counts)]
+    ends = seconds[OUTSIDE_LAYERS]
     if plans.profile.embedding_and_head == "spread":
         return virtual * slowest_chunk(layers, model.counts, stages * virtual) + ends / stages
     tick = slowest_stage(layers, model.counts, ends, stages, virtual)
@@ -970,10 +964,8 @@ def seconds_by_part(s: Quantities, plans: Plans) -> tuple[dict[str, Array], Arra
     """Seconds of compute, exposed communication and bubble; and FLOPs."""
     stages, micro = plans.c.stage, plans.c.micro
     block = s.collectives.block + s.context_seconds(plans.decisions.context)
-    compute, blocked = (
-        s.kernels.compute.sum(0) / stages,
-        block.sum(0) / stages + _passes(s, plans) + s.collectives.ends,
-    )
+    compute = s.kernels.compute.sum(0) / stages
+    blocked = block.sum(0) / stages + _passes(s, plans) + s.collectives.ends
     starved = _starved(s, s.kernels.compute + block, plans.c)
     bubble = np.where(
         stages > 1, least_seconds(s, plans) - micro * (compute + blocked + starved), 0.0
@@ -1032,13 +1024,11 @@ class Totals(LazyTable):
 
 def combine(s: Quantities, plans: Plans) -> Totals:
     """Combines quantities into the parts of time and memory."""
-    c, model, pricer, profile, zero = (
-        plans.c,
-        plans.model,
-        plans.pricer,
-        plans.profile,
-        plans.decisions.zero,
-    )
+    c = plans.c
+    model = plans.model
+    pricer = plans.pricer
+    profile = plans.profile
+    zero = plans.decisions.zero
     parameters, frozen, gradients, state = stored_bytes(s, plans)
     seconds, flops = seconds_by_part(s, plans)
     parts, stacks = bytes_by_part(s, gradients, plans)

@@ -219,10 +219,8 @@ def quantities_of(
 
     def role(name: str, *, experts: bool = False) -> Array:
         slots = [s for s in role_slots(name) if SLOTS[s].group.of_experts or not experts]
-        counts, sizes = (
-            work[:, [COUNTS + slot for slot in slots]],
-            work[:, [BYTES + slot for slot in slots]],
-        )
+        counts = work[:, [COUNTS + slot for slot in slots]]
+        sizes = work[:, [BYTES + slot for slot in slots]]
         used = [i for i in range(len(slots)) if counts[:, i].any()]
         factors = pricer.waits(slots)[:, 0] * (
             model.reduction if name in ("reduce", "scatter") else 1.0
@@ -573,10 +571,8 @@ def slowest_chunk(seconds: Sequence[Array], counts: Sequence[int], chunks: Array
     layers = [np.maximum(np.asarray(t, dtype=float), 1e-30) for t in seconds]
     longest = np.maximum.reduce(layers)
     # chunks that no further layer fits into have more than an equal share of the time
-    low, high = (
-        np.maximum(total / chunks, longest),
-        np.minimum(total, total / chunks + longest),
-    )
+    low = np.maximum(total / chunks, longest)
+    high = np.minimum(total, total / chunks + longest)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         fits = _chunks_needed(layers, counts, middle) <= chunks

@@ -793,10 +793,8 @@ def _stored(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
     unsharded = Share(
         tensor=sharded_by(term.spec, "tensor"), expert=sharded_by(term.spec, "expert")
     )
-    shards, elements = (
-        _stored_shares(unsharded, term.shape, term.spec, term.stack_dims, profile),
-        float(term.elements * term.count),
-    )
+    shards = _stored_shares(unsharded, term.shape, term.spec, term.stack_dims, profile)
+    elements = float(term.elements * term.count)
     if not term.trained:
         yield Q.FROZEN, unsharded, elements * term.itemsize
         for shard in shards:

@@ -209,10 +209,8 @@ def saving(
             for index in (*loop.matmuls, *loop.gradients)
             if index in prices.kernels
         }
-        work, others = (
-            sum(times[index][1] for index in loop.matmuls if index in times),
-            (prices.turns - 1) * hop,
-        )
+        work = sum(times[index][1] for index in loop.matmuls if index in times)
+        others = (prices.turns - 1) * hop
         if loop.matmuls:
             waits = hop + max(0.0, others - work)
             spare[loop.region] += max(0.0, work - others)
