@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from shardlib.cost.terms import HeadCondition
 from shardlib.graph import Dims, FactorRule, Graph, StepGraph
 from shardlib.propagation.colours import UnionFind
-from shardlib.propagation.contractions import HeadSharding
+from shardlib.propagation.contractions import DividedHeads
 
 # --------------------------------------------------------------------------------------------------
 # Attention kernels: the ops that stand for them, and the part of their size that does not depend on
@@ -79,7 +79,7 @@ class KernelHeads:
         """The factors of all heads."""
         return self.within | {self.group}
 
-    def condition(self, *shardings: HeadSharding) -> HeadCondition:
+    def condition(self, *shardings: DividedHeads) -> HeadCondition:
         """The heads of a term that counts only in these cases."""
         return HeadCondition(
             groups=self.groups, queries_per_group=self.queries_per_group, shardings=shardings

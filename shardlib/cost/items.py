@@ -30,7 +30,7 @@ from shardlib.cost.terms import (
 )
 from shardlib.graph import ITEMSIZE, Op, Problem
 from shardlib.propagation.colours import Choice, Spec, axes_of, dividing_axes, sharded_by
-from shardlib.propagation.contractions import HeadSharding
+from shardlib.propagation.contractions import DividedHeads
 
 # --------------------------------------------------------------------------------------------------
 # Items of exchanges: tokens to experts and back (dispatch and combine), heads around an attention
@@ -536,7 +536,7 @@ def _head_collectives(
     sharded = amount(_bytes(facts, index, value), spec)
     gradient, result = op.kind == BACKWARD, value in op.results
 
-    def transfer(kind: str, count: int, *shared: HeadSharding) -> Transfer:
+    def transfer(kind: str, count: int, *shared: DividedHeads) -> Transfer:
         return Transfer(
             kind=kind,
             group="tensor",
@@ -549,7 +549,7 @@ def _head_collectives(
     separate = _distinct_heads(facts, index, value, heads)
     if separate:
         yield transfer("all-to-all", times, *separate)
-    gathered: tuple[HeadSharding, ...] = tuple(
+    gathered: tuple[DividedHeads, ...] = tuple(
         shared for shared in _SHARING if shared not in separate
     )
     if gathered:
@@ -562,12 +562,12 @@ def _head_collectives(
 
 
 #: The cases in which at least heads of queries are divided among devices.
-_SHARING: tuple[HeadSharding, ...] = ("all", "queries")
+_SHARING: tuple[DividedHeads, ...] = ("all", "queries")
 
 
 def _distinct_heads(
     facts: Facts, index: int, value: int, heads: KernelHeads
-) -> tuple[HeadSharding, ...]:
+) -> tuple[DividedHeads, ...]:
     """The cases in which each device has different heads of a value."""
     rule = facts.graph.ops[index].rule
     values = (*facts.graph.ops[index].operands, *facts.graph.ops[index].results)

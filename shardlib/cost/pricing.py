@@ -537,7 +537,7 @@ def _reduced(s: Quantities, scale: Array, plans: Plans) -> Array:
 
 def _in_step(seconds: Array, scale: Array, times: Array, plans: Plans) -> Array:
     """Seconds per step of transfers repeated `times`; outside of the layers of a pipeline in one
-    program as often as `passes_over_ends` says.
+    program as often as `head_gathers` says.
     """
     moved = seconds * scale
     total = moved.sum(0) * times

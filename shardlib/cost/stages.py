@@ -6,7 +6,7 @@ All schedules partition layers alike: a chain of layers is cut into S stages of 
 as whole layers allow.
 
 >>> layer, ends = np.array([1.0]), np.array([0.0])
->>> slowest([layer], [10], ends, np.array([4]), np.array([1])).item()
+>>> slowest_stage([layer], [10], ends, np.array([4]), np.array([1])).item()
 3.0
 """
 

@@ -818,14 +818,14 @@ def _stored(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
 # The entries of items in a tally under choices.
 #
 # Programs of a model differ in little: their forward passes are equal, and rematerialisation is the
-# forward pass again. So items with equal `made_of` share their entries.
+# forward pass again. So items with equal `key` share their entries.
 
 #: One entry of a tally: row, index of the measure, coefficient.
 Entry = tuple[int, int, float]
 
 
 class ItemEntries:
-    """Entries of items under choices; items with equal `made_of` share them.
+    """Entries of items under choices; items with equal `key` share them.
 
     Args:
         index: the index of measures.
@@ -840,7 +840,7 @@ class ItemEntries:
         self._entries: dict[Choice, dict[int, list[Entry]]] = {}
 
     def number(self, item: Item) -> int:
-        """The index of an item; items of one segment with equal `made_of` share it."""
+        """The index of an item; items of one segment with equal `key` share it."""
         key = id(item) if item.key is None else (item.segment, item.key)
         number = self._numbers.setdefault(key, len(self._items))
         if number == len(self._items):

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Choice, Spec, dividing_axes, sharded_by
-from shardlib.propagation.contractions import HeadSharding, head_sharding
+from shardlib.propagation.contractions import DividedHeads, divided_heads
 
 # --------------------------------------------------------------------------------------------------
 # Items and their terms.
@@ -53,12 +53,12 @@ class HeadCondition:
 
     groups: int
     queries_per_group: int
-    shardings: tuple[HeadSharding, ...]
+    shardings: tuple[DividedHeads, ...]
 
     def counts(self, degree: int) -> bool:
         """True if the term counts for this degree of tensor parallelism."""
         return (
-            head_sharding(
+            divided_heads(
                 heads=self.groups * self.queries_per_group, groups=self.groups, devices=degree
             )
             in self.shardings

@@ -14,7 +14,7 @@ import optax
 from shardlib import wings
 from shardlib.annotation.tree import Init
 from shardlib.annotation.trees import Filter, Tree
-from shardlib.cost.intervals import EVEN
+from shardlib.cost.intervals import INDISTINGUISHABLE
 from shardlib.cost.pricing import reprice
 from shardlib.cost.roofline import without_margin
 from shardlib.decisions.pins import PinMapping, Pins
@@ -310,7 +310,7 @@ def _run_finding(best: Trial, ran: Sequence[Trial]) -> Finding:
     even = [
         trial_name(trial)
         for trial in ran
-        if trial is not best and trial.run_seconds <= (1 + EVEN) * best.run_seconds
+        if trial is not best and trial.run_seconds <= (1 + INDISTINGUISHABLE) * best.run_seconds
     ]
     return Finding(
         code="run-plans",
@@ -319,7 +319,11 @@ def _run_finding(best: Trial, ran: Sequence[Trial]) -> Finding:
             f"{len(ran)} plans predicted within a third of the fastest were run in turns; this one"
             f" takes {seconds_text(best.run_seconds)} per step"
             f" ({seconds_text(best.predicted_seconds)} predicted)"
-            + (f", and even with it (within {EVEN:.0%}) are {', '.join(even)}." if even else ".")
+            + (
+                f", and even with it (within {INDISTINGUISHABLE:.0%}) are {', '.join(even)}."
+                if even
+                else "."
+            )
         ),
     )
 

@@ -17,15 +17,15 @@ after it.
 >>> print(*consistent_layouts(rule, layouts))
 [data, tensor] [tensor, -] [data, -]
 
-`head_sharding` says how attention heads are distributed over devices that shard another dim. An
+`divided_heads` says how attention heads are distributed over devices that shard another dim. An
 attention kernel needs the whole sequence and the whole width of its heads. If neither queries nor
 keys are sharded by heads, the devices that shard their sequence or width exchange these for heads
 (arXiv:2309.14509): those of queries, and those of keys and values as well if there are enough. With
 fewer groups of keys than devices, every device gathers all groups and uses the one of its queries.
 
->>> head_sharding(heads=32, groups=8, devices=4), head_sharding(heads=128, groups=8, devices=16)
+>>> divided_heads(heads=32, groups=8, devices=4), divided_heads(heads=128, groups=8, devices=16)
 ('all', 'queries')
->>> head_sharding(heads=12, groups=12, devices=8)
+>>> divided_heads(heads=12, groups=12, devices=8)
 'none'
 """
 
@@ -192,10 +192,10 @@ def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
 
 #: Heads that are distributed over devices: those of queries, keys and values, of queries alone, or
 #: none.
-HeadSharding = Literal["all", "queries", "none"]
+DividedHeads = Literal["all", "queries", "none"]
 
 
-def head_sharding(*, heads: int, groups: int, devices: int) -> HeadSharding:
+def divided_heads(*, heads: int, groups: int, devices: int) -> DividedHeads:
     """The heads that can be distributed over devices."""
     if heads % devices:
         return "none"

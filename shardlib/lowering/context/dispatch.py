@@ -29,7 +29,7 @@ from shardlib.lowering.contractions import ValueLayouts
 from shardlib.lowering.mesh import constrain, named_sharding
 from shardlib.lowering.uses import CallSite
 from shardlib.planner.plan import Plan
-from shardlib.propagation.contractions import gradient_key, head_sharding
+from shardlib.propagation.contractions import divided_heads, gradient_key
 
 # --------------------------------------------------------------------------------------------------
 # The sharding of heads of a call of attention.
@@ -60,7 +60,7 @@ class HeadSharding:
     @staticmethod
     def of(axes: tuple[str, ...], size: int, heads: int, groups: int) -> HeadSharding:
         """Heads sharded over axes if that is possible, otherwise replicated."""
-        which = head_sharding(heads=heads, groups=groups, devices=size)
+        which = divided_heads(heads=heads, groups=groups, devices=size)
         if which == "none":
             return HeadSharding(axes=(), ways=1, together=True)
         return HeadSharding(axes=axes, ways=size, together=which == "all")
@@ -122,7 +122,7 @@ def with_head_layouts(
         queries, parts = layouts[site.layout_key(0)], site.call.form.parts
         axes, count = head_axes(queries, plan), site.avals[0].shape[2]
         groups, size = site.avals[2 * parts].shape[2], plan.mesh.ways(axes)
-        which = head_sharding(heads=count, groups=groups, devices=size)
+        which = divided_heads(heads=count, groups=groups, devices=size)
         if queries[2] or which == "none":
             continue
         for index, source in enumerate(site.sources[: 2 * parts + 1]):
