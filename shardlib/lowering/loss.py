@@ -29,7 +29,7 @@ from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
 from shardlib.lowering.uses import LossFacts, LossJaxpr, stacked_parameters
 from shardlib.planner.plan import Plan
 from shardlib.planner.workload import names_of_classes
-from shardlib.propagation.contractions import propagated_layouts
+from shardlib.propagation.contractions import layouts_from_inputs
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
@@ -110,7 +110,7 @@ def propagated_layouts(
         layout if len(layout) == rank else Layout.replicated(rank)
         for layout, rank in zip(input_layouts, ranks, strict=True)
     ]
-    return propagated_layouts(
+    return layouts_from_inputs(
         graph_from_program(program, [("", "internal")] * len(ranks)), inputs, plan.mesh
     )
 

@@ -132,7 +132,7 @@ def loss_for_rows(
     )
     colouring = colour(problem)
     rules, findings = _rules_for_rows(plan.rules, colouring, described, plan.mesh)
-    layouts = placements(
+    layouts = layout_constraints(
         graph,
         colouring.forward,
         rules,

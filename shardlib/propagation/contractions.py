@@ -118,7 +118,7 @@ def operand_layouts(
     return layouts_by_key
 
 
-def propagated_layouts(
+def layouts_from_inputs(
     graph: Graph, inputs: Sequence[Layout], mesh: MeshShape
 ) -> Mapping[tuple[str, int], Layout]:
     """As `operand_layouts` for a graph without colours: layouts are propagated from the inputs
