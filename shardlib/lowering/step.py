@@ -54,6 +54,7 @@ from shardlib.planner.layouts import batch_layouts
 from shardlib.planner.plan import Plan
 from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring, colour
+from shardlib.propagation.contractions import layout_constraints
 from shardlib.schedules import GPIPE, Timetable
 from shardlib.tracing.trace import describe_batch, graph_from_program, named
 from shardlib.untrusted.data import Kind, is_count, is_positive, require_kinds
