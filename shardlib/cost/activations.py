@@ -226,12 +226,10 @@ class Builder:
         named: frozenset[int],
     ) -> None:
         graph = step.graph
-        self._graph, self._weights, self._forward, self._backward = (
-            graph,
-            frozenset(step.weights()),
-            forward,
-            backward,
-        )
+        self._graph = graph
+        self._weights = frozenset(step.weights())
+        self._forward = forward
+        self._backward = backward
         self._rematerialised, self._cheap, self._named = again, cheap, named
         self._values, self._names = list(graph.values), list(names)
         self._producers = graph.producers()

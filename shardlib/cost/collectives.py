@@ -635,10 +635,7 @@ SAME_COST: tuple[int, ...] = tuple(
 @lru_cache(maxsize=16)
 def _known_costs(
     topology: Topology,
-) -> tuple[
-    dict[tuple[Span, ...], int],
-    dict[tuple[tuple[str, str], tuple[int, ...]], LinearCost],
-]:
+) -> tuple[dict[tuple[Span, ...], int], dict[tuple[tuple[str, str], tuple[int, ...]], LinearCost]]:
     """Caches for searches on the same links: the index of each tuple of spans, and the costs of
     slots by those indices or by the parts of each dim.
     """

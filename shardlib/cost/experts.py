@@ -102,11 +102,9 @@ def with_dispatch(
         for value, axes in enumerate(names)
     )
     ops = tuple(
-        (
-            replace(op, kind=grouped, flops=op.flops * capped[op.region].max_fill)
-            if has_capacity(op) and op.category == "matmul" and op.region in capped
-            else op
-        )
+        replace(op, kind=grouped, flops=op.flops * capped[op.region].max_fill)
+        if has_capacity(op) and op.category == "matmul" and op.region in capped
+        else op
         for op in graph.ops
     )
     return replace(graph, ops=ops), names

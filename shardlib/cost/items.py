@@ -1129,10 +1129,7 @@ def _reduced_bytes(facts: Facts, value: int) -> int:
     smallest = value_.bytes
     while len(readers := facts.consumers.get(current, ())) == 1 and facts.graph.ops[
         readers[0]
-    ].kind in (
-        "transpose",
-        "convert_element_type",
-    ):
+    ].kind in ("transpose", "convert_element_type"):
         current = facts.graph.ops[readers[0]].results[0]
         smallest = min(smallest, facts.graph.values[current].bytes)
     return smallest

@@ -25,16 +25,7 @@ from shardlib.cost.facts import (
     phases,
 )
 from shardlib.cost.framework import XLA, FrameworkProfile
-from shardlib.cost.terms import (
-    INSIDE,
-    OUTSIDE_LAYERS,
-    Item,
-    Resident,
-    Stored,
-    Term,
-    amount,
-    named,
-)
+from shardlib.cost.terms import INSIDE, OUTSIDE_LAYERS, Item, Resident, Stored, Term, amount, named
 from shardlib.graph import BLOCK, ITEMSIZE, Graph, Op, Parameter, StepGraph
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Choice

@@ -461,9 +461,7 @@ def exposed(s: Quantities, plans: Plans, compute: Array) -> Array:
     Args:
         compute: seconds of compute of a microbatch, [candidates].
     """
-    profile = plans.profile
-    c = plans.c
-    zero = plans.decisions.zero
+    profile, c, zero = plans.profile, plans.c, plans.decisions.zero
     overlap = plans.pricer.constants.overlap
     micro, scale = c.micro, plans.shares_moved
     reduced, gathered = _reduced(s, scale, plans), np.zeros(len(c))
@@ -859,12 +857,7 @@ def _part(spans: tuple[Span, ...], members: int) -> tuple[Span, ...]:
 
 
 def reprice(
-    predicted: Seconds,
-    priced: Iterable[Collective],
-    kernels: float,
-    vendor: str,
-    *,
-    zero: int,
+    predicted: Seconds, priced: Iterable[Collective], kernels: float, vendor: str, *, zero: int
 ) -> Seconds:
     """The step time with the compiler's figures, by the formula above.
 
@@ -1024,11 +1017,8 @@ class Totals(LazyTable):
 
 def combine(s: Quantities, plans: Plans) -> Totals:
     """Combines quantities into the parts of time and memory."""
-    c = plans.c
-    model = plans.model
-    pricer = plans.pricer
-    profile = plans.profile
-    zero = plans.decisions.zero
+    c, model, pricer = plans.c, plans.model, plans.pricer
+    profile, zero = plans.profile, plans.decisions.zero
     parameters, frozen, gradients, state = stored_bytes(s, plans)
     seconds, flops = seconds_by_part(s, plans)
     parts, stacks = bytes_by_part(s, gradients, plans)

@@ -63,10 +63,7 @@ class Meshes(LazyTable):
 
     @classmethod
     def placed(
-        cls,
-        places: Sequence[tuple[MeshShape, Placement]],
-        micro: Sequence[int],
-        topology: Topology,
+        cls, places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology
     ) -> Self:
         """Placed meshes with microbatch counts on a topology."""
         distinct_places: dict[int, int] = {}

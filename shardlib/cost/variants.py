@@ -18,14 +18,7 @@ from shardlib.cost.items import gathers_of, kernel_items, reductions_of
 from shardlib.cost.pricing import Totals, heap_share
 from shardlib.cost.stages import Meshes, Plans
 from shardlib.cost.tables import Pricer, Q, evaluate, share, transfer_collectives
-from shardlib.cost.terms import (
-    OUTSIDE_LAYERS,
-    Amount,
-    Compute,
-    Elements,
-    Transfer,
-    amount,
-)
+from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, Elements, Transfer, amount
 from shardlib.layout import TENSOR
 from shardlib.machines.topology import Placement
 from shardlib.propagation.colours import Choice, sharded_by
@@ -256,13 +249,8 @@ class _Prices:
             kernel.op: item
             for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True)
         }
-        self._facts, self._choice, self._c, self._pricer, self._classes = (
-            facts,
-            choice,
-            c,
-            pricer,
-            classes,
-        )
+        self._facts, self._choice, self._c = facts, choice, c
+        self._pricer, self._classes = pricer, classes
 
     def matmul(self, index: int) -> tuple[float, float]:
         """Seconds of a matmul as a whole, and shard by shard."""

@@ -74,13 +74,8 @@ class UnionFind:
         return node
 
     def join(self, nodes: Iterable[Hashable]) -> None:
-        first: Hashable = None
-        for node in nodes:
-            root = self.find(node)
-            if first is None:
-                first = root
-            elif root != first:
-                self.parent[root] = first
+        roots = [self.find(node) for node in nodes]
+        self.parent |= {root: roots[0] for root in roots}
 
 
 def tie_graph(classes: UnionFind, program: str, graph: Graph) -> None:
@@ -964,11 +959,9 @@ def _coloured(classes: UnionFind, problem: Problem) -> Colouring:
     def of_inputs(paths: Iterable[str]) -> dict[str, LogicalAxes]:
         return {
             path: tuple(
-                (
-                    chosen.get(classes.find(("input", path, dim)))
-                    if size > 1 and (path, dim) not in stacks
-                    else None
-                )
+                chosen.get(classes.find(("input", path, dim)))
+                if size > 1 and (path, dim) not in stacks
+                else None
                 for dim, size in enumerate(shapes[path])
             )
             for path in paths

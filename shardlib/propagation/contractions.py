@@ -132,11 +132,9 @@ def layouts_from_inputs(
         layouts = consistent_layouts(
             op.rule,
             [
-                (
-                    layouts_by_value[value]
-                    if value in layouts_by_value and value in op.operands
-                    else Layout.replicated(len(shape))
-                )
+                layouts_by_value[value]
+                if value in layouts_by_value and value in op.operands
+                else Layout.replicated(len(shape))
                 for value, shape in zip(values, shapes, strict=True)
             ],
         )
