@@ -75,7 +75,7 @@ class UnionFind:
 
     def join(self, nodes: Iterable[Hashable]) -> None:
         roots = [self.find(node) for node in nodes]
-        self.parent |= {root: roots[0] for root in roots}
+        self.parent |= dict.fromkeys(roots, next(iter(roots), None))
 
 
 def tie_graph(classes: UnionFind, program: str, graph: Graph) -> None:
