@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardlib.cost.attention import BACKWARD, FORWARD, Core, Joined, causal_share, cores
 from shardlib.cost.experts import GROUPED, capacity_layers, has_capacity, slots_of
-from shardlib.cost.facts import Facts, leaves_loop, named_results, weight_matmuls
+from shardlib.cost.facts import Facts, LayerSearch, leaves_loop, named_results
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.terms import OUTSIDE_LAYERS
 from shardlib.graph import FactorRule, Graph, Op, StepGraph, check, elementwise, prune
@@ -560,7 +560,7 @@ class ProfileMemory:
                 if op.kind == FORWARD and op.region == region
             }
             inputs = (
-                set(weight_matmuls(facts.graph, region, facts.weights).values())
+                set(LayerSearch(facts.graph, region, frozenset(facts.weights)).products.values())
                 if profile.gathered_inputs == "kept"
                 else set[int]()
             )

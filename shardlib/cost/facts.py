@@ -235,7 +235,7 @@ def named_results(
     graph: Graph, region: int, weights: Collection[int]
 ) -> Mapping[str, frozenset[int]]:
     """The results of one loop over layers, by name."""
-    search = _Search(graph, region, frozenset(weights))
+    search = LayerSearch(graph, region, frozenset(weights))
     results: dict[str, set[int]] = {name: set() for name in RESULTS}
     results["layer_input"] = {
         value
@@ -271,12 +271,7 @@ def named_results(
     return {name: frozenset(values) for name, values in results.items()}
 
 
-def weight_matmuls(graph: Graph, region: int, weights: Collection[int]) -> Mapping[int, int]:
-    """Results of the weight matmuls of one loop -> the operand that is not a weight."""
-    return _Search(graph, region, frozenset(weights)).products
-
-
-class _Search:
+class LayerSearch:
     """A search for the sources of the values of one loop.
 
     Attributes:
