@@ -198,7 +198,7 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
             load = prepared_for(name, problem, topology(where))
             for number, pins in enumerate(pinned):
                 try:
-                    plan = search(load.problem, where, pins, load=load)
+                    plan = search(load.problem, where, pins, workload=load)
                 except (PinError, ValueError) as error:  # pins of the other model
                     print(f"{model} {name} {pins}: {str(error).splitlines()[0]}")
                     continue

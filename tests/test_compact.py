@@ -30,8 +30,8 @@ def values(plan: Plan) -> Iterator[object]:
     yield from (plan.estimate.seconds, plan.estimate.device_bytes, plan.estimate.collectives[:1])
     yield from (plan.kernels(), plan.sensitivity(), plan.constraints(), plan.alternatives()[0])
     yield from (plan.run_cost(1e12, price=2.4, mtbf=10800), plan.replan("h100:4"))
-    yield from (source, source.load, source.topology, source.load.problem)
-    yield from (source.load.problem.forward, source.load.problem.steps["none"])
+    yield from (source, source.workload, source.topology, source.workload.problem)
+    yield from (source.workload.problem.forward, source.workload.problem.steps["none"])
     yield from (shardlib.DiLoCo(islands=2, every=100), shardlib.Settings(), shardlib.Guards())
     staged = {"mesh": {"stage": 4}, "microbatches": 8}
     yield planner.search(worlds.layers(), topology("h100:4"), staged).timeline()

@@ -146,7 +146,7 @@ class Bench:
                 load.problem,
                 machine,
                 {"attention": "traced", **case.pins, **published_rules(load, case.pins)},
-                load=load,
+                workload=load,
                 profile=case.software.stack,
             )
         )
@@ -165,7 +165,7 @@ class Bench:
             load.problem,
             machine,
             {"attention": "traced", **pins, **published_rules(load, pins)},
-            load=load,
+            workload=load,
             profile=case.software.stack,
         )
 

@@ -101,7 +101,7 @@ def searched(
                 " own\nTry: leave out one of the two"
             )
         load = prepared_for(framework, model.traced.problem, machine)
-        plan = search(load.problem, machine, pin, load=load)
+        plan = search(load.problem, machine, pin, workload=load)
         return model, plan.with_findings(*model.model.findings)
     unhonoured, pin = pin, honoured(model, machine, pin)
     plan = search(model.traced.problem, machine, pin)

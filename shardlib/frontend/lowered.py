@@ -93,8 +93,8 @@ def _around(traced: Traced, plan: Plan) -> Rules:
 def _colouring(traced: Traced, plan: Plan) -> Colouring:
     """The colours that the plan was searched with; found here for a plan that was given."""
     return (
-        plan.source.load.colouring
-        if plan.source is not None and plan.source.load.problem is traced.problem
+        plan.source.workload.colouring
+        if plan.source is not None and plan.source.workload.problem is traced.problem
         else colour(traced.problem)
     )
 

@@ -719,7 +719,7 @@ def stepping(
     else:
         plan = search(traced.problem, machine, step_pins(user_pins))
         colouring = (
-            plan.source.load.colouring if plan.source is not None else colour(traced.problem)
+            plan.source.workload.colouring if plan.source is not None else colour(traced.problem)
         )
     plan = plan.with_findings(
         *layout_findings(traced.layouts, problem, plan, pin, honour, searched)

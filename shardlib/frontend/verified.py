@@ -113,9 +113,9 @@ def scale(
                 rows=rows,
             )
         best = fastest.get(key)
-        load = best.source.load if best is not None and best.source is not None else None
+        load = best.source.workload if best is not None and best.source is not None else None
         try:
-            plan = search(traced[key], machine, pin, load=load)
+            plan = search(traced[key], machine, pin, workload=load)
         except TopologyError as error:
             if exchange.islands == 1:
                 raise

@@ -1031,7 +1031,7 @@ def step_of(traced: Problem, pins: Pins) -> Step:
         return loads[vendor]
 
     def planned(machine: Topology) -> Plan:
-        return search(traced, machine, pins, load=load(machine))
+        return search(traced, machine, pins, workload=load(machine))
 
     def least(machine: Topology) -> float:
         return least_device_seconds(load(machine), machine, pins)

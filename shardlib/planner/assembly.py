@@ -69,33 +69,33 @@ class OnMachine:
     """One candidate on a machine.
 
     Attributes:
-        load: the model with the candidate's dtypes and attention kernel.
+        workload: the model with the candidate's dtypes and attention kernel.
         placed: placement of its mesh axes on the links.
         c: the candidate as an array of one.
     """
 
-    load: Workload
+    workload: Workload
     candidate: Candidate
     pricer: Pricer
     placed: Placement
     c: Meshes
 
     @classmethod
-    def of(cls, load: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
+    def of(cls, workload: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
         """A candidate of a model on a topology."""
         decisions = candidate.decisions
-        load = load.under(decisions.dtypes, decisions.fused)
-        pricer = Pricer(topology.in_use(decisions.mesh.devices), load.profile)
+        workload = workload.under(decisions.dtypes, decisions.fused)
+        pricer = Pricer(topology.in_use(decisions.mesh.devices), workload.profile)
         placed = place(decisions.mesh, topology, decisions.axis_order)
         assert placed is not None, f"{decisions.mesh} does not fit {topology.name}"
         c = Meshes.placed([(decisions.mesh, placed)], [decisions.microbatches], pricer.topology)
-        return cls(load=load, candidate=candidate, pricer=pricer, placed=placed, c=c)
+        return cls(workload=workload, candidate=candidate, pricer=pricer, placed=placed, c=c)
 
     @cached_property
     def plan(self) -> Plans:
         """The candidate under its decisions."""
         decisions = self.candidate.decisions
-        return Plans(decisions=decisions, model=self.load.model, pricer=self.pricer, c=self.c)
+        return Plans(decisions=decisions, model=self.workload.model, pricer=self.pricer, c=self.c)
 
     def totals(self) -> Totals:
         """The price."""
@@ -111,21 +111,23 @@ class OnMachine:
 
     def saving(self) -> Saving | None:
         """The saving of collective matmuls as loops over tensor; None without any."""
-        candidate, load = self.candidate, self.load
+        candidate, workload = self.candidate, self.workload
         if candidate.decisions.collective_matmul != "loop" or candidate.mesh["stage"] > 1:
             return None
         return saving(
-            load.programs[candidate.decisions.remat, candidate.routes].facts,
+            workload.programs[candidate.decisions.remat, candidate.routes].facts,
             candidate.choice,
             self.placed,
             self.c,
             self.pricer,
-            len(load.counts),
+            len(workload.counts),
         )
 
     def tally(self, items: list[Item]) -> Array:
         """Quantities of items, see `Pricer.tally`."""
-        return self.pricer.tally(items, self.candidate.choice, self.c.shapes, len(self.load.counts))
+        return self.pricer.tally(
+            items, self.candidate.choice, self.c.shapes, len(self.workload.counts)
+        )
 
     def programs(self) -> list[tuple[Program, Array]]:
         """The program of every remat policy in use, with the share of each segment that runs it:
@@ -152,7 +154,7 @@ class OnMachine:
             parts[policy][k] += share
             parts["none"][k] += 1 - share
         return [
-            (self.load.programs[policy, self.candidate.routes], part)
+            (self.workload.programs[policy, self.candidate.routes], part)
             for policy, part in parts.items()
             if part.any()
         ]
@@ -161,7 +163,7 @@ class OnMachine:
         """Bytes per device that move once per step, by slot and cause: updated parameters, and
         layers that are redistributed to stages.
         """
-        stored_tally = self.tally(self.load.rest)[..., self.c.shape]
+        stored_tally = self.tally(self.workload.rest)[..., self.c.shape]
         decisions, shares = self.candidate.decisions, self.plan.shares_moved
         sizes_by_slot: dict[tuple[Slot, str], float] = {}
         if decisions.zero in (1, 2):
@@ -170,10 +172,10 @@ class OnMachine:
             for flag, size in zip((False, True), sizes, strict=True):
                 slot = Slot("gather", stored(experts=flag), "all-gather")
                 sizes_by_slot[slot, "updated parameters"] = size
-        parameters, gradients = (
-            (Q.PARAMETERS_CUT, Q.FROZEN_CUT) if decisions.zero >= 3 else (Q.PARAMETERS, Q.FROZEN),
-            (Q.ACCUMULATED_CUT if decisions.zero >= 2 else Q.ACCUMULATED,),
+        parameters = (
+            (Q.PARAMETERS_CUT, Q.FROZEN_CUT) if decisions.zero >= 3 else (Q.PARAMETERS, Q.FROZEN)
         )
+        gradients = (Q.ACCUMULATED_CUT if decisions.zero >= 2 else Q.ACCUMULATED,)
         kind = "all-gather" if decisions.virtual_stages % decisions.mesh["stage"] else "all-to-all"
         for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
             size = self.plan.interleaved_bytes(stored_tally[:, rows].sum(1))
@@ -181,12 +183,12 @@ class OnMachine:
         return sizes_by_slot
 
     def _without_loops(self) -> Totals:
-        candidate, load, c = self.candidate, self.load, self.c
+        candidate, workload, c = self.candidate, self.workload, self.c
         decisions = candidate.decisions
 
         def priced(work: Array, points: Sequence[Array]) -> Totals:
             quantities = quantities_of(
-                work, self.tally(load.rest), points, load.model, self.pricer, c
+                work, self.tally(workload.rest), points, workload.model, self.pricer, c
             )
             totals = combine(quantities, self.plan)
             return (
@@ -196,7 +198,7 @@ class OnMachine:
             )
 
         def corner(policies: Corner) -> Totals:
-            programs = {policy: load.programs[policy, candidate.routes] for policy in policies}
+            programs = {policy: workload.programs[policy, candidate.routes] for policy in policies}
             first = programs[policies[0]]
             if len(programs) == 1:
                 return priced(self.tally(first.work), [self.tally(items) for items in first.points])
@@ -211,7 +213,7 @@ class OnMachine:
                 for policy, program in programs.items()
             }
             segments = [moment.segment for moment in first.moments]
-            return priced(*composed(policies, parts, segments, load.counts))
+            return priced(*composed(policies, parts, segments, workload.counts))
 
         if candidate.groups:
             return partly_rematerialised(candidate.groups, self.plan.layers, corner)
@@ -225,13 +227,13 @@ class OnMachine:
         return rematerialised_share(self.candidate.decisions.remat_layers, self.plan)
 
 
-def price(load: Workload, topology: Topology, candidate: Candidate) -> Totals:
+def price(workload: Workload, topology: Topology, candidate: Candidate) -> Totals:
     """Prices one candidate on its own.
 
     Returns:
         Seconds and bytes, arrays of one candidate.
     """
-    return OnMachine.of(load, topology, candidate).totals()
+    return OnMachine.of(workload, topology, candidate).totals()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -366,13 +368,13 @@ TOLD = 0.05
 
 @diagnostic
 def faster_as_programs(
-    load: Workload, topology: Topology, candidate: Candidate, plan: Plan
+    workload: Workload, topology: Topology, candidate: Candidate, plan: Plan
 ) -> tuple[Finding, ...]:
     """A finding where per-stage programs would be faster than stages in one program, on simulated
     devices.
     """
     if (
-        load.profile.name != XLA.name
+        workload.profile.name != XLA.name
         or any(tier.kind != "memory" for tier in topology.tiers)
         or not _can_be_programs(plan)
     ):
@@ -380,8 +382,8 @@ def faster_as_programs(
     per_stage = replace(
         candidate, decisions=replace(candidate.decisions, pipeline="programs", gather="use")
     )
-    profile = replace(load.profile, pipeline="asynchronous")
-    asynchronous = prepare(load.problem, load.vendor, profile, load.framework)
+    profile = replace(workload.profile, pipeline="asynchronous")
+    asynchronous = prepare(workload.problem, workload.vendor, profile, workload.framework)
     seconds = float(price(asynchronous, topology, per_stage).step_seconds[0])
     if seconds > (1 - TOLD) * plan.estimate.step_seconds:
         return ()
@@ -424,14 +426,14 @@ def stage_seconds(priced: OnMachine) -> StageSeconds | None:
     """Seconds of one microbatch on the slowest stage; None without stages, and where layer groups
     follow different policies.
     """
-    candidate, load = priced.candidate, priced.load
+    candidate, workload = priced.candidate, priced.workload
     decisions = candidate.decisions
     if candidate.mesh["stage"] == 1 or candidate.groups:
         return None
-    rematerialised = _seconds(priced, load.programs[decisions.remat, candidate.routes])
+    rematerialised = _seconds(priced, workload.programs[decisions.remat, candidate.routes])
     if not decisions.remat_layers:
         return rematerialised
-    fast = _seconds(priced, load.programs["none", candidate.routes])
+    fast = _seconds(priced, workload.programs["none", candidate.routes])
     share = float(priced.share()[0])
     return replace(
         rematerialised,
@@ -443,9 +445,11 @@ def stage_seconds(priced: OnMachine) -> StageSeconds | None:
 
 
 def _seconds(priced: OnMachine, program: Program) -> StageSeconds:
-    stored = priced.tally(priced.load.rest)
+    stored = priced.tally(priced.workload.rest)
     both, ahead = (
-        quantities_of(priced.tally(items), stored, [], priced.load.model, priced.pricer, priced.c)
+        quantities_of(
+            priced.tally(items), stored, [], priced.workload.model, priced.pricer, priced.c
+        )
         for items in (program.work, program.forward)
     )
     # of the two messages of a microbatch, one goes forward
@@ -466,7 +470,7 @@ def _seconds(priced: OnMachine, program: Program) -> StageSeconds:
 
 
 def assemble(
-    load: Workload,
+    workload: Workload,
     topology: Topology,
     candidate: Candidate,
     certificate: Search,
@@ -477,9 +481,12 @@ def assemble(
     pinned: bool = False,
 ) -> Plan:
     """Builds the plan of a candidate."""
-    priced = OnMachine.of(load, topology, candidate)
-    original, load, chosen, saved = load, priced.load, candidate.decisions, priced.saving()
-    problem, colouring = load.problem, load.colouring
+    priced = OnMachine.of(workload, topology, candidate)
+    original = workload
+    workload = priced.workload
+    chosen = candidate.decisions
+    saved = priced.saving()
+    problem, colouring = workload.problem, workload.colouring
     compute, stored = (
         (candidate.choice.rules(), None)
         if rules is None
@@ -504,21 +511,27 @@ def assemble(
         mesh=chosen.mesh,
         peak_flops_per_s=topology.in_use(chosen.mesh.devices).chip.peak(problem.compute_dtype),
     )
-    decisions = completed(candidate, experts_form(problem), load.class_names, rules=compute)
+    decisions = completed(candidate, experts_form(problem), workload.class_names, rules=compute)
     plan = Plan(
         **values_of(decisions),
         model=problem.model,
         topology=topology.name,
         placement=_placement(priced.placed, topology),
         parameters=layouts.parameter_layouts(
-            problem, colouring.parameters, load.frozen, chosen.mesh, compute, chosen.zero, stored
+            problem,
+            colouring.parameters,
+            workload.frozen,
+            chosen.mesh,
+            compute,
+            chosen.zero,
+            stored,
         ),
         activations=activation_layouts(
             programs[0][0].facts,
             candidate.choice,
             chosen.mesh,
             chosen.context if chosen.mesh["context"] > 1 else "none",
-            load.class_names,
+            workload.class_names,
         ),
         batch_layouts=layouts.batch_layouts(problem, colouring.batch, chosen.mesh, compute),
         estimate=replace(
@@ -526,13 +539,13 @@ def assemble(
             corrections=applied(topology),
             stage=stage_seconds(priced),
             offloaded=_offloaded(original, topology, priced),
-            interval=interval(load.profile.name, topology.chip.vendor),
+            interval=interval(workload.profile.name, topology.chip.vendor),
         ),
         search=certificate,
-        framework=_framework(load),
+        framework=_framework(workload),
     )
     return plan.with_findings(
-        *findings.notes(load, topology, plan, left_out, devices, pinned),
+        *findings.notes(workload, topology, plan, left_out, devices, pinned),
         *findings.unused_loops(plan, len(saved.messages) if saved else 0),
         *findings.unpriced(plan, topology),
         *faster_as_programs(original, topology, candidate, plan),
@@ -540,30 +553,30 @@ def assemble(
     )
 
 
-def _framework(load: Workload) -> FrameworkJob | None:
+def _framework(workload: Workload) -> FrameworkJob | None:
     """The framework that runs the plan, with the sizes of the job."""
-    if load.framework is None:
+    if workload.framework is None:
         return None
-    experts = load.colouring.colours[load.expert].divisor if load.expert else 1
+    experts = workload.colouring.colours[workload.expert].divisor if workload.expert else 1
     return FrameworkJob(
-        name=load.framework.name,
-        profile=load.profile.name,
-        vendor=load.vendor,
-        batch=batch_size(load.problem, load.colouring),
-        sequence=sequence_size(load.problem, load.colouring),
-        layers=max(load.counts, default=0),
-        compute_dtype=load.problem.compute_dtype,
+        name=workload.framework.name,
+        profile=workload.profile.name,
+        vendor=workload.vendor,
+        batch=batch_size(workload.problem, workload.colouring),
+        sequence=sequence_size(workload.problem, workload.colouring),
+        layers=max(workload.counts, default=0),
+        compute_dtype=workload.problem.compute_dtype,
         experts=experts,
     )
 
 
-def _offloaded(load: Workload, topology: Topology, priced: OnMachine) -> Offloaded | None:
+def _offloaded(workload: Workload, topology: Topology, priced: OnMachine) -> Offloaded | None:
     """Device memory that offloading saves and seconds that it adds, against the same plan without
     it.
     """
     if not priced.candidate.decisions.offload:
         return None
-    less, more = priced.totals(), price(load, topology, priced.candidate.but(offload=()))
+    less, more = priced.totals(), price(workload, topology, priced.candidate.but(offload=()))
     return Offloaded(
         device_bytes=float(more.peak_bytes[0] - less.peak_bytes[0]),
         seconds=max(0.0, float(less.step_seconds[0] - more.step_seconds[0])),

@@ -42,26 +42,13 @@ from shardlib.planner.space import (
 )
 from shardlib.planner.workload import ItemTallies
 from shardlib.propagation.colours import Choice
-from shardlib.schedules import (
-    NONE,
-    Pipelines,
-    Schedule,
-    least_in_flight,
-    named,
-    pipelines,
-)
+from shardlib.schedules import NONE, Pipelines, Schedule, least_in_flight, named, pipelines
 
 Array = np.ndarray
 
 #: Stored quantities: with everything that ZeRO may shard sharded, and replicated.
-RESTING = (
-    Q.PARAMETERS_CUT,
-    Q.STATE_CUT,
-    Q.ACCUMULATED_CUT,
-    Q.PARAMETERS,
-    Q.STATE,
-    Q.ACCUMULATED,
-)
+_SHARDED = (Q.PARAMETERS_CUT, Q.STATE_CUT, Q.ACCUMULATED_CUT)
+RESTING = (*_SHARDED, Q.PARAMETERS, Q.STATE, Q.ACCUMULATED)
 #: Trained parameters, replicated: the resident copy of stages that all-gather once per step.
 TRAINED = len(RESTING)
 #: Frozen parameters count as parameters here.
@@ -187,7 +174,7 @@ class Footprints:
     """
 
     def __init__(self, scope: Scope, pricer: Pricer, values: MeasureValues) -> None:
-        self._model, self._pricer, self._profile = scope.load.model, pricer, pricer.profile
+        self._model, self._pricer, self._profile = scope.workload.model, pricer, pricer.profile
         self._space, model_tallies = scope.space, scope.model_tallies
 
         def parts(
@@ -293,10 +280,8 @@ class Footprints:
         stacks, others, at_ends, everywhere, lacking = np.moveaxis(
             points.reshape(len(points) // len(KINDS), len(KINDS), len(stages)), 1, 0
         )
-        flying, others = (
-            in_flight / stages,
-            others / stages + everywhere + at_ends * (1 / stages if spread else stages == 1),
-        )
+        flying = in_flight / stages
+        others = others / stages + everywhere + at_ends * (1 / stages if spread else stages == 1)
         batch = (
             self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
@@ -328,9 +313,7 @@ class Footprints:
         """
         fewest = min(self._model.counts, default=1)
         return np.where(
-            stages > 1,
-            (1 + self._model.head_layers / fewest) / stages + MAX_VIRTUAL / fewest,
-            1.0,
+            stages > 1, (1 + self._model.head_layers / fewest) / stages + MAX_VIRTUAL / fewest, 1.0
         )
 
 
@@ -446,8 +429,10 @@ class Bounds:
     def __init__(self, scope: Scope, pricer: Pricer, values: MeasureValues) -> None:
         self._pricer, self._values = pricer, values
         self._waiting, self._ring = waited(scope), hidden(scope)
-        self._alike = len(scope.load.counts) == 1 and pricer.profile.embedding_and_head != "owners"
-        self._layers = len(scope.load.counts)
+        self._alike = (
+            len(scope.workload.counts) == 1 and pricer.profile.embedding_and_head != "owners"
+        )
+        self._layers = len(scope.workload.counts)
         lockstep = pricer.profile.pipeline == "lockstep"
         self._put_off = max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
         work = values.work
@@ -765,7 +750,7 @@ class Traffic:
         sizes: Mapping[str, Array],
         links: Links | None = None,
     ) -> None:
-        profile, stages, model = pricer.profile, sizes["stage"], scope.load.model
+        profile, stages, model = pricer.profile, sizes["stage"], scope.workload.model
         self._values, self._shape, self._layers = values, shape, len(model.counts)
         self._distinct, self._place = np.unique(shape, return_inverse=True)
         # overlap that a profile states itself is not part of `Tick.loaded`
@@ -1005,10 +990,8 @@ class StepBounds:
         """ZeRO stages of the space, when each gathers weights, and the candidates for which it is
         legal.
         """
-        stored, alone = (
-            np.prod([sizes[axis] for axis in STORED_AXES], axis=0) > 1,
-            sizes["fsdp"] == 1,
-        )
+        stored = np.prod([sizes[axis] for axis in STORED_AXES], axis=0) > 1
+        alone = sizes["fsdp"] == 1
         zeros = [zero for zero in range(4) if self.space.pins.zero in (None, zero)]
         stages = [(zero, "use", stored if zero else alone) for zero in zeros]
         staged = stored & (sizes["stage"] > 1)
@@ -1267,10 +1250,8 @@ class Entries:
     ) -> None:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
         self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
-        self.choices, self._seconds = (
-            scope.choices,
-            LazyColumns(1, len(shape), self._fitting_seconds),
-        )
+        self.choices = scope.choices
+        self._seconds = LazyColumns(1, len(shape), self._fitting_seconds)
         self._by_group = scope.space.by_group  # then the bounds ignore memory
         self._policies = (*scope.space.policies, EACH) if self._by_group else scope.space.policies
         self._fastest = MemoryAgnosticBounds(self.bounds, fitting, self._policies, sizes, shape)
@@ -1442,11 +1423,9 @@ class Entries:
 
     def _fit(self, entries: Array) -> Pairs:
         """The given entries under every choice that fits them, choice by choice."""
-        space, sizes, colours = (
-            self.scope.space,
-            self.at(entries),
-            self.scope.load.colouring.colours,
-        )
+        space = self.scope.space
+        sizes = self.at(entries)
+        colours = self.scope.workload.colouring.colours
         none = np.zeros(0, dtype=np.int64)
         fitted = [Pairs(entries=none, choices=none, bound=np.zeros(0))]
         tensor = sizes["tensor"]

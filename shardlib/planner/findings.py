@@ -112,10 +112,8 @@ def few_microbatches(situation: Situation) -> Finding | None:
     """A pipeline needs at least as many microbatches as stages, better four times as many (GPipe,
     arXiv:1811.06965, section 2.3).
     """
-    stages, micro = (
-        situation.plan.mesh["stage"],
-        situation.plan.microbatches // situation.plan.accumulation,
-    )
+    stages = situation.plan.mesh["stage"]
+    micro = situation.plan.microbatches // situation.plan.accumulation
     if (
         stages == 1
         or micro >= PER_STAGE * stages
@@ -357,28 +355,28 @@ def layout_findings(
     return tuple(findings)
 
 
-def situation_of(load: Workload, topology: Topology, plan: Plan) -> Situation:
+def situation_of(workload: Workload, topology: Topology, plan: Plan) -> Situation:
     """The situation of a plan for a model."""
-    vocabulary = load.colouring.canonical("vocab")
+    vocabulary = workload.colouring.canonical("vocab")
     weights = sum(
         math.prod(p.shape)
         for p in plan.parameters
         if vocabulary is None or vocabulary not in p.colours
     )
-    dtype = load.problem.compute_dtype
+    dtype = workload.problem.compute_dtype
     return Situation(
         plan=plan,
         topology=topology,
         compute_dtype=dtype,
         itemsize=ITEMSIZE.get(dtype, 4),
         weights=weights,
-        language=load.colouring.named_sequence is not None,
+        language=workload.colouring.named_sequence is not None,
     )
 
 
 @diagnostic
 def notes(
-    load: Workload,
+    workload: Workload,
     topology: Topology,
     plan: Plan,
     left_out: tuple[str, ...],
@@ -387,15 +385,15 @@ def notes(
 ) -> tuple[Finding, ...]:
     """Findings about a finished plan."""
     findings = [
-        *load.problem.forward.findings,
-        *load.colouring.findings,
+        *workload.problem.forward.findings,
+        *workload.colouring.findings,
         *layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE),
     ]
     findings += _idle_devices(plan, topology, devices, pinned)
-    findings += _doubled(load, plan)
-    findings += coupled(load.problem.rows, plan.microbatches)
-    findings += _kept(load, plan) + _dropping(load, topology, plan)
-    findings += advise(situation_of(load, topology, plan))
+    findings += _doubled(workload, plan)
+    findings += coupled(workload.problem.rows, plan.microbatches)
+    findings += _kept(workload, plan) + _dropping(workload, topology, plan)
+    findings += advise(situation_of(workload, topology, plan))
     findings += [
         Finding(
             code="corrected",
@@ -421,22 +419,22 @@ def notes(
         for correction in plan.estimate.corrections
         if correction.unknown
     ]
-    findings += _left_out(load, plan, left_out)
+    findings += _left_out(workload, plan, left_out)
     return tuple(findings)
 
 
 @diagnostic
-def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Finding]:
+def _left_out(workload: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Finding]:
     """A finding about dimensions that were not tried in all sets with others and that the plan does
     not shard, with an upper bound on the time that this costs.
     """
-    tensor, colours = plan.mesh["tensor"], load.colouring.colours
+    tensor, colours = plan.mesh["tensor"], workload.colouring.colours
     cut = {name for name, axes in plan.rules.entries if tensor > 1 and "tensor" in axes}
     names = [name for name in left_out if name not in cut and colours[name].divisor % tensor == 0]
     if not names:
         return []
     total = plan.estimate.step_seconds
-    lost = plan.estimate.seconds.compute * _share_computed_whole(load, plan, cut, names)
+    lost = plan.estimate.seconds.compute * _share_computed_whole(workload, plan, cut, names)
     if tensor == 1:
         cost = "this plan shards nothing over tensor"
     elif lost < _LITTLE * total:
@@ -451,9 +449,9 @@ def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Fin
             code="dimensions-left-out",
             severity="warning" if tensor > 1 and lost >= _LITTLE * total else "info",
             message=(
-                f"of {len(load.colouring.shardable)} dimensions {', '.join(names)} were tried one"
-                " after the other in the fastest plans, not in every set with others, and are not"
-                f" sharded: {cost}"
+                f"of {len(workload.colouring.shardable)} dimensions {', '.join(names)} were tried"
+                " one after the other in the fastest plans, not in every set with others, and are"
+                f" not sharded: {cost}"
             ),
             hint="the same logical axis for dims that may be sharded alike, which are one"
             " dimension then",
@@ -461,12 +459,14 @@ def _left_out(load: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Fin
     ]
 
 
-def _share_computed_whole(load: Workload, plan: Plan, cut: set[str], names: Sequence[str]) -> float:
+def _share_computed_whole(
+    workload: Workload, plan: Plan, cut: set[str], names: Sequence[str]
+) -> float:
     """Share of a device's FLOPs that would be saved if the named colours were sharded over tensor
     too.
     """
-    policy = plan.remat if plan.remat in load.problem.steps else "none"
-    graph, colours = load.problem.steps[policy].graph, load.colouring.steps[policy]
+    policy = plan.remat if plan.remat in workload.problem.steps else "none"
+    graph, colours = workload.problem.steps[policy].graph, workload.colouring.steps[policy]
     ways, whole, everything = plan.mesh["tensor"], 0.0, 0.0
     for op in graph.ops:
         if op.category in ("matmul", "convolution"):
@@ -529,14 +529,14 @@ def _idle_devices(plan: Plan, topology: Topology, most: int, pinned: bool) -> li
 
 
 @diagnostic
-def _kept(load: Workload, plan: Plan) -> list[Finding]:
+def _kept(workload: Workload, plan: Plan) -> list[Finding]:
     """A warning about zero-bubble stages in lockstep with rematerialisation: the inputs of weight
     gradients stay live whatever is rematerialised, and the estimate does not include them.
     """
     if (
         not named(plan.schedule).backward_in_two
         or plan.remat == "none"
-        or load.profile.pipeline != "lockstep"
+        or workload.profile.pipeline != "lockstep"
     ):
         return []
     return [
@@ -585,11 +585,11 @@ def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
+def _dropping(workload: Workload, topology: Topology, plan: Plan) -> list[Finding]:
     """The share of tokens that experts with a capacity are expected to drop; the price does not
     depend on it.
     """
-    known = Pricer(topology, load.profile).constants.skew
+    known = Pricer(topology, workload.profile).constants.skew
     skew = BALANCED if known is None else known
 
     def dropped(layer: capped.CapacityLayer) -> float:
@@ -608,7 +608,7 @@ def _dropping(load: Workload, topology: Topology, plan: Plan) -> list[Finding]:
             ),
             hint='a step counts them as "dropped"; a larger capacity drops less',
         )
-        for layer in dict.fromkeys(capped.capacity_layers(load.problem.forward).values())
+        for layer in dict.fromkeys(capped.capacity_layers(workload.problem.forward).values())
     ]
 
 
@@ -652,11 +652,11 @@ def unpriced(plan: Plan, topology: Topology) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def _doubled(load: Workload, plan: Plan) -> list[Finding]:
+def _doubled(workload: Workload, plan: Plan) -> list[Finding]:
     """Colours that the plan shards and that occur twice in some value, such as the sequence in
     attention scores.
     """
-    colouring, forward = load.colouring, load.problem.forward
+    colouring, forward = workload.colouring, workload.problem.forward
     cut = {name for name, axes in plan.rules.entries if any(axis in plan.mesh for axis in axes)}
     twice: dict[str, int] = {}
     for value, name in colouring.conflicts(forward, colouring.forward):

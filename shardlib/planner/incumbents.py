@@ -228,12 +228,10 @@ class Least:
     """
 
     def __init__(self, size: int) -> None:
-        self.values, self.offers, self.rows, self._choices = (
-            np.full(size, np.inf),
-            np.full(size, -1),
-            np.zeros(size, dtype=np.int64),
-            np.zeros(size, dtype=np.int64),
-        )
+        self.values = np.full(size, np.inf)
+        self.offers = np.full(size, -1)
+        self.rows = np.zeros(size, dtype=np.int64)
+        self._choices = np.zeros(size, dtype=np.int64)
 
     def take_in(
         self, number: int, offer: Offer, candidates: Array, values: Array, rows: Array
@@ -434,13 +432,11 @@ class Incumbents:
         reach: float,
         ranking: Ranking[Candidate] | None,
     ) -> None:
-        self._best, self._block, self._capacity, self._ranking, self._reach = (
-            best,
-            block,
-            capacity,
-            ranking,
-            reach,
-        )
+        self._best = best
+        self._block = block
+        self._capacity = capacity
+        self._ranking = ranking
+        self._reach = reach
         size = len(block.c)
         self._offers: list[Offer] = []
         self._fast, self._minimum_memory, self._peak = Least(size), Least(size), np.zeros(size)
@@ -668,14 +664,14 @@ _SLOWER: Mapping[str, tuple[str, ...]] = {
 class Setting:
     """Inputs of pricing: the model, the space, the machine, and the usable bytes per device."""
 
-    load: Workload
+    workload: Workload
     space: Space
     pricer: Pricer
     capacity: float
 
     def plans(self, decisions: Decisions, c: Meshes) -> Plans:
         """Candidates under the same decisions."""
-        return Plans(decisions=decisions, model=self.load.model, pricer=self.pricer, c=c)
+        return Plans(decisions=decisions, model=self.workload.model, pricer=self.pricer, c=c)
 
     @cached_property
     def offloads(self) -> list[tuple[str, ...]]:
@@ -707,10 +703,8 @@ def rates(seconds: Array, sizes: Array) -> Array:
         sizes: bytes per layer, [corners, rows].
     """
     quickest = np.argmin(seconds, axis=0)[None]
-    slower, smaller = (
-        seconds - np.take_along_axis(seconds, quickest, axis=0),
-        np.take_along_axis(sizes, quickest, axis=0) - sizes,
-    )
+    slower = seconds - np.take_along_axis(seconds, quickest, axis=0)
+    smaller = np.take_along_axis(sizes, quickest, axis=0) - sizes
     return np.where(smaller > 0, slower / np.where(smaller > 0, smaller, 1.0), 0.0)
 
 
@@ -747,9 +741,7 @@ class _Priced(ArrayTable):
             for corner, totals in self.corners.items()
         }
         return replace(
-            self,
-            corners=moved if parts else self.corners,
-            offer=self.offer.but(offload=parts),
+            self, corners=moved if parts else self.corners, offer=self.offer.but(offload=parts)
         )
 
 
@@ -803,14 +795,12 @@ class GroupPricer(Setting):
         rows = np.unique(np.concatenate([positions for positions, _ in alive.values()]))
         if not len(rows):
             return {}
-        quantities, c, plain = (
-            {policy: s.take(rows) for policy, s in quantities.items()},
-            c.take(rows),
-            plain[rows],
-        )
+        quantities = {policy: s.take(rows) for policy, s in quantities.items()}
+        c = c.take(rows)
+        plain = plain[rows]
         busy = {
             corner: self._busy(corner, quantities)
-            for corner in corners(self.space.policies, len(self.load.counts))
+            for corner in corners(self.space.policies, len(self.workload.counts))
         }
         plans = self.plans(alternatives[0], c)
         minima = {
@@ -838,7 +828,7 @@ class GroupPricer(Setting):
         """The quantities of a corner that `least_seconds` reads (no memory, no weight
         gradients).
         """
-        counts = self.load.counts
+        counts = self.workload.counts
         first = quantities[corner[0]]
 
         def mixed(part: str, name: str) -> Array:
@@ -880,7 +870,7 @@ class GroupPricer(Setting):
         Args:
             minima: by corner, the seconds of `least_seconds` and the seconds of kernels.
         """
-        c, (first, compute) = plans.c, minima[(NONE,) * len(self.load.counts)]
+        c, (first, compute) = plans.c, minima[(NONE,) * len(self.workload.counts)]
         # not counted by `least_seconds`: exposed communication, the optimizer, and fixed costs
         beside = np.where(plain, none.step_seconds - first, 0.0)
         constant = none.seconds["optimizer"] + self.pricer.constants.step_s
@@ -901,13 +891,7 @@ class GroupPricer(Setting):
         )
 
     def _lagrange(
-        self,
-        seconds: Array,
-        sizes: Array,
-        hides: Array,
-        resting: Array,
-        state: Array,
-        plans: Plans,
+        self, seconds: Array, sizes: Array, hides: Array, resting: Array, state: Array, plans: Plans
     ) -> Array:
         """Lower bound on the seconds of mixtures that fit, by row.
 
@@ -946,11 +930,11 @@ class GroupPricer(Setting):
 
     @cached_property
     def _model_tallies(self) -> ModelTallies:
-        return self.load.tallies.of_cuttable(self.cuttable)
+        return self.workload.tallies.of_cuttable(self.cuttable)
 
     @cached_property
     def _moments(self) -> ModelTallies:
-        return self.load.moments.of_cuttable(self.cuttable)
+        return self.workload.moments.of_cuttable(self.cuttable)
 
     def _quantities(
         self,
@@ -960,7 +944,7 @@ class GroupPricer(Setting):
         listed: Sequence[tuple[Choice, bool]],
     ) -> dict[Corner, Quantities]:
         """Quantities of every corner, by row."""
-        all_corners = corners(self.space.policies, len(self.load.counts))
+        all_corners = corners(self.space.policies, len(self.workload.counts))
         mixed = [corner for corner in all_corners if len(set(corner)) > 1]
         order = np.argsort(choices, kind="stable")
         parts: dict[Corner, list[Quantities]] = {corner: [] for corner in mixed}
@@ -980,7 +964,7 @@ class GroupPricer(Setting):
         """Quantities of the corners whose layer groups differ, under one choice."""
         shapes = np.unique(c.shape)
         local = replace(c, shape=np.searchsorted(shapes, c.shape))
-        segments = [moment.segment for moment in self.load.programs[NONE, routes].moments]
+        segments = [moment.segment for moment in self.workload.programs[NONE, routes].moments]
         parts = {
             policy: self._tallies(policy, routes, choice, shapes) for policy in self.space.policies
         }
@@ -989,9 +973,9 @@ class GroupPricer(Setting):
         )[0]
         by_corner: dict[Corner, Quantities] = {}
         for corner in mixed:
-            work, points = composed(corner, parts, segments, self.load.counts)
+            work, points = composed(corner, parts, segments, self.workload.counts)
             by_corner[corner] = quantities_of(
-                work, resting, points, self.load.model, self.pricer, local
+                work, resting, points, self.workload.model, self.pricer, local
             )
         return by_corner
 
@@ -1002,7 +986,7 @@ class GroupPricer(Setting):
         lists = list(self._moments.points[policy, routes].on(self.values, shapes).columns(columns))
         points: list[tuple[Array, ...]] = []
         stacks: list[Array] = []
-        for moment in self.load.programs[policy, routes].moments:
+        for moment in self.workload.programs[policy, routes].moments:
             first, *lists = lists
             stacks.append(first)
             points.append(tuple(lists[: len(moment.points)]))
@@ -1011,7 +995,7 @@ class GroupPricer(Setting):
 
     @cached_property
     def _patterns(self) -> list[Pattern]:
-        return patterns(self.space.policies, len(self.load.counts))
+        return patterns(self.space.policies, len(self.workload.counts))
 
     def price(
         self,
@@ -1076,10 +1060,8 @@ class GroupPricer(Setting):
         """Lower bound on the seconds of mixtures that fit: the largest Lagrangian bound over the
         exchange rates (seconds per byte) of the corners.
         """
-        seconds, sizes = (
-            np.stack([totals.step_seconds for totals in prices.values()]),
-            np.stack([totals.peak_bytes for totals in prices.values()]),
-        )
+        seconds = np.stack([totals.step_seconds for totals in prices.values()])
+        sizes = np.stack([totals.peak_bytes for totals in prices.values()])
         return np.where(
             sizes.min(0) > self.capacity,
             np.inf,
@@ -1483,10 +1465,8 @@ class RowPricer(Setting):
         if pinned_layers:
             needed = np.where(layers > pinned_layers, float(pinned_layers), 0.0)
         else:
-            saved, less = (
-                fast.device_bytes["activations"],
-                rematerialised.device_bytes["activations"],
-            )
+            saved = fast.device_bytes["activations"]
+            less = rematerialised.device_bytes["activations"]
             others = sum(
                 (
                     np.maximum(size, rematerialised.device_bytes[name])

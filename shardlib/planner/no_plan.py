@@ -82,12 +82,14 @@ class Request:
         return f"{self.problem.model} {sequences_text(self.problem, self.colouring, parts)}"
 
 
-def explain_empty(load: Workload, pins: Pins, devices: int) -> BatchError | PinError:
+def explain_empty(workload: Workload, pins: Pins, devices: int) -> BatchError | PinError:
     """The error for pins under which no plan is legal."""
-    lacking = layers_lacking(load.problem.model, layer_groups(load), pins)
+    lacking = layers_lacking(workload.problem.model, layer_groups(workload), pins)
     if lacking:
         return PinError(lacking)
-    request = Request(problem=load.problem, colouring=load.colouring, pins=pins, devices=devices)
+    request = Request(
+        problem=workload.problem, colouring=workload.colouring, pins=pins, devices=devices
+    )
     rows = _no_rows(request)
     if rows:
         return BatchError(rows)
@@ -95,7 +97,7 @@ def explain_empty(load: Workload, pins: Pins, devices: int) -> BatchError | PinE
     machine = f"{devices} device{'s'[: devices != 1]}"
     return PinError(
         message
-        or f"no mesh of {machine} over {', '.join(INNER_AXES)} fits {load.problem.model} with a"
+        or f"no mesh of {machine} over {', '.join(INNER_AXES)} fits {workload.problem.model} with a"
         f" batch of {request.rows} under the pins {pins}\nTry: fewer pins, one after the other, or"
         " another number of devices"
     )
@@ -351,12 +353,12 @@ class LayerGroups:
     calls: int = 1
 
 
-def layer_groups(load: Workload) -> LayerGroups:
+def layer_groups(workload: Workload) -> LayerGroups:
     """The layers of a model, for messages."""
-    facts = next(iter(load.programs.values())).facts
+    facts = next(iter(workload.programs.values())).facts
     return LayerGroups(
-        names=load.class_names,
-        counts=load.counts,
+        names=workload.class_names,
+        counts=workload.counts,
         calls=repeated_calls(facts.graph, facts.layers, facts.weights),
     )
 
@@ -487,7 +489,7 @@ def _number(layers: int) -> str:
 
 
 def infeasible(
-    load: Workload,
+    workload: Workload,
     topology: Topology,
     pins: Pins,
     candidate: Candidate,
@@ -524,9 +526,9 @@ def infeasible(
     )
     summary = f"{candidate.mesh}{', ' + candidate.summary if candidate.summary else ''}"
     return InfeasibleError(
-        f"{load.problem.model} does not fit on {topology.name}: the leanest plan ({summary}) needs"
-        f" {bytes_text(peak)} on each device, {bytes_text(peak - capacity)} more than {available}"
-        f" ({shares})\nTry:"
+        f"{workload.problem.model} does not fit on {topology.name}: the leanest plan ({summary})"
+        f" needs {bytes_text(peak)} on each device, {bytes_text(peak - capacity)} more than"
+        f" {available} ({shares})\nTry:"
         f" {'; or '.join(hints) if hints else 'a larger topology and a smaller batch together'}",
         short_bytes=math.ceil(peak * memory_margin - usable),
     )

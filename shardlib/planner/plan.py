@@ -232,13 +232,13 @@ class Source(Protocol):
     `shardlib.planner.search.Prepared`.
 
     Attributes:
-        load, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
+        workload, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
         written: (plan, mode of its mesh axes) -> source of a plain JAX file; None where the model
             is not available.
     """
 
     @property
-    def load(self) -> Workload: ...
+    def workload(self) -> Workload: ...
     @property
     def topology(self) -> Topology: ...
     @property
@@ -464,7 +464,7 @@ class Plan(Decisions):
         """
         from shardlib.report.timelines import predicted
 
-        forward = None if self.source is None else self.source.load.problem.forward
+        forward = None if self.source is None else self.source.workload.problem.forward
         return predicted(self, forward)
 
     def why_not(self, *unnamed: object, **pin: PinValue) -> str:

@@ -71,9 +71,7 @@ class Placed(BoundedTable):
         """The same pairs in a block without other candidates."""
         used, positions = np.unique(self.at, return_inverse=True)
         block = replace(
-            self.block,
-            places=[self.block.places[i] for i in used],
-            c=self.block.c.copied(used),
+            self.block, places=[self.block.places[i] for i in used], c=self.block.c.copied(used)
         )
         return replace(self, block=block, at=positions.reshape(-1))
 
@@ -172,11 +170,9 @@ class PairPricer(Setting):
     def _rows(self, entries: Entries, placed: Placed) -> Rows:
         """Candidates under choices, with their quantities."""
         rows, choices, c = placed.at, placed.choices, placed.block.c.take(placed.at)
-        model_tallies, policies, routes = (
-            entries.scope.model_tallies,
-            self.space.policies,
-            entries.scope.routes,
-        )
+        model_tallies = entries.scope.model_tallies
+        policies = self.space.policies
+        routes = entries.scope.routes
         by_group = self.space.by_group
         bounds = (*policies, EACH) if by_group else policies
         shapes, shape_of_row = np.unique(c.shape, return_inverse=True)
@@ -199,9 +195,9 @@ class PairPricer(Setting):
         }
         saved = (
             {
-                policy: columns(self.load.stacks.of_cuttable(self.cuttable).points[policy, routes])[
-                    0
-                ]
+                policy: columns(
+                    self.workload.stacks.of_cuttable(self.cuttable).points[policy, routes]
+                )[0]
                 for policy in policies
             }
             if by_group
@@ -212,7 +208,7 @@ class PairPricer(Setting):
                 columns(model_tallies.work[policy, routes])[0],
                 resting,
                 list(columns(model_tallies.points[policy, routes])),
-                self.load.model,
+                self.workload.model,
                 self.pricer,
                 local,
                 stacks=saved.get(policy),
@@ -308,7 +304,7 @@ class Unsharded:
             otherwise they are evaluated on that shape alone.
     """
 
-    load: Workload
+    workload: Workload
     space: Space
     pricer: Pricer
     values: MeasureValues | None = None
@@ -343,16 +339,18 @@ class Unsharded:
     def _total(self, key: tuple[str, bool] | None, *, routes: bool) -> Array:
         """Quantities of the stored arrays, or of a program: array [segments, rows, 1]."""
         values = (
-            self.pricer.values(self.load.tallies.index, ONE) if self.values is None else self.values
+            self.pricer.values(self.workload.tallies.index, ONE)
+            if self.values is None
+            else self.values
         )
-        colouring = self.load.colouring
+        colouring = self.workload.colouring
         choice = Choice(
             batch=colouring.batch_colour,
             context=colouring.sequence_colour,
-            expert=self.load.expert if routes else None,
+            expert=self.workload.expert if routes else None,
         )
         last = np.array([len(values.shapes) - 1])
-        return self.load.tallies.uncut(key).on(values, last).total(choice)[0]
+        return self.workload.tallies.uncut(key).on(values, last).total(choice)[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -404,7 +402,7 @@ class Explorer:
 
     def __init__(
         self,
-        load: Workload,
+        workload: Workload,
         space: Space,
         topology: Topology,
         capacity: float,
@@ -412,8 +410,8 @@ class Explorer:
         *,
         any_plan: bool = False,
     ) -> None:
-        self.load, self.space, self.pricer = load, space, Pricer(topology, load.profile)
-        self._uncut = Unsharded(load=load, space=space, pricer=self.pricer)
+        self.workload, self.space, self.pricer = workload, space, Pricer(topology, workload.profile)
+        self._uncut = Unsharded(workload=workload, space=space, pricer=self.pricer)
         self.topology = self.pricer.topology
         self.best = Best() if before is None else before.best
         self.rows: list[Place] = [] if before is None else before.rows
@@ -427,7 +425,7 @@ class Explorer:
             )
         )
         self.pairs = PairPricer(
-            load=load,
+            workload=workload,
             space=space,
             pricer=self.pricer,
             capacity=capacity,
@@ -474,7 +472,7 @@ class Explorer:
 
     def _few(self, devices: int) -> dict[str, Array]:
         """Mesh sizes of the simplest entries on some number of devices."""
-        sizes = self.space.mesh_sizes(self.load.colouring, devices)
+        sizes = self.space.mesh_sizes(self.workload.colouring, devices)
         plain = np.flatnonzero((sizes["context"] == 1) & (sizes["expert"] == 1))
         return {axis: size[plain] for axis, size in sizes.items()}
 
@@ -530,7 +528,7 @@ class Explorer:
 
     def _made(self, counts: Counts, enough: Sequence[int]) -> list[Entries]:
         """See `_entries`."""
-        mesh_sizes = [self.space.mesh_sizes(self.load.colouring, devices) for devices in enough]
+        mesh_sizes = [self.space.mesh_sizes(self.workload.colouring, devices) for devices in enough]
         made_entries = self._of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
         if made_entries:
             self._explored[counts] = made_entries
@@ -545,7 +543,7 @@ class Explorer:
             for axis in mesh_sizes[0]
         }
         shapes, shape = distinct(sizes)
-        values = self.pricer.values(self.load.tallies.index, Shapes.joined([shapes, ONE]))
+        values = self.pricer.values(self.workload.tallies.index, Shapes.joined([shapes, ONE]))
         self._uncut = replace(self._uncut, values=values)
         return [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
@@ -553,10 +551,10 @@ class Explorer:
         ]
 
     def _scope(self, routes: bool) -> Scope:
-        along = self.load.colouring.sequence_colour  # costs nothing where no axis shards it
+        along = self.workload.colouring.sequence_colour  # costs nothing where no axis shards it
         if routes not in self._scopes:
             self._scopes[routes] = Scope(
-                load=self.load,
+                workload=self.workload,
                 space=self.space,
                 cuttable=self._cuttable,
                 along=along,
@@ -650,11 +648,9 @@ class Explorer:
             bounds = entries.fewest_bytes
             order = np.argsort(bounds, kind="stable")
             for start, end in blocks(FIRST, len(order)):
-                block, limit, size = (
-                    order[start:end],
-                    best.minimum_memory_bytes,
-                    BRANCH_AND_BOUND_NEAREST,
-                )
+                block = order[start:end]
+                limit = best.minimum_memory_bytes
+                size = BRANCH_AND_BOUND_NEAREST
                 pairs = entries.pairs(block[bounds[block] < limit], limit, minimum_memory=True)
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self.pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
@@ -862,7 +858,7 @@ class PricedSpace:
 
 
 def priced_space(
-    load: Workload,
+    workload: Workload,
     topology: Topology,
     pins: Pins,
     ranking: Ranking[Candidate] | None = None,
@@ -872,10 +868,10 @@ def priced_space(
     all_devices: bool = False,
 ) -> PricedSpace:
     """Prices the space of a model under pins."""
-    rules = _require_possible(load, topology, pins)
+    rules = _require_possible(workload, topology, pins)
     devices_wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     rooms, runs = _explorers(
-        load, topology, pins, rules, devices_wanted, any_plan=any_plan, all_devices=all_devices
+        workload, topology, pins, rules, devices_wanted, any_plan=any_plan, all_devices=all_devices
     )
     part, largest = within_slow_links(topology), max(devices for devices, _ in runs)
     counts_by_explorer = dict[Explorer, Counts]()
@@ -907,7 +903,7 @@ def priced_space(
     if explorer.best.minimum_memory is None and not any_plan:
         from shardlib.planner.no_plan import explain_empty
 
-        raise explain_empty(load, pins, devices_wanted)
+        raise explain_empty(workload, pins, devices_wanted)
     return PricedSpace(
         space=rooms[-1],
         best=explorer.best,
@@ -949,7 +945,7 @@ def within_slow_links(topology: Topology) -> int:
 
 
 def _explorers(
-    load: Workload,
+    workload: Workload,
     topology: Topology,
     pins: Pins,
     rules: Rules | None,
@@ -961,22 +957,22 @@ def _explorers(
     """The spaces, one for each attention strategy and dtype combination, and an explorer for each
     number of devices that a plan may use; 0 devices where a space has no plan.
     """
-    able = load.framework.able if load.framework is not None else ANYTHING
-    fixed = fixed_choice(rules, load.colouring, pins) if rules is not None else None
+    able = workload.framework.able if workload.framework is not None else ANYTHING
+    fixed = fixed_choice(rules, workload.colouring, pins) if rules is not None else None
     all_dtypes = dict.fromkeys(
-        effective(combination, load.problem, load.profile, pins.dtypes)
+        effective(combination, workload.problem, workload.profile, pins.dtypes)
         for combination in combinations(pins.dtypes, pins.allow)
     )
-    all_strategies = strategies(load.problem, pins, load.profile, topology.chip, able)
+    all_strategies = strategies(workload.problem, pins, workload.profile, topology.chip, able)
     rooms: list[Space] = []
     runs: list[tuple[int, Explorer]] = []
     for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
         decisions = replace(strategy.decisions, dtypes=dtypes)
-        workload = load.under(dtypes, decisions.fused)
-        rooms.append(build(workload, pins, fixed, replace(strategy, decisions=decisions)))
+        variant = workload.under(dtypes, decisions.fused)
+        rooms.append(build(variant, pins, fixed, replace(strategy, decisions=decisions)))
         counts = [
             count
-            for count in _counts(rooms[-1], workload, topology, device_count)
+            for count in _counts(rooms[-1], variant, topology, device_count)
             if count == topology.devices or not all_devices
         ]
         explorers: dict[Topology, Explorer] = {}
@@ -984,7 +980,7 @@ def _explorers(
             machine = topology.in_use(devices)
             if machine not in explorers:
                 explorers[machine] = Explorer(
-                    workload,
+                    variant,
                     rooms[-1],
                     machine,
                     fitting_bytes(topology),
@@ -995,29 +991,26 @@ def _explorers(
     return rooms, runs
 
 
-def _require_possible(load: Workload, topology: Topology, pins: Pins) -> Rules | None:
+def _require_possible(workload: Workload, topology: Topology, pins: Pins) -> Rules | None:
     """Raises if the model or the machine does not support what is pinned.
 
     Returns:
         Pinned rules, in the colours of the model; None where none are pinned.
     """
-    _require_able(load.framework, pins)
-    require(
-        facts_of_pins(pins),
-        "the pins ask for what has no lowering",
-        gaps_of(load),
-    )
-    rules = check_rules(pins.rules, load.colouring) if pins.rules is not None else None
+    _require_able(workload.framework, pins)
+    require(facts_of_pins(pins), "the pins ask for what has no lowering", gaps_of(workload))
+    rules = check_rules(pins.rules, workload.colouring) if pins.rules is not None else None
     if pins.mesh is not None and pins.mesh.devices > topology.devices:
         raise PinError(
             f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
             f" {topology.devices}\nTry: a smaller mesh, or a topology of as many devices"
         )
-    called, ours = "attention" in load.problem.functions, bool(gaps_of(load))
+    called, ours = "attention" in workload.problem.functions, bool(gaps_of(workload))
     if ours and pins.context in ("ring", "ulysses") and not called:
         raise PinError(
-            f"context={pins.context!r} is pinned, and {load.problem.model} does not call attention"
-            " as a function\nTry: shardlib.attention in the model, or context='all-gather'"
+            f"context={pins.context!r} is pinned, and {workload.problem.model} does not call"
+            " attention as a function\nTry: shardlib.attention in the model, or"
+            " context='all-gather'"
         )
     offloaded = [part for part in pins.offload or () if part != "disk"]
     if offloaded and not topology.chip.host_bytes_per_s:
@@ -1040,13 +1033,15 @@ def _require_able(framework: Framework | None, pins: Pins) -> None:
         raise_all(PinError, what, failures, hint="other pins, or no framework")
 
 
-def _counts(space: Space, load: Workload, topology: Topology, device_count: int) -> Iterator[int]:
+def _counts(
+    space: Space, workload: Workload, topology: Topology, device_count: int
+) -> Iterator[int]:
     """Numbers of devices that a plan may use, the largest first; where none of the usual ones has a
     mesh, the largest number that has one.
     """
 
     def some(devices: int) -> bool:
-        return len(space.mesh_sizes(load.colouring, devices)["micro"]) > 0
+        return len(space.mesh_sizes(workload.colouring, devices)["micro"]) > 0
 
     if space.pins.mesh is not None:
         yield device_count

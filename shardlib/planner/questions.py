@@ -23,7 +23,6 @@ from shardlib.errors import ArgumentError, InfeasibleError, PinError
 from shardlib.graph import Op
 from shardlib.layout import BATCH_AXES, Rules
 from shardlib.machines.topology import Topology, island_of
-from shardlib.planner import workload
 from shardlib.planner.answers import (
     Alternative,
     Answers,
@@ -42,7 +41,7 @@ from shardlib.planner.plan import Plan, Ranked, source_of
 from shardlib.planner.priced import Unsharded
 from shardlib.planner.space import build, strategies
 from shardlib.planner.stored import combinations, effective
-from shardlib.planner.workload import Program, Workload
+from shardlib.planner.workload import Program, Workload, batch_size
 from shardlib.report.elements import TIE, bytes_text, percent_text, seconds_text
 from shardlib.untrusted.data import shown
 
@@ -335,14 +334,12 @@ def _pins(plan: Plan) -> Iterable[Binding]:
 
 def _sizes(plan: Plan) -> Iterable[Binding]:
     """Sizes that the mesh has used up: the batch, and colours that the tensor axis shards."""
-    source, colouring = source_of(plan), source_of(plan).load.colouring
-    problem, mesh = source.load.problem, plan.mesh
-    batch, degree = workload.batch_size(problem, colouring), mesh.ways(BATCH_AXES)
+    source, colouring = source_of(plan), source_of(plan).workload.colouring
+    problem, mesh = source.workload.problem, plan.mesh
+    batch, degree = batch_size(problem, colouring), mesh.ways(BATCH_AXES)
     for idle in (finding for finding in plan.findings if finding.code == "idle-devices"):
         yield Binding(
-            kind="size",
-            what="devices",
-            message=f"{idle.message[:1].upper()}{idle.message[1:]}.",
+            kind="size", what="devices", message=f"{idle.message[:1].upper()}{idle.message[1:]}."
         )
     if mesh.devices > 1 and batch > 1 and degree >= batch:
         yield Binding(
@@ -410,7 +407,7 @@ def _on_machine(plan: Plan) -> OnMachine:
     first = next(source.under(pins).ranked(roomy(topology), slack=1.0), None)
     if first is None:  # it was priced before
         raise InfeasibleError("the plan cannot be priced again")
-    return OnMachine.of(source.load, topology, first.candidate)
+    return OnMachine.of(source.workload, topology, first.candidate)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,25 +486,27 @@ def _name(op: Op, term: Compute, here: _Local) -> str:
 # A lower bound on the device-seconds of a step, on any number of devices.
 
 
-def least_device_seconds(load: Workload, topology: Topology, pins: Pins) -> float:
+def least_device_seconds(workload: Workload, topology: Topology, pins: Pins) -> float:
     """Lower bound on (step time x devices) for any plan on the machine.
 
     It is the kernel time of the unsharded step under the cheapest remat policy, attention kernel
     and dtypes that may be chosen; communication, waiting and launches are not included.
     """
-    able = load.framework.able if load.framework is not None else ANYTHING
+    able = workload.framework.able if workload.framework is not None else ANYTHING
     all_dtypes = dict.fromkeys(
-        effective(combination, load.problem, load.profile, pins.dtypes)
+        effective(combination, workload.problem, workload.profile, pins.dtypes)
         for combination in combinations(pins.dtypes, pins.allow)
     )
-    all_strategies = strategies(load.problem, pins, load.profile, topology.chip, able)
+    all_strategies = strategies(workload.problem, pins, workload.profile, topology.chip, able)
     seconds: list[float] = []
     for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
         decisions = replace(strategy.decisions, dtypes=dtypes)
-        workload = load.under(dtypes, decisions.fused)
-        space = build(workload, pins, None, replace(strategy, decisions=decisions))
+        variant = workload.under(dtypes, decisions.fused)
+        space = build(variant, pins, None, replace(strategy, decisions=decisions))
         seconds.append(
-            Unsharded(load=workload, space=space, pricer=Pricer(topology, workload.profile)).seconds
+            Unsharded(
+                variant=variant, space=space, pricer=Pricer(topology, variant.profile)
+            ).seconds
         )
     return min(seconds)
 
@@ -570,10 +569,7 @@ def sensitivity(plan: Plan) -> Sensitivity:
     peaks = tuple((dtype, rate * SHOCK) for dtype, rate in chip.flops_per_s)
     lowered += [
         ("compute", with_chip(topology, flops_per_s=peaks)),
-        (
-            "memory bandwidth",
-            with_chip(topology, hbm_bytes_per_s=chip.hbm_bytes_per_s * SHOCK),
-        ),
+        ("memory bandwidth", with_chip(topology, hbm_bytes_per_s=chip.hbm_bytes_per_s * SHOCK)),
     ]
     shocks = [_shock(plan, what, changed) for what, changed in lowered]
     return Sensitivity(
@@ -624,14 +620,11 @@ def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
         middle = (low + high) // 2
         between = best_on(plan, with_memory(topology, middle)) or best
         if between.estimate.step_seconds < best.estimate.step_seconds * (1 - TIE):
-            first, high = (
-                between,
-                min(
-                    middle,
-                    max(
-                        low + 1,
-                        math.ceil(between.estimate.device_bytes.peak * memory_margin) - usable,
-                    ),
+            first = between
+            high = min(
+                middle,
+                max(
+                    low + 1, math.ceil(between.estimate.device_bytes.peak * memory_margin) - usable
                 ),
             )
         else:
@@ -702,10 +695,8 @@ def _meeting(
     """
 
     def lead(rate: float) -> float:
-        ours, theirs = (
-            priced_on(best, machine_at(rate)),
-            priced_on(rival, machine_at(rate)),
-        )
+        ours = priced_on(best, machine_at(rate))
+        theirs = priced_on(rival, machine_at(rate))
         assert ours is not None and theirs is not None, "memory does not depend on links"
         return theirs.estimate.step_seconds - ours.estimate.step_seconds
 

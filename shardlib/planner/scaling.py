@@ -33,10 +33,10 @@ from shardlib.layout import Layout
 from shardlib.machines.chips import Tier
 from shardlib.machines.topology import Topology, TopologyLike, device_order, divisors
 from shardlib.machines.topology import topology as parse_topology
-from shardlib.planner import workload
 from shardlib.planner.answers import Ints, Part, Replan, Shards, lost_elements, moved_elements
 from shardlib.planner.plan import ParameterLayout, Plan, Source, source_of
 from shardlib.planner.questions import changes, pinned
+from shardlib.planner.workload import batch_size
 from shardlib.report.elements import (
     aligned,
     bytes_text,
@@ -368,13 +368,13 @@ def _usable_counts(source: Source, limit: int) -> set[int]:
     A tensor axis of a size that divides one colour alone, such as an odd factor of the vocabulary,
     leaves most matmuls unsharded.
     """
-    load = source.load
-    shapes = {parameter.path: parameter.shape for parameter in load.problem.parameters}
-    colours = [colour.divisor for colour in load.colouring.colours.values() if colour.matmuls]
+    workload = source.workload
+    shapes = {parameter.path: parameter.shape for parameter in workload.problem.parameters}
+    colours = [colour.divisor for colour in workload.colouring.colours.values() if colour.matmuls]
     shared = [math.gcd(a, b) for a, b in itertools.combinations(colours, 2)]
-    stacks = [shapes[path][dim] for path, dim in load.frozen]
+    stacks = [shapes[path][dim] for path, dim in workload.frozen]
     counts = {1}
-    for group in ([workload.batch_size(load.problem, load.colouring)], shared, stacks):
+    for group in ([batch_size(workload.problem, workload.colouring)], shared, stacks):
         factors = {1, *(number for size in group for number in divisors(size))}
         counts = {a * b for a in counts for b in factors if a * b <= limit}
     return counts
@@ -603,7 +603,7 @@ def _moves(
     )  # on other chips no device has any data yet
     state = {
         parameter.path: parameter.state_bytes_per_element
-        for parameter in source.load.under(old.dtypes).problem.parameters
+        for parameter in source.workload.under(old.dtypes).problem.parameters
     }
     moved = np.zeros(machine.devices, np.int64)
     parts: list[Part] = []

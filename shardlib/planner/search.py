@@ -54,7 +54,7 @@ MESHES, REACH = 3, 1.25
 
 
 def fastest_with_left_out(
-    load: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
+    workload: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
 ) -> tuple[Candidate, float]:
     """The fastest plan, and its seconds, after adding left-out dimensions to the best plans of a
     search wherever that is faster and fits.
@@ -74,24 +74,24 @@ def fastest_with_left_out(
     )
     best = candidate, seconds
     for its, start in [(seconds, candidate), *others[:MESHES]]:
-        improved = with_left_out(load, topology, space, start, its)
+        improved = with_left_out(workload, topology, space, start, its)
         best = improved if improved[1] < best[1] else best
     return best
 
 
 def with_left_out(
-    load: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
+    workload: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
 ) -> tuple[Candidate, float]:
     """A plan with each left-out dimension sharded where that is faster and fits, and its
     seconds.
     """
-    degree, colours = candidate.mesh["tensor"], load.colouring.colours
+    degree, colours = candidate.mesh["tensor"], workload.colouring.colours
     for name in space.space.left_out if degree > 1 else ():
         if colours[name].divisor % degree:
             continue
-        tensor = most_specific_first({*candidate.choice.tensor, name}, load.colouring)
+        tensor = most_specific_first({*candidate.choice.tensor, name}, workload.colouring)
         alternative = replace(candidate, choice=replace(candidate.choice, tensor=tensor))
-        totals = price(load, topology, alternative)
+        totals = price(workload, topology, alternative)
         its = float(totals.step_seconds[0])
         if its < seconds * (1 - GAIN) and totals.peak_bytes[0] <= fitting_bytes(topology):
             candidate, seconds = alternative, its
@@ -106,7 +106,7 @@ NEARLY = 0.9
 
 
 def with_more_room(
-    load: Workload,
+    workload: Workload,
     topology: Topology,
     pins: Pins,
     space: PricedSpace,
@@ -122,7 +122,7 @@ def with_more_room(
     decisions = candidate.decisions
     if pins.zero is not None or not (1 <= decisions.zero < 3):
         return candidate
-    fewest_bytes = float(price(load, topology, candidate).peak_bytes[0])
+    fewest_bytes = float(price(workload, topology, candidate).peak_bytes[0])
     if fewest_bytes < NEARLY * fitting_bytes(topology):
         return candidate
     stages = along({"stage": np.array([decisions.mesh["stage"]])})
@@ -130,7 +130,7 @@ def with_more_room(
         alternative = candidate.but(zero=zero)
         if not lowered(facts(alternative.decisions), stages, space.space.gaps).all():
             continue
-        totals = price(load, topology, alternative)
+        totals = price(workload, topology, alternative)
         peak, its = float(totals.peak_bytes[0]), float(totals.step_seconds[0])
         if its <= seconds * (1 + TIE) and peak < fewest_bytes * (1 - TIE):
             candidate, fewest_bytes = alternative, peak
@@ -157,11 +157,11 @@ ONE_PROCESS = Finding(
 FORMS = ("lockstep", "programs")
 
 
-def left_open(load: Workload, pins: Pins) -> bool:
+def left_open(workload: Workload, pins: Pins) -> bool:
     """True if the planner decides how stages run, which is only where shardlib makes the
     programs.
     """
-    return pins.pipeline == ANY and load.profile.name == XLA.name
+    return pins.pipeline == ANY and workload.profile.name == XLA.name
 
 
 def fastest_form(pins: Pins, search: Callable[[Pins], Plan]) -> Plan:
@@ -231,17 +231,17 @@ MOST_TENSOR = 32
 
 
 def with_loops(
-    load: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
+    workload: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
 ) -> tuple[Candidate, float]:
     """The candidate, with collective matmuls over tensor as loops where that is pinned, or left to
     the planner and predicted to be faster; and its step time.
     """
     if pins.collective_matmul not in ("loop", "any") or (
-        pins.collective_matmul == "any" and not hides(load, topology, candidate.mesh)
+        pins.collective_matmul == "any" and not hides(workload, topology, candidate.mesh)
     ):
         return candidate, step_seconds
     loop = candidate.but(collective_matmul="loop")
-    saved = OnMachine.of(load, topology, loop).saving()
+    saved = OnMachine.of(workload, topology, loop).saving()
     seconds = step_seconds - (saved.seconds if saved else 0.0)
     return (
         (loop, seconds)
@@ -250,12 +250,12 @@ def with_loops(
     )
 
 
-def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
+def hides(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
     """True if loops over tensor can be faster on a mesh: in a JAX program without stages, and where
     links work concurrently with compute, which those of simulated devices do not.
     """
     return (
-        load.profile.name == XLA.name
+        workload.profile.name == XLA.name
         and mesh["tensor"] > 1
         and mesh["stage"] == 1
         and all(tier.kind != "memory" for tier in topology.tiers)
@@ -263,7 +263,7 @@ def hides(load: Workload, topology: Topology, mesh: MeshShape) -> bool:
 
 
 def with_any_loops(
-    load: Workload, topology: Topology, pins: Pins, space: PricedSpace
+    workload: Workload, topology: Topology, pins: Pins, space: PricedSpace
 ) -> tuple[Candidate, float, float]:
     """The fastest candidate with or without loops over tensor, its step time, and a lower bound for
     all plans.
@@ -274,15 +274,17 @@ def with_any_loops(
     best plan, or `MOST_LOOPS` have been priced.
     """
     assert space.best.fastest is not None
-    best = with_loops(load, topology, space.best.fastest, pins, space.best.seconds)
-    for sharded in _by_tensor(load, topology, pins):
+    best = with_loops(workload, topology, space.best.fastest, pins, space.best.seconds)
+    for sharded in _by_tensor(workload, topology, pins):
         assert sharded.best.fastest is not None
         best = min(
             best,
-            with_loops(load, topology, sharded.best.fastest, pins, sharded.best.seconds),
+            with_loops(workload, topology, sharded.best.fastest, pins, sharded.best.seconds),
             key=lambda pair: pair[1],
         )
-    hidden = prepare(load.problem, topology.chip.vendor, replace(load.profile, tensor_overlap=1.0))
+    hidden = prepare(
+        workload.problem, topology.chip.vendor, replace(workload.profile, tensor_overlap=1.0)
+    )
     fastest = priced_space(hidden, topology, pins).best.seconds
     ranking, priced = Ranking[Candidate](), 0
     everywhere = priced_space(hidden, topology, pins, ranking, max(1.0, best[1] / fastest))
@@ -290,19 +292,19 @@ def with_any_loops(
         if entry.seconds >= best[1] or priced == MOST_LOOPS:
             return *best, min(best[1], entry.seconds)
         candidate = everywhere.candidate(entry)
-        if hides(load, topology, candidate.mesh):
+        if hides(workload, topology, candidate.mesh):
             alternative = with_loops(
-                load,
+                workload,
                 topology,
                 candidate,
                 pins,
-                float(price(load, topology, candidate).step_seconds[0]),
+                float(price(workload, topology, candidate).step_seconds[0]),
             )
             best, priced = min(best, alternative, key=lambda pair: pair[1]), priced + 1
     return *best, best[1]
 
 
-def _by_tensor(load: Workload, topology: Topology, pins: Pins) -> Iterator[PricedSpace]:
+def _by_tensor(workload: Workload, topology: Topology, pins: Pins) -> Iterator[PricedSpace]:
     """The priced spaces without stages, for every size of the tensor axis for which a plan fits,
     where pins leave the size open.
     """
@@ -312,7 +314,7 @@ def _by_tensor(load: Workload, topology: Topology, pins: Pins) -> Iterator[Price
     for degree in (n for n in divisors(topology.devices) if 1 < n <= MOST_TENSOR):
         try:
             axes = tuple(sorted({**fixed, "tensor": degree, "stage": 1}.items()))
-            space = priced_space(load, topology, pins.but(axes=axes))
+            space = priced_space(workload, topology, pins.but(axes=axes))
         except PinError:
             continue
         if space.best.fastest is not None:
@@ -334,31 +336,35 @@ MOST_REJECTED = 200
 MOST_POINTS = 240
 
 
-def _fastest(load: Workload, topology: Topology, pins: Pins, *, all_devices: bool = False) -> Plan:
+def _fastest(
+    workload: Workload, topology: Topology, pins: Pins, *, all_devices: bool = False
+) -> Plan:
     """The fastest plan that fits, without its source."""
     started = time.perf_counter()
     if pins.exchange.islands > 1:
-        search_island = partial(_fastest, load, pins=pins.of_one_island, all_devices=all_devices)
-        return wings.islands("planning").planned_on_islands(pins.exchange, topology, search_island)
-    load = prepared(load.problem, topology, load, None, pins)
-    if left_open(load, pins):
-        return fastest_form(
-            pins, lambda form: _fastest(load, topology, form, all_devices=all_devices)
+        search_island = partial(
+            _fastest, workload, pins=pins.of_one_island, all_devices=all_devices
         )
-    space = priced_space(load, topology, pins, all_devices=all_devices)
+        return wings.islands("planning").planned_on_islands(pins.exchange, topology, search_island)
+    workload = prepared(workload.problem, topology, workload, None, pins)
+    if left_open(workload, pins):
+        return fastest_form(
+            pins, lambda form: _fastest(workload, topology, form, all_devices=all_devices)
+        )
+    space = priced_space(workload, topology, pins, all_devices=all_devices)
     if space.best.fastest is None:
-        raise _infeasible(load, topology, pins, space)
+        raise _infeasible(workload, topology, pins, space)
     fastest, priced_seconds = fastest_with_left_out(
-        load, topology, space, space.best.fastest, space.best.seconds
+        workload, topology, space, space.best.fastest, space.best.seconds
     )
-    fastest = with_more_room(load, topology, pins, space, fastest, priced_seconds)
-    candidate, step_seconds = with_loops(load, topology, fastest, pins, priced_seconds)
+    fastest = with_more_room(workload, topology, pins, space, fastest, priced_seconds)
+    candidate, step_seconds = with_loops(workload, topology, fastest, pins, priced_seconds)
     bound = min(priced_seconds, step_seconds)
-    if pins.collective_matmul == "any" and load.profile.name == XLA.name:
-        candidate, step_seconds, bound = with_any_loops(load, topology, pins, space)
+    if pins.collective_matmul == "any" and workload.profile.name == XLA.name:
+        candidate, step_seconds, bound = with_any_loops(workload, topology, pins, space)
     seconds = time.perf_counter() - started
     return _plan(
-        load,
+        workload,
         topology,
         pins,
         space,
@@ -370,68 +376,71 @@ def _fastest(load: Workload, topology: Topology, pins: Pins, *, all_devices: boo
 def prepared(
     problem: Problem,
     topology: Topology,
-    load: Workload | None,
+    workload: Workload | None,
     profile: FrameworkProfile | str | None,
     pins: Pins,
 ) -> Workload:
-    """The problem prepared for a machine and a framework profile; `load` itself if it already is.
+    """The problem prepared for a machine and a framework profile; `workload` itself where it
+    already is.
 
     Args:
-        profile: framework profile or its name; None for that of `load`, or else of JAX and XLA.
+        profile: framework profile or its name; None for that of `workload`, or else of JAX and XLA.
     """
     chosen_profile = (
         framework_profile(profile)
         if profile is not None
-        else load.profile
-        if load is not None
+        else workload.profile
+        if workload is not None
         else XLA
     )
     if pins.pipeline == "programs":  # stages wait only for their neighbours
         chosen_profile = replace(chosen_profile, pipeline="asynchronous")
     elif (
         pins.pipeline is not None and chosen_profile.name == XLA.name
-    ):  # `load` may come from a plan of per-stage programs
+    ):  # `workload` may come from a plan of per-stage programs
         chosen_profile = replace(chosen_profile, pipeline=XLA.pipeline)
     if (
-        load is not None
-        and traits(load.vendor) == traits(topology.chip.vendor)
-        and load.profile == chosen_profile
+        workload is not None
+        and traits(workload.vendor) == traits(topology.chip.vendor)
+        and workload.profile == chosen_profile
     ):
-        return load
-    framework = load.framework if load is not None else None
+        return workload
+    framework = workload.framework if workload is not None else None
     return prepare(problem, topology.chip.vendor, chosen_profile, framework)
 
 
 def _in_order(
-    load: Workload, topology: Topology, pins: Pins, slack: float, front: bool
+    workload: Workload, topology: Topology, pins: Pins, slack: float, front: bool
 ) -> Iterator[Ranked]:
     """All plans that fit, fastest first, without their sources; each is built lazily."""
     started = time.perf_counter()
     if pins.exchange.islands > 1:
         island = island_of(topology, pins.exchange.islands)
-        inner = _in_order(load, island, pins.of_one_island, slack, front)
+        inner = _in_order(workload, island, pins.of_one_island, slack, front)
         return wings.islands("planning").met_in_order(inner, pins.exchange, topology)
-    load = prepared(load.problem, topology, load, None, pins)
-    if left_open(load, pins):
+    workload = prepared(workload.problem, topology, workload, None, pins)
+    if left_open(workload, pins):
         return forms_in_order(
             pins,
-            lambda form: _in_order(load, topology, form, slack, front),
+            lambda form: _in_order(workload, topology, form, slack, front),
             slack=slack,
             front=front,
         )
     ranking = Ranking[Candidate]()
-    space = priced_space(load, topology, pins, ranking, slack)
+    space = priced_space(workload, topology, pins, ranking, slack)
     if space.best.fastest is None:
-        raise _infeasible(load, topology, pins, space)
+        raise _infeasible(workload, topology, pins, space)
     seconds = time.perf_counter() - started
 
     def plan(candidate: Candidate, entry: Entry[Candidate]) -> Plan:
-        alternative, priced_seconds = with_left_out(load, topology, space, candidate, entry.seconds)
-        alternative = with_more_room(load, topology, pins, space, alternative, priced_seconds)
-        chosen, step_seconds = with_loops(load, topology, alternative, pins, priced_seconds)
+        alternative, priced_seconds = with_left_out(
+            workload, topology, space, candidate, entry.seconds
+        )
+        alternative = with_more_room(workload, topology, pins, space, alternative, priced_seconds)
+        chosen, step_seconds = with_loops(workload, topology, alternative, pins, priced_seconds)
         bound = min(space.best.seconds, step_seconds)
         certificate = _certificate(space, chosen, step_seconds, seconds, bound)
-        return _plan(load, topology, pins, space, chosen, certificate)
+        return _plan(workload, topology, pins, space, chosen, certificate)
 
     def entries() -> Iterator[Ranked]:
         for entry in ranking.front() if front else ranking.ordered(space.simplicity):
@@ -447,7 +456,7 @@ def _in_order(
 
 
 def _plan(
-    load: Workload,
+    workload: Workload,
     topology: Topology,
     pins: Pins,
     space: PricedSpace,
@@ -455,7 +464,7 @@ def _plan(
     certificate: Search,
 ) -> Plan:
     plan = assemble(
-        load,
+        workload,
         topology,
         candidate,
         certificate,
@@ -512,7 +521,7 @@ def _rejected(best: Best, chosen: Candidate) -> tuple[Rejected, ...]:
 
 
 def _infeasible(
-    load: Workload, topology: Topology, pins: Pins, space: PricedSpace
+    workload: Workload, topology: Topology, pins: Pins, space: PricedSpace
 ) -> InfeasibleError:
     from shardlib.planner.no_plan import infeasible
 
@@ -520,13 +529,15 @@ def _infeasible(
 
     def fits(machine: Topology, others: Pins) -> bool:
         try:
-            priced = priced_space(load, machine, others, any_plan=True)
+            priced = priced_space(workload, machine, others, any_plan=True)
         except PinError:
             return False
         return priced.best.fastest is not None
 
     candidate = space.best.minimum_memory
-    return infeasible(load, topology, pins, candidate, price(load, topology, candidate), fits)
+    return infeasible(
+        workload, topology, pins, candidate, price(workload, topology, candidate), fits
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -568,17 +579,17 @@ def nearby(rows: int, devices: int) -> tuple[int, ...]:
 
 @diagnostic
 def divided_badly(
-    plan: Plan, load: Workload, topology: Topology, pins: Pins
+    plan: Plan, workload: Workload, topology: Topology, pins: Pins
 ) -> tuple[Finding, ...]:
     """A finding where the batch does not divide over the devices, and one of a similar size is
     faster.
     """
-    rows = batch_size(load.problem, load.colouring)
+    rows = batch_size(workload.problem, workload.colouring)
     if rows == 1:
         return ()
     for candidate in nearby(rows, topology.devices)[:BATCH_MOST]:
         try:
-            best = priced_space(_with_rows(load, rows, candidate), topology, pins).best
+            best = priced_space(_with_rows(workload, rows, candidate), topology, pins).best
         except PinError:
             continue
         ratio = best.seconds * max(1.0, rows / candidate) / plan.estimate.step_seconds
@@ -603,21 +614,22 @@ def divided_badly(
     return ()
 
 
-def _with_rows(load: Workload, rows: int, new_rows: int) -> Workload:
+def _with_rows(workload: Workload, rows: int, new_rows: int) -> Workload:
     """The problem with the batch size of `new_rows` and the costs of the traced one."""
-    name = load.colouring.batch_colour
+    name = workload.colouring.batch_colour
 
     def shape(path: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        axes = load.colouring.batch[path]
+        axes = workload.colouring.batch[path]
         return tuple(
             size // rows * new_rows if axis == name else size
             for size, axis in zip(sizes, axes, strict=True)
         )
 
     batch = tuple(
-        (path, shape(path, sizes), dtype, axes) for path, sizes, dtype, axes in load.problem.batch
+        (path, shape(path, sizes), dtype, axes)
+        for path, sizes, dtype, axes in workload.problem.batch
     )
-    return replace(load, problem=replace(load.problem, batch=batch))
+    return replace(workload, problem=replace(workload.problem, batch=batch))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -699,7 +711,7 @@ class Prepared:
             is not available.
     """
 
-    load: Workload
+    workload: Workload
     topology: Topology
     pins: Pins
     on_islands: Callable[[int], Problem] | None = field(default=None, repr=False, compare=False)
@@ -720,7 +732,7 @@ class Prepared:
         """
         if (topology, pins) not in self._answers:
             self._answers[topology, pins] = search(
-                self.load.problem, topology, pins, load=self.load
+                self.workload.problem, topology, pins, workload=self.workload
             )
         return self._answers[topology, pins]
 
@@ -731,7 +743,12 @@ class Prepared:
         step time of the fastest.
         """
         return ranked(
-            self.load.problem, topology, self.pins, load=self.load, slack=slack, front=front
+            self.workload.problem,
+            topology,
+            self.pins,
+            workload=self.workload,
+            slack=slack,
+            front=front,
         )
 
     def on_all_devices(self) -> Plan:
@@ -739,7 +756,7 @@ class Prepared:
         without those of the mesh.
         """
         pins = self.pins.but(mesh=None, axes=())
-        plan = _fastest(self.load, self.topology, pins, all_devices=True)
+        plan = _fastest(self.workload, self.topology, pins, all_devices=True)
         return replace(plan, source=self.under(pins))
 
     def why_not(self, pin: PinMapping) -> Plan:
@@ -764,21 +781,21 @@ def search(
     topology: TopologyLike,
     pin: PinMapping | Pins | None = None,
     *,
-    load: Workload | None = None,
+    workload: Workload | None = None,
     profile: FrameworkProfile | str | None = None,
 ) -> Plan:
     """Finds the fastest plan that fits; it carries its source.
 
     Args:
         profile: profile (or its name) of the framework that will run the plan; by default that of
-            `load`, or one JAX program ("xla").
+            `workload`, or one JAX program ("xla").
     """
     started = time.perf_counter()
-    source = _source(problem, topology, pin, load, profile)
+    source = _source(problem, topology, pin, workload, profile)
     preparing = time.perf_counter() - started
-    plan = _fastest(source.load, source.topology, source.pins)
-    if load is None and source.pins.mesh is None and source.pins.exchange.islands == 1:
-        first = divided_badly(plan, source.load, source.topology, source.pins)
+    plan = _fastest(source.workload, source.topology, source.pins)
+    if workload is None and source.pins.mesh is None and source.pins.exchange.islands == 1:
+        first = divided_badly(plan, source.workload, source.topology, source.pins)
         plan = replace(plan, findings=(*first, *plan.findings))
     return _sourced(plan, source, preparing)
 
@@ -801,16 +818,16 @@ def ranked(
     topology: TopologyLike,
     pin: PinMapping | Pins | None = None,
     *,
-    load: Workload | None = None,
+    workload: Workload | None = None,
     slack: float = math.inf,
     profile: FrameworkProfile | str | None = None,
     front: bool = False,
 ) -> Iterator[Ranked]:
     """All plans that fit, fastest first, each with its source."""
     started = time.perf_counter()
-    source = _source(problem, topology, pin, load, profile)
+    source = _source(problem, topology, pin, workload, profile)
     preparing = time.perf_counter() - started
-    entries = _in_order(source.load, source.topology, source.pins, slack, front)
+    entries = _in_order(source.workload, source.topology, source.pins, slack, front)
     return (replace(entry, make=partial(_made, entry, source, preparing)) for entry in entries)
 
 
@@ -829,12 +846,10 @@ def _source(
     problem: Problem,
     topology: TopologyLike,
     pin: PinMapping | Pins | None,
-    load: Workload | None,
+    workload: Workload | None,
     profile: FrameworkProfile | str | None,
 ) -> Prepared:
     machine, pins = parse_topology(topology), Pins.parse(pin)
     return Prepared(
-        load=prepared(problem, machine, load, profile, pins),
-        topology=machine,
-        pins=pins,
+        workload=prepared(problem, machine, workload, profile, pins), topology=machine, pins=pins
     )

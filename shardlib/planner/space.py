@@ -58,11 +58,7 @@ class Strategy:
 
 
 def strategies(
-    problem: Problem,
-    pins: Pins,
-    profile: FrameworkProfile,
-    chip: Chip,
-    able: Abilities = ANYTHING,
+    problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip, able: Abilities = ANYTHING
 ) -> list[Strategy]:
     """Lists the ways to compute attention and to use the context axis.
 
@@ -175,7 +171,7 @@ _BY_ITSELF = {
             "pin microbatches to 1, or balance the experts of every sequence by itself, which is a"
             " mean over rows"
         ),
-    ),
+    )
 }
 _TRY = (
     "pin microbatches to 1, or return shardlib.WeightedMean(total, weight) for a ratio of sums over"
@@ -473,11 +469,9 @@ class Space:
         """The most chunks per stage of a breadth-first pipeline, by candidate; 0 where it has
         none.
         """
-        stages, micro, other_ways = (
-            sizes["stage"],
-            sizes["micro"],
-            math.prod(sizes[axis] for axis in STORED_AXES),
-        )
+        stages = sizes["stage"]
+        micro = sizes["micro"]
+        other_ways = math.prod(sizes[axis] for axis in STORED_AXES)
         limit, minimum = self.limits.layers // stages, self.pins.virtual_stages or FEWEST
         fits = (
             (stages > 1)
@@ -608,28 +602,28 @@ def subsets(colours: Sequence[str]) -> list[tuple[str, ...]]:
     ]
 
 
-def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) -> Space:
+def build(workload: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) -> Space:
     """The space of a workload under pins.
 
     Args:
         fixed: the choice that pinned rules stand for; None without.
     """
-    problem, colouring = load.problem, load.colouring
+    problem, colouring = workload.problem, workload.colouring
     limits = Limits(
         batch=batch_size(problem, colouring),
         sequence=sequence_size(problem, colouring),
-        layers=max(load.counts, default=0),
-        experts=colouring.colours[load.expert].divisor if load.expert else 1,
+        layers=max(workload.counts, default=0),
+        experts=colouring.colours[workload.expert].divisor if workload.expert else 1,
         splits=problem.rows.splits,
         staged=not problem.rows.by_row,
-        groups=len(load.counts),
-        able=load.framework.able if load.framework is not None else ANYTHING,
+        groups=len(workload.counts),
+        able=workload.framework.able if workload.framework is not None else ANYTHING,
     )
     parts = max(pins.microbatches or 1, pins.accumulation or 1)
     require_whole(problem.rows, parts)
     stages = dict(pins.axes).get("stage", 1) if pins.mesh is None else pins.mesh["stage"]
     require_unstaged(problem.rows, parts, stages or 1)
-    pins, each = policies_of_groups(problem, pins, load.class_names, load.by_class)
+    pins, each = policies_of_groups(problem, pins, workload.class_names, workload.by_class)
     tensor, left_out = tensor_colours(colouring)
     return Space(
         tensor=tensor,
@@ -638,29 +632,31 @@ def build(load: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) 
         choices=tuple(
             choice
             for choice in _choices(colouring, tensor, pins, fixed)
-            if _space_able(choice, tensor, load.expert, limits.able)
+            if _space_able(choice, tensor, workload.expert, limits.able)
         ),
-        routes=_routes(load, pins, limits),
+        routes=_routes(workload, pins, limits),
         pins=pins,
         limits=limits,
-        gaps=gaps_of(load),
-        by_class=load.by_class,
+        gaps=gaps_of(workload),
+        by_class=workload.by_class,
         gathers=(
             (pins.gather,)
             if pins.gather
-            else tuple(gather for gather in load.profile.gathers if gather in limits.able.gathers)
+            else tuple(
+                gather for gather in workload.profile.gathers if gather in limits.able.gathers
+            )
         ),
         each=each,
         strategy=strategy,
     )
 
 
-def gaps_of(load: Workload) -> tuple[Gap, ...]:
+def gaps_of(workload: Workload) -> tuple[Gap, ...]:
     """The combinations that cannot be lowered; empty for frameworks whose plans are priced but not
     lowered here.
     """
-    ours = load.profile.name == XLA.name and load.framework is None
-    return on_chips(load.vendor) if ours else ()
+    ours = workload.profile.name == XLA.name and workload.framework is None
+    return on_chips(workload.vendor) if ours else ()
 
 
 def _choices(
@@ -703,10 +699,10 @@ def _space_able(
     return able.tensor == "any" or always <= {*choice.tensor} <= {*tensor} - {expert}
 
 
-def _routes(load: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
+def _routes(workload: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
     """The values to try for routing the tokens of experts."""
-    problem, expert = load.problem, load.expert
-    form, ours = experts_form(problem), bool(gaps_of(load))
+    problem, expert = workload.problem, workload.expert
+    form, ours = experts_form(problem), bool(gaps_of(workload))
     routes = tuple(
         flag
         for flag in (False, True)
@@ -730,7 +726,7 @@ def _routes(load: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
     if limits.experts > 1 and limits.experts % size:
         from shardlib.planner.no_plan import misfit
 
-        raise PinError(misfit("expert", size, problem, load.colouring))
+        raise PinError(misfit("expert", size, problem, workload.colouring))
     if not routes:
         raise PinError(
             f"experts={pins.experts!r} is pinned, and the experts of {problem.model} are {form!r}:"
@@ -790,10 +786,7 @@ def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[t
         return
     fixed = dict(pins.axes)
     beyond = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
-    piped, axes = (
-        pins.staged,
-        limits.able.axes,
-    )  # pinning a schedule and the like implies stages
+    piped, axes = (pins.staged, limits.able.axes)  # pinning a schedule and the like implies stages
 
     def allowed(axis: str, left: int) -> list[int]:
         if axis not in axes:
@@ -894,7 +887,7 @@ class Scope:
         routes: True if tokens of experts are routed.
     """
 
-    load: Workload
+    workload: Workload
     space: Space
     cuttable: tuple[str, ...]
     along: str | None
@@ -903,7 +896,7 @@ class Scope:
     @cached_property
     def model_tallies(self) -> ModelTallies:
         """The tallies of the model."""
-        return self.load.tallies.of_cuttable(self.cuttable)
+        return self.workload.tallies.of_cuttable(self.cuttable)
 
     @cached_property
     def choices(self) -> list[Choice]:
@@ -943,7 +936,9 @@ class Scope:
 
     def choice(self, choice: Choice) -> Choice:
         """A choice of the space with the colours of the context and expert axes added."""
-        return replace(choice, context=self.along, expert=self.load.expert if self.routes else None)
+        return replace(
+            choice, context=self.along, expert=self.workload.expert if self.routes else None
+        )
 
 
 class ChoiceGroups:
@@ -1050,11 +1045,9 @@ class ComponentCosts:
         self, scope: Scope, tallies: ItemTallies, shapes: Shapes, measured: Measured, count: int
     ) -> None:
         self._scope, self._tallies, self._measured, self._count = scope, tallies, measured, count
-        self._tensor, self._legal = (
-            shapes.tensor,
-            (shapes.expert >= 1 if scope.routes else shapes.expert == 1),
-        )
-        colours = scope.load.colouring.colours
+        self._tensor = shapes.tensor
+        self._legal = shapes.expert >= 1 if scope.routes else shapes.expert == 1
+        colours = scope.workload.colouring.colours
         self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
         self._known: dict[tuple[tuple[str, ...], Choice], LazyColumns] = {}
         self._leasts: dict[tuple[tuple[str, ...], str | None], LazyColumns] = {}

@@ -509,10 +509,8 @@ def _resting(step: StepGraph, dtype: str) -> StepGraph:
     """
     graph = step.graph
     trained = set(graph.inputs_of("parameter"))
-    weights, gradients = (
-        {value: source for value, source in step.weights().items() if source in trained},
-        step.gradient_like(),
-    )
+    weights = {value: source for value, source in step.weights().items() if source in trained}
+    gradients = step.gradient_like()
     stored = {graph.values[value].dtype for value in trained}
     values = tuple(
         (

@@ -394,10 +394,8 @@ class ItemTallies:
                 replace(choice, tensor=tuple(name for name in choice.tensor if name in part)),
             )
             if key not in self._known:
-                cuttable, own_colours = (
-                    {name for component in self.parts for name in component},
-                    set(part),
-                )
+                cuttable = {name for component in self.parts for name in component}
+                own_colours = set(part)
                 groups = (
                     group
                     for group in self.groups
@@ -530,12 +528,7 @@ class TallyCache:
             groups = [self._grouped(items, relevant) for items in lists]
             parts = components((group.colours for items in groups for group in items), cuttable)
             resting, *others = [
-                ItemTallies(
-                    lists=len(listed),
-                    segments=self._segments,
-                    groups=items,
-                    parts=parts,
-                )
+                ItemTallies(lists=len(listed), segments=self._segments, groups=items, parts=parts)
                 for listed, items in zip(lists, groups, strict=True)
             ]
             self._known[cuttable] = ModelTallies(
@@ -597,13 +590,7 @@ class Workload:
         ):
             beside = self.beside.tallies
         return TallyCache(
-            work,
-            points,
-            self.rest,
-            len(self.counts),
-            self.profile,
-            self._fixed,
-            beside=beside,
+            work, points, self.rest, len(self.counts), self.profile, self._fixed, beside=beside
         )
 
     @property
@@ -675,13 +662,13 @@ class Workload:
             changed = profile if kind == "traced" else replace(profile, attention=kind)
             prepared_other = self._under.get((dtypes, "fused" if kind == "blocks" else "blocks"))
             if kind == "traced" and not dtypes:
-                workload = self
+                variant = self
             elif kind != "traced" and prepared_other is not None:
-                workload = prepared_other.attending(kind)
+                variant = prepared_other.attending(kind)
             else:
                 beside = None if dtypes else self
-                workload = prepare(problem, self.vendor, changed, self.framework, beside)
-            self._under[dtypes, kind] = workload
+                variant = prepare(problem, self.vendor, changed, self.framework, beside)
+            self._under[dtypes, kind] = variant
         return self._under[dtypes, kind]
 
     def attending(self, kind: str) -> Workload:

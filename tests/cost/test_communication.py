@@ -78,7 +78,7 @@ def planned(name: str, zero: int = 3, tensor: int = 4, rules: str = "seq"):
         **({"rules": named} if tensor > 1 else {}),
     }
     load = workload(name)
-    return totals(search(load.problem, "h100:8", pins, load=load).estimate.collectives)
+    return totals(search(load.problem, "h100:8", pins, workload=load).estimate.collectives)
 
 
 @pytest.mark.long
@@ -144,7 +144,7 @@ def test_scatters_over_two_axes_of_a_torus_are_done_over_one_after_the_other():
         ("h100:8", "nvidia", {(("fsdp", "expert"), head // 8)}),
     ):
         load = prepare(problem(init, loss, optax.adamw(1e-3), batch), vendor)
-        listed = search(load.problem, topology, pins, load=load).estimate.collectives
+        listed = search(load.problem, topology, pins, workload=load).estimate.collectives
         found = {(one.axes, one.bytes) for one in listed if one.kind == "reduce-scatter"}
         assert wanted <= found
         assert (("fsdp", "expert") in {axes for axes, _ in found}) == (vendor == "nvidia")

@@ -272,14 +272,14 @@ def test_a_margin_is_at_least_one(factor: object):
 @pytest.mark.long
 def test_a_plan_leaves_the_margin_free_and_says_so():
     where = topology("h100:4")
-    free = planner.search(workload().problem, without_margin(where), load=workload())
+    free = planner.search(workload().problem, without_margin(where), workload=workload())
     peak = free.estimate.device_bytes.peak
     chip = replace(where.chip, hbm_bytes=int(peak * 1.05), reserved_bytes=0)
     narrow = replace(where, chip=chip, corrections=(("margin", 1.1),))
-    tight = planner.search(workload().problem, without_margin(narrow), load=workload())
+    tight = planner.search(workload().problem, without_margin(narrow), workload=workload())
     # a full memory may change the ZeRO stage of equally fast plans, not their seconds
     assert tight.estimate.step_seconds == free.estimate.step_seconds
-    lean = planner.search(workload().problem, narrow, load=workload())
+    lean = planner.search(workload().problem, narrow, workload=workload())
     assert lean.estimate.device_bytes.peak * 1.1 <= chip.usable_bytes
     assert lean.estimate.step_seconds >= free.estimate.step_seconds and lean.estimate.margin == 1.1
     text = explain(lean, topology=narrow)
@@ -399,7 +399,7 @@ def test_compute_is_multiplied_and_hides_more():
 def test_the_search_is_still_that_of_brute_force():
     """A factor on temporaries makes plans not fit that would without it."""
     where = without_margin(topology("h100:2"))
-    roomy = planner.search(workload().problem, where, load=workload())
+    roomy = planner.search(workload().problem, where, workload=workload())
     tight = replace(
         where,
         chip=replace(where.chip, hbm_bytes=roomy.estimate.device_bytes.peak + 1, reserved_bytes=0),
@@ -407,13 +407,13 @@ def test_the_search_is_still_that_of_brute_force():
     corrected = replace(
         tight, corrections=(("temporaries", 4.0), ("activations", 2.0), ("margin", 1.1))
     )
-    full = planner.search(workload().problem, tight, load=workload())
+    full = planner.search(workload().problem, tight, workload=workload())
     assert full.estimate.step_seconds == roomy.estimate.step_seconds
     alike = {"offload": [], "remat": "none"}  # no mixtures, which the ranking lacks
-    found = planner.search(workload().problem, corrected, alike, load=workload())
+    found = planner.search(workload().problem, corrected, alike, workload=workload())
     prices = [
         price(workload(), corrected, entry.candidate)
-        for entry in planner.ranked(workload().problem, tight, alike, load=workload())
+        for entry in planner.ranked(workload().problem, tight, alike, workload=workload())
     ]
     fitting = [
         float(p.step_seconds[0])
@@ -435,7 +435,7 @@ def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
         **PATH,
     )
     monkeypatch.setattr(room, "learned", lambda: (entry,))
-    plan = planner.search(workload().problem, "h100:4", PIN, load=workload())
+    plan = planner.search(workload().problem, "h100:4", PIN, workload=workload())
     assert plan.estimate.corrections == (
         Applied(quantity="margin", factor=UNKNOWN_MARGIN, unknown=True),
         Applied(quantity="temporaries", factor=1.25, n=24, versions=entry.versions),
@@ -455,7 +455,8 @@ def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
         " (0.12.0 here)."
     )
     assert (
-        planner.search(workload().problem, "cpu:4", PIN, load=workload()).estimate.corrections == ()
+        planner.search(workload().problem, "cpu:4", PIN, workload=workload()).estimate.corrections
+        == ()
     )
 
 
@@ -466,7 +467,7 @@ def test_a_topology_file_brings_its_own(tmp_path: Path):
     )
     path = tmp_path / "mine.toml"
     path.write_text(text + "temporaries = 1.5\n")
-    plan = planner.search(workload().problem, str(path), PIN, load=workload())
+    plan = planner.search(workload().problem, str(path), PIN, workload=workload())
     assert "the prediction is corrected: temporaries x 1.5, from the topology file" in " ".join(
         explain(plan).split()
     )

@@ -66,7 +66,7 @@ def planned(
         problem(name),
         topology(where),
         {"mesh": {"data": 1}, "zero": 0, "remat": "none", "microbatches": 1, **pins},
-        load=loaded(profile, name),
+        workload=loaded(profile, name),
         profile=profile,
     )
 

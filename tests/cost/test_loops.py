@@ -90,7 +90,7 @@ def planned(topology, tensor, collective_matmul, others=1):
         traced(),
         topology,
         {**pin, **({"collective_matmul": collective_matmul} if collective_matmul else {})},
-        load=prepared(machine(topology).chip.vendor),
+        workload=prepared(machine(topology).chip.vendor),
     )
 
 

@@ -123,7 +123,7 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
                 ("vocab", "tensor"),
             ],
         },
-        load=workload(),
+        workload=workload(),
     )
     whole = 16 * 32 * 64 * 4
     residual = [c for c in plan.estimate.collectives if c.kind == "all-reduce" and c.bytes == whole]

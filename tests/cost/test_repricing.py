@@ -28,7 +28,7 @@ from tests.planner.worlds import workload
     ],
 )
 def test_predicted_collectives_cost_what_was_predicted(where: str, pin: dict[str, Any]) -> None:
-    plan = planner.search(workload().problem, where, pin, load=workload())
+    plan = planner.search(workload().problem, where, pin, workload=workload())
     place = topology(where)
     assert plan.estimate.collectives
     for c in plan.estimate.collectives:
@@ -54,7 +54,7 @@ def test_a_plan_without_small_sums_is_priced_as_predicted(where: str) -> None:
         workload().problem,
         place,
         {"mesh": {"tensor": 4}, "sequence_parallel": False},
-        load=workload(),
+        workload=workload(),
     )
     again = reprice(
         plan.estimate.seconds, plan.estimate.collectives, 0.0, place.chip.vendor, zero=plan.zero

@@ -57,7 +57,7 @@ def test_a_plan_has_what_was_pinned(word: str, value: Any) -> None:
     }
     needs = {**usual, **BESIDE.get((word, value), {})}
     load, where = _load(**needs), needs["where"]
-    plan = planner.search(load.problem, where, {word: value}, load=load)
+    plan = planner.search(load.problem, where, {word: value}, workload=load)
     assert getattr(plan, word) == value
 
 
@@ -112,7 +112,7 @@ def test_a_plan_has_what_was_pinned_of_no_listed_value(word: str, value: Any, fo
     ordered = word == "axis_order"
     beside, where = ({"mesh": {"data": 2, "tensor": 2}}, "h100:4") if ordered else ({}, "h100:2")
     load = _load(where, "stack", "attention")
-    plan = planner.search(load.problem, where, {word: value, **beside}, load=load)
+    plan = planner.search(load.problem, where, {word: value, **beside}, workload=load)
     assert plan.decisions[word.partition(".")[0]] == found
 
 

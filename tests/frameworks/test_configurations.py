@@ -53,7 +53,7 @@ def load(name: str, where: str = GPUS) -> Any:
 
 def plan(name: str, where: str = GPUS, **pins: Any) -> Plan:
     one = load(name, where)
-    return search(one.problem, where, pins, load=one)
+    return search(one.problem, where, pins, workload=one)
 
 
 def words(plan: Plan) -> list[str]:
@@ -79,7 +79,7 @@ def test_every_plan_of_a_framework_is_one_that_it_can_do(name: str) -> None:
     one = load(name)
     able, known = one.framework.able, {*results()[name]["words"]}
     seen: list[Plan] = []
-    for entry in itertools.islice(ranked(one.problem, GPUS, {}, load=one, slack=1.6), 40):
+    for entry in itertools.islice(ranked(one.problem, GPUS, {}, workload=one, slack=1.6), 40):
         made = entry.make()
         assert {*made.mesh} <= {*able.axes}
         assert made.zero in able.zero and made.remat in able.remat
@@ -97,7 +97,7 @@ def test_a_framework_is_no_faster_with_less_freedom(name: str) -> None:
     """
     one = load(name)
     free = replace(one, framework=None)
-    best = search(free.problem, GPUS, {}, load=free).estimate.step_seconds
+    best = search(free.problem, GPUS, {}, workload=free).estimate.step_seconds
     assert plan(name).estimate.step_seconds >= best * (1 - 1e-9)
 
 

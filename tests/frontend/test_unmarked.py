@@ -81,7 +81,7 @@ def moved(items: Any) -> dict[str, float]:
 def flops(program: Any) -> float:
     return sum(
         op.flops * step.graph.trips(op.region)
-        for step in [program.plan.source.load.problem.steps["none"]]
+        for step in [program.plan.source.workload.problem.steps["none"]]
         for op in step.graph.ops
         if op.category == "matmul"
     )

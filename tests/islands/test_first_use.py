@@ -35,7 +35,7 @@ def _graph(loss: Any) -> Graph:
     batch = {"tokens": np.zeros((4, 2), np.int32)}
     init = shardlib.tree(lambda key: jax.tree.map(jnp.asarray, params), axes)
     plan = shardlib.plan(init, loss, optax.sgd(0.1), batch, topology="cpu:1")
-    return source_of(plan).load.problem.forward
+    return source_of(plan).workload.problem.forward
 
 
 def _scanned(params: Any, batch: Any) -> jax.Array:

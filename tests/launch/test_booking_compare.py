@@ -65,7 +65,7 @@ def test_no_plan_is_faster_than_the_least_work():
         machine = topology(spelling)
         load = prepared(traced, machine, load, None, Pins())
         least = least_device_seconds(load, machine, Pins())
-        plan = search(traced, machine, load=load)
+        plan = search(traced, machine, workload=load)
         assert 0.5 * plan.mesh.devices * plan.estimate.seconds.compute < least  # it says something
         assert least <= plan.mesh.devices * plan.estimate.step_seconds
 

@@ -289,15 +289,15 @@ def agreed(
         space: arguments of `fastest`.
     """
     if share is not None:
-        roomy = planner.search(load.problem, where, pin, load=load)
+        roomy = planner.search(load.problem, where, pin, workload=load)
         where = with_memory(where, roomy.estimate.device_bytes.peak * share)
     best, count = fastest(load, where, **{"all_variants": share is not None, **space})
     assert count > 0
     if best == float("inf"):
         with pytest.raises(InfeasibleError, match="more than the"):
-            planner.search(load.problem, where, pin, load=load)
+            planner.search(load.problem, where, pin, workload=load)
         return None
-    plan = planner.search(load.problem, where, pin, load=load)
+    plan = planner.search(load.problem, where, pin, workload=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
     assert plan.search.lower_bound == pytest.approx(best, rel=1e-9)
     assert plan.search.gap == 0

@@ -145,7 +145,7 @@ def machine(job: Job, load: Workload) -> Topology:
 def found(load: Workload, place: Topology, pin: dict[str, Any]) -> Plan | None:
     """The plan under pins; None where they allow none, or none fits."""
     try:
-        return planner.search(load.problem, place, pin, load=load)
+        return planner.search(load.problem, place, pin, workload=load)
     except (PinError, InfeasibleError):
         return None
 

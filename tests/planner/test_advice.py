@@ -60,7 +60,7 @@ def test_plans_carry_the_advice():
 
 def test_dimensions_that_are_left_whole_are_said_with_their_cost() -> None:
     load, where = worlds.prepared(lambda: worlds.mlp(4096, 1024, 4096)), topology("h100:2")
-    sharded = planner.search(load.problem, where, {"mesh": {"tensor": 2}}, load=load)
+    sharded = planner.search(load.problem, where, {"mesh": {"tensor": 2}}, workload=load)
     whole = replace(sharded, rules=Rules(()))  # as if both devices computed all matmuls
 
     def found(plan: Plan) -> list[Finding]:

@@ -60,7 +60,7 @@ RECIPES = [
 
 def plan(pin: dict[str, object], where: str = "h100:8", load: Workload | None = None) -> Plan:
     load = load or deep()
-    return planner.search(load.problem, where, pin, load=load)
+    return planner.search(load.problem, where, pin, workload=load)
 
 
 @pytest.mark.long
@@ -84,10 +84,11 @@ def test_pinning_the_decisions_of_a_plan_gives_the_plan(pin: dict[str, object]) 
 
 @pytest.mark.long
 def test_no_schedule_means_no_stages() -> None:
-    every = list(planner.ranked(deep().problem, "h100:4", {"schedule": "none"}, load=deep()))
+    every = list(planner.ranked(deep().problem, "h100:4", {"schedule": "none"}, workload=deep()))
     assert len(every) > 10 and all(one.candidate.mesh["stage"] == 1 for one in every)
     assert {
-        one.candidate.mesh["stage"] for one in planner.ranked(deep().problem, "h100:4", load=deep())
+        one.candidate.mesh["stage"]
+        for one in planner.ranked(deep().problem, "h100:4", workload=deep())
     } > {1}
 
 
@@ -123,7 +124,7 @@ def test_layers_that_do_not_divide_make_the_fullest_stage_the_slowest() -> None:
 def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, kind: str) -> None:
     load = prepare(function().problem, topology(where).chip.vendor)
     free, traced = (
-        planner.search(load.problem, where, pin, load=load)
+        planner.search(load.problem, where, pin, workload=load)
         for pin in ({"mesh": {"fsdp": 8}}, {"mesh": {"fsdp": 8}, "attention": "traced"})
     )
     assert free.attention == kind
@@ -137,7 +138,7 @@ def test_attention_that_is_a_function_is_the_kernel_of_the_vendor(where: str, ki
         replace(load.problem, attention=AttentionCalls(without=((kind, "heads are odd"),))),
         topology(where).chip.vendor,
     )
-    found = planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, load=without)
+    found = planner.search(without.problem, where, {"mesh": {"fsdp": 8}}, workload=without)
     assert found.attention in ("traced", "blocks")
     assert found.estimate.step_seconds <= traced.estimate.step_seconds
 
@@ -177,7 +178,7 @@ def test_memory_that_is_short_is_found_in_the_host() -> None:
     parts = roomy.estimate.device_bytes
     tight = with_memory(topology("h100:8"), parts.peak - parts.optimizer / 2)
     pin = {"mesh": {"data": 8}, "remat": "full", "microbatches": roomy.microbatches}
-    found = planner.search(deep().problem, tight, pin, load=deep())
+    found = planner.search(deep().problem, tight, pin, workload=deep())
     assert found.offload
     assert found.estimate.device_bytes.peak <= fitting_bytes(tight)
     assert found.estimate.step_seconds > roomy.estimate.step_seconds
@@ -203,7 +204,7 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
     pin = {"mesh": {"data": 8}, "remat": "full", "microbatches": 1}
     roomy = plan(pin)
     unpriced = plan({**pin, "offload": ["disk"]})
-    priced = planner.search(deep().problem, known, {**pin, "offload": ["disk"]}, load=deep())
+    priced = planner.search(deep().problem, known, {**pin, "offload": ["disk"]}, workload=deep())
     state = roomy.estimate.device_bytes.optimizer
     assert "disk-rate" in [finding.code for finding in unpriced.findings]
     assert "disk-rate" not in [finding.code for finding in priced.findings]
@@ -219,10 +220,12 @@ def test_state_on_disk_is_priced_where_the_disk_is_known_and_never_chosen() -> N
     assert "optimizer state" in str(priced.explain())
     assert Plan.from_json(priced.to_json()) == priced
     tight = with_memory(known, 1.3 * priced.estimate.device_bytes.peak)
-    best = planner.search(deep().problem, tight, {"offload": ["disk"]}, load=deep())
+    best = planner.search(deep().problem, tight, {"offload": ["disk"]}, workload=deep())
     assert best.offload == ("disk",)
     assert best.estimate.device_bytes.peak <= fitting_bytes(tight)
-    other = planner.search(deep().problem, tight, {**pin, "offload": ["optimizer"]}, load=deep())
+    other = planner.search(
+        deep().problem, tight, {**pin, "offload": ["optimizer"]}, workload=deep()
+    )
     assert "disk" not in other.offload
 
 

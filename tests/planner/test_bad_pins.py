@@ -165,5 +165,5 @@ ROWS: dict[tuple[str, str], tuple[tuple[dict[str, Any], str], ...]] = {
 def test_bad_pins(world: str, where: str, pin: dict[str, Any], message: str) -> None:
     one = load(world, topology(where).chip.vendor)
     with pytest.raises(PinError) as caught:
-        planner.search(one.problem, where, pin, load=one)
+        planner.search(one.problem, where, pin, workload=one)
     assert message in str(caught.value)

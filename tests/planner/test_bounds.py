@@ -69,7 +69,7 @@ def _entries(
     shapes, shape = distinct(sizes)
     fitting = StepBounds(space=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
     scope = Scope(
-        load=load,
+        workload=load,
         space=room,
         cuttable=room.tensor,
         along=load.colouring.sequence_colour,

@@ -39,7 +39,9 @@ def _sizes(where: str) -> tuple[Workload, Topology, float, float]:
     place = topology(where)
     load = _load(place.chip.vendor)
     few, many = (
-        planner.search(load.problem, place, {"remat": policy}, load=load).estimate.device_bytes.peak
+        planner.search(
+            load.problem, place, {"remat": policy}, workload=load
+        ).estimate.device_bytes.peak
         for policy in ("full", "none")
     )
     return load, place, float(min(few, many)), float(max(few, many))
@@ -70,7 +72,9 @@ def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> 
     load, place, few, many = _sizes("cpu:1")
     assert load.counts == (2, 2) and load.class_names == ("first", "second")
     found = [
-        planner.search(load.problem, with_memory(place, few + (many - few) * share), ANY, load=load)
+        planner.search(
+            load.problem, with_memory(place, few + (many - few) * share), ANY, workload=load
+        )
         for share in (0.1, 0.3, 0.5, 0.7, 0.9)
     ]
     unlike = [plan for plan in found if plan.remat_classes]
@@ -86,11 +90,11 @@ def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> 
         assert all(name in plan.explain() for name in names)
         assert Plan.from_json(plan.to_json()) == replace(plan, source=None)
         again = planner.search(
-            load.problem, with_memory(place, 1e15), plan.decisions, load=load
+            load.problem, with_memory(place, 1e15), plan.decisions, workload=load
         )  # a plan whose decisions are all pinned is simply priced
         assert again.decisions == plan.decisions
         assert again.estimate == plan.estimate
-        assert again.digest != planner.search(load.problem, place, load=load).digest
+        assert again.digest != planner.search(load.problem, place, workload=load).digest
 
 
 @pytest.mark.long
@@ -98,14 +102,14 @@ def test_pinned_classes_are_priced_between_their_corners() -> None:
     load, place, _, _ = _sizes("cpu:1")
 
     def planned(**classes: object) -> Plan:
-        return planner.search(load.problem, place, {"remat_classes": classes}, load=load)
+        return planner.search(load.problem, place, {"remat_classes": classes}, workload=load)
 
     none, first, second, both = (
         planned(**dict.fromkeys(names, "full"))
         for names in (["first"] * 0, ["first"], ["second"], ["first", "second"])
     )
     uniform = [
-        planner.search(load.problem, place, {"remat": policy}, load=load)
+        planner.search(load.problem, place, {"remat": policy}, workload=load)
         for policy in ("none", "full")
     ]
     assert none.remat_classes == () == both.remat_classes
@@ -131,7 +135,7 @@ def test_pinned_classes_are_priced_between_their_corners() -> None:
     assert half.decisions["remat_classes"] == {"first": ["full", 1], "second": ["none", 0]}
     assert half.diff(first).count("remat policy") == 2
     total = planner.search(
-        load.problem, place, {"remat": "full", "remat_layers": 3, **ANY}, load=load
+        load.problem, place, {"remat": "full", "remat_layers": 3, **ANY}, workload=load
     )
     every = [planned(first=["full", one], second=["full", 3 - one]) for one in (1, 2)]
     assert total.estimate.step_seconds == pytest.approx(
@@ -144,7 +148,7 @@ def test_one_class_is_told_in_the_words_for_all() -> None:
     load = prepare(worlds.layers(batch=2, depth=4))
     (name,) = load.class_names
     by_class, by_word = (
-        planner.search(load.problem, "h100:1", pin, load=load)
+        planner.search(load.problem, "h100:1", pin, workload=load)
         for pin in ({"remat_classes": {name: ["full", 2]}}, {"remat": "full", "remat_layers": 2})
     )
     assert by_class.decisions == by_word.decisions

@@ -62,14 +62,14 @@ def test_the_search_equals_brute_force(where: str, share: float | None) -> None:
     place = topology(where)
     load = _load(place.chip.vendor)
     if share is not None:
-        roomy = planner.search(load.problem, place, load=load)
+        roomy = planner.search(load.problem, place, workload=load)
         place = with_memory(place, roomy.estimate.device_bytes.peak * share)
     allow = dict(list(ALLOW.items())[:2])
     best = min(
         fastest(load.under(dtypes), place, all_variants=share is not None)[0]
         for dtypes in combinations((), tuple((word, tuple(some)) for word, some in allow.items()))
     )
-    plan = planner.search(load.problem, place, {"allow": allow}, load=load)
+    plan = planner.search(load.problem, place, {"allow": allow}, workload=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
     assert plan.search.gap == 0
     assert plan.dtypes
@@ -80,13 +80,14 @@ def test_the_search_equals_brute_force(where: str, share: float | None) -> None:
 def test_what_is_not_allowed_is_not_searched() -> None:
     load = _load()
     plain, every = (
-        planner.search(load.problem, "2*h100:1", pin, load=load) for pin in (None, {"allow": ALLOW})
+        planner.search(load.problem, "2*h100:1", pin, workload=load)
+        for pin in (None, {"allow": ALLOW})
     )
     assert (
         plain.dtypes
         == ()
         == planner.search(
-            load.problem, "2*h100:1", {"allow": {"moment_dtype": ["float32"]}}, load=load
+            load.problem, "2*h100:1", {"allow": {"moment_dtype": ["float32"]}}, workload=load
         ).dtypes
     )
     assert every.estimate.step_seconds < plain.estimate.step_seconds
@@ -96,20 +97,20 @@ def test_what_is_not_allowed_is_not_searched() -> None:
         {"moment_dtype": "float8_e5m2"},
     ):  # no program is made of 8 bits
         with pytest.raises(PinError, match="has no lowering: a dtype other than float32"):
-            planner.search(load.problem, "2*h100:1", pin, load=load)
+            planner.search(load.problem, "2*h100:1", pin, workload=load)
 
 
 @pytest.mark.long
 def test_plans_say_their_dtypes_and_pins_fix_them() -> None:
     load = _load()
-    free = planner.search(load.problem, "2*h100:1", {"allow": ALLOW}, load=load)
-    pinned = planner.search(load.problem, "2*h100:1", free.decisions, load=load)
+    free = planner.search(load.problem, "2*h100:1", {"allow": ALLOW}, workload=load)
+    pinned = planner.search(load.problem, "2*h100:1", free.decisions, workload=load)
     assert pinned.dtypes == free.dtypes
     assert pinned.estimate == free.estimate
     assert pinned.digest == free.digest
     assert Plan.from_json(free.to_json()) == replace(free, source=None)
-    one = planner.search(load.problem, "2*h100:1", {"moment_dtype": "bfloat16"}, load=load)
-    plain = planner.search(load.problem, "2*h100:1", load=load)
+    one = planner.search(load.problem, "2*h100:1", {"moment_dtype": "bfloat16"}, workload=load)
+    plain = planner.search(load.problem, "2*h100:1", workload=load)
     assert one.dtypes == (("moment_dtype", "bfloat16"),)
     assert one.decisions["dtypes"] == {"moment_dtype": "bfloat16"}
     assert one.digest != plain.digest
@@ -124,7 +125,7 @@ def test_a_quick_replan_keeps_dtypes_and_moves_the_bytes_that_they_take() -> Non
         load.problem,
         "h100:2",
         {"mesh": {"fsdp": 2}, "allow": {"moment_dtype": ["bfloat16"]}},
-        load=load,
+        workload=load,
     )
     kept = plan.replan("h100:1")
     assert plan.dtypes == kept.plan.dtypes == (("moment_dtype", "bfloat16"),)

@@ -31,7 +31,7 @@ def perceptron() -> Workload:
 
 @functools.cache
 def ranked(where: str) -> list[Ranked]:
-    return list(planner.ranked(workload().problem, where, load=workload()))
+    return list(planner.ranked(workload().problem, where, workload=workload()))
 
 
 def tight(where: str, share: float, load: Workload | None = None) -> Topology:

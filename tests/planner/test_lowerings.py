@@ -54,13 +54,13 @@ def test_a_pin_of_what_has_no_lowering_is_an_error_with_its_reason(gap: Gap) -> 
         pins |= ASKED[fact][0]
     place, vendor = ("v5e:2x4", "google") if gap.vendor == "google" else ("h100:8", "nvidia")
     with pytest.raises(PinError) as caught:
-        planner.search(load().problem, place, pins, load=prepare(load().problem, vendor))
+        planner.search(load().problem, place, pins, workload=prepare(load().problem, vendor))
     assert gap.says in str(caught.value) and gap.hint in str(caught.value)
     if gap.vendor == "google":  # chips of others may have it
         assert planner.search(load().problem, "h100:8", pins).offload == ("activations",)
     elsewhere = prepare(load().problem, "nvidia", replace(XLA, name="other"))
     try:  # other software may have it
-        planner.search(load().problem, "h100:8", pins, load=elsewhere)
+        planner.search(load().problem, "h100:8", pins, workload=elsewhere)
     except PinError as error:
         assert gap.says not in str(error)
 
@@ -84,7 +84,7 @@ def test_plans_and_pins_have_the_same_facts(gap: Gap) -> None:
 def roomy() -> tuple[Workload, int]:
     """A stack of layers, and bytes of its fastest plan that rematerialises nothing."""
     one = prepare(worlds.stack(depth=6, batch=8, seq=64), "nvidia")
-    plan = planner.search(one.problem, "h100:4", {"remat": "none"}, load=one)
+    plan = planner.search(one.problem, "h100:4", {"remat": "none"}, workload=one)
     return one, plan.estimate.device_bytes.peak
 
 
@@ -95,7 +95,7 @@ def test_no_plan_of_the_space_is_without_lowering(pin: dict[str, Any], share: fl
     one, peak = roomy()
     tight = with_memory(topology("h100:4"), peak * share)
     try:
-        ranking = planner.ranked(one.problem, tight, pin, load=one, slack=1.5)
+        ranking = planner.ranked(one.problem, tight, pin, workload=one, slack=1.5)
     except InfeasibleError:
         return
     plans = [entry.make() for entry in itertools.islice(ranking, 20)]

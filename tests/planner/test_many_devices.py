@@ -18,13 +18,13 @@ def test_numbers_of_devices_searched_together_have_the_plan_of_each_alone(
     monkeypatch: pytest.MonkeyPatch, name: str, where: str
 ) -> None:
     place, load = topology(where), worlds.prepared(getattr(worlds, name))
-    alone = planner.search(load.problem, place, load=load)  # brute force has it: `test_search`
+    alone = planner.search(load.problem, place, workload=load)  # brute force has it: `test_search`
     monkeypatch.setattr(priced, "MANY_PER_ROW", 0)
-    plan = planner.search(load.problem, place, load=load)
+    plan = planner.search(load.problem, place, workload=load)
     assert plan.estimate.step_seconds == pytest.approx(alone.estimate.step_seconds, rel=1e-9)
     assert plan.decisions == alone.decisions
     assert plan.search.gap == 0
-    first = next(iter(planner.ranked(load.problem, place, load=load, slack=1.5)))
+    first = next(iter(planner.ranked(load.problem, place, workload=load, slack=1.5)))
     assert first.make().decisions == plan.decisions
 
 
@@ -35,6 +35,6 @@ def test_numbers_of_devices_searched_together_have_the_plan_of_each_alone(
 def test_a_million_devices_are_searched_by_pricing_few_plans(where: str, most: int) -> None:
     size = {"embed": 512, "hidden": 2048, "heads": 8, "vocab": 1024, "depth": 8}
     load = worlds.prepared(worlds.layers, batch=256, seq=512, **size)
-    plan = planner.search(load.problem, where, load=load)
+    plan = planner.search(load.problem, where, workload=load)
     assert plan.search.gap == 0
     assert plan.search.evaluations < most

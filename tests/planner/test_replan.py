@@ -204,7 +204,7 @@ def test_the_global_batch_stays_and_the_text_says_how():
     small = with_memory(topology("h100:2"), plan.estimate.device_bytes.peak * 1.2)
     change = plan.replan(small)
     assert change.plan.microbatches > plan.microbatches
-    assert change.plan.batch_layouts and change.plan.source.load is workload()
+    assert change.plan.batch_layouts and change.plan.source.workload is workload()
     assert (
         f"The global batch stays the same: {plan.microbatches} microbatches of gradient"
         f" accumulation become {change.plan.microbatches}." in change.notes

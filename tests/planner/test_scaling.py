@@ -26,7 +26,7 @@ def workload() -> Workload:
 
 
 def planned(where: Topology) -> Plan:
-    return planner.search(workload().problem, where, load=workload())
+    return planner.search(workload().problem, where, workload=workload())
 
 
 def timed(devices: int, step_seconds: float, tokens: int = 1000) -> Plan:
@@ -162,7 +162,7 @@ def test_a_world_that_does_not_fit_says_how_much_is_lacking():
     leanest = min(  # what is short of memory may put something into that of the host
         entry.peak_bytes
         for pin in ({}, *({"offload": parts} for parts in (["optimizer"], ["activations"], BOTH)))
-        for entry in planner.ranked(workload().problem, "h100:1", pin, load=workload())
+        for entry in planner.ranked(workload().problem, "h100:1", pin, workload=workload())
     )
     machine = with_memory(topology("h100:1"), leanest / 2)
     (point,) = curve("world", "strong", [machine], planned).points

@@ -126,12 +126,12 @@ def test_components_are_the_classes_of_tied_colours() -> None:
 
 def test_memory_may_be_filled_to_the_byte() -> None:
     load, place = load_of("mlp"), without_margin(topology("h100:2"))
-    pin = planner.search(load.problem, place, load=load).decisions
-    (only,) = planner.ranked(load.problem, place, pin, load=load)
+    pin = planner.search(load.problem, place, workload=load).decisions
+    (only,) = planner.ranked(load.problem, place, pin, workload=load)
 
     def with_room(size: float) -> Plan:
         chip = replace(place.chip, hbm_bytes=size, reserved_bytes=0)
-        return planner.search(load.problem, replace(place, chip=chip), pin, load=load)
+        return planner.search(load.problem, replace(place, chip=chip), pin, workload=load)
 
     assert with_room(only.peak_bytes).estimate.step_seconds == only.seconds
     with pytest.raises(InfeasibleError):
@@ -189,7 +189,7 @@ def test_stages_that_are_asked_for_gather_weights_as_is_best(pin: dict[str, obje
     load = prepare(worlds.stack(depth=8, batch=8, seq=16))
     where = replace(topology("4*h100:1"), chip=replace(topology("h100:1").chip, hbm_bytes=1 << 40))
     free, use, once = (
-        planner.search(load.problem, where, {**pin, **more}, load=load)
+        planner.search(load.problem, where, {**pin, **more}, workload=load)
         for more in ({}, {"gather": "use"}, {"gather": "once"})
     )
     assert free.estimate.step_seconds == min(use.estimate.step_seconds, once.estimate.step_seconds)
@@ -214,7 +214,7 @@ def test_weights_are_gathered_at_every_use_where_that_is_as_fast() -> None:
     }
     place = all_hides("h100:4")
     free, once = (
-        planner.search(load.problem, place, {**pin, **more}, load=load)
+        planner.search(load.problem, place, {**pin, **more}, workload=load)
         for more in ({}, {"gather": "once"})
     )
     assert free.gather == "use" and free.estimate.step_seconds == once.estimate.step_seconds
@@ -232,7 +232,10 @@ def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> No
     }
     together, apart = (
         planner.search(
-            world_of("layers"), "h100:4", {**pin, "accumulation": groups}, load=load_of("layers")
+            world_of("layers"),
+            "h100:4",
+            {**pin, "accumulation": groups},
+            workload=load_of("layers"),
         )
         for groups in (1, 2)
     )
@@ -266,7 +269,7 @@ def test_groups_of_microbatches_fill_the_pipeline_anew_and_remember_less() -> No
 @pytest.mark.long
 def test_the_search_is_deterministic_and_the_plan_survives_json() -> None:
     load = load_of("layers")
-    first, second = (planner.search(load.problem, "h100:8", load=load) for _ in range(2))
+    first, second = (planner.search(load.problem, "h100:8", workload=load) for _ in range(2))
     assert first.digest == second.digest
     assert Plan.from_json(first.to_json()) == first
 
@@ -288,7 +291,7 @@ def test_a_fully_pinned_plan_is_priced() -> None:
             ("embed", "fsdp"),
         ],
     }
-    plan = planner.search(load.problem, "h100:8", pin, load=load)
+    plan = planner.search(load.problem, "h100:8", pin, workload=load)
     assert dict(plan.mesh) == {"fsdp": 2, "tensor": 4} and (
         plan.zero,
         plan.remat,
@@ -308,7 +311,7 @@ def test_a_fully_pinned_plan_is_priced() -> None:
 def test_when_nothing_fits_the_error_names_what_would() -> None:
     where = with_memory(topology("h100:8"), 1.8e6)
     with pytest.raises(InfeasibleError) as caught:
-        planner.search(world_of("layers"), where, {"mesh": {"data": 8}}, load=load_of("layers"))
+        planner.search(world_of("layers"), where, {"mesh": {"data": 8}}, workload=load_of("layers"))
     assert "world does not fit on h100:8: the leanest plan (data=8" in str(caught.value)
     assert "leaving mesh to the planner" in str(caught.value)
 
@@ -338,7 +341,7 @@ def test_why_not_says_the_rule_that_the_pins_break() -> None:
 @pytest.mark.parametrize(("world", "where"), ROOMY)
 def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None:
     load, place = load_for(world, where), topology(where)
-    found = list(planner.ranked(load.problem, place, load=load))
+    found = list(planner.ranked(load.problem, place, workload=load))
     prices = {
         candidate: price(load, place, candidate) for candidate in every_candidate(load, place)
     }
@@ -362,8 +365,8 @@ def test_the_ranking_is_the_order_of_brute_force(world: str, where: str) -> None
 @pytest.mark.parametrize(("world", "where"), ROOMY)
 def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) -> None:
     load = load_for(world, where)
-    ranking = planner.ranked(load.problem, where, load=load)
-    best = planner.search(load.problem, where, load=load)
+    ranking = planner.ranked(load.problem, where, workload=load)
+    best = planner.search(load.problem, where, workload=load)
     first = next(ranking).make()
     assert first.decisions == best.decisions
     assert first.estimate == best.estimate
@@ -381,12 +384,12 @@ def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) 
 def test_the_ranking_leaves_out_what_does_not_fit() -> None:
     load, place = load_of("narrow"), topology("h100:2")
     tight = with_memory(
-        place, planner.search(load.problem, place, load=load).estimate.device_bytes.peak * 0.9
+        place, planner.search(load.problem, place, workload=load).estimate.device_bytes.peak * 0.9
     )
-    found = list(planner.ranked(load.problem, tight, load=load))
+    found = list(planner.ranked(load.problem, tight, workload=load))
     assert found and all(entry.peak_bytes <= fitting_bytes(tight) for entry in found)
     with pytest.raises(InfeasibleError, match="more than the"):
-        planner.ranked(load.problem, with_memory(place, 1e5), load=load)
+        planner.ranked(load.problem, with_memory(place, 1e5), workload=load)
 
 
 @pytest.mark.long
@@ -400,7 +403,7 @@ def test_breadth_first_pipelines_are_certified_and_priced_by_what_they_gather() 
         "zero": 3,
     }  # three microbatches are not a multiple of two stages
     use, once, plain = (
-        planner.search(load.problem, "h100:4", {**pin, **more}, load=load)
+        planner.search(load.problem, "h100:4", {**pin, **more}, workload=load)
         for more in (
             {"gather": "use"},
             {"gather": "once"},
@@ -435,7 +438,7 @@ def test_a_plan_of_programs_pinned_to_lockstep_costs_what_lockstep_costs() -> No
         world_of("layers"),
         "h100:4",
         pin | {"pipeline": "lockstep"},
-        load=programs.source.load if programs.source else None,
+        workload=programs.source.workload if programs.source else None,
     )
     assert again.estimate == lockstep.estimate
     assert programs.estimate.device_bytes != lockstep.estimate.device_bytes
@@ -447,7 +450,7 @@ def test_zero_bubble_stages_that_recompute_say_what_the_estimate_leaves_out() ->
         remat: [
             finding.code
             for finding in planner.search(
-                world_of("layers"), "h100:4", {**pin, "remat": remat}, load=load_of("layers")
+                world_of("layers"), "h100:4", {**pin, "remat": remat}, workload=load_of("layers")
             ).findings
         ]
         for remat in ("none", "full")
@@ -494,16 +497,18 @@ def test_equally_fast_plans_that_nearly_fill_the_memory_go_to_the_one_with_more_
     load = worlds.prepared(worlds.layers, batch=64, seq=512, **size)
     place, pin = all_hides("h100:8"), {"mesh": {"fsdp": 8}, "remat": "none", "microbatches": 1}
     each = {
-        zero: planner.search(load.problem, place, {**pin, "zero": zero}, load=load)
+        zero: planner.search(load.problem, place, {**pin, "zero": zero}, workload=load)
         for zero in (1, 3)
     }
     one, three = (each[zero].estimate for zero in (1, 3))
     assert one.step_seconds == pytest.approx(three.step_seconds, rel=1e-9)
     assert one.device_bytes.peak > three.device_bytes.peak
-    assert planner.search(load.problem, place, pin, load=load).zero == 1  # the simpler of the two
+    assert (
+        planner.search(load.problem, place, pin, workload=load).zero == 1
+    )  # the simpler of the two
     room = place.chip.usable_bytes / fitting_bytes(place)  # held back for what is not predicted
     full = with_memory(place, one.device_bytes.peak * room / 0.97)
-    found = planner.search(load.problem, full, pin, load=load)
+    found = planner.search(load.problem, full, pin, workload=load)
     assert found.zero == 3 and found.estimate.step_seconds == three.step_seconds
-    assert next(iter(planner.ranked(load.problem, full, pin, load=load))).make().zero == 3
-    assert planner.search(load.problem, full, {**pin, "zero": 1}, load=load).zero == 1
+    assert next(iter(planner.ranked(load.problem, full, pin, workload=load))).make().zero == 3
+    assert planner.search(load.problem, full, {**pin, "zero": 1}, workload=load).zero == 1

@@ -38,14 +38,14 @@ def _load(software: FrameworkProfile) -> Workload:
 
 def _plan(pins: dict[str, Any], where: str = "4*h100:1", **facts: Any) -> Plan:
     software = replace(XLA, name="test", **facts) if facts else XLA
-    return planner.search(world(), topology(where), pins, load=_load(software))
+    return planner.search(world(), topology(where), pins, workload=_load(software))
 
 
 @pytest.mark.long
 def test_a_stack_is_given_by_name_or_taken_from_the_load() -> None:
     named = planner.search(world(), "h100:4", SHARDED, profile="megatron-core")
     loaded = planner.search(
-        world(), "h100:4", SHARDED, load=_load(framework_profile("megatron-core"))
+        world(), "h100:4", SHARDED, workload=_load(framework_profile("megatron-core"))
     )
     assert named.estimate == loaded.estimate != _plan(SHARDED, "h100:4").estimate
     assert (
@@ -53,7 +53,7 @@ def test_a_stack_is_given_by_name_or_taken_from_the_load() -> None:
             world(),
             "h100:4",
             SHARDED,
-            load=_load(framework_profile("megatron-core")),
+            workload=_load(framework_profile("megatron-core")),
             profile="xla",
         ).estimate
         == _plan(SHARDED, "h100:4").estimate
@@ -84,7 +84,7 @@ def test_a_stage_without_its_last_layer_has_time_for_the_head() -> None:
         world(),
         topology("4*h100:1"),
         PIPELINE,
-        load=_load(replace(XLA, name="test", embedding_and_head="owners")),
+        workload=_load(replace(XLA, name="test", embedding_and_head="owners")),
     )
     seven = planner.search(
         uneven,
@@ -168,7 +168,7 @@ def test_links_are_as_fast_as_the_stack_reaches() -> None:
     pins = {"mesh": {"data": 4}, "microbatches": 1, "remat": "none"}
     software = replace(XLA, name="test", gather_overlap=0.0, reduce_overlap=0.0)
     full, half = (
-        planner.search(world(), place, pins, load=_load(software)).estimate.seconds
+        planner.search(world(), place, pins, workload=_load(software)).estimate.seconds
         for place in (topology("4*h100:1"), slow)
     )
     gradients = 4 * sum(math.prod(p.shape) for p in world().parameters)
@@ -181,5 +181,5 @@ def test_links_are_as_fast_as_the_stack_reaches() -> None:
 def test_fixed_seconds_of_microbatches() -> None:
     slow = replace(topology("4*h100:1"), efficiency={"microbatch_s": 0.01})
     assert planner.search(
-        world(), slow, PIPELINE, load=_load(XLA)
+        world(), slow, PIPELINE, workload=_load(XLA)
     ).estimate.seconds.overhead == pytest.approx(1e-3 + 0.01 * (8 + 3))

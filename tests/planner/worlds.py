@@ -319,5 +319,5 @@ def planned(
     machine = where if isinstance(where, str) else where.to_json()
     key = repr((machine, pin, id(load)))
     if key not in _PLANS:
-        _PLANS[key] = planner.search(load.problem, where, pin, load=load)
+        _PLANS[key] = planner.search(load.problem, where, pin, workload=load)
     return _PLANS[key]

@@ -133,7 +133,7 @@ def test_every_decision_and_parameter_is_there():
 @pytest.mark.long
 def test_answers_are_sections_of_their_own():
     load = worlds.prepared(worlds.mlp, batch=4096, embed=1024, hidden=4096)
-    plan = planner.search(load.problem, topology("2*h100:4"), {"mesh.tensor": 1}, load=load)
+    plan = planner.search(load.problem, topology("2*h100:4"), {"mesh.tensor": 1}, workload=load)
     page = html_report(
         plan, answers=answers(plan, alternatives=True, sensitivity=True, kernels=True)
     )

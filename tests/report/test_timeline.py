@@ -55,7 +55,7 @@ def _plan(name: str, **facts: Any) -> Plan:
         world(),
         topology("4*h100:1"),
         {"mesh": {"stage": 4}, "microbatches": 8, **SCHEDULES[name]},
-        load=_load(software),
+        workload=_load(software),
     )
 
 
@@ -178,7 +178,7 @@ def test_a_group_that_is_not_full_takes_as_long_as_a_full_one() -> None:
 
 
 def test_plans_without_stages_or_without_their_seconds_have_no_timeline() -> None:
-    plan = planner.search(world(), topology("h100:4"), {"mesh": {"fsdp": 4}}, load=_load(XLA))
+    plan = planner.search(world(), topology("h100:4"), {"mesh": {"fsdp": 4}}, workload=_load(XLA))
     assert plan.estimate.stage is None
     with pytest.raises(PlanError, match="no pipeline stages to draw"):
         plan.timeline()

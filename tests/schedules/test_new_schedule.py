@@ -89,7 +89,7 @@ def plan(**pins: Any) -> Plan:
     software = dataclasses.replace(XLA, name="test", pipeline="asynchronous")
     given = {"mesh": {"stage": 4}, "microbatches": 8, "remat": "none", **pins}
     load = prepare(WORLD, "nvidia", software)
-    return planner.search(WORLD, topology("4*h100:1"), given, load=load)
+    return planner.search(WORLD, topology("4*h100:1"), given, workload=load)
 
 
 @pytest.mark.usefixtures("added")

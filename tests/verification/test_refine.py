@@ -250,7 +250,7 @@ def refined(compiler: MadeUp, wanted: int) -> Plan:
 @functools.cache
 def ranking():
     """The ranking of all plans, made as far as a test reads it, once for all tests."""
-    return itertools.tee(planner.ranked(workload().problem, POD, load=workload()), 1)[0]
+    return itertools.tee(planner.ranked(workload().problem, POD, workload=workload()), 1)[0]
 
 
 def entries():
@@ -308,7 +308,9 @@ def test_a_tie_goes_to_the_prediction():
         ),
         1,
     )
-    assert chosen.decisions == planner.search(workload().problem, POD, load=workload()).decisions
+    assert (
+        chosen.decisions == planner.search(workload().problem, POD, workload=workload()).decisions
+    )
 
 
 def test_survivors_are_counted_and_refuted_plans_are_not():
@@ -335,7 +337,7 @@ def test_survivors_are_counted_and_refuted_plans_are_not():
 @pytest.mark.long
 def test_the_number_of_compilations_is_bounded():
     usable = POD.chip.usable_bytes
-    best = planner.search(workload().problem, POD, load=workload())
+    best = planner.search(workload().problem, POD, workload=workload())
     compiler = MadeUp(
         failure=lambda plan: None if plan.decisions == best.decisions else "compile-error"
     )
@@ -403,7 +405,7 @@ def test_what_a_stand_in_needs_beyond_the_kernel_is_not_held_against_a_plan():
 
 def test_candidates_that_run_out_are_a_finding():
     pin = {"mesh": {"data": 8}, "remat": "none", "microbatches": 1}
-    ranked = planner.ranked(workload().problem, POD, pin, load=workload())
+    ranked = planner.ranked(workload().problem, POD, pin, workload=workload())
     chosen = refine(ranked, 3, POD, MadeUp())
     assert (
         next(f for f in chosen.findings if f.code == "refine-bound").message
