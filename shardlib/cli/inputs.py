@@ -271,10 +271,10 @@ def parse_pins(words: list[str]) -> JsonObject:
             hint="for example --pin mesh.tensor=8 --pin remat=full",
         )
     if pins:
-        from shardlib.decisions.pins import Pins, aliased
+        from shardlib.decisions.pins import Pins, full_names
 
         Pins.parse(pins)
-        pins = {**aliased(pins)}
+        pins = {**full_names(pins)}
     return pins
 
 

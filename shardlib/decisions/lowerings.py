@@ -5,9 +5,9 @@ The planner leaves such a combination out of its space, a pin of it is a `PinErr
 of the row, and lowering refuses a plan that has it. **Whoever builds the lowering of a combination
 deletes its row**; then `plan`, `compile`, `verify` and pins all accept it.
 
->>> [gap.says for gap in broken(frozenset({"routed", "reduction dtype"}))]
+>>> [row.combination for row in matching_rows(frozenset({"routed", "reduction dtype"}))]
 ['a reduction_dtype of gradients where tokens are routed to experts']
->>> broken(frozenset({"routed", "stages"}))
+>>> matching_rows(frozenset({"routed", "stages"}))
 []
 """
 
@@ -27,53 +27,53 @@ from shardlib.schedules import lowered as schedule_lowered
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gap:
+class Unsupported:
     """A combination that cannot be lowered.
 
     Attributes:
         facts: facts (see `facts`) that a plan must all have to be affected.
-        says: the combination in words.
+        combination: the combination in words.
         hint: what to pin instead.
         vendor: vendor of the affected chips; "" for all.
     """
 
     facts: frozenset[str]
-    says: str
+    combination: str
     hint: str
     vendor: str = ""
 
 
 #: Combinations without a lowering; whoever builds one deletes its row.
-GAPS: tuple[Gap, ...] = (
+UNSUPPORTED: tuple[Unsupported, ...] = (
     # libtpu 0.0.42 refuses the slices of stage activations in host memory: "UNIMPLEMENTED: Async
     # slice only supports slicing in 1 dimension".
-    Gap(
+    Unsupported(
         facts=frozenset({"stages", "one program", "activations on host"}),
-        says="activations in host memory beside stages in one program on TPUs",
+        combination="activations in host memory beside stages in one program on TPUs",
         hint="pipeline='programs', or offload without activations",
         vendor="google",
     ),
-    Gap(  # expert gradients are reduced where they are computed, in their own dtype
+    Unsupported(  # expert gradients are reduced where they are computed, in their own dtype
         facts=frozenset({"routed", "reduction dtype"}),
-        says="a reduction_dtype of gradients where tokens are routed to experts",
+        combination="a reduction_dtype of gradients where tokens are routed to experts",
         hint="no reduction_dtype, or experts='none'",
     ),
-    Gap(  # 8 bits need scales stored alongside, 64 bits need JAX's x64 mode
+    Unsupported(  # 8 bits need scales stored alongside, 64 bits need JAX's x64 mode
         facts=frozenset({"dtype without lowering"}),
-        says=f"a dtype other than {', '.join(LOWERED_DTYPES)} (of products also"
+        combination=f"a dtype other than {', '.join(LOWERED_DTYPES)} (of products also"
         f" {', '.join(LOWERED_PRODUCTS)})",
         hint="one of these dtypes",
     ),
-    Gap(
+    Unsupported(
         facts=frozenset({"schedule without lowering"}),
-        says="a pipeline schedule that no program is made of",
+        combination="a pipeline schedule that no program is made of",
         hint="another schedule",
     ),
 )
 
 
-def facts(decisions: Decisions) -> frozenset[str]:
-    """The facts of a plan that `GAPS` test."""
+def facts_of_decisions(decisions: Decisions) -> frozenset[str]:
+    """The facts of a plan that `UNSUPPORTED` test."""
     one = decisions
     return frozenset(
         name
@@ -102,8 +102,8 @@ def facts_of_pins(pins: Pins) -> frozenset[str]:
             "activations on host": "activations" in (pins.offload or ()),
             "reduction dtype": "reduction_dtype" in dict(pins.dtypes),
             "dtype without lowering": any(
-                not has_lowering(word, dtype)
-                for word, dtypes in (*((w, (d,)) for w, d in pins.dtypes), *pins.allow)
+                not has_lowering(key, dtype)
+                for key, dtypes in (*((w, (d,)) for w, d in pins.dtypes), *pins.allow)
                 for dtype in dtypes
             ),
             "schedule without lowering": pins.schedule is not None
@@ -113,55 +113,63 @@ def facts_of_pins(pins: Pins) -> frozenset[str]:
     )
 
 
-def has_lowering(word: str, dtype: str) -> bool:
-    """True if programs support a dtype for `word`, such as "moment_dtype"."""
-    return dtype in lowered_dtypes(word)
+def has_lowering(key: str, dtype: str) -> bool:
+    """True if programs support a dtype for `key`, such as "moment_dtype"."""
+    return dtype in lowered_dtypes(key)
 
 
-def on_chips(vendor: str) -> tuple[Gap, ...]:
+def unsupported_on(vendor: str) -> tuple[Unsupported, ...]:
     """The rows that apply to chips of a vendor."""
-    return tuple(gap for gap in GAPS if gap.vendor in ("", vendor))
+    return tuple(row for row in UNSUPPORTED if row.vendor in ("", vendor))
 
 
-def broken(facts: Iterable[str], gaps: Sequence[Gap] = GAPS) -> list[Gap]:
+def matching_rows(
+    facts: Iterable[str], unsupported: Sequence[Unsupported] = UNSUPPORTED
+) -> list[Unsupported]:
     """The rows whose facts are all present."""
     all_facts = frozenset(facts)
-    return [gap for gap in gaps if gap.facts <= all_facts]
+    return [row for row in unsupported if row.facts <= all_facts]
 
 
-def lowered(
-    facts: frozenset[str], varying: Mapping[str, NDArray[np.bool_]], gaps: Sequence[Gap] = GAPS
+def lowerable(
+    facts: frozenset[str],
+    varying: Mapping[str, NDArray[np.bool_]],
+    unsupported: Sequence[Unsupported] = UNSUPPORTED,
 ) -> NDArray[np.bool_]:
     """Mask of the candidates that can be lowered.
 
     >>> on_host = frozenset({"one program", "activations on host"})
-    >>> lowered(on_host, {"stages": np.array([False, True])})
+    >>> lowerable(on_host, {"stages": np.array([False, True])})
     array([ True, False])
 
     Args:
         facts: facts of all candidates.
         varying: by fact, a mask of the candidates that have it, arrays [candidates]; at least one.
     """
-    fine = np.ones(len(next(iter(varying.values()))), dtype=bool)
-    for gap in gaps:
-        others = gap.facts - facts
+    mask = np.ones(len(next(iter(varying.values()))), dtype=bool)
+    for row in unsupported:
+        others = row.facts - facts
         if others <= varying.keys():
-            fine &= ~np.logical_and.reduce([np.ones_like(fine), *(varying[o] for o in others)])
-    return fine
+            mask &= ~np.logical_and.reduce([np.ones_like(mask), *(varying[o] for o in others)])
+    return mask
 
 
-def along(mesh: Mapping[str, NDArray[np.int64]] | MeshShape) -> dict[str, NDArray[np.bool_]]:
+def facts_of_mesh(
+    mesh: Mapping[str, NDArray[np.int64]] | MeshShape,
+) -> dict[str, NDArray[np.bool_]]:
     """The facts that depend on mesh axis sizes, by candidate."""
     return {"stages": np.atleast_1d(mesh["stage"]) > 1}
 
 
-def require(facts: frozenset[str], what: str, gaps: Sequence[Gap] = GAPS) -> None:
+def require(
+    facts: frozenset[str], what: str, unsupported: Sequence[Unsupported] = UNSUPPORTED
+) -> None:
     """Raises if the facts cannot be lowered."""
-    rows = broken(facts, gaps)
+    rows = matching_rows(facts, unsupported)
     if rows:
         raise_all(
             PinError,
             what,
-            [gap.says for gap in rows],
-            hint="; ".join(dict.fromkeys(gap.hint for gap in rows)),
+            [row.combination for row in rows],
+            hint="; ".join(dict.fromkeys(row.hint for row in rows)),
         )

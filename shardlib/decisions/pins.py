@@ -7,9 +7,9 @@ Pins use the names and values of a plan's JSON. A pinned `mesh` fixes every axis
 >>> pins = Pins.parse({"mesh.tensor": 8, "remat": "full"})
 >>> pins.axes, pins.mesh is None, pins.remat
 ((('tensor', 8),), True, 'full')
->>> str(pins.but(zero=3))
+>>> str(pins.replace(zero=3))
 "mesh.tensor=8, zero=3, remat='full'"
->>> alias("tp"), alias("zero")
+>>> full_name("tp"), full_name("zero")
 ('mesh.tensor', 'zero')
 
 A table of rules lists the pins that contradict each other, each with its message.
@@ -21,8 +21,8 @@ Try: mesh.stage=2 or more, or schedule='none'
 []
 
 Every plan is checked against its pins, except in decisions whose form differs between plans and
-pins (`RETOLD`), so that no pin is ignored silently. A new decision that is not searched must set
-`searched=False` in the table.
+pins (`NOT_COMPARED`), so that no pin is ignored silently. A new decision that is not searched must
+set `searched=False` in the table.
 
 >>> from shardlib.decisions.table import Decisions
 >>> require_obeyed(Pins.parse({"zero": 3, "remat": "full"}), Decisions(zero=3, remat="full"))
@@ -74,8 +74,8 @@ from shardlib.untrusted.data import Json, JsonObject, shown
 ENTRIES: Mapping[str, Entry] = {
     **TABLE,
     **{
-        word: Entry(default=None, meaning="one of `dtypes`", choices={}, read=read_dtype)
-        for word in DTYPES
+        key: Entry(default=None, meaning="one of `dtypes`", choices={}, read=read_dtype)
+        for key in DTYPES
     },
     "allow": Entry(
         default=(),
@@ -87,34 +87,34 @@ ENTRIES: Mapping[str, Entry] = {
 }
 
 
-def pin_words(word: str, value: PinValue) -> JsonObject:
+def pin_data(key: str, value: PinValue) -> JsonObject:
     """One pin as plain data, by the names that a user writes.
 
-    >>> pin_words("axes", (("tensor", 8),)), pin_words("offload", ())
+    >>> pin_data("axes", (("tensor", 8),)), pin_data("offload", ())
     ({'mesh.tensor': 8}, {'offload': []})
 
     Args:
-        word: name of a decision, or "axes" for single mesh axes.
+        key: name of a decision, or "axes" for single mesh axes.
     """
-    if word == "axes":
+    if key == "axes":
         return {f"mesh.{axis}": size for axis, size in value}
-    return {word: ENTRIES[word].write(value, MeshShape())}
+    return {key: ENTRIES[key].write(value, MeshShape())}
 
 
-def unknown(word: str) -> str:
-    """The message about a word that is not a decision, with the nearest one."""
-    near = difflib.get_close_matches(word, [*ENTRIES, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
+def unknown(key: str) -> str:
+    """The message about a key that is not a decision, with the nearest one."""
+    near = difflib.get_close_matches(key, [*ENTRIES, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
-    return f"{word!r} is not a decision{meant} (decisions are {', '.join(ENTRIES)} and mesh.AXIS)"
+    return f"{key!r} is not a decision{meant} (decisions are {', '.join(ENTRIES)} and mesh.AXIS)"
 
 
-def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
+def full_names(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
     """Pins by their full names, from keywords such as `tensor` or `tp`.
 
     A keyword that is both a decision and a mesh axis, such as `context` or `pipeline`, is the axis
     where its value is a size.
 
-    >>> aliased({"tp": 2, "context": 4}), aliased({"context": "ring"})
+    >>> full_names({"tp": 2, "context": 4}), full_names({"context": "ring"})
     ({'mesh.tensor': 2, 'mesh.context': 4}, {'context': 'ring'})
 
     Raises:
@@ -122,37 +122,37 @@ def aliased(pin: Mapping[str, PinValue]) -> dict[str, PinValue]:
     """
     pins: dict[str, PinValue] = {}
     for keyword, value in pin.items():
-        word = word_of(keyword, value)
-        if str(pins.setdefault(word, value)) != str(value):
-            raise PinError(
-                f"{keyword}={value!r} contradicts {word}={pins[word]!r}{HINT}{word} once"
-            )
+        key = name_of_keyword(keyword, value)
+        if str(pins.setdefault(key, value)) != str(value):
+            raise PinError(f"{keyword}={value!r} contradicts {key}={pins[key]!r}{HINT}{key} once")
     return pins
 
 
-def word_of(word: str, value: PinValue) -> str:
+def name_of_keyword(key: str, value: PinValue) -> str:
     """The full name of a pin that a keyword stands for: a mesh axis becomes "mesh.tensor", unless
     it is a decision as well and the value is not a size.
 
-    >>> word_of("tensor", 8), word_of("context", 4), word_of("context", "ring")
-    ('mesh.tensor', 'mesh.context', 'context')
+    >>> name_of_keyword("tensor", 8), name_of_keyword("context", 4)
+    ('mesh.tensor', 'mesh.context')
+    >>> name_of_keyword("context", "ring")
+    'context'
     """
-    return word if word in ENTRIES and isinstance(value, str) else alias(word)
+    return key if key in ENTRIES and isinstance(value, str) else full_name(key)
 
 
-def alias(word: str) -> str:
+def full_name(key: str) -> str:
     """The full name of a pin, for a keyword such as `tensor` or `tp`: mesh axes become
     "mesh.tensor".
     """
     return (
-        f"mesh.{MESH_AXIS_ALIASES.get(word, word)}"
-        if word in MESH_AXES or word in MESH_AXIS_ALIASES
-        else word
+        f"mesh.{MESH_AXIS_ALIASES.get(key, key)}"
+        if key in MESH_AXES or key in MESH_AXIS_ALIASES
+        else key
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Given:
+class PinnedValues:
     """The decisions that pins fix.
 
     Attributes:
@@ -163,9 +163,9 @@ class Given:
     pins: Mapping[str, Any]
     axes: Mapping[str, int]
 
-    def get(self, word: str, default: PinValue = None) -> PinValue:
+    def get(self, key: str, default: PinValue = None) -> PinValue:
         """The pinned value, or `default` where it is left to the planner."""
-        return self.pins.get(word, default)
+        return self.pins.get(key, default)
 
     def axis(self, name: str, default: int) -> int:
         """The pinned size of a mesh axis, or `default` where it is left to the planner."""
@@ -182,7 +182,7 @@ class Given:
         unstaged = self.schedule is not None and not self.schedule.staged
         return not unstaged and self.axis("stage", 2) > 1
 
-    def chunked(self, *, lockstep: bool) -> bool:
+    def allows_chunks(self, *, lockstep: bool) -> bool:
         """True if the pinned schedule, if there is one, allows the pinned chunks per stage."""
         chunks = self.get("virtual_stages", 1)
         return self.schedule is None or self.schedule.allows(chunks, lockstep=lockstep)
@@ -199,7 +199,7 @@ class Given:
         return [layers for _, policy, layers in self.groups if policy != "none"]
 
     @property
-    def unlaid(self) -> list[str]:
+    def absent_axes(self) -> list[str]:
         """The axes of the pinned order that are pinned to size 1."""
         return [axis for axis in self.get("axis_order", ()) if self.axis(axis, 2) == 1]
 
@@ -209,162 +209,165 @@ class Rule:
     """Decisions that exclude each other.
 
     Attributes:
-        broken: True if pins contradict each other by this rule.
-        says: the message: `{word}` is a pin's value, `{axes[name]}` the size of a mesh axis,
-            `{chunked}` the schedules with chunks of layers, `{unlaid}` the axes of `axis_order`
-            that are pinned to 1.
+        violated: True if pins contradict each other by this rule.
+        message: the message: `{key}` is a pin's value, `{axes[name]}` the size of a mesh axis,
+            `{chunked_schedules}` the schedules with chunks of layers, `{absent_axes}` the axes of
+            `axis_order` that are pinned to 1.
         hint: the hint, with the same placeholders.
     """
 
-    broken: Callable[[Given], bool]
-    says: str
+    violated: Callable[[PinnedValues], bool]
+    message: str
     hint: str
 
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        broken=lambda g: g.schedule is not None and g.schedule.staged and g.axis("stage", 2) == 1,
-        says="schedule={schedule!r} needs stages, and the stage axis is pinned to 1",
+        violated=lambda g: g.schedule is not None and g.schedule.staged and g.axis("stage", 2) == 1,
+        message="schedule={schedule!r} needs stages, and the stage axis is pinned to 1",
         hint="mesh.stage=2 or more, or schedule='none'",
     ),
     Rule(
-        broken=lambda g: (
+        violated=lambda g: (
             g.schedule is not None and not g.schedule.staged and g.axis("stage", 1) > 1
         ),
-        says="schedule='none' runs without stages, and the stage axis is pinned to {axes[stage]}",
+        message="schedule='none' runs without stages, and the stage axis is pinned to"
+        " {axes[stage]}",
         hint="mesh.stage=1, or another schedule",
     ),
     Rule(
-        broken=lambda g: g.get("virtual_stages", 1) > 1 and g.axis("stage", 2) == 1,
-        says="virtual_stages={virtual_stages} are chunks of the layers of a stage, and the stage"
+        violated=lambda g: g.get("virtual_stages", 1) > 1 and g.axis("stage", 2) == 1,
+        message="virtual_stages={virtual_stages} are chunks of the layers of a stage, and the stage"
         " axis is pinned to 1",
         hint="mesh.stage=2 or more, or virtual_stages=1",
     ),
     Rule(
-        broken=lambda g: not g.chunked(lockstep=True),
-        says="virtual_stages={virtual_stages} needs the schedule {chunked}, and it is pinned to"
-        " {schedule!r}",
+        violated=lambda g: not g.allows_chunks(lockstep=True),
+        message="virtual_stages={virtual_stages} needs the schedule {chunked_schedules}, and it is"
+        " pinned to {schedule!r}",
         hint="virtual_stages=1, or another schedule",
     ),
     Rule(
-        broken=lambda g: (
+        violated=lambda g: (
             g.get("gather") == "once" and (g.get("zero", 3) < 3 or g.axis("stage", 2) == 1)
         ),
-        says="gather='once' is for sharded weights (zero=3) on the stages of a pipeline, and one"
+        message="gather='once' is for sharded weights (zero=3) on the stages of a pipeline, and one"
         " of the two is pinned to something else",
         hint="zero=3 with mesh.stage=2 or more, or gather='use'",
     ),
     Rule(
-        broken=lambda g: g.get("accumulation", 1) > 1 and not g.staged,
-        says="accumulation={accumulation} is for the stages of a pipeline, and there are none;"
+        violated=lambda g: g.get("accumulation", 1) > 1 and not g.staged,
+        message="accumulation={accumulation} is for the stages of a pipeline, and there are none;"
         " without stages gradients are accumulated over microbatches",
         hint="microbatches in place of accumulation, or mesh.stage=2 or more",
     ),
     Rule(
-        broken=lambda g: (
+        violated=lambda g: (
             "microbatches" in g.pins and g.get("microbatches") % g.get("accumulation", 1) > 0
         ),
-        says="accumulation={accumulation} takes the microbatches in equal groups, and"
+        message="accumulation={accumulation} takes the microbatches in equal groups, and"
         " {microbatches} are pinned",
         hint="a multiple of {accumulation} as microbatches",
     ),
     Rule(
-        broken=lambda g: (
+        violated=lambda g: (
             g.get("pipeline") == "programs"
-            and g.chunked(lockstep=True)
-            and not g.chunked(lockstep=False)
+            and g.allows_chunks(lockstep=True)
+            and not g.allows_chunks(lockstep=False)
         ),
-        says="pipeline='programs' has no stages that work breadth first (schedule={schedule!r} with"
-        " virtual_stages={virtual_stages})",
+        message="pipeline='programs' has no stages that work breadth first (schedule={schedule!r}"
+        " with virtual_stages={virtual_stages})",
         hint="pipeline='lockstep', or virtual_stages=1",
     ),
     Rule(
-        broken=lambda g: g.get("pipeline") == "programs" and not g.staged,
-        says="pipeline='programs' is for the stages of a pipeline, and there are none",
+        violated=lambda g: g.get("pipeline") == "programs" and not g.staged,
+        message="pipeline='programs' is for the stages of a pipeline, and there are none",
         hint="pipeline='lockstep', or mesh.stage=2 or more with a schedule",
     ),
     Rule(
-        broken=lambda g: g.get("context", "none") != "none" and g.axis("context", 2) == 1,
-        says="context={context!r} needs a context axis, which is pinned to 1",
+        violated=lambda g: g.get("context", "none") != "none" and g.axis("context", 2) == 1,
+        message="context={context!r} needs a context axis, which is pinned to 1",
         hint="mesh.context=2 or more, or context='none'",
     ),
     Rule(
-        broken=lambda g: g.get("context") == "none" and g.axis("context", 1) > 1,
-        says="context='none' runs without a context axis, which is pinned to {axes[context]}",
+        violated=lambda g: g.get("context") == "none" and g.axis("context", 1) > 1,
+        message="context='none' runs without a context axis, which is pinned to {axes[context]}",
         hint="mesh.context=1, or another context",
     ),
     Rule(
-        broken=lambda g: (
+        violated=lambda g: (
             g.get("context") == "all-gather" and g.get("attention", "traced") != "traced"
         ),
-        says="attention={attention!r} sees the whole sequence, and context='all-gather' leaves"
+        message="attention={attention!r} sees the whole sequence, and context='all-gather' leaves"
         " attention to the compiler as the model is written",
         hint="attention='traced', or another context",
     ),
     Rule(
-        broken=lambda g: (
+        violated=lambda g: (
             g.get("context") == "ring" and g.get("attention", "blocks") not in ("blocks", "traced")
         ),
-        says="a ring computes attention in blocks, and attention is pinned to {attention!r}",
+        message="a ring computes attention in blocks, and attention is pinned to {attention!r}",
         hint="attention='blocks', or another context",
     ),
     Rule(
-        broken=lambda g: g.get("experts") == "none" and g.axis("expert", 1) > 1,
-        says="experts='none' runs without an expert axis, which is pinned to {axes[expert]}",
+        violated=lambda g: g.get("experts") == "none" and g.axis("expert", 1) > 1,
+        message="experts='none' runs without an expert axis, which is pinned to {axes[expert]}",
         hint="mesh.expert=1, or no pin of experts",
     ),
     Rule(
-        broken=lambda g: g.get("remat_layers", 0) > 0 and g.get("remat") == "none",
-        says="remat_layers={remat_layers} rematerialises layers, and remat is pinned to 'none'",
+        violated=lambda g: g.get("remat_layers", 0) > 0 and g.get("remat") == "none",
+        message="remat_layers={remat_layers} rematerialises layers, and remat is pinned to 'none'",
         hint="remat='full', or remat_layers=0",
     ),
     Rule(
-        broken=lambda g: (
+        violated=lambda g: (
             len(g.groups) > 0
             and g.get("remat", "none") not in ("none", *(policy for _, policy, _ in g.groups))
         ),
-        says="remat={remat!r} is the policy of no layer group that remat_classes names",
+        message="remat={remat!r} is the policy of no layer group that remat_classes names",
         hint="remat_classes alone",
     ),
     Rule(
-        broken=lambda g: (
+        violated=lambda g: (
             len(g.groups) > 0
             and None not in g.rematerialised
             and g.get("remat_layers") not in (None, sum(filter(None, g.rematerialised)))
         ),
-        says="remat_layers={remat_layers} are not as many layers as remat_classes has",
+        message="remat_layers={remat_layers} are not as many layers as remat_classes has",
         hint="remat_classes alone",
     ),
     Rule(
-        broken=lambda g: g.get("zero", 0) > 0 and all(g.axis(axis, 0) == 1 for axis in STORED_AXES),
-        says="zero={zero} shards over fsdp, which is pinned to 1",
+        violated=lambda g: (
+            g.get("zero", 0) > 0 and all(g.axis(axis, 0) == 1 for axis in STORED_AXES)
+        ),
+        message="zero={zero} shards over fsdp, which is pinned to 1",
         hint="mesh.fsdp=2 or more, or zero=0",
     ),
     Rule(
-        broken=lambda g: g.get("zero") == 0 and g.axis("fsdp", 1) > 1,
-        says="zero=0 shards nothing over fsdp, which is pinned to {axes[fsdp]}",
+        violated=lambda g: g.get("zero") == 0 and g.axis("fsdp", 1) > 1,
+        message="zero=0 shards nothing over fsdp, which is pinned to {axes[fsdp]}",
         hint="mesh.data in place of mesh.fsdp, or zero=1, 2 or 3",
     ),
     Rule(
-        broken=lambda g: g.get("sequence_parallel", False) and g.axis("tensor", 0) == 1,
-        says="sequence_parallel=True shards the sequence over tensor, which is pinned to 1",
+        violated=lambda g: g.get("sequence_parallel", False) and g.axis("tensor", 0) == 1,
+        message="sequence_parallel=True shards the sequence over tensor, which is pinned to 1",
         hint="mesh.tensor=2 or more, or sequence_parallel=False",
     ),
     Rule(
-        broken=lambda g: len(g.unlaid) > 0,
-        says="axis_order names {unlaid}, and the pinned mesh has no such axis",
-        hint="axis_order without {unlaid}, or a mesh that has it",
+        violated=lambda g: len(g.absent_axes) > 0,
+        message="axis_order names {absent_axes}, and the pinned mesh has no such axis",
+        hint="axis_order without {absent_axes}, or a mesh that has it",
     ),
     Rule(
-        broken=lambda g: (
+        violated=lambda g: (
             g.get("axis_order") == () and any(g.axis(axis, 2) > 1 for axis in INNER_AXES)
         ),
-        says="axis_order is [], which names no mesh axis",
+        message="axis_order is [], which names no mesh axis",
         hint="axis_order=['stage', 'data', 'tensor'], or no pin of axis_order",
     ),
     Rule(
-        broken=lambda g: g.axis("island", 1) not in (1, g.get("exchange", EXACT).islands),
-        says="mesh.island={axes[island]} are islands, which are pinned with how they meet",
+        violated=lambda g: g.axis("island", 1) not in (1, g.get("exchange", EXACT).islands),
+        message="mesh.island={axes[island]} are islands, which are pinned with how they meet",
         hint="exchange='diloco:{axes[island]}:100', and no pin of mesh.island",
     ),
 )
@@ -379,27 +382,34 @@ def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> lis
         if mesh is not None and mesh[axis] != size
     ]
     sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
-    pinned = Given(pins=pins, axes=sizes)
-    broken = [rule for rule in RULES if rule.broken(pinned)]
-    if not broken:
+    pinned = PinnedValues(pins=pins, axes=sizes)
+    violated = [rule for rule in RULES if rule.violated(pinned)]
+    if not violated:
         return failures
-    words = {**pins, "axes": sizes, "chunked": _chunked(), "unlaid": ", ".join(pinned.unlaid)}
-    return failures + [f"{rule.says}{HINT}{rule.hint}".format_map(words) for rule in broken]
+    placeholders = {
+        **pins,
+        "axes": sizes,
+        "chunked_schedules": _chunked_schedules(),
+        "absent_axes": ", ".join(pinned.absent_axes),
+    }
+    return failures + [
+        f"{rule.message}{HINT}{rule.hint}".format_map(placeholders) for rule in violated
+    ]
 
 
-def _chunked() -> str:
+def _chunked_schedules() -> str:
     """The schedules whose stages may have several chunks of layers; first those that are never
     tried with one chunk.
     """
     names = [
         schedule.name
-        for schedule in sorted(pipelines(), key=_tried_whole)
+        for schedule in sorted(pipelines(), key=_tried_unchunked)
         if schedule.allows(2, lockstep=True)
     ]
     return " or ".join(map(repr, names))
 
 
-def _tried_whole(schedule: Schedule) -> bool:
+def _tried_unchunked(schedule: Schedule) -> bool:
     return 1 in schedule.tried(pinned=True, chunks=None, policy="none", limit=2)
 
 
@@ -408,7 +418,7 @@ def _tried_whole(schedule: Schedule) -> bool:
 PinMapping = Mapping[str, PinValue]
 T = TypeVar("T")
 #: Names of pins in order; `axes` are single mesh axes, (name, size).
-_ORDER: tuple[str, ...] = ("mesh", "axes", *(word for word in TABLE if word != "mesh"), "allow")
+_ORDER: tuple[str, ...] = ("mesh", "axes", *(key for key in TABLE if key != "mesh"), "allow")
 #: Pins for which () leaves the decision to the planner; for others () is a value.
 _COLLECTED = ("axes", "remat_classes", "dtypes", "allow")
 
@@ -429,22 +439,22 @@ class _Pinned(Generic[T]):
     @overload
     def __get__(self, pins: Pins, owner: type[Pins]) -> T: ...
     def __get__(self, pins: Pins | None, owner: type[Pins]) -> T | _Pinned[T]:
-        return self if pins is None else dict(pins.given).get(self._name, self._absent)
+        return self if pins is None else dict(pins.fixed).get(self._name, self._absent)
 
 
 @dataclass(frozen=True)
 class Pins:
     """Decisions fixed by hand; None (or empty) leaves a decision to the planner.
 
-    The attributes are typed views of `given`, for the decisions that the planner reads.
+    The attributes are typed views of `fixed`, for the decisions that the planner reads.
 
     Attributes:
-        given: (name, value) of the fixed decisions; `axes` are single mesh axes, (name, size);
+        fixed: (name, value) of the fixed decisions; `axes` are single mesh axes, (name, size);
             `allow` is (dtype decision, dtypes) that the planner may choose besides those of the
             traced model.
     """
 
-    given: tuple[tuple[str, Any], ...] = ()
+    fixed: tuple[tuple[str, Any], ...] = ()
 
     mesh = _Pinned[MeshShape | None](None)
     axes = _Pinned[tuple[tuple[str, int], ...]](())
@@ -475,9 +485,9 @@ class Pins:
         """Pins from values that have been read; None leaves a decision to the planner."""
         return cls(
             tuple(
-                (word, values[word])
-                for word in _ORDER
-                if values.get(word) is not None and not (word in _COLLECTED and not values[word])
+                (key, values[key])
+                for key in _ORDER
+                if values.get(key) is not None and not (key in _COLLECTED and not values[key])
             )
         )
 
@@ -492,35 +502,35 @@ class Pins:
         read: dict[str, Any] = {}
         axes: dict[str, int] = {}
         dtypes: dict[str, str] = {}
-        for word, value in (pin or {}).items():
+        for key, value in (pin or {}).items():
             try:
-                if not isinstance(word, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                if not isinstance(key, str):  # pyright: ignore[reportUnnecessaryIsInstance]
                     failures.append(
-                        f"{word!r} is not a decision; a decision is a word such as 'zero'"
+                        f"{key!r} is not a decision; a decision is a word such as 'zero'"
                     )
                     continue
-                word = word_of(word, value)
-                if word.startswith("mesh."):
-                    axis = mesh_axis(word.removeprefix("mesh."))
+                key = name_of_keyword(key, value)
+                if key.startswith("mesh."):
+                    axis = mesh_axis(key.removeprefix("mesh."))
                     size = MeshShape({axis: value})[axis]
                     if axes.setdefault(axis, size) != size:
                         failures.append(
-                            f"{word}={size} contradicts mesh.{axis}={axes[axis]}"
+                            f"{key}={size} contradicts mesh.{axis}={axes[axis]}"
                             f"{HINT}mesh.{axis} once"
                         )
-                elif word in DTYPES:
-                    dtypes[word] = read_dtype(word, value)
-                elif word in ENTRIES:
-                    read[word] = ENTRIES[word].read(word, value)
+                elif key in DTYPES:
+                    dtypes[key] = read_dtype(key, value)
+                elif key in ENTRIES:
+                    read[key] = ENTRIES[key].read(key, value)
                 else:
-                    failures.append(unknown(word))
+                    failures.append(unknown(key))
             except ShardlibError as error:
-                failures += _told(word, error)
+                failures += _messages(key, error)
         failures += contradictions(read, axes)
         failures += [
-            f"{word}={dtypes[word]!r} contradicts dtypes={{{word!r}: {dtype!r}}}{HINT}{word} once"
-            for word, dtype in read.get("dtypes", ())
-            if dtypes.get(word, dtype) != dtype
+            f"{key}={dtypes[key]!r} contradicts dtypes={{{key!r}: {dtype!r}}}{HINT}{key} once"
+            for key, dtype in read.get("dtypes", ())
+            if dtypes.get(key, dtype) != dtype
         ]
         if failures:
             says, hint = hoisted(failures)
@@ -529,21 +539,21 @@ class Pins:
         read["dtypes"] = ordered({**dict(read.get("dtypes", ())), **dtypes})
         return cls.of(**read)
 
-    def get(self, word: str) -> PinValue:
+    def get(self, key: str) -> PinValue:
         """The pinned value of a decision; None where it is left to the planner."""
-        return dict(self.given).get(word)
+        return dict(self.fixed).get(key)
 
-    def but(self, **changes: PinValue) -> Pins:
+    def replace(self, **changes: PinValue) -> Pins:
         """These pins with some replaced; None, or () for a collection, leaves a decision to the
         planner.
         """
-        return Pins.of(**{**dict(self.given), **changes})
+        return Pins.of(**{**dict(self.fixed), **changes})
 
     @property
     def of_one_island(self) -> Pins:
         """The pins for the plan of one of several islands."""
         order = self.axis_order
-        return self.but(
+        return self.replace(
             exchange=None,
             axes=tuple((axis, size) for axis, size in self.axes if axis != ISLAND.name),
             mesh=None if self.mesh is None else self.mesh.of_one_island,
@@ -555,18 +565,18 @@ class Pins:
         axes.
         """
         sizes = {"mesh", "axes"}
-        freed = other._set.keys() | (sizes if other._set.keys() & sizes else set())
-        remaining = Pins.of(**{word: value for word, value in self.given if word not in freed})
-        both = remaining.but(**other._set)
-        if failures := contradictions(both._set, dict(both.axes)):
+        freed = other._by_name.keys() | (sizes if other._by_name.keys() & sizes else set())
+        remaining = Pins.of(**{key: value for key, value in self.fixed if key not in freed})
+        both = remaining.replace(**other._by_name)
+        if failures := contradictions(both._by_name, dict(both.axes)):
             says, hint = hoisted(failures)
             raise_all(PinError, f"{other} is not usable beside {remaining}", says, hint=hint)
         return both
 
     @property
-    def _set(self) -> dict[str, Any]:
+    def _by_name(self) -> dict[str, Any]:
         """The pinned values; () is a value, such as for an empty `offload`."""
-        return dict(self.given)
+        return dict(self.fixed)
 
     @property
     def unsearched(self) -> Decisions:
@@ -574,11 +584,7 @@ class Pins:
         default.
         """
         return Decisions(
-            **{
-                word: value
-                for word, value in self.given
-                if word in TABLE and not TABLE[word].searched
-            }
+            **{key: value for key, value in self.fixed if key in TABLE and not TABLE[key].searched}
         )
 
     @property
@@ -604,26 +610,26 @@ class Pins:
         mesh axes are relaxed together.
         """
         return {
-            " and ".join(pin_words(word, value)): Pins(
-                tuple(pin for pin in self.given if pin[0] != word)
+            " and ".join(pin_data(key, value)): Pins(
+                tuple(pin for pin in self.fixed if pin[0] != key)
             )
-            for word, value in self.given
+            for key, value in self.fixed
         }
 
     def to_json(self) -> JsonObject:
         """The pins as plain data, which `parse` reads."""
-        return {word: plain for pin in self.given for word, plain in pin_words(*pin).items()}
+        return {key: plain for pin in self.fixed for key, plain in pin_data(*pin).items()}
 
     def __str__(self) -> str:
-        words = (f"{word}={shown(value)}" for word, value in self.to_json().items())
+        words = (f"{key}={shown(value)}" for key, value in self.to_json().items())
         return ", ".join(words) or "nothing"
 
 
-def _told(word: str, error: ShardlibError) -> list[str]:
+def _messages(key: str, error: ShardlibError) -> list[str]:
     """Messages about the wrong value of a pin, prefixed with the name of the decision."""
     if not error.failures:
         return [str(error)]
-    decision = word.partition(".")[0]
+    decision = key.partition(".")[0]
     return [
         failure if decision in failure else f"{decision}: {failure}" for failure in error.failures
     ]
@@ -631,21 +637,21 @@ def _told(word: str, error: ShardlibError) -> list[str]:
 
 #: Decisions whose form differs between plans and pins: plans complete the rules, count layers in
 #: the fullest stage, and omit dtypes of the traced model.
-RETOLD: tuple[str, ...] = ("rules", "remat_layers", "remat_classes", "dtypes")
+NOT_COMPARED: tuple[str, ...] = ("rules", "remat_layers", "remat_classes", "dtypes")
 
 
 def require_obeyed(pins: Pins, plan: Decisions) -> None:
-    """Raises if a plan differs from its pins; those in `RETOLD` are not compared."""
-    missed = [
-        f"{word} is pinned to {_plain(word, value)!r}, and the plan has {_plain(word, planned)!r}"
-        for word, value, planned in _compared(pins, plan)
+    """Raises if a plan differs from its pins; those in `NOT_COMPARED` are not compared."""
+    violations = [
+        f"{key} is pinned to {_plain(key, value)!r}, and the plan has {_plain(key, planned)!r}"
+        for key, value, planned in _compared(pins, plan)
         if value not in (ANY, planned)
     ]
-    if missed:
+    if violations:
         raise_all(
             PlanError,
             "the search did not obey its pins",
-            missed,
+            violations,
             hint="no such pin, and tell us; a decision that is not searched needs searched=False in"
             " the table",
         )
@@ -653,15 +659,15 @@ def require_obeyed(pins: Pins, plan: Decisions) -> None:
 
 def _compared(pins: Pins, plan: Decisions) -> Iterator[tuple[str, PinValue, PinValue]]:
     """(name, pinned value, planned value) of all pins that can be compared."""
-    for word, value in pins.given:
-        if word == "axes":
+    for key, value in pins.fixed:
+        if key == "axes":
             yield from ((f"mesh.{axis}", size, plan.mesh[axis]) for axis, size in value)
-        elif word == "axis_order":
-            yield word, plan.mesh.in_order(value), plan.axis_order or tuple(plan.mesh)
-        elif word in TABLE and word not in RETOLD:
-            yield word, value, getattr(plan, word)
+        elif key == "axis_order":
+            yield key, plan.mesh.in_order(value), plan.axis_order or tuple(plan.mesh)
+        elif key in TABLE and key not in NOT_COMPARED:
+            yield key, value, getattr(plan, key)
 
 
-def _plain(word: str, value: PinValue) -> Json:
+def _plain(key: str, value: PinValue) -> Json:
     """A value as a user writes it; the size of a single mesh axis unchanged."""
-    return TABLE[word].write(value, MeshShape()) if word in TABLE else value
+    return TABLE[key].write(value, MeshShape()) if key in TABLE else value

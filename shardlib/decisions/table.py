@@ -38,7 +38,8 @@ Decisions convert to plain data for JSON; `identity` is the part of it that dist
 
 >>> from shardlib.layout import MeshShape
 >>> one = Decisions(mesh=MeshShape(fsdp=8), zero=3)
->>> plain(one)["mesh"], plain(one)["axis_order"], plain(one)["dtypes"]
+>>> data = plain_data(one)
+>>> data["mesh"], data["axis_order"], data["dtypes"]
 ({'fsdp': 8}, ['fsdp'], {})
 >>> sorted(identity(one).keys() & {"zero", "dtypes"})  # dtypes are those of the traced model
 ['zero']
@@ -95,7 +96,7 @@ Dtypes = tuple[tuple[str, str], ...]
 Allowed = tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def read_dtype(word: str, value: object) -> str:
+def read_dtype(key: str, value: object) -> str:
     """A floating-point dtype; an error names the dtypes that can be lowered.
 
     >>> import numpy as np
@@ -103,7 +104,7 @@ def read_dtype(word: str, value: object) -> str:
     ('float16', 'float32')
 
     Args:
-        word: name of the decision, for messages.
+        key: name of the decision, for messages.
         value: name of the dtype; or a dtype or scalar type of NumPy or JAX, such as `jnp.bfloat16`.
 
     Raises:
@@ -111,10 +112,10 @@ def read_dtype(word: str, value: object) -> str:
     """
     name = _name(value)
     if name is None or "float" not in name or name not in ITEMSIZE:
-        legal = lowered_dtypes(word.rpartition(".")[2])
+        legal = lowered_dtypes(key.rpartition(".")[2])
         meant = SHORT.get(value.lower()) if isinstance(value, str) else None
         raise PinError(
-            f"{word} is {shown(value)}; it is one of {', '.join(legal)}"
+            f"{key} is {shown(value)}; it is one of {', '.join(legal)}"
             + (f"; did you mean {meant!r}?" if meant in legal else "")
         )
     return name
@@ -132,43 +133,46 @@ def _name(value: object) -> str | None:
         return None
 
 
-def lowered_dtypes(word: str) -> tuple[str, ...]:
-    """The dtypes that programs support for `word`, such as "moment_dtype".
+def lowered_dtypes(key: str) -> tuple[str, ...]:
+    """The dtypes that programs support for `key`, such as "moment_dtype".
 
     >>> lowered_dtypes("moment_dtype")
     ('float32', 'bfloat16', 'float16')
     """
-    return (*LOWERED_DTYPES, *(LOWERED_PRODUCTS if word == "matmul_dtype" else ()))
+    return (*LOWERED_DTYPES, *(LOWERED_PRODUCTS if key == "matmul_dtype" else ()))
 
 
-def ordered(words: Mapping[str, str]) -> Dtypes:
+def ordered(dtypes: Mapping[str, str]) -> Dtypes:
     """Dtypes in the order of `DTYPES`."""
-    return tuple((word, words[word]) for word in DTYPES if word in words)
+    return tuple((key, dtypes[key]) for key in DTYPES if key in dtypes)
 
 
-def read_dtypes(word: str, value: Json) -> Dtypes:
+def read_dtypes(key: str, value: Json) -> Dtypes:
     """Dtypes from a mapping such as {"moment_dtype": "bfloat16", ...}."""
-    return ordered({name: read_dtype(name, dtype) for name, dtype in _named(word, value).items()})
+    return ordered(
+        {name: read_dtype(name, dtype) for name, dtype in _by_dtype_decision(key, value).items()}
+    )
 
 
-def read_allowed(word: str, value: Json) -> Allowed:
+def read_allowed(key: str, value: Json) -> Allowed:
     """Dtypes that the planner may choose, from a mapping to one or several, such as
     {"moment_dtype": ["bfloat16", ...], ...}.
     """
     listed = {
-        name: [dtypes] if _name(dtypes) else dtypes for name, dtypes in _named(word, value).items()
+        name: [dtypes] if _name(dtypes) else dtypes
+        for name, dtypes in _by_dtype_decision(key, value).items()
     }
     for name, dtypes in listed.items():
         if not isinstance(dtypes, list | tuple):
-            raise PinError(f"{word}.{name} is {dtypes!r}; it is a list of dtypes")
+            raise PinError(f"{key}.{name} is {dtypes!r}; it is a list of dtypes")
     return tuple(
-        (name, tuple(dict.fromkeys(read_dtype(f"{word}.{name}", dtype) for dtype in listed[name])))
+        (name, tuple(dict.fromkeys(read_dtype(f"{key}.{name}", dtype) for dtype in listed[name])))
         for name in DTYPES
         if name in listed
     )
 
 
-def _named(word: str, value: Any) -> Mapping[str, Any]:
+def _by_dtype_decision(key: str, value: Any) -> Mapping[str, Any]:
     """A mapping with keys from `DTYPES`; raises PinError otherwise."""
     unknown = (
         [name for name in cast("Mapping[str, Any]", value) if name not in DTYPES]
@@ -176,10 +180,10 @@ def _named(word: str, value: Any) -> Mapping[str, Any]:
         else None
     )
     if unknown is None:
-        raise PinError(f"{word} is {value!r}; it is a mapping from {', '.join(DTYPES)}")
+        raise PinError(f"{key} is {value!r}; it is a mapping from {', '.join(DTYPES)}")
     if unknown:
         raise PinError(
-            f"{word} names {', '.join(map(repr, unknown))}; dtypes are those of {', '.join(DTYPES)}"
+            f"{key} names {', '.join(map(repr, unknown))}; dtypes are those of {', '.join(DTYPES)}"
         )
     return cast("Mapping[str, Any]", value)
 
@@ -192,9 +196,9 @@ GroupPolicies = tuple[tuple[str, str, int | None], ...]
 #: The planner may choose a policy and a number of layers for each layer group.
 ANY_GROUP: GroupPolicies = (("any", "", None),)
 #: Arrays that can be in host memory; the planner chooses among these.
-HOSTED: tuple[str, ...] = ("optimizer", "activations")
+HOST_ARRAYS: tuple[str, ...] = ("optimizer", "activations")
 #: Arrays that can be off the device: those, or optimizer state on disk.
-OFFLOAD: tuple[str, ...] = (*HOSTED, "disk")
+OFFLOAD: tuple[str, ...] = (*HOST_ARRAYS, "disk")
 #: Remat policies of layers.
 REMAT: tuple[str, ...] = ("none", "dots", "full")
 
@@ -202,16 +206,14 @@ REMAT: tuple[str, ...] = ("none", "dots", "full")
 def one_of(values: Collection[PinValue]) -> Callable[[str, PinValue], PinValue]:
     """A reader of listed values; `values` is consulted at each read, so it may grow."""
 
-    def read(word: str, value: PinValue) -> PinValue:
+    def read(key: str, value: PinValue) -> PinValue:
         legal = tuple(values)
-        plain = _plain(value)
+        converted = _plain(value)
         for candidate in legal:
-            if type(candidate) is type(plain) and candidate == plain:
+            if type(candidate) is type(converted) and candidate == converted:
                 return candidate
-        near = _meant(plain, legal)
-        raise PinError(
-            f"{word} is {shown(value)}; it is one of {', '.join(map(repr, legal))}{near}"
-        )
+        near = _nearest(converted, legal)
+        raise PinError(f"{key} is {shown(value)}; it is one of {', '.join(map(repr, legal))}{near}")
 
     return read
 
@@ -225,7 +227,7 @@ def _plain(value: object) -> object:
     return value
 
 
-def _meant(value: object, legal: Sequence[object]) -> str:
+def _nearest(value: object, legal: Sequence[object]) -> str:
     """The legal value with the nearest spelling, as a question; empty where none is near."""
     spelt = {str(candidate).lower(): candidate for candidate in legal}
     near = difflib.get_close_matches(str(value).lower(), spelt, n=1)
@@ -236,30 +238,30 @@ def _meant(value: object, legal: Sequence[object]) -> str:
 def integer(minimum: int) -> Callable[[str, PinValue], int]:
     """A reader of integers of at least `minimum`."""
 
-    def read(word: str, value: PinValue) -> int:
+    def read(key: str, value: PinValue) -> int:
         counts = isinstance(value, Integral) and not isinstance(value, bool)
         if not counts or (number := int(value)) < minimum:  # accepts NumPy integers
-            raise PinError(f"{word} is {value!r}; it is an integer of at least {minimum}")
+            raise PinError(f"{key} is {value!r}; it is an integer of at least {minimum}")
         return number
 
     return read
 
 
-def read_mesh(word: str, value: Json) -> MeshShape:
+def read_mesh(key: str, value: Json) -> MeshShape:
     """Sizes of all mesh axes."""
     if isinstance(value, MeshShape):
         return value
     if not isinstance(value, Mapping):
-        raise PinError(f"{word} is {value!r}; it is a mapping such as {{'data': 2, 'tensor': 4}}")
+        raise PinError(f"{key} is {value!r}; it is a mapping such as {{'data': 2, 'tensor': 4}}")
     return MeshShape(cast("Mapping[str, int]", value))
 
 
-def read_rules(word: str, value: Json) -> Rules:
+def read_rules(key: str, value: Json) -> Rules:
     """Rules in Flax's or MaxText's spelling, see `Rules.parse`."""
     return Rules.parse(value)
 
 
-def read_group_policies(word: str, value: Json) -> GroupPolicies:
+def read_group_policies(key: str, value: Json) -> GroupPolicies:
     """Remat policies of layer groups, from a mapping to a policy or (policy, number of layers).
 
     Args:
@@ -269,7 +271,7 @@ def read_group_policies(word: str, value: Json) -> GroupPolicies:
         return ANY_GROUP
     if not isinstance(value, Mapping):
         raise PinError(
-            f"{word} is {value!r}; it is a mapping such as {{'encoder': 'full', 'decoder':"
+            f"{key} is {value!r}; it is a mapping such as {{'encoder': 'full', 'decoder':"
             " ['dots', 3]}, by the names that plans show"
         )
     read: list[tuple[str, str, int | None]] = []
@@ -286,7 +288,7 @@ def read_group_policies(word: str, value: Json) -> GroupPolicies:
             layers is None or (type(layers) is int and layers >= (policy != "none"))
         ):
             raise PinError(
-                f"{word}.{name} is {entry!r}; it is one of {', '.join(map(repr, REMAT))}, or a"
+                f"{key}.{name} is {entry!r}; it is one of {', '.join(map(repr, REMAT))}, or a"
                 " list of one of them and how many layers follow it, such as ['full', 3]"
             )
         read.append((str(name), policy, None if policy == "none" else layers))
@@ -304,7 +306,7 @@ def write_group_policies(value: GroupPolicies) -> Json:
     return {name: policy if layers is None else [policy, layers] for name, policy, layers in value}
 
 
-def read_offload(word: str, value: Json) -> tuple[str, ...]:
+def read_offload(key: str, value: Json) -> tuple[str, ...]:
     """Reads the offloaded arrays, in the order of `OFFLOAD`; "none" or [] for nothing."""
     words = cast(
         "list[Any]",
@@ -317,29 +319,29 @@ def read_offload(word: str, value: Json) -> tuple[str, ...]:
         ),
     )
     if any(part not in (*OFFLOAD, "none") for part in words):
-        raise PinError(f"{word} is {value!r}; it is a list of {', '.join(map(repr, OFFLOAD))}")
+        raise PinError(f"{key} is {value!r}; it is a list of {', '.join(map(repr, OFFLOAD))}")
     if "none" in words and len(set(words)) > 1:
-        raise PinError(f"{word} is {value!r}; 'none' is for nothing at all\nTry: [], or no 'none'")
+        raise PinError(f"{key} is {value!r}; 'none' is for nothing at all\nTry: [], or no 'none'")
     if {"optimizer", "disk"}.issubset(words):
         raise PinError(
-            f"{word} names 'optimizer' and 'disk': optimizer state rests in host memory or on"
+            f"{key} names 'optimizer' and 'disk': optimizer state rests in host memory or on"
             " disk\nTry: one of them"
         )
     return tuple(part for part in OFFLOAD if part in words)
 
 
-def read_axis_order(word: str, value: Json) -> tuple[str, ...]:
+def read_axis_order(key: str, value: Json) -> tuple[str, ...]:
     """Mesh axes, the one on the outermost links first."""
     if isinstance(value, str) or not isinstance(value, list | tuple):
         raise PinError(
-            f"{word} is {value!r}; it is a list of mesh axes, the one on the outermost links first"
+            f"{key} is {value!r}; it is a list of mesh axes, the one on the outermost links first"
         )
     axes = tuple(mesh_axis(str(name)) for name in cast("list[Any]", value))
     if len(set(axes)) < len(axes):
-        raise PinError(f"{word} names an axis twice: {', '.join(axes)}\nTry: each axis once")
+        raise PinError(f"{key} names an axis twice: {', '.join(axes)}\nTry: each axis once")
     if ISLAND.name in axes[1:]:
         raise PinError(
-            f"{word} is {', '.join(axes)}; islands lie on the outermost links\nTry:"
+            f"{key} is {', '.join(axes)}; islands lie on the outermost links\nTry:"
             f" {ISLAND.name!r} first, or not at all"
         )
     return axes
@@ -355,7 +357,7 @@ Writer = Callable[[Any, MeshShape], Any]
 ANY = "any"
 
 
-def _as_it_is(value: Any, mesh: MeshShape) -> Any:
+def _unchanged(value: Any, mesh: MeshShape) -> Any:
     return value
 
 
@@ -371,36 +373,36 @@ class Entry:
         write: writes a value as plain data.
         values: spelling in pins, in Markdown; by default `choices`.
         label: line of `Plan.explain` that shows it; by default its name.
-        late: True if plans of older versions do not have it; then it is part of a plan's identity
-            only where it is not the default.
+        added_later: True if plans of older versions do not have it; then it is part of a plan's
+            identity only where it is not the default.
         searched: True if the planner decides it; otherwise it is as pinned, or the default.
-        left_open: True if pins may leave it open with "any".
-        also: further rows of the page of pins: (pin, values, meaning).
+        allows_any: True if pins may leave it open with "any".
+        more_rows: further rows of the page of pins: (pin, values, meaning).
     """
 
     default: Any
     meaning: str
     choices: Mapping[Any, str]
     read: Reader
-    write: Writer = _as_it_is
+    write: Writer = _unchanged
     values: str = ""
     label: str = ""
-    late: bool = False
+    added_later: bool = False
     searched: bool = True
-    left_open: bool = False
-    also: tuple[tuple[str, str, str], ...] = ()
+    allows_any: bool = False
+    more_rows: tuple[tuple[str, str, str], ...] = ()
 
 
-class _Others(TypedDict, total=False):
+class _EntryOptions(TypedDict, total=False):
     """The other fields of an `Entry`."""
 
     write: Writer
     values: str
     label: str
-    late: bool
+    added_later: bool
     searched: bool
-    left_open: bool
-    also: tuple[tuple[str, str, str], ...]
+    allows_any: bool
+    more_rows: tuple[tuple[str, str, str], ...]
 
 
 def decision(
@@ -409,16 +411,16 @@ def decision(
     meaning: str,
     choices: Mapping[PinValue, str] | None = None,
     read: Reader | None = None,
-    **others: Unpack[_Others],
+    **others: Unpack[_EntryOptions],
 ) -> T:
     """A dataclass field with its entry."""
     assert choices or read, "something says which values are legal"
-    left_open = (ANY,) if others.get("left_open") else ()
+    allows_any = (ANY,) if others.get("allows_any") else ()
     entry = Entry(
         default=default,
         meaning=meaning,
         choices=choices or {},
-        read=read or one_of((*(choices or ()), *left_open)),
+        read=read or one_of((*(choices or ()), *allows_any)),
         **others,
     )
     return field(default=default, metadata={"decision": entry})
@@ -446,7 +448,7 @@ class Decisions:
         values='`{"data": 2, "fsdp": 8, "tensor": 4}`',
         read=read_mesh,
         write=lambda value, mesh: dict(value),
-        also=(("`mesh.AXIS`", "an integer", "one mesh axis; the planner chooses the others"),),
+        more_rows=(("`mesh.AXIS`", "an integer", "one mesh axis; the planner chooses the others"),),
     )
     rules: Rules = decision(
         Rules(),
@@ -508,7 +510,7 @@ class Decisions:
         label="remat policy",
         read=read_group_policies,
         write=lambda value, mesh: write_group_policies(value),
-        late=True,
+        added_later=True,
     )
     microbatches: int = decision(
         1,
@@ -525,7 +527,7 @@ class Decisions:
         values="an integer",
         label="microbatches",
         read=integer(1),
-        late=True,
+        added_later=True,
     )
     schedule: str = decision(
         "none",
@@ -560,8 +562,8 @@ class Decisions:
             "lockstep": "stages are one program",
             "programs": "stages are programs of their own",
         },
-        left_open=True,
-        late=True,
+        allows_any=True,
+        added_later=True,
         searched=False,
     )
     context: str = decision(
@@ -587,7 +589,7 @@ class Decisions:
             "splash": "splash attention, one kernel that writes no scores",
             "cudnn": "the kernel of cuDNN, which writes no scores",
         },
-        late=True,
+        added_later=True,
     )
     experts: str = decision(
         "none",
@@ -611,8 +613,8 @@ class Decisions:
             "none": "collectives before and after them",
             "loop": "their operands and results move piece by piece, while others are multiplied",
         },
-        left_open=True,
-        late=True,
+        allows_any=True,
+        added_later=True,
     )
     offload: tuple[str, ...] = decision(
         (),
@@ -642,7 +644,7 @@ class Decisions:
         ' `"gossip:8:exponential"`, `"compressed:2:powersgd"`',
         read=read_exchange,
         write=lambda value, mesh: value.to_json(),
-        late=True,
+        added_later=True,
         searched=False,
     )
     dtypes: Dtypes = decision(
@@ -651,8 +653,8 @@ class Decisions:
         values='`{"moment_dtype": "bfloat16"}`',
         read=read_dtypes,
         write=lambda value, mesh: dict(value),
-        late=True,
-        also=(
+        added_later=True,
+        more_rows=(
             (
                 "`param_dtype`, `matmul_dtype`, `gradient_dtype`, `reduction_dtype`,"
                 " `moment_dtype`",
@@ -670,7 +672,7 @@ class Decisions:
         return self.context == "ring"
 
     @property
-    def fused(self) -> str:
+    def attention_kernel(self) -> str:
         """The attention kernel for pricing: where devices compute with shards of the sequence
         alone, one that writes no scores to memory.
         """
@@ -685,10 +687,10 @@ class Decisions:
 TABLE: Mapping[str, Entry] = entries(Decisions)
 
 
-def plain(decisions: Decisions) -> JsonObject:
+def plain_data(decisions: Decisions) -> JsonObject:
     """All decisions as plain data, as pins spell them."""
     return {
-        word: entry.write(getattr(decisions, word), decisions.mesh) for word, entry in TABLE.items()
+        key: entry.write(getattr(decisions, key), decisions.mesh) for key, entry in TABLE.items()
     }
 
 
@@ -699,15 +701,15 @@ def identity(decisions: Decisions) -> JsonObject:
     what older versions did.
     """
     return {
-        word: value
-        for word, value in plain(decisions).items()
-        if not (TABLE[word].late and getattr(decisions, word) == TABLE[word].default)
+        key: value
+        for key, value in plain_data(decisions).items()
+        if not (TABLE[key].added_later and getattr(decisions, key) == TABLE[key].default)
     }
 
 
 def values_of(decisions: Decisions) -> dict[str, PinValue]:
     """All decisions by name, to construct another value: `Plan(**values_of(one), ...)`."""
-    return {word: getattr(decisions, word) for word in TABLE}
+    return {key: getattr(decisions, key) for key in TABLE}
 
 
 def illegal(decisions: JsonMapping) -> list[str]:
@@ -715,14 +717,14 @@ def illegal(decisions: JsonMapping) -> list[str]:
     only.
     """
     failures: list[str] = []
-    for word, value in decisions.items():
-        if word not in TABLE:
+    for key, value in decisions.items():
+        if key not in TABLE:
             continue
         if value == ANY:
-            failures.append(f"{word} is 'any', which is not a decision")
+            failures.append(f"{key} is 'any', which is not a decision")
             continue
         try:
-            TABLE[word].read(word, value)
+            TABLE[key].read(key, value)
         except (ShardlibError, TypeError) as error:
             failures.append(str(error))
     return failures
@@ -741,11 +743,11 @@ BEGIN, END = "<!-- table of decisions -->", "<!-- end of the table -->"
 
 def rows(table: Mapping[str, Entry] = TABLE) -> Iterator[tuple[str, str, str]]:
     """(pin, values, meaning) of every decision, in Markdown."""
-    for word, entry in table.items():
-        legal = [*entry.choices, *((ANY,) if entry.left_open else ())]
+    for key, entry in table.items():
+        legal = [*entry.choices, *((ANY,) if entry.allows_any else ())]
         spelled = ", ".join(f"`{json.dumps(value)}`" for value in legal)
-        yield f"`{word}`", entry.values or spelled, entry.meaning
-        yield from entry.also
+        yield f"`{key}`", entry.values or spelled, entry.meaning
+        yield from entry.more_rows
 
 
 def table_text(table: Mapping[str, Entry] = TABLE) -> str:

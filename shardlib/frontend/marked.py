@@ -15,7 +15,7 @@ import optax
 from shardlib.annotation import tree
 from shardlib.annotation.names import Model, PureLoss
 from shardlib.annotation.trees import Tree, path_text
-from shardlib.decisions.pins import PinMapping, aliased
+from shardlib.decisions.pins import PinMapping, full_names
 from shardlib.decisions.table import PinValue
 from shardlib.errors import PinError, raise_all
 from shardlib.findings import Finding, diagnostic
@@ -413,7 +413,7 @@ CLOSED: PinMapping = {
 
 def step_pins(pin: PinMapping | None) -> PinMapping:
     """The pins of a search for a step."""
-    pins = aliased(pin or {})
+    pins = full_names(pin or {})
     refused = [
         word
         for word in pins
@@ -439,7 +439,7 @@ def step_pins(pin: PinMapping | None) -> PinMapping:
 
 def marked_pins(pin: PinMapping | None, unstaged: str, unsharded: str) -> PinMapping:
     """The pins of a search for a step that marks its losses."""
-    pins = aliased(pin or {})
+    pins = full_names(pin or {})
     refused = [word for word in pins if word in CLOSED and pins[word] != CLOSED[word]]
     if refused:
         raise PinError(

@@ -315,7 +315,7 @@ class Layouts:
         others = {word: pins[word] for word in ("zero", "sequence_parallel") if word in pins}
         begun = user_pins.changed(Pins.parse(others)) if others else user_pins
         if beside:
-            begun = begun.but(
+            begun = begun.replace(
                 axes=tuple(sorted({**dict(user_pins.axes), **_named(beside)}.items()))
             )
         if "rules" not in pins:
@@ -429,7 +429,7 @@ def layout_findings(
 def _without(pin: PinMapping | Pins | None, pins: Mapping[str, Any]) -> Pins:
     """The user's pins without those that a layout decides."""
     words = ("rules", "zero", "sequence_parallel")
-    return Pins.parse(pin).but(**{word: None for word in words if word in pins})
+    return Pins.parse(pin).replace(**{word: None for word in words if word in pins})
 
 
 def _difference(plan: Plan, changed: Plan) -> str:

@@ -152,7 +152,7 @@ def priced_as_compiled(model: TracedModel, plan: Plan, machine: Topology) -> Pla
     """
     if plan.attention != "cudnn":
         return plan
-    pins = pinned(plan).but(attention="blocks")
+    pins = pinned(plan).replace(attention="blocks")
     try:
         listed = search(model.traced.problem, roomy(machine), pins)
     except (InfeasibleError, PinError):

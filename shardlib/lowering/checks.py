@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
 from shardlib.annotation.trees import Tree, path_text
-from shardlib.decisions.lowerings import facts, on_chips
+from shardlib.decisions.lowerings import facts_of_decisions, unsupported_on
 from shardlib.decisions.lowerings import require as lowerings_require
 from shardlib.errors import BatchError, PinError, PlanError, StateError, raise_all
 from shardlib.functions.attention import Attention
@@ -277,7 +277,8 @@ def _mismatch(leaf: Any, abstract: jax.ShapeDtypeStruct) -> str:
 
 def require_lowered(plan: Plan) -> None:
     """Raises if a plan cannot be lowered for any loss or chip."""
-    lowerings_require(facts(plan), "the plan decides for what has no lowering", on_chips(vendor=""))
+    what = "the plan decides for what has no lowering"
+    lowerings_require(facts_of_decisions(plan), what, unsupported_on(vendor=""))
     require_matmuls(plan)
 
 

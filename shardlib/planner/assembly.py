@@ -84,7 +84,7 @@ class OnMachine:
     def of(cls, workload: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
         """A candidate of a model on a topology."""
         decisions = candidate.decisions
-        workload = workload.under(decisions.dtypes, decisions.fused)
+        workload = workload.under(decisions.dtypes, decisions.attention_kernel)
         pricer = Pricer(topology.in_use(decisions.mesh.devices), workload.profile)
         placed = place(decisions.mesh, topology, decisions.axis_order)
         assert placed is not None, f"{decisions.mesh} does not fit {topology.name}"
@@ -576,7 +576,7 @@ def _offloaded(workload: Workload, topology: Topology, priced: OnMachine) -> Off
     """
     if not priced.candidate.decisions.offload:
         return None
-    less, more = priced.totals(), price(workload, topology, priced.candidate.but(offload=()))
+    less, more = priced.totals(), price(workload, topology, priced.candidate.replace(offload=()))
     return Offloaded(
         device_bytes=float(more.peak_bytes[0] - less.peak_bytes[0]),
         seconds=max(0.0, float(less.step_seconds[0] - more.step_seconds[0])),

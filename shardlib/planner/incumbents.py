@@ -56,8 +56,8 @@ from shardlib.cost.variants import (
     patterns,
     rematerialised_share,
 )
-from shardlib.decisions.lowerings import Gap, along, facts, lowered
-from shardlib.decisions.table import HOSTED, Decisions
+from shardlib.decisions.lowerings import Unsupported, facts_of_decisions, facts_of_mesh, lowerable
+from shardlib.decisions.table import HOST_ARRAYS, Decisions
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Placement
 from shardlib.planner.bounds import EACH, Kind, Tick, passing, step_seconds
@@ -157,18 +157,20 @@ class Block:
         places: (mesh, order, placement) of each candidate.
         choices: the choices to which `Offer.choices` refers, each with True where tokens are
             routed.
-        gaps: combinations that cannot be lowered and are not plans, whatever they cost.
+        unsupported: combinations that cannot be lowered and are not plans, whatever they cost.
     """
 
     places: list[tuple[MeshShape, tuple[str, ...], Placement]]
     c: Meshes
     choices: list[tuple[Choice, bool]]
-    gaps: tuple[Gap, ...] = ()
+    unsupported: tuple[Unsupported, ...] = ()
 
-    def lowered(self, offer: Offer, candidates: Array) -> Array:
+    def lowerable(self, offer: Offer, candidates: Array) -> Array:
         """Mask of the rows of an offer that can be lowered."""
         stages = {"stage": self.c.sizes["stage"][candidates]}
-        return lowered(facts(offer.decisions), along(stages), self.gaps)
+        return lowerable(
+            facts_of_decisions(offer.decisions), facts_of_mesh(stages), self.unsupported
+        )
 
 
 def by_group(each: RematLayers) -> tuple[str, int]:
@@ -193,7 +195,7 @@ class Offer(ArrayTable):
     layers: Array | None = None
     groups: list[RematLayers] | None = None
 
-    def but(self, **changes: object) -> Offer:
+    def replace(self, **changes: object) -> Offer:
         """The same rows under other decisions."""
         return replace(self, decisions=replace(self.decisions, **changes))
 
@@ -471,7 +473,7 @@ class Incumbents:
         """Records prices; `candidates` are positions in the block, and one candidate may have many
         rows.
         """
-        fine = self._block.lowered(offer, candidates)
+        fine = self._block.lowerable(offer, candidates)
         if not fine.all():
             self.skip(int((~fine).sum()))
             offer, totals, candidates = offer.take(fine), totals.take(fine), candidates[fine]
@@ -679,7 +681,7 @@ class Setting:
         pinned = self.space.pins.offload
         if self.pricer.topology.chip.host_bytes_per_s <= 0 or pinned is not None:
             return []
-        options = (*((part,) for part in HOSTED), HOSTED)
+        options = (*((part,) for part in HOST_ARRAYS), HOST_ARRAYS)
         return [parts for parts in options if {*parts} <= {*self.space.limits.able.offload}]
 
 
@@ -741,7 +743,7 @@ class _Priced(ArrayTable):
             for corner, totals in self.corners.items()
         }
         return replace(
-            self, corners=moved if parts else self.corners, offer=self.offer.but(offload=parts)
+            self, corners=moved if parts else self.corners, offer=self.offer.replace(offload=parts)
         )
 
 
@@ -1405,7 +1407,7 @@ class RowPricer(Setting):
         if pinned:
             totals = offloaded(totals, pinned, self.pricer, c)
             fast = fast and offloaded(fast, pinned, self.pricer, c)
-            offer = offer.but(offload=pinned)
+            offer = offer.replace(offload=pinned)
         if not pinned_layers:
             results.offer(offer, totals, rows)
         self._mixed(offer, rows, totals, fast, c, results)
@@ -1422,7 +1424,7 @@ class RowPricer(Setting):
         part, c = offer.take(short), c.take(short)
         for parts in self.offloads:
             less = offloaded(totals.take(short), parts, self.pricer, c)
-            moved = part.but(offload=parts)
+            moved = part.replace(offload=parts)
             results.offer(moved, less, rows[short])
             if fast is not None:
                 self._mixed(
@@ -1453,7 +1455,9 @@ class RowPricer(Setting):
         ):
             return
         legal = fast.step_seconds < results.limit
-        legal &= lowered(facts(offer.decisions), along(c.sizes), self.space.gaps)
+        legal &= lowerable(
+            facts_of_decisions(offer.decisions), facts_of_mesh(c.sizes), self.space.unsupported
+        )
         if pinned_layers is None:
             legal &= (fast.peak_bytes > self.capacity) & (
                 fast.step_seconds < rematerialised.step_seconds

@@ -437,7 +437,7 @@ def _stage_pins(pins: Pins) -> str:
         "virtual_stages": pins.virtual_stages if (pins.virtual_stages or 1) > 1 else None,
         "gather": pins.gather if pins.gather == "once" else None,
     }
-    return " with ".join(f"{word}={value!r}" for word, value in pinned.items() if value is not None)
+    return " with ".join(f"{key}={value!r}" for key, value in pinned.items() if value is not None)
 
 
 def _chunks(pins: Pins) -> int:

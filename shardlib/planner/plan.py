@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from shardlib.compact import compact
 from shardlib.cost.pricing import LARGEST, Estimate
-from shardlib.decisions.pins import PinMapping, Pins, aliased
-from shardlib.decisions.table import Decisions, PinValue, identity, illegal, plain
+from shardlib.decisions.pins import PinMapping, Pins, full_names
+from shardlib.decisions.table import Decisions, PinValue, identity, illegal, plain_data
 from shardlib.errors import (
     ArgumentError,
     InfeasibleError,
@@ -322,12 +322,12 @@ class Plan(Decisions):
     @property
     def decisions(self) -> JsonObject:
         """The decisions alone, as pin values."""
-        return plain(self)
+        return plain_data(self)
 
     @property
     def digest(self) -> str:
         """Twelve hexadecimal digits that identify the decisions, the model and the topology."""
-        told_apart = {
+        identifying = {
             "model": self.model,
             "topology": self.topology,
             **identity(self),
@@ -343,7 +343,7 @@ class Plan(Decisions):
                 for p in self.parameters
             ],
         }
-        return hashlib.sha256(json.dumps(told_apart, sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(identifying, sort_keys=True).encode()).hexdigest()[:12]
 
     def with_findings(self, *findings: Finding) -> Self:
         """The same plan with more findings.
@@ -491,7 +491,7 @@ class Plan(Decisions):
                 " explain plan.json --why-not ...`, or plan again"
             )
         try:
-            alternative = self.source.why_not(aliased(pin))
+            alternative = self.source.why_not(full_names(pin))
         except InfeasibleError as error:
             return str(error)
         return self.diff(alternative)
@@ -854,7 +854,7 @@ def _faults(plan: Plan) -> list[str]:
         if axis not in plan.mesh
     ]
     for p in plan.parameters:
-        stored = [(word, getattr(p, word)) for word in ("compute", "rest", "gradient", "state")]
+        stored = [(key, getattr(p, key)) for key in ("compute", "rest", "gradient", "state")]
         faults += _layouts_wrong("parameter", p.path, p.colours, p.shape, stored)
     for a in plan.activations:
         held = [("held", a.held), *(("a move", move.layout) for move in a.moves)]

@@ -35,7 +35,7 @@ from shardlib.planner.incumbents import (
     Rows,
     Setting,
 )
-from shardlib.planner.space import RowChoices, Scope, Space, build, gaps_of, strategies
+from shardlib.planner.space import RowChoices, Scope, Space, build, strategies, unsupported_for
 from shardlib.planner.stored import (
     Candidate,
     Priced,
@@ -251,7 +251,7 @@ class PairPricer(Setting):
             places=places,
             c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]),
             choices=[(choice, entries.scope.routes) for choice in entries.choices],
-            gaps=self.space.gaps,
+            unsupported=self.space.unsupported,
         )
         return block, [rows_of_entry[int(entry)] for entry in pairs.entries]
 
@@ -557,7 +557,7 @@ class Explorer:
                 workload=self.workload,
                 space=self.space,
                 cuttable=self._cuttable,
-                along=along,
+                context_colour=along,
                 routes=routes,
             )
         return self._scopes[routes]
@@ -968,7 +968,7 @@ def _explorers(
     runs: list[tuple[int, Explorer]] = []
     for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
         decisions = replace(strategy.decisions, dtypes=dtypes)
-        variant = workload.under(dtypes, decisions.fused)
+        variant = workload.under(dtypes, decisions.attention_kernel)
         rooms.append(build(variant, pins, fixed, replace(strategy, decisions=decisions)))
         counts = [
             count
@@ -998,14 +998,14 @@ def _require_possible(workload: Workload, topology: Topology, pins: Pins) -> Rul
         Pinned rules, in the colours of the model; None where none are pinned.
     """
     _require_able(workload.framework, pins)
-    require(facts_of_pins(pins), "the pins ask for what has no lowering", gaps_of(workload))
+    require(facts_of_pins(pins), "the pins ask for what has no lowering", unsupported_for(workload))
     rules = check_rules(pins.rules, workload.colouring) if pins.rules is not None else None
     if pins.mesh is not None and pins.mesh.devices > topology.devices:
         raise PinError(
             f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
             f" {topology.devices}\nTry: a smaller mesh, or a topology of as many devices"
         )
-    called, ours = "attention" in workload.problem.functions, bool(gaps_of(workload))
+    called, ours = "attention" in workload.problem.functions, bool(unsupported_for(workload))
     if ours and pins.context in ("ring", "ulysses") and not called:
         raise PinError(
             f"context={pins.context!r} is pinned, and {workload.problem.model} does not call"
@@ -1027,7 +1027,7 @@ def _require_able(framework: Framework | None, pins: Pins) -> None:
     if framework is None:
         return
     axes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
-    failures = framework.able.refusals(dict(pins.given), axes)
+    failures = framework.able.refusals(dict(pins.fixed), axes)
     if failures:
         what = f"framework {framework.name!r} cannot do what is pinned"
         raise_all(PinError, what, failures, hint="other pins, or no framework")

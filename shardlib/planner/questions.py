@@ -73,10 +73,10 @@ def pinned(plan: Plan) -> Pins:
     """Pins under which the plan is the only one; rules that the user pinned stay in the user's
     names.
     """
-    words: dict[str, Any] = {**plan.decisions}
+    values: dict[str, Any] = {**plan.decisions}
     if plan.source is not None and plan.source.pins.rules is not None:
-        words["rules"] = plan.source.pins.rules
-    return Pins.parse(words)
+        values["rules"] = plan.source.pins.rules
+    return Pins.parse(values)
 
 
 def priced_on(plan: Plan, topology: Topology) -> Plan | None:
@@ -133,17 +133,17 @@ def changes(plan: Plan, other: Plan) -> tuple[str, ...]:
     """The decisions in which another plan differs from this one, such as "remat dots -> full"."""
     ours, theirs = plan.decisions, other.decisions
     return tuple(
-        f"{word} {_value(word, ours[word])} -> {_value(word, theirs[word])}"
-        for word in ours
-        if ours[word] != theirs[word]
+        f"{key} {_value(key, ours[key])} -> {_value(key, theirs[key])}"
+        for key in ours
+        if ours[key] != theirs[key]
     )
 
 
-def _value(word: str, value: Any) -> str:
+def _value(key: str, value: Any) -> str:
     """A decision as text: a mesh as "fsdp=4 x tensor=2", rules without the empty ones."""
-    if word == "mesh":
+    if key == "mesh":
         return " x ".join(f"{axis}={size}" for axis, size in value.items()) or "one device"
-    if word == "rules":
+    if key == "rules":
         cut = [f"{name}_{'·'.join(axes)}" for name, axes in Rules.parse(value).entries if axes]
         return ", ".join(cut) or "nothing sharded"
     if isinstance(value, list):
@@ -501,7 +501,7 @@ def least_device_seconds(workload: Workload, topology: Topology, pins: Pins) -> 
     seconds: list[float] = []
     for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
         decisions = replace(strategy.decisions, dtypes=dtypes)
-        variant = workload.under(dtypes, decisions.fused)
+        variant = workload.under(dtypes, decisions.attention_kernel)
         space = build(variant, pins, None, replace(strategy, decisions=decisions))
         seconds.append(
             Unsharded(

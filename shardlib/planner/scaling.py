@@ -503,8 +503,8 @@ def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, l
         fewer = _with_fewer(
             source,
             machine,
-            source.pins.but(
-                dtypes=own_pins.dtypes, allow=(), **{word: own_pins.get(word) for word in KEPT}
+            source.pins.replace(
+                dtypes=own_pins.dtypes, allow=(), **{key: own_pins.get(key) for key in KEPT}
             ),
         )
     except (PinError, InfeasibleError):
@@ -524,7 +524,7 @@ def _best(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
     except PinError as error:
         if source.pins.mesh is None and not source.pins.axes:
             raise
-        freed = source.pins.but(mesh=None, axes=())
+        freed = source.pins.replace(mesh=None, axes=())
         return _with_fewer(source, machine, freed), [
             f"The pinned mesh was given up: {str(error).splitlines()[0]}."
         ]

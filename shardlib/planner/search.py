@@ -24,7 +24,7 @@ from shardlib.compact import compact
 from shardlib.cost.facts import traits
 from shardlib.cost.framework import XLA, FrameworkProfile, framework_profile
 from shardlib.cost.roofline import fitting_bytes
-from shardlib.decisions.lowerings import along, facts, lowered
+from shardlib.decisions.lowerings import facts_of_decisions, facts_of_mesh, lowerable
 from shardlib.decisions.pins import PinMapping, Pins, require_obeyed
 from shardlib.decisions.table import ANY
 from shardlib.errors import InfeasibleError, PinError
@@ -125,10 +125,12 @@ def with_more_room(
     fewest_bytes = float(price(workload, topology, candidate).peak_bytes[0])
     if fewest_bytes < NEARLY * fitting_bytes(topology):
         return candidate
-    stages = along({"stage": np.array([decisions.mesh["stage"]])})
+    stages = facts_of_mesh({"stage": np.array([decisions.mesh["stage"]])})
     for zero in (zero for zero in space.space.limits.able.zero if zero > decisions.zero):
-        alternative = candidate.but(zero=zero)
-        if not lowered(facts(alternative.decisions), stages, space.space.gaps).all():
+        alternative = candidate.replace(zero=zero)
+        if not lowerable(
+            facts_of_decisions(alternative.decisions), stages, space.space.unsupported
+        ).all():
             continue
         totals = price(workload, topology, alternative)
         peak, its = float(totals.peak_bytes[0]), float(totals.step_seconds[0])
@@ -157,7 +159,7 @@ ONE_PROCESS = Finding(
 FORMS = ("lockstep", "programs")
 
 
-def left_open(workload: Workload, pins: Pins) -> bool:
+def pipeline_left_open(workload: Workload, pins: Pins) -> bool:
     """True if the planner decides how stages run, which is only where shardlib makes the
     programs.
     """
@@ -240,7 +242,7 @@ def with_loops(
         pins.collective_matmul == "any" and not hides(workload, topology, candidate.mesh)
     ):
         return candidate, step_seconds
-    loop = candidate.but(collective_matmul="loop")
+    loop = candidate.replace(collective_matmul="loop")
     saved = OnMachine.of(workload, topology, loop).saving()
     seconds = step_seconds - (saved.seconds if saved else 0.0)
     return (
@@ -314,7 +316,7 @@ def _by_tensor(workload: Workload, topology: Topology, pins: Pins) -> Iterator[P
     for degree in (n for n in divisors(topology.devices) if 1 < n <= MOST_TENSOR):
         try:
             axes = tuple(sorted({**fixed, "tensor": degree, "stage": 1}.items()))
-            space = priced_space(workload, topology, pins.but(axes=axes))
+            space = priced_space(workload, topology, pins.replace(axes=axes))
         except PinError:
             continue
         if space.best.fastest is not None:
@@ -347,7 +349,7 @@ def _fastest(
         )
         return wings.islands("planning").planned_on_islands(pins.exchange, topology, search_island)
     workload = prepared(workload.problem, topology, workload, None, pins)
-    if left_open(workload, pins):
+    if pipeline_left_open(workload, pins):
         return fastest_form(
             pins, lambda form: _fastest(workload, topology, form, all_devices=all_devices)
         )
@@ -419,7 +421,7 @@ def _in_order(
         inner = _in_order(workload, island, pins.of_one_island, slack, front)
         return wings.islands("planning").met_in_order(inner, pins.exchange, topology)
     workload = prepared(workload.problem, topology, workload, None, pins)
-    if left_open(workload, pins):
+    if pipeline_left_open(workload, pins):
         return forms_in_order(
             pins,
             lambda form: _in_order(workload, topology, form, slack, front),
@@ -755,7 +757,7 @@ class Prepared:
         """The best plan for the same problem that leaves no device idle, under the same pins
         without those of the mesh.
         """
-        pins = self.pins.but(mesh=None, axes=())
+        pins = self.pins.replace(mesh=None, axes=())
         plan = _fastest(self.workload, self.topology, pins, all_devices=True)
         return replace(plan, source=self.under(pins))
 

@@ -16,7 +16,13 @@ from shardlib.cost.framework import ANYTHING, XLA, Abilities, FrameworkProfile
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Tally
 from shardlib.cost.terms import Shapes
-from shardlib.decisions.lowerings import Gap, along, facts_of_pins, lowered, on_chips
+from shardlib.decisions.lowerings import (
+    Unsupported,
+    facts_of_mesh,
+    facts_of_pins,
+    lowerable,
+    unsupported_on,
+)
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import ANY_GROUP, Decisions
 from shardlib.errors import PinError, raise_all
@@ -294,7 +300,7 @@ class Space:
         policies: remat policies.
         choices: every set of colours, with and without sequence parallelism.
         routes: the values to try for routing the tokens of experts.
-        gaps: combinations that cannot be lowered, which are excluded.
+        unsupported: combinations that cannot be lowered, which are excluded.
         by_class: True if the model's layer groups can follow different remat policies.
         gathers: when stages may all-gather weights that are stored sharded: "use", "once".
         each: the pinned (policy, number of layers; None: all) of each layer class; () if not
@@ -310,7 +316,7 @@ class Space:
     routes: tuple[bool, ...]
     pins: Pins
     limits: Limits
-    gaps: tuple[Gap, ...]
+    unsupported: tuple[Unsupported, ...]
     by_class: bool
     gathers: tuple[str, ...]
     each: tuple[tuple[str, int | None], ...]
@@ -338,7 +344,7 @@ class Space:
         candidates = _sizes(
             self.pins, self.limits, cuttable | {self.limits.sequence}, True in self.routes, devices
         )
-        fits = lowered(facts_of_pins(self.pins), along(candidates), self.gaps)
+        fits = lowerable(facts_of_pins(self.pins), facts_of_mesh(candidates), self.unsupported)
         if (contexts := self.strategy.contexts) is not None:
             fits = fits & ((candidates["context"] > 1) == contexts)
         return {name: column[fits] for name, column in candidates.items()}
@@ -356,7 +362,9 @@ class Space:
         if self.limits.able.has("experts in sequence") and routes and not choice.sequence:
             fits &= sizes["tensor"] == 1
         if routes:
-            return fits & lowered(facts_of_pins(self.pins) | {"routed"}, along(sizes), self.gaps)
+            return fits & lowerable(
+                facts_of_pins(self.pins) | {"routed"}, facts_of_mesh(sizes), self.unsupported
+            )
         return fits & (sizes["expert"] == 1)
 
     @property
@@ -535,14 +543,14 @@ def policies_of_groups(
     each = tuple(pinned.get(name, ("none", None)) for name in names)
     policy, layers = each[0]
     if len(set(each)) == 1 and (layers is None or len(each) == 1):
-        return pins.but(remat=policy, remat_layers=layers, remat_classes=()), ()
+        return pins.replace(remat=policy, remat_layers=layers, remat_classes=()), ()
     if not by_class:
         raise PinError(
             f"remat_classes gives layer groups different policies, and {problem.model} has"
             f" {len(names)} of them; at most a few can differ\nTry: remat, with the same policy"
             " for all"
         )
-    return pins.but(remat=None, remat_layers=None), each
+    return pins.replace(remat=None, remat_layers=None), each
 
 
 def _require_groups(
@@ -637,7 +645,7 @@ def build(workload: Workload, pins: Pins, fixed: Choice | None, strategy: Strate
         routes=_routes(workload, pins, limits),
         pins=pins,
         limits=limits,
-        gaps=gaps_of(workload),
+        unsupported=unsupported_for(workload),
         by_class=workload.by_class,
         gathers=(
             (pins.gather,)
@@ -651,12 +659,12 @@ def build(workload: Workload, pins: Pins, fixed: Choice | None, strategy: Strate
     )
 
 
-def gaps_of(workload: Workload) -> tuple[Gap, ...]:
+def unsupported_for(workload: Workload) -> tuple[Unsupported, ...]:
     """The combinations that cannot be lowered; empty for frameworks whose plans are priced but not
     lowered here.
     """
     ours = workload.profile.name == XLA.name and workload.framework is None
-    return on_chips(workload.vendor) if ours else ()
+    return unsupported_on(workload.vendor) if ours else ()
 
 
 def _choices(
@@ -702,7 +710,7 @@ def _space_able(
 def _routes(workload: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
     """The values to try for routing the tokens of experts."""
     problem, expert = workload.problem, workload.expert
-    form, ours = experts_form(problem), bool(gaps_of(workload))
+    form, ours = experts_form(problem), bool(unsupported_for(workload))
     routes = tuple(
         flag
         for flag in (False, True)
@@ -883,14 +891,14 @@ class Scope:
 
     Attributes:
         cuttable: colours that some choice shards.
-        along: the colour that the context axis shards.
+        context_colour: the colour that the context axis shards.
         routes: True if tokens of experts are routed.
     """
 
     workload: Workload
     space: Space
     cuttable: tuple[str, ...]
-    along: str | None
+    context_colour: str | None
     routes: bool
 
     @cached_property
@@ -937,7 +945,7 @@ class Scope:
     def choice(self, choice: Choice) -> Choice:
         """A choice of the space with the colours of the context and expert axes added."""
         return replace(
-            choice, context=self.along, expert=self.workload.expert if self.routes else None
+            choice, context=self.context_colour, expert=self.workload.expert if self.routes else None
         )
 
 

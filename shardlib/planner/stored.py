@@ -159,7 +159,7 @@ class Candidate:
             ),
         )
 
-    def but(self, **changes: object) -> Candidate:
+    def replace(self, **changes: object) -> Candidate:
         """The candidate with other decisions."""
         return replace(self, decisions=replace(self.decisions, **changes))
 
@@ -261,7 +261,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def dtypes_text(dtypes: Dtypes) -> str:
     """Dtypes other than the model's as text."""
-    return ", ".join(f"{word} {dtype}" for word, dtype in dtypes)
+    return ", ".join(f"{key} {dtype}" for key, dtype in dtypes)
 
 
 def _elsewhere(offload: tuple[str, ...]) -> str:
@@ -405,14 +405,14 @@ def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     fixed, others = dict(pinned), dict(allowed)
     options = [
         (
-            [(word, fixed[word])]
-            if word in fixed
-            else [(word, ""), *((word, dtype) for dtype in others.get(word, ()))]
+            [(key, fixed[key])]
+            if key in fixed
+            else [(key, ""), *((key, dtype) for dtype in others.get(key, ()))]
         )
-        for word in DTYPES
+        for key in DTYPES
     ]
     candidates = [
-        tuple((word, dtype) for word, dtype in choice if dtype)
+        tuple((key, dtype) for key, dtype in choice if dtype)
         for choice in itertools.product(*options)
     ]
     return sorted(candidates, key=len)
@@ -446,13 +446,13 @@ def effective(
         else False
     )
     pinned_dtypes = {
-        (word, dtype) for word, dtype in pinned if word in ("reduction_dtype", "gradient_dtype")
+        (key, dtype) for key, dtype in pinned if key in ("reduction_dtype", "gradient_dtype")
     }
     return tuple(
-        (word, dtype)
-        for word, dtype in dtypes
-        if (word, dtype) in pinned_dtypes
-        or (not same if word == "moment_dtype" else has[word] != {dtype})
+        (key, dtype)
+        for key, dtype in dtypes
+        if (key, dtype) in pinned_dtypes
+        or (not same if key == "moment_dtype" else has[key] != {dtype})
     )
 
 
@@ -484,7 +484,7 @@ def under(
             ),
             steps={policy: _resting(step, dtype) for policy, step in problem.steps.items()},
         )
-    facts = {word: dtype for word, dtype in dtypes if word not in ("moment_dtype", "param_dtype")}
+    facts = {key: dtype for key, dtype in dtypes if key not in ("moment_dtype", "param_dtype")}
     if "param_dtype" in words and not profile.gradient_dtype:
         facts.setdefault(
             "gradient_dtype", "float32"
@@ -531,7 +531,7 @@ def _resting(step: StepGraph, dtype: str) -> StepGraph:
 
 #: Decisions that a point describes in another form, or not at all.
 _TOLD = frozenset({"mesh", "rules", "sequence_parallel", "experts", "remat_classes", "exchange"})
-_DEFAULTS = {word: str(entry.default) for word, entry in TABLE.items()}
+_DEFAULTS = {key: str(entry.default) for key, entry in TABLE.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -574,7 +574,7 @@ def _decided(candidate: Candidate) -> tuple[tuple[str, str], ...]:
         for field in fields(decisions)
         if field.name not in _TOLD
     ]
-    words = [(word, text) for word, text in words if text and text != _DEFAULTS.get(word)]
+    words = [(key, text) for key, text in words if text and text != _DEFAULTS.get(key)]
     if choice.tensor:
         words.append(("tensor shards", ", ".join(choice.tensor)))
     if choice.sequence:

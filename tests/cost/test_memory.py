@@ -88,7 +88,7 @@ def test_more_bandwidth_or_flops_is_never_slower(where: str) -> None:
 def test_memory_falls_with_zero_and_with_remat() -> None:
     # gradients of several microbatches are there for the whole step
     prices = [
-        price(workload(), topology("h100:4"), BASE.but(microbatches=2, zero=stage))
+        price(workload(), topology("h100:4"), BASE.replace(microbatches=2, zero=stage))
         for stage in (1, 2, 3)
     ]
     static = [
@@ -98,7 +98,9 @@ def test_memory_falls_with_zero_and_with_remat() -> None:
     assert float(prices[0].peak_bytes[0]) > float(prices[1].peak_bytes[0])
     assert static[0] > static[1] > static[2]
     none, full = (
-        price(workload(), topology("h100:4"), BASE.but(remat=policy)).device_bytes["activations"]
+        price(workload(), topology("h100:4"), BASE.replace(remat=policy)).device_bytes[
+            "activations"
+        ]
         for policy in ("none", "full")
     )
     assert full[0] < none[0]
@@ -133,7 +135,7 @@ def test_collectives_of_tensor_parallel_layers_are_those_of_megatron() -> None:
 
 def test_a_flat_buffer_is_cut_by_any_number_of_devices() -> None:
     """A dim of 64 or 128 elements is not divisible by 3; a padded buffer is."""
-    decision = UNCUT.but(mesh=MeshShape(fsdp=3), zero=1)
+    decision = UNCUT.replace(mesh=MeshShape(fsdp=3), zero=1)
     profiles = [FrameworkProfile(name="toy", flat=flat, state_bytes=8) for flat in (False, True)]
     whole, flat = (
         price(prepare(workload().problem, "nvidia", profile), topology("h100:3"), decision)
@@ -151,7 +153,7 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
     """
 
     def took(dispatch_s: float, micro: int = 1, stages: int = 1) -> float:
-        decision = UNCUT.but(
+        decision = UNCUT.replace(
             mesh=MeshShape(fsdp=4 // stages, stage=stages),
             microbatches=micro,
             zero=0,
@@ -172,7 +174,7 @@ def test_a_host_that_is_slower_than_the_device_sets_the_pace() -> None:
 
 @pytest.mark.long
 def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
-    decision = UNCUT.but(mesh=MeshShape(fsdp=4), zero=0)
+    decision = UNCUT.replace(mesh=MeshShape(fsdp=4), zero=0)
 
     def computes(profile: FrameworkProfile, unfused: float) -> float:
         # so slow that bytes are all that counts
@@ -187,7 +189,7 @@ def test_a_loss_that_nothing_fuses_moves_more_bytes_and_layers_do_not() -> None:
 
 
 def test_gaps_between_kernels_add_up() -> None:
-    decision = UNCUT.but(mesh=MeshShape(fsdp=4), zero=0)
+    decision = UNCUT.replace(mesh=MeshShape(fsdp=4), zero=0)
 
     def computes(gap_s: float) -> float:
         machine = with_figures("h100:4", gap_s=gap_s)

@@ -21,14 +21,14 @@ NEW = """    prefetch: str = decision(
         "one",
         meaning="how many layers ahead weights are gathered",
         choices={"one": "one layer ahead", "two": "two layers ahead"},
-        late=True,
+        added_later=True,
         searched=False,
     )
     unknown: str = decision(
         "one",
         meaning="what the search should decide and does not know",
         choices={"one": "the first", "two": "the second"},
-        late=True,
+        added_later=True,
     )
 """
 ASKED = """

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.decisions.pins import Pins, aliased, require_obeyed
+from shardlib.decisions.pins import Pins, full_names, require_obeyed
 from shardlib.decisions.table import TABLE, Decisions
 from shardlib.errors import PinError, PlanError
 from shardlib.layout import MeshShape
@@ -178,6 +178,6 @@ def test_what_stands_for_none_is_refused_in_words(given: Any, says: str):
 
 
 def test_two_keywords_of_one_axis_agree_or_are_refused():
-    assert aliased({"tp": 2, "tensor": 2}) == {"mesh.tensor": 2}
+    assert full_names({"tp": 2, "tensor": 2}) == {"mesh.tensor": 2}
     with pytest.raises(PinError, match="tensor=4 contradicts"):
-        aliased({"tp": 2, "tensor": 4})
+        full_names({"tp": 2, "tensor": 4})

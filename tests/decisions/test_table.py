@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlib.decisions.pins import RULES, Given, Pins, contradictions
-from shardlib.decisions.table import TABLE, Decisions, illegal, page, plain, values_of
+from shardlib.decisions.pins import RULES, PinnedValues, Pins, contradictions
+from shardlib.decisions.table import TABLE, Decisions, illegal, page, plain_data, values_of
 from shardlib.errors import PinError
 
 PAGE = Path(__file__).parents[2] / "docs" / "pins.md"
@@ -24,7 +24,7 @@ def test_the_page_has_the_table() -> None:
 
 
 def test_the_defaults_are_legal_and_are_read_as_they_are_written() -> None:
-    written = plain(Decisions())
+    written = plain_data(Decisions())
     assert not illegal(written)
     read = {word: TABLE[word].read(word, value) for word, value in written.items()}
     assert read == values_of(Decisions())
@@ -41,9 +41,9 @@ def test_pins_are_values() -> None:
     pins = Pins.parse({"mesh.tensor": 2, "zero": 3, "offload": "none"})
     assert (pins.zero, pins.remat, pins.offload, pins.axes) == (3, None, (), (("tensor", 2),))
     assert pins == Pins.parse({"zero": 3, "mesh.tensor": 2, "offload": []})
-    assert hash(pins) == hash(pins.but(zero=1).but(zero=3))
+    assert hash(pins) == hash(pins.replace(zero=1).replace(zero=3))
     assert str(pins) == "mesh.tensor=2, zero=3, offload=[]"
-    assert pins.but(zero=None).zero is None and pins.but(axes=()).axes == ()
+    assert pins.replace(zero=None).zero is None and pins.replace(axes=()).axes == ()
     assert pins.changed(Pins.parse({"mesh": {"fsdp": 2}})).axes == ()
 
 
@@ -148,8 +148,8 @@ def test_every_rule_can_be_broken_alone(number: int, pin: dict[str, object]) -> 
     read = {word: TABLE[word].read(word, pin[word]) for word in pin if word in TABLE}
     mesh = read.get("mesh")
     sizes = axes if mesh is None else {axis: mesh[axis] for axis in ("fsdp", "expert", "context")}
-    given = Given(pins=read, axes=sizes)
-    assert [k for k, rule in enumerate(RULES) if rule.broken(given)] == [number]
+    given = PinnedValues(pins=read, axes=sizes)
+    assert [k for k, rule in enumerate(RULES) if rule.violated(given)] == [number]
     (says,) = contradictions(read, axes)
     assert "\nTry: " in says and "{" not in says.replace("={", "")
 

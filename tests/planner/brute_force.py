@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from shardlib.cost.roofline import fitting_bytes
-from shardlib.decisions.lowerings import broken, facts
+from shardlib.decisions.lowerings import facts_of_decisions, matching_rows
 from shardlib.decisions.table import Decisions
 from shardlib.errors import InfeasibleError
 from shardlib.layout import MeshShape
@@ -21,7 +21,7 @@ from shardlib.machines.topology import Topology, placements
 from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
 from shardlib.planner.plan import Plan
-from shardlib.planner.space import gaps_of
+from shardlib.planner.space import unsupported_for
 from shardlib.planner.stored import Candidate, completed
 from shardlib.planner.workload import Workload
 from shardlib.propagation.colours import Choice
@@ -183,7 +183,7 @@ def every_candidate(
 def lowered(load: Workload, candidate: Candidate) -> bool:
     """Whether a program can be made of a candidate."""
     whole = completed(candidate, "dropless", load.class_names)
-    return not broken(facts(whole), gaps_of(load))
+    return not matching_rows(facts_of_decisions(whole), unsupported_for(load))
 
 
 def variants(
@@ -203,7 +203,7 @@ def variants(
     for offload in offloads:
         for recomputed in range(layers if candidate.decisions.remat != "none" else 1):
             if offload or recomputed:
-                yield candidate.but(remat_layers=recomputed, offload=offload)
+                yield candidate.replace(remat_layers=recomputed, offload=offload)
 
 
 def _unlike(load: Workload, where: Topology, candidate: Candidate) -> Iterator[Candidate]:
@@ -229,7 +229,7 @@ def _unlike(load: Workload, where: Topology, candidate: Candidate) -> Iterator[C
     for each in itertools.product(*options):
         policy, number = max(each, key=lambda one: one[1])[0], sum(layers for _, layers in each)
         one = (
-            replace(candidate.but(remat=policy, remat_layers=number), groups=each)
+            replace(candidate.replace(remat=policy, remat_layers=number), groups=each)
             if number
             else candidate
         )
@@ -244,7 +244,7 @@ def _moved(where: Topology, candidate: Candidate) -> Iterator[Candidate]:
         if where.chip.host_bytes_per_s > 0
         else []
     ):
-        yield candidate.but(offload=offload)
+        yield candidate.replace(offload=offload)
 
 
 def fastest(

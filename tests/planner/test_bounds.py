@@ -72,7 +72,7 @@ def _entries(
         workload=load,
         space=room,
         cuttable=room.tensor,
-        along=load.colouring.sequence_colour,
+        context_colour=load.colouring.sequence_colour,
         routes=routes,
     )
     return (

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from shardlib.cost.framework import XLA
-from shardlib.decisions.lowerings import GAPS, Gap, broken, facts, facts_of_pins, on_chips
+from shardlib.decisions.lowerings import (
+    UNSUPPORTED,
+    Unsupported,
+    facts_of_decisions,
+    facts_of_pins,
+    matching_rows,
+    unsupported_on,
+)
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.errors import InfeasibleError, PinError
@@ -43,30 +50,34 @@ def load(world: str = "experts") -> Workload:
     return prepare(getattr(worlds, world)())
 
 
-def _testable(gap: Gap) -> bool:
+def _testable(gap: Unsupported) -> bool:
     return gap.facts <= ASKED.keys()
 
 
-@pytest.mark.parametrize("gap", [gap for gap in GAPS if _testable(gap)], ids=lambda gap: gap.says)
-def test_a_pin_of_what_has_no_lowering_is_an_error_with_its_reason(gap: Gap) -> None:
+@pytest.mark.parametrize(
+    "gap", [gap for gap in UNSUPPORTED if _testable(gap)], ids=lambda gap: gap.combination
+)
+def test_a_pin_of_what_has_no_lowering_is_an_error_with_its_reason(gap: Unsupported) -> None:
     pins: dict[str, Any] = {}
     for fact in sorted(gap.facts):
         pins |= ASKED[fact][0]
     place, vendor = ("v5e:2x4", "google") if gap.vendor == "google" else ("h100:8", "nvidia")
     with pytest.raises(PinError) as caught:
         planner.search(load().problem, place, pins, workload=prepare(load().problem, vendor))
-    assert gap.says in str(caught.value) and gap.hint in str(caught.value)
+    assert gap.combination in str(caught.value) and gap.hint in str(caught.value)
     if gap.vendor == "google":  # chips of others may have it
         assert planner.search(load().problem, "h100:8", pins).offload == ("activations",)
     elsewhere = prepare(load().problem, "nvidia", replace(XLA, name="other"))
     try:  # other software may have it
         planner.search(load().problem, "h100:8", pins, workload=elsewhere)
     except PinError as error:
-        assert gap.says not in str(error)
+        assert gap.combination not in str(error)
 
 
-@pytest.mark.parametrize("gap", [gap for gap in GAPS if _testable(gap)], ids=lambda gap: gap.says)
-def test_plans_and_pins_have_the_same_facts(gap: Gap) -> None:
+@pytest.mark.parametrize(
+    "gap", [gap for gap in UNSUPPORTED if _testable(gap)], ids=lambda gap: gap.combination
+)
+def test_plans_and_pins_have_the_same_facts(gap: Unsupported) -> None:
     pins: dict[str, Any] = {}
     mesh: dict[str, int] = {}
     decided: dict[str, Any] = {"remat": "dots"}
@@ -74,10 +85,10 @@ def test_plans_and_pins_have_the_same_facts(gap: Gap) -> None:
         pinned, plan = ASKED[fact]
         pins, mesh = {**pins, **pinned}, {**mesh, **plan.get("mesh", {})}
         decided |= {word: value for word, value in plan.items() if word != "mesh"}
-    found = facts(Decisions(**decided, mesh=MeshShape(mesh)))
-    assert gap in broken(found) and gap in broken(facts_of_pins(Pins.parse(pins)))
+    found = facts_of_decisions(Decisions(**decided, mesh=MeshShape(mesh)))
+    assert gap in matching_rows(found) and gap in matching_rows(facts_of_pins(Pins.parse(pins)))
     for fact in gap.facts:
-        assert gap not in broken(found - {fact})
+        assert gap not in matching_rows(found - {fact})
 
 
 @functools.cache
@@ -101,4 +112,4 @@ def test_no_plan_of_the_space_is_without_lowering(pin: dict[str, Any], share: fl
     plans = [entry.make() for entry in itertools.islice(ranking, 20)]
     assert plans and plans[0].estimate.device_bytes.peak <= peak * share
     for plan in plans:
-        assert not broken(facts(plan), on_chips("nvidia"))
+        assert not matching_rows(facts_of_decisions(plan), unsupported_on("nvidia"))
