@@ -505,7 +505,7 @@ def least_device_seconds(workload: Workload, topology: Topology, pins: Pins) -> 
         space = build(variant, pins, None, replace(strategy, decisions=decisions))
         seconds.append(
             Unsharded(
-                variant=variant, space=space, pricer=Pricer(topology, variant.profile)
+                workload=variant, space=space, pricer=Pricer(topology, variant.profile)
             ).seconds
         )
     return min(seconds)

@@ -945,7 +945,9 @@ class Scope:
     def choice(self, choice: Choice) -> Choice:
         """A choice of the space with the colours of the context and expert axes added."""
         return replace(
-            choice, context=self.context_colour, expert=self.workload.expert if self.routes else None
+            choice,
+            context=self.context_colour,
+            expert=self.workload.expert if self.routes else None,
         )
 
 

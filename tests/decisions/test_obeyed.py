@@ -164,7 +164,7 @@ REFUSED = (
 
 @pytest.mark.parametrize(("given", "meant"), READ, ids=str)
 def test_what_stands_for_a_value_is_that_value(given: dict[str, Any], meant: dict[str, Any]):
-    found = dict(Pins.parse(given).given)
+    found = dict(Pins.parse(given).fixed)
     assert found == meant and [type(one) for one in found.values()] == [
         type(one) for one in meant.values()
     ]
