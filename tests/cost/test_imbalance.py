@@ -67,7 +67,7 @@ def test_grouped_matmuls_and_all_to_alls_of_a_model_grow_with_the_skew() -> None
     ]
     assert {type(term) for term in terms} == {Compute, Transfer}
     rows = {
-        float(local(term.routed.rows, shapes)[0])
+        float(local(term.routed.assignments, shapes)[0])
         for term in terms
         if isinstance(term, Compute) and term.routed is not None
     }
