@@ -132,7 +132,9 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(
             if size > capacity or one.routes != routes or one.decisions.context != context:
                 continue
             at = places[_key(entries, one)]
-            choice = entries.choices.index(replace(one.choice, context=entries.scope.context_colour))
+            choice = entries.choices.index(
+                replace(one.choice, context=entries.scope.context_colour)
+            )
             placed = _placed(entries, at, one, software)
             kinds = entries.on_places(placed, np.zeros(1, dtype=np.int64), np.array([choice]))
             on_place = min(float(least[0]) for least in kinds.values())
