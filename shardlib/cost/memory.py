@@ -168,7 +168,7 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
             )
     lives = _extend_expert_ranges(facts, lives)
     return (
-        (_overlapped(facts, lives, turn) if profile.early_remat else lives)
+        (_overlapped(facts, lives, turn) if profile.early_remat and facts.traits.peels else lives)
         + _accumulated(facts)
         + _in_use(facts, profile)
         + (_blocks(facts) if profile.attention == "blocks" else [])
@@ -426,17 +426,28 @@ def levels(
     return profiles
 
 
-def points(spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray]) -> list[frozenset[int]]:
+#: Ops outside of loops over layers are a point of their own if they have this share of the peak of
+#: a hypothesis: the head with its logits may have more than the loops for other sizes of the mesh.
+_NEAR_PEAK = 0.75
+
+
+def points(
+    spans: dict[int, tuple[int, int]], alive: Iterable[np.ndarray], outside: np.ndarray
+) -> list[frozenset[int]]:
     """Sets of values alive together where memory may peak.
 
     Args:
         spans: key -> first and last op index.
         alive: bytes at every op by hypothesis, see `levels`.
+        outside: True for the ops outside of loops over layers, array [ops].
     """
-    return [
-        alive_at(spans, peak, peak)
-        for peak in dict.fromkeys(int(np.argmax(level)) for level in alive)
-    ]
+    peaks: dict[int, None] = {}
+    for level in alive:
+        peak, head = int(np.argmax(level)), int(np.argmax(np.where(outside, level[:-1], -1.0)))
+        peaks[peak] = None
+        if level[head] >= _NEAR_PEAK * level[peak]:
+            peaks[head] = None
+    return [alive_at(spans, peak, peak) for peak in peaks]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -477,6 +488,7 @@ def peaks(
             for parts in _WEIGHTS
         ],
     )
+    outside = np.array([facts.trips[op.region] <= 1 for op in facts.graph.ops])
     cache: dict[int, Item] = {}
 
     def item(number: int) -> Item:
@@ -506,7 +518,7 @@ def peaks(
         )
 
     return Peaks(
-        points=tuple(map(items, points(when, alive))),
+        points=tuple(map(items, points(when, alive, outside))),
         moments=tuple(map(moment, phases(facts.graph, facts.layers))) if moments else (),
     )
 

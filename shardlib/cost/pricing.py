@@ -713,8 +713,8 @@ def _memory_at(s: Quantities, point: MemoryPoint, stage: _Stage, plans: Plans) -
     saved = on_stage(point.saved, stage.in_flight) + on_stage(
         point.copy_cut if zero >= 3 else point.copy, stored
     )
-    if zero < 3:
-        saved = saved + np.where(c.stage > 1, 0.0, on_stage(point.cast, stored))
+    cast = on_stage(point.cast_cut if zero >= 3 else point.cast, stored)
+    saved = saved + np.where(c.stage > 1, 0.0, cast)
     alive = (
         np.zeros(len(c))
         if plans.profile.gradient_buffer

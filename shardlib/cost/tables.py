@@ -90,6 +90,7 @@ class MemoryPoint(LazyTable):
     copy: Array
     copy_cut: Array
     cast: Array
+    cast_cut: Array
     gathered: Array
 
 
@@ -629,11 +630,12 @@ class Q(IntEnum):
     ACCUMULATED = 15
     ACCUMULATED_CUT = 16  # the same, stored sharded where a dim divides
     HOST = 17  # host seconds to launch kernels
-    # bytes of layer parameters that are cast before the loop, all layers at once, if they are
-    # stored replicated (ZeRO 0 to 2)
+    #: bytes of layer parameters that are cast before the loop, all layers at once, sharded as in
+    #: compute (ZeRO 0 to 2)
     CAST = 18
     FROZEN = 19  # bytes of parameters that are not trained, sharded as in compute
     FROZEN_CUT = 20  # the same, stored sharded where a dim divides
+    CAST_CUT = 21  # bytes of the casts of `CAST`, stored sharded where a dim divides (ZeRO 3)
 
 
 #: Rows of an array of quantities: `Q`, then the counts and then the bytes of every slot.
@@ -658,7 +660,6 @@ CORRECTED: dict[str, tuple[Q, ...]] = {
 #: Part of a resident value -> its row; those that ZeRO shards have a row for the unsharded and one
 #: for the sharded bytes.
 _PARTS: dict[str, Q] = {
-    "cast": Q.CAST,
     "saved": Q.SAVED,
     "temporary": Q.TEMPORARY,
     "gathered": Q.GATHERED,
@@ -666,6 +667,7 @@ _PARTS: dict[str, Q] = {
 _PIECES: dict[str, tuple[Q, Q]] = {
     "gradient": (Q.GRADIENT, Q.GRADIENT_CUT),
     "copy": (Q.COPY, Q.COPY_CUT),
+    "cast": (Q.CAST, Q.CAST_CUT),
 }
 #: Group of a transfer -> the role of its collectives, and their axis.
 _ROLES: dict[str, tuple[str, Axis]] = {
