@@ -149,10 +149,11 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
                 lives.append(LiveRange(value=value, part="copy", birth=birth, death=death))
         elif value in facts.gradients:
             partial = op.category in _CONTRACTIONS and bool(op.rule.summed)
+            whole = value in step.gradients and op.kind != "exit"
             lives.append(
                 LiveRange(
                     value=value,
-                    part="temporary" if partial else "gradient",
+                    part="temporary" if partial else "added" if whole else "gradient",
                     birth=birth,
                     death=min(death, birth + 1) if partial else death,
                 )
@@ -402,8 +403,8 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
 #: points where memory may peak.
 _WEIGHTS: tuple[dict[str, float], ...] = (
     {"gathered": 0.0},
-    {"gathered": 0.0, "gradient": 1 / 64},
-    {"gradient": 1 / 64, "copy": 1 / 64},
+    {"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64},
+    {"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64},
 )
 
 

@@ -715,10 +715,13 @@ def _memory_at(s: Quantities, point: MemoryPoint, stage: _Stage, plans: Plans) -
     )
     cast = on_stage(point.cast_cut if zero >= 3 else point.cast, stored)
     saved = saved + np.where(c.stage > 1, 0.0, cast)
+    unsharded = together or zero < 2
+    added = on_stage(point.added if unsharded else point.added_cut, stored)
     alive = (
         np.zeros(len(c))
         if plans.profile.gradient_buffer
-        else on_stage(point.gradient if together or zero < 2 else point.gradient_cut, stored)
+        else on_stage(point.gradient if unsharded else point.gradient_cut, stored)
+        + np.where((c.micro > 1) & (c.stage == 1), 0.0, added)
     )
     if zero < 3:
         gathered = np.zeros(len(c))

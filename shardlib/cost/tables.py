@@ -87,6 +87,8 @@ class MemoryPoint(LazyTable):
     temporary: Array
     gradient: Array
     gradient_cut: Array
+    added: Array
+    added_cut: Array
     copy: Array
     copy_cut: Array
     cast: Array
@@ -636,6 +638,9 @@ class Q(IntEnum):
     FROZEN = 19  # bytes of parameters that are not trained, sharded as in compute
     FROZEN_CUT = 20  # the same, stored sharded where a dim divides
     CAST_CUT = 21  # bytes of the casts of `CAST`, stored sharded where a dim divides (ZeRO 3)
+    #: bytes of gradients alive that are added to the sums over microbatches as soon as they are made
+    ADDED = 22
+    ADDED_CUT = 23  # the same, if they are stored sharded (ZeRO 2, 3)
 
 
 #: Rows of an array of quantities: `Q`, then the counts and then the bytes of every slot.
@@ -666,6 +671,7 @@ _PARTS: dict[str, Q] = {
 }
 _PIECES: dict[str, tuple[Q, Q]] = {
     "gradient": (Q.GRADIENT, Q.GRADIENT_CUT),
+    "added": (Q.ADDED, Q.ADDED_CUT),
     "copy": (Q.COPY, Q.COPY_CUT),
     "cast": (Q.CAST, Q.CAST_CUT),
 }
