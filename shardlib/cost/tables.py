@@ -638,7 +638,7 @@ class Q(IntEnum):
     FROZEN = 19  # bytes of parameters that are not trained, sharded as in compute
     FROZEN_CUT = 20  # the same, stored sharded where a dim divides
     CAST_CUT = 21  # bytes of the casts of `CAST`, stored sharded where a dim divides (ZeRO 3)
-    #: bytes of gradients alive that are added to the sums over microbatches as soon as they are made
+    #: bytes of gradients alive that are added at once to the sums over microbatches
     ADDED = 22
     ADDED_CUT = 23  # the same, if they are stored sharded (ZeRO 2, 3)
 

@@ -210,8 +210,9 @@ class Resident:
     Attributes:
         bytes: its size.
         part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter
-            (saved, sharded as the parameter is), "cast" (of all layers of a parameter at once, if
-            it is stored replicated), "gathered" (a parameter in use, if it is stored sharded), or
+            (saved, sharded as the parameter is), "cast" (of all layers of a parameter at once, for
+            the whole step), "added" (a gradient that is added at once to the sum over
+            microbatches), "gathered" (a parameter in use, if it is stored sharded), or
             "temporary".
         stacked: True if it has one slice per layer.
         shape: elements per dim, which decide whether fsdp divides a gradient or a copy.
