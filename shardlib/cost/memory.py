@@ -444,9 +444,10 @@ def points(
     """
     peaks: dict[int, None] = {}
     for level in alive:
-        peak, head = int(np.argmax(level)), int(np.argmax(np.where(outside, level[:-1], -1.0)))
+        among = np.where(outside, level[:-1], -np.inf)
+        peak, head = int(np.argmax(level)), int(np.argmax(among))
         peaks[peak] = None
-        if level[head] >= _NEAR_PEAK * level[peak]:
+        if among[head] >= _NEAR_PEAK * level[peak]:
             peaks[head] = None
     return [alive_at(spans, peak, peak) for peak in peaks]
 
