@@ -52,12 +52,13 @@ def replayed(what: str, *, write: bool) -> int:
 
 def main() -> int:
     parser = command_line(__doc__)
-    parser.add_argument(
-        "what", nargs="*", choices=["plans", "programs"], default=["plans", "programs"]
-    )
+    tables = ("plans", "programs")
+    parser.add_argument("what", nargs="*", metavar="plans|programs", help="[both]")
     parser.add_argument("--write", action="store_true", help="store what is found")
     options = parser.parse_args()
-    return int(sum(replayed(what, write=options.write) for what in options.what) > 0)
+    if unknown := set(options.what) - set(tables):
+        parser.error(f"{', '.join(sorted(unknown))}: neither of {' and '.join(tables)}")
+    return int(sum(replayed(what, write=options.write) for what in options.what or tables) > 0)
 
 
 if __name__ == "__main__":
