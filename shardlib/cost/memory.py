@@ -225,13 +225,13 @@ def _extend_expert_ranges(facts: Facts, all_lives: list[LiveRange]) -> list[Live
 
 
 def _overlapped(facts: Facts, all_lives: list[LiveRange], turn: int) -> list[LiveRange]:
-    """Live ranges with gathers that are pipelined through the loop over layers (ZeRO 3), of which
-    compilers peel the first iteration.
+    """Live ranges with gathers that are pipelined through the loop over layers (ZeRO 3), whose first
+    iteration the compiler peels.
 
     Rematerialisation of a layer does not depend on a cotangent, so it starts while the head's
     backward pass still keeps the logits: the largest value between the forward pass and the
-    backward loop lives until the layer has been rematerialised. On GPUs it lives for the whole
-    iteration, at the end of which weight gradients are computed, and so do their operands.
+    backward loop lives for the whole iteration, at the end of which weight gradients are computed,
+    and so do their operands.
     """
     ops = facts.graph.ops
     again = [
@@ -250,24 +250,25 @@ def _overlapped(facts: Facts, all_lives: list[LiveRange], turn: int) -> list[Liv
     ]
     if not head:
         return all_lives
-    last = inside[-1] if facts.traits.peels else max(i for i in again if ops[i].region == region)
-    extended = [max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death))]
-    if facts.traits.peels:
-        read = {
-            root
-            for i in inside
-            if ops[i].category == "matmul" and set(ops[i].results) & facts.gradients
-            for operand in ops[i].operands
-            for root in facts.fusion.roots[operand]
-        }
-        extended += [
+    last = inside[-1]
+    read = {
+        root
+        for i in inside
+        if ops[i].category == "matmul" and set(ops[i].results) & facts.gradients
+        for operand in ops[i].operands
+        for root in facts.fusion.roots[operand]
+    }
+    extended = [
+        max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death)),
+        *(
             life
             for life in all_lives
             if life.value in read
             and life.part == "temporary"
             and inside[0] <= life.birth
             and life.death < last
-        ]
+        ),
+    ]
     return [
         *all_lives,
         *(
