@@ -225,8 +225,8 @@ def _extend_expert_ranges(facts: Facts, all_lives: list[LiveRange]) -> list[Live
 
 
 def _overlapped(facts: Facts, all_lives: list[LiveRange], turn: int) -> list[LiveRange]:
-    """Live ranges with gathers that are pipelined through the loop over layers (ZeRO 3), whose first
-    iteration the compiler peels.
+    """Live ranges with gathers that are pipelined through the loop over layers (ZeRO 3), of which
+    the compiler peels the first iteration.
 
     Rematerialisation of a layer does not depend on a cotangent, so it starts while the head's
     backward pass still keeps the logits: the largest value between the forward pass and the
