@@ -809,6 +809,58 @@ class AttentionCalls:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Contraction:
+    """A product of matrices, or a decomposition, in an optimizer's update.
+
+    Attributes:
+        flops: of one execution, all stacked matrices together.
+        dtype: dtype of the operands.
+        trips: executions per update.
+        sides: rows, columns and depth of each product; () for a decomposition.
+    """
+
+    flops: float
+    dtype: str
+    trips: int = 1
+    sides: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixUpdate:
+    """The part of an optimizer's update that multiplies the matrices of one parameter.
+
+    Attributes:
+        path: the parameter.
+        shape: its elements per dim.
+        stack: its dims along which every matrix is updated alone.
+        read_bytes, written_bytes: of the arrays of the parameter's shape that it reads and leaves,
+            unsharded.
+        whole_bytes: of the other arrays that it leaves, which are stored replicated.
+        contractions: its products.
+        alike: equal for parameters whose matrices have the same update.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    stack: tuple[int, ...]
+    read_bytes: int
+    written_bytes: int
+    whole_bytes: int
+    contractions: tuple[Contraction, ...]
+    alike: str = ""
+
+    @property
+    def matrices(self) -> int:
+        """Number of matrices that are updated alone."""
+        return math.prod(self.shape[dim] for dim in self.stack)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of an update."""
+        return sum(c.flops * c.trips for c in self.contractions)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Problem:
     """A model, its loss and its batch, ready to be planned.
 
@@ -828,6 +880,7 @@ class Problem:
         attention: requirements on attention kernels.
         pieces: (value, dim) of the forward graph that concatenate several tensors
             (`shardlib.propagation.colours`) -> the size of each.
+        updates: the parameters whose matrices the optimizer multiplies.
     """
 
     model: str
@@ -844,6 +897,7 @@ class Problem:
     pieces: Mapping[tuple[int, int], tuple[int, ...]] = field(
         default_factory=dict[tuple[int, int], tuple[int, ...]]
     )
+    updates: tuple[MatrixUpdate, ...] = ()
 
     __repr__ = compact
 

@@ -13,6 +13,7 @@ steps.py           a step that a user wrote, with gradients and optimizers insid
                    be planned
 trace.py           the traced loss and its gradient as graphs: the only entry from JAX to the
                    planner
+updates.py         the matrix updates of a traced optimizer
 """
 
 from shardlib.tracing.rewriting import evaluate

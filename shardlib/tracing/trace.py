@@ -45,6 +45,7 @@ from shardlib.graph import (
     FactorRule,
     Graph,
     InputDim,
+    MatrixUpdate,
     Op,
     Parameter,
     Problem,
@@ -81,6 +82,7 @@ from shardlib.tracing.rewriting import Place, Walk, check_policy, evaluate_progr
 from shardlib.tracing.rows import Inputs, Names, prove, prove_parts
 from shardlib.tracing.rules import Call as rules_Call
 from shardlib.tracing.rules import Description
+from shardlib.tracing.updates import Span, alike, spans, token
 from shardlib.untrusted.data import fit
 
 # --------------------------------------------------------------------------------------------------
@@ -773,6 +775,141 @@ def _state_bytes(
     return total, arrays
 
 
+# --------------------------------------------------------------------------------------------------
+# The optimizer's update as a program, and the matrix updates in it (`shardlib.tracing.updates`).
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedUpdate:
+    """An optimizer's update.
+
+    Attributes:
+        program: (gradients, state, parameters, loss) -> (updates, state).
+        out_tree: structure of its results.
+        spans: its matrix updates, each with that of one matrix.
+        unit: the program for parameters whose stacks have one matrix.
+        coupled: parameters whose products depend on those of others.
+        findings: findings of tracing.
+    """
+
+    program: Program
+    out_tree: jax.tree_util.PyTreeDef
+    spans: tuple[tuple[Span, Span], ...]
+    unit: Program
+    coupled: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+
+    @property
+    def facts(self) -> tuple[MatrixUpdate, ...]:
+        """The matrix updates for the planner."""
+        return tuple(replace(span.facts, alike=token(self.unit, unit)) for span, unit in self.spans)
+
+
+def trace_update(optimizer: optax.GradientTransformation, params: Tree) -> TracedUpdate:
+    """Traces the update of an optimizer.
+
+    Args:
+        params: the trained parameters, arrays or abstract.
+    """
+    params = abstract(params)
+    program, out_tree, graph, owners = _traced_update(optimizer, params)
+    shapes = {path: tuple(leaf.shape) for path, leaf in named(params, "")}
+    listed, coupled = spans(program, graph.graph, graph.values, owners, shapes)
+    stacks = {span.path: span.facts.stack for span in listed}
+
+    def unit(path: KeyPath, leaf: Any) -> Any:
+        stack = stacks.get(path_text(path), ())
+        shape = tuple(1 if dim in stack else size for dim, size in enumerate(leaf.shape))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    if not any(stacks.values()):
+        unit_program, units = program, listed
+    else:
+        of_one = jax.tree_util.tree_map_with_path(unit, params)
+        unit_program, _, unit_graph, owners = _traced_update(optimizer, of_one)
+        unit_shapes = {path: tuple(leaf.shape) for path, leaf in named(of_one, "")}
+        units, _ = spans(unit_program, unit_graph.graph, unit_graph.values, owners, unit_shapes)
+    pairs, others = alike(listed, units)
+    return TracedUpdate(
+        program=program,
+        out_tree=out_tree,
+        spans=tuple(pairs),
+        unit=unit_program,
+        coupled=(*coupled, *others),
+        findings=graph.graph.findings,
+    )
+
+
+def _traced_update(
+    optimizer: optax.GradientTransformation, params: Tree
+) -> tuple[Program, jax.tree_util.PyTreeDef, Translated, list[str | None]]:
+    """The update as a program and as a graph, the structure of its results, and the parameter that
+    each input belongs to.
+    """
+    update = optax.with_extra_args_support(optimizer).update
+    state = abstract(jax.eval_shape(optimizer.init, params))
+    arguments = (params, state, params, jax.ShapeDtypeStruct((), jnp.float32))
+    closed, out = jax.make_jaxpr(
+        lambda gradients, state, params, loss: update(gradients, state, params, value=loss),
+        return_shape=True,
+    )(*arguments)
+    paths = {path for path, _ in named(params, "")}
+    inputs = [path for path, _ in named(arguments, "")]
+    program = flatten(closed)
+    graph = translated(program, [(path, "state") for path in inputs])
+    return program, jax.tree.structure(out), graph, [_owner(path, paths) for path in inputs]
+
+
+def matrix_updates(
+    model: Model, optimizer: optax.GradientTransformation | None
+) -> tuple[tuple[MatrixUpdate, ...], tuple[Finding, ...]]:
+    """The parameters whose matrices the optimizer multiplies, and findings about its update."""
+    if optimizer is None:
+        return (), ()
+    try:
+        traced = trace_update(optimizer, model.partition.trained(model.params))
+    except Exception as error:  # whatever the user's update raises without numbers
+        return (), (
+            Finding(
+                code="optimizer-untraced",
+                severity="warning",
+                where="optimizer",
+                message=(
+                    "the optimizer's update cannot be traced with abstract gradients"
+                    f" ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                    "): it is priced by the bytes of its state"
+                ),
+                hint="an update whose shapes and branches do not depend on numbers",
+            ),
+        )
+    findings = tuple(
+        replace(finding, where=f"optimizer, {finding.where}")
+        for finding in traced.findings
+        if finding.code == "unknown-trip-count" and traced.spans
+    )
+    if traced.coupled:
+        findings += (
+            Finding(
+                code="optimizer-coupled",
+                severity="info",
+                where="optimizer",
+                message=(
+                    "the optimizer's products of some parameters depend on each other or on how"
+                    f" many matrices there are: {', '.join(traced.coupled[:8])}; they are not"
+                    " priced, and the partitioner decides their layout"
+                ),
+                hint="an update of each parameter by itself",
+            ),
+        )
+    return traced.facts, findings
+
+
+def _owner(path: str, paths: Collection[str]) -> str | None:
+    """The parameter whose path the path of an input ends with."""
+    parts = path.split(".")
+    return next((tail for i in range(len(parts)) if (tail := ".".join(parts[i:])) in paths), None)
+
+
 def trainable(leaf: Leaf) -> bool:
     """True if a leaf can have a gradient."""
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
@@ -1109,6 +1246,8 @@ def trace(
         if policy == "none" or repeated
     }
     proven = proven_rows(model, loss, shapes, closed, out_shape, described, rows)
+    updates, about_updates = matrix_updates(model, optimizer)
+    forward = replace(forward, findings=(*forward.findings, *about_updates))
     problem = Problem(
         model=model.name,
         forward=forward,
@@ -1121,6 +1260,7 @@ def trace(
         functions=frozenset(form.kind for form, _ in called(closed)),
         attention=_attention_calls(closed),
         rows=proven(1),
+        updates=updates,
     )
     return Traced(
         closed_jaxpr=closed,
