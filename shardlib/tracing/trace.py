@@ -82,7 +82,7 @@ from shardlib.tracing.rewriting import Place, Walk, check_policy, evaluate_progr
 from shardlib.tracing.rows import Inputs, Names, prove, prove_parts
 from shardlib.tracing.rules import Call as rules_Call
 from shardlib.tracing.rules import Description
-from shardlib.tracing.updates import Span, alike, spans, token
+from shardlib.tracing.updates import Span, alike, multiplies, spans, token
 from shardlib.untrusted.data import fit
 
 # --------------------------------------------------------------------------------------------------
@@ -840,11 +840,11 @@ def trace_update(optimizer: optax.GradientTransformation, params: Tree) -> Trace
     )
 
 
-def _traced_update(
+def _update_jaxpr(
     optimizer: optax.GradientTransformation, params: Tree
-) -> tuple[Program, jax.tree_util.PyTreeDef, Translated, list[str | None]]:
-    """The update as a program and as a graph, the structure of its results, and the parameter that
-    each input belongs to.
+) -> tuple[jex.ClosedJaxpr, Tree, Tree]:
+    """(gradients, state, parameters, loss) -> (updates, state) of an optimizer, its abstract
+    arguments and results.
     """
     update = optax.with_extra_args_support(optimizer).update
     state = abstract(jax.eval_shape(optimizer.init, params))
@@ -853,6 +853,16 @@ def _traced_update(
         lambda gradients, state, params, loss: update(gradients, state, params, value=loss),
         return_shape=True,
     )(*arguments)
+    return closed, arguments, out
+
+
+def _traced_update(
+    optimizer: optax.GradientTransformation, params: Tree
+) -> tuple[Program, jax.tree_util.PyTreeDef, Translated, list[str | None]]:
+    """The update as a program and as a graph, the structure of its results, and the parameter that
+    each input belongs to.
+    """
+    closed, arguments, out = _update_jaxpr(optimizer, params)
     paths = {path for path, _ in named(params, "")}
     inputs = [path for path, _ in named(arguments, "")]
     program = flatten(closed)
@@ -867,7 +877,10 @@ def matrix_updates(
     if optimizer is None:
         return (), ()
     try:
-        traced = trace_update(optimizer, model.partition.trained(model.params))
+        params = abstract(model.partition.trained(model.params))
+        if not multiplies(_update_jaxpr(optimizer, params)[0].jaxpr):
+            return (), ()
+        traced = trace_update(optimizer, params)
     except Exception as error:  # whatever the user's update raises without numbers
         return (), (
             Finding(
@@ -887,6 +900,21 @@ def matrix_updates(
         for finding in traced.findings
         if finding.code == "unknown-trip-count" and traced.spans
     )
+    if updates := traced.facts:
+        flops = sum(update.flops for update in updates)
+        findings += (
+            Finding(
+                code="optimizer-products",
+                severity="warning",
+                where="optimizer",
+                message=(
+                    f"the optimizer multiplies the matrices of {len(updates)} parameters,"
+                    f" {flops / 1e9:,.3g} GFLOP per update over all devices; the price of a step"
+                    " has neither them nor the collectives that the partitioner makes of them"
+                ),
+                hint="shardlib verify compiles the step and lists its collectives",
+            ),
+        )
     if traced.coupled:
         findings += (
             Finding(
@@ -901,7 +929,7 @@ def matrix_updates(
                 hint="an update of each parameter by itself",
             ),
         )
-    return traced.facts, findings
+    return updates, findings
 
 
 def _owner(path: str, paths: Collection[str]) -> str | None:

@@ -20,9 +20,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jax.lax import linalg
 
 from shardlib.graph import Contraction, Graph, MatrixUpdate, Op
-from shardlib.tracing.program import Equation, Program
+from shardlib.jax_types import Jaxpr
+from shardlib.tracing.program import Equation, Program, has_matmul, subjaxprs
 
 #: Numbers of values.
 Numbers = tuple[int, ...]
@@ -51,6 +53,22 @@ class Span:
     outputs: Numbers
     stacks: tuple[Numbers, ...]
     facts: MatrixUpdate
+
+
+#: Primitives of `jax.lax.linalg` that work on whole matrices.
+_DECOMPOSITIONS = frozenset(
+    getattr(linalg, name).name for name in dir(linalg) if name.endswith("_p")
+)
+
+
+def multiplies(jaxpr: Jaxpr) -> bool:
+    """True if a jaxpr, or anything it calls, multiplies or decomposes matrices."""
+    return any(
+        eqn.primitive.name in _DECOMPOSITIONS
+        or has_matmul(eqn)
+        or any(multiplies(inner) for inner in subjaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
 def spans(
