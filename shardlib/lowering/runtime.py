@@ -340,7 +340,7 @@ class TracedFunction:
             self,
             program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in left)),
             inputs=tuple(self.inputs[k] for k in left),
-            reads=tuple(place[k] for k in self.read_inputs),
+            read_inputs=tuple(place[k] for k in self.read_inputs),
             sources=tuple((fresh, k if fresh else place[k]) for fresh, k in self.sources),
         )
 
