@@ -21,10 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-import jax
-
-from shardlib.processes.values import of_first
-
 T = TypeVar("T")
 
 STAT = Path("/proc/stat")
@@ -194,6 +190,8 @@ class Clock:
         self._only: int | None = None
         self._programs: dict[str, tuple[Callable[[], object], bool]] = {}
         self._budget_s, self._runs = budget_s, runs
+        import jax  # who only watches a run times nothing, and loads no JAX
+
         self._alone = jax.process_count() == 1
 
     def seconds(
@@ -250,6 +248,10 @@ class Clock:
 
     def _timed(self, program: Callable[[], object]) -> tuple[list[float], list[float]]:
         """Seconds of the runs of a program after one that is not counted."""
+        import jax
+
+        from shardlib.processes.values import of_first
+
         jax.block_until_ready(program())
         walls: list[float] = []
         processor: list[float] = []
