@@ -549,7 +549,7 @@ def reordering_layout(
     """The layout in which a parameter's fused dims are reordered: these are not sharded, and their
     mesh axes shard another dim that divides, if there is one.
 
-    >>> str(dealt(Layout((), ("tensor",)), {1: (8, 8)}, (4, 16), MeshShape(tensor=4)))
+    >>> str(reordering_layout(Layout((), ("tensor",)), {1: (8, 8)}, (4, 16), MeshShape(tensor=4)))
     '[tensor, -]'
     """
     left = [() if dim in orders else axes for dim, axes in enumerate(layout)]
