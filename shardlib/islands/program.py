@@ -412,7 +412,7 @@ class StagedGradients:
             return {}
         opened = jax.tree.unflatten(dispatch.opened, list(dispatch.opening.sources))
         sources = [(True, source) for stack in opened.stacks for source in stack]
-        sources += [(False, source) for source in opened.kept.values()]
+        sources += [(False, source) for source in opened.once.values()]
         for in_stack, (fresh, source_index) in sources:
             if fresh or source_index >= len(self._names):
                 return {}
@@ -441,7 +441,7 @@ class StagedGradients:
         """The runs that a stage needs."""
         names = trained(self.program)
         numbers = [(number, stage) for number in self._opening.dealt]
-        numbers += [(number, 0) for number in self.dispatch.kept[stage]]
+        numbers += [(number, 0) for number in self.dispatch.once[stage]]
         runs = [(self._path(number), run) for number, run in numbers]
         return tuple(run for run in runs if run[0] in names)
 

@@ -29,9 +29,11 @@ chunk, slot    consecutive layers that a stage runs at once; storage of one chun
 stash          residuals of a chunk that wait for its backward pass
 tick, table    the time of one chunk's work on one microbatch; the schedule of all ticks
 outside, edges computed before or after the layers: embedding, head, loss
-once, kept     values computed once per step, from parameters or constants alone
-drawn          slices per layer of model state and of random keys
+once           of values: computed once per step, from parameters or constants alone
+held           arrays of a stage that stay the same through a step (`StageArrays`, `ChunkInputs`)
 ready          operands of matmuls that are gathered before the ticks
+entering       activations that the first stage or a chunk gets; `leaving` are read after the layers
+micro          index of a microbatch
 early, late    sums updated with input gradients; with weight gradients
 piece          of a step with state on disk: the update of some arrays, compiled by itself
 

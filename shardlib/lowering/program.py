@@ -290,7 +290,7 @@ def build_driver(
         store.params,
         StagedLayouts(
             layers=loss.values,
-            around={} if loss.layouts_lost else planned.outside_layers or {},
+            outside_values={} if loss.layouts_lost else planned.outside_layers or {},
             whole_value_layouts=contribution.whole_value_layouts,
         ),
         key_inputs(contribution.dims, loss.traced.closed_jaxpr),

@@ -422,7 +422,7 @@ class Evaluation:
                     self.model.state,
                     self.mesh,
                     self.params,
-                    StagedLayouts(layers=laid_out.values, around={}),
+                    StagedLayouts(layers=laid_out.values, outside_values={}),
                     key_inputs(dims, laid_out.traced.closed_jaxpr),
                 )
             except PlanError as error:

@@ -122,7 +122,7 @@ def stash_waits_in_host_memory(p):
     """Whether activations wait there between the forward and the backward pass of a microbatch."""
     if p.plan.pipeline == "programs":
         first = p._dispatch.chunks[0]
-        saved = first.forward.results[len(first.left) :]
+        saved = first.forward.results[len(first.outputs) :]
         return "pinned_host" in {leaf.sharding.memory_kind for leaf in saved if leaf.ndim > 2}
     with _jax_compat.in_mesh(p.mesh):
         text = str(jax.make_jaxpr(p.step_function())(p.state, p.batch))

@@ -53,7 +53,7 @@ def test_a_stage_remembers_no_more_microbatches_than_its_order_says():
     """
     p = program({"stage": 4}, 8, "1f1b", **PROGRAMS)
     held, most = [0] * 4, [0] * 4
-    for stage, task in p._dispatch.turns:
+    for stage, task in p._dispatch.tasks:
         held[stage] += 1 if task.kind == "forward" else -1
         most[stage] = max(most[stage], held[stage])
     assert most == [4, 3, 2, 1]

@@ -59,7 +59,7 @@ from shardlib.tracing.rewriting import (
 #     weights      from trained parameters, one slice per layer: sharded over the stages
 #     tables       from frozen parameters or constants (flags and the like), one slice per layer:
 #                  sharded over the stages
-#     drawn        from model state, or from keys of the batch, one slice per layer: random keys;
+#     keys         from model state, or from keys of the batch, one slice per layer: random keys;
 #                  different in every microbatch
 #     shared       from trained parameters, the same for all layers
 #     activations  the loop's carry, and values computed from the batch (masks, positions, encoder
@@ -73,14 +73,14 @@ class Roles:
     """Roles of the operands of the loop, by position.
 
     Attributes:
-        weights, tables, drawn: positions among the scanned operands.
+        weights, tables, keys: positions among the scanned operands.
         shared, constant, activations: positions among the constant operands; `constant` operands
             are computed from frozen parameters or constants.
     """
 
     weights: tuple[int, ...]
     tables: tuple[int, ...]
-    drawn: tuple[int, ...]
+    keys: tuple[int, ...]
     shared: tuple[int, ...]
     constant: tuple[int, ...]
     activations: tuple[int, ...]
@@ -117,17 +117,17 @@ def loop_over_layers(program: Program, labels: Mapping[int, Labels]) -> Equation
     return max(reversed(loops), key=rank)
 
 
-def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int]) -> Roles:
+def roles_of(loop: Equation, labels: Mapping[int, Labels], known: Collection[int]) -> Roles:
     """The roles of the operands of the loop over layers."""
     constants, carried = scan_counts(loop.params)
     scanned = {
-        k: _role(number, labels[number], alone, k, loop)
+        k: _role(number, labels[number], known, k, loop)
         for k, number in enumerate(loop.inputs[constants + carried :])
     }
     fixed = {
         k: "shared" if PARAMETERS in labels[number] else "constant"
         for k, number in enumerate(loop.inputs[:constants])
-        if number in alone
+        if number in known
     }
 
     def with_role(roles: Mapping[int, str], role: str) -> tuple[int, ...]:
@@ -136,7 +136,7 @@ def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int
     return Roles(
         weights=with_role(scanned, "weights"),
         tables=with_role(scanned, "tables"),
-        drawn=with_role(scanned, "drawn"),
+        keys=with_role(scanned, "keys"),
         shared=with_role(fixed, "shared"),
         constant=with_role(fixed, "constant"),
         activations=tuple(k for k in range(constants) if k not in fixed),
@@ -144,9 +144,9 @@ def roles_of(loop: Equation, labels: Mapping[int, Labels], alone: Collection[int
 
 
 def _role(
-    number: int, origins: Labels, alone: Collection[int], position: int, loop: Equation
+    number: int, origins: Labels, known: Collection[int], position: int, loop: Equation
 ) -> str:
-    if number not in alone and not origins <= {STATE, KEY}:
+    if number not in known and not origins <= {STATE, KEY}:
         raise PlanError(
             f"the loop over layers at {loop.scope or loop.path} takes a slice of something made"
             f" from the batch for every layer (operand {position}); a pipeline hands the same"
@@ -157,7 +157,7 @@ def _role(
             "the loop over layers runs from the last to the first, and stages take layers from the"
             " first to the last\nTry: reverse the stack of parameters instead"
         )
-    return "drawn" if number not in alone else "weights" if PARAMETERS in origins else "tables"
+    return "keys" if number not in known else "weights" if PARAMETERS in origins else "tables"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ class SplitLoss:
         loop: the scan over layers.
         labels: what each value is computed from.
         exits: positions among the stacked results of the loop that are read after it.
-        once: equations that depend on parameters alone, run once per step.
-        kept: values computed from parameters or constants that the rest of the loss reads.
+        once_equations: equations that depend on parameters alone, run once per step.
+        once: values computed from parameters or constants that the rest of the loss reads.
         before: equations of a microbatch that the loop needs.
         after: equations of a microbatch that loss and metrics need, including those of `before`
             that they read; the loop is in neither.
@@ -194,8 +194,8 @@ class SplitLoss:
     labels: Mapping[int, Labels]
     roles: Roles
     exits: tuple[int, ...]
-    once: tuple[Equation, ...]
-    kept: tuple[int, ...]
+    once_equations: tuple[Equation, ...]
+    once: tuple[int, ...]
     before: tuple[Equation, ...]
     after: tuple[Equation, ...]
     results: tuple[int, ...]
@@ -254,7 +254,7 @@ class SplitLoss:
             for position, number in enumerate(self.program.inputs)
             if self.labels[number] in (frozenset({PARAMETERS}), frozenset({FROZEN}))
         }
-        for equation in self.once:
+        for equation in self.once_equations:
             if equation.name == "convert_element_type" and equation.inputs[0] in positions:
                 positions[equation.outputs[0]] = positions[equation.inputs[0]]
         return positions
@@ -264,20 +264,20 @@ class SplitLoss:
         inputs, arrays = self.program.inputs, [*state, *batch]
         return dict(zip(inputs[len(inputs) - len(arrays) :], arrays, strict=True))
 
-    def drawn(self, inputs: Values, walk: Walk) -> Arrays:
+    def keys(self, inputs: Values, walk: Walk) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, [layers, ...].
 
         Args:
             inputs: see `of_microbatch`.
         """
         env = {**self.program.constants, **inputs}
-        numbers = [self.scanned[k] for k in self.roles.drawn]
+        numbers = [self.scanned[k] for k in self.roles.keys]
         evaluate_equations(needed(self.program.equations, numbers)[0], env, walk)
         return [env[number] for number in numbers]
 
 
 def results_and_gradients(
-    results_of: Callable[..., Arrays], loss: int, left: Arrays, *values: Tree
+    results_of: Callable[..., Arrays], loss: int, outputs: Arrays, *values: Tree
 ) -> tuple[Arrays, tuple[Any, ...]]:
     """(loss and metrics, gradients of the loss): those of each of the values, then those of the
     floating-point outputs of the last chunk.
@@ -285,17 +285,17 @@ def results_and_gradients(
     Args:
         results_of: (*values, outputs of the last chunk) -> loss and metrics.
         loss: position of the loss among these.
-        left: outputs of the last chunk.
+        outputs: those of the last chunk.
     """
 
     def run(*arguments: Any) -> tuple[Any, Arrays]:
         floating = iter(arguments[-1])
         results = results_of(
-            *arguments[:-1], [next(floating) if is_floating(leaf) else leaf for leaf in left]
+            *arguments[:-1], [next(floating) if is_floating(leaf) else leaf for leaf in outputs]
         )
         return results[loss], results
 
-    moving = [leaf for leaf in left if is_floating(leaf)]
+    moving = [leaf for leaf in outputs if is_floating(leaf)]
     _, pull, results = jax.vjp(run, *values, moving, has_aux=True)
     return results, pull(jnp.ones((), results[loss].dtype))
 
@@ -314,10 +314,10 @@ def split_loss(
     constants, carried = scan_counts(loop.params)
     outputs, after_state = program.outputs[:results], program.outputs[results:]
     _require_own_state(labels, after_state)
-    once, alone = _once(program, loop, parameters)
-    done = {loop.path, *(equation.path for equation in once)}
+    once_equations, known = _once(program, loop, parameters)
+    done = {loop.path, *(equation.path for equation in once_equations)}
     mixed = [equation for equation in program.equations if equation.path not in done]
-    roles = roles_of(loop, labels, alone)
+    roles = roles_of(loop, labels, known)
     entering = [
         *loop.inputs[constants : constants + carried],
         *(loop.inputs[k] for k in roles.activations),
@@ -332,10 +332,10 @@ def split_loss(
         labels=labels,
         roles=roles,
         exits=tuple(k for k, number in enumerate(loop.outputs[carried:]) if number in reads_after),
-        once=tuple(once),
-        kept=tuple(
+        once_equations=tuple(once_equations),
+        once=tuple(
             sorted(
-                number for number in reads if number in alone and number not in program.constants
+                number for number in reads if number in known and number not in program.constants
             )
         ),
         before=tuple(before),
@@ -493,20 +493,21 @@ class Linearised:
     """A chunk with the residuals of its backward pass.
 
     Attributes:
-        left: outputs of the chunk.
+        outputs: those of the chunk.
         saved: residuals, by number of the value.
         order: these numbers, in the order in which the backward pass takes them.
         of_microbatch: those of them that depend on the microbatch, without duplicates.
         tree: tree structure of the backward pass (a pytree of its residuals).
-        entered: number of gradients of the chunk's inputs, the last results of the backward pass.
+        input_count: number of gradients of the chunk's inputs, the last results of the backward
+            pass.
     """
 
-    left: Arrays
+    outputs: Arrays
     saved: dict[int, Any]
     order: tuple[int, ...]
     of_microbatch: tuple[int, ...]
     tree: Any
-    entered: int
+    input_count: int
 
     @property
     def stashed(self) -> Arrays:
@@ -525,11 +526,11 @@ class Linearised:
         """
         return self._halves(cotangents).run_first([*self._wants(stashed), *cotangents])
 
-    def late(self, stashed: Arrays, passed: Arrays) -> Arrays:
+    def late(self, stashed: Arrays, residuals: Arrays) -> Arrays:
         """The weight-gradient half of the backward pass."""
         # Placeholders: the late part does not read the cotangents.
-        cotangents = [leaf for leaf in self.left if is_floating(leaf)]
-        return self._halves(cotangents).run_second([*self._wants(stashed), *cotangents], passed)
+        cotangents = [leaf for leaf in self.outputs if is_floating(leaf)]
+        return self._halves(cotangents).run_second([*self._wants(stashed), *cotangents], residuals)
 
     def _wants(self, stashed: Arrays) -> Arrays:
         """All residuals of the backward pass, in its order."""
@@ -549,7 +550,7 @@ class Linearised:
             )
         )(*shapes)
         program = flatten(traced, remat=True)
-        others = len(program.outputs) - self.entered
+        others = len(program.outputs) - self.input_count
         return split(
             program, program.outputs[others:], program.outputs[:others], program.inputs[:count]
         )
@@ -863,7 +864,7 @@ class ChunkOperands:
     Attributes:
         weights: the chunk's layers of each stacked parameter, [layers, ...].
         tables: the same of each constant table.
-        drawn: the same of each array of model state with a slice per layer, for one microbatch.
+        keys: the same of each array of model state with a slice per layer, for one microbatch.
         shared: parameters that all layers use.
         constant: arrays computed from constants that all layers use.
         ready: matmul operands that are gathered beforehand, [layers, ...]; see `Pregathered`.
@@ -872,7 +873,7 @@ class ChunkOperands:
 
     weights: Arrays
     tables: Arrays
-    drawn: Arrays
+    keys: Arrays
     shared: Arrays
     constant: Arrays
     ready: Arrays
@@ -901,9 +902,9 @@ class Chunk:
 
     Attributes:
         layers: layers per chunk.
-        padded: whether all chunks together have room for more layers than there are; places after
-            the last layer are then identities.
-        walk: makes the placing of values anew in every trace, since it belongs to the mesh around.
+        padded: whether the layers do not fill all chunks; places after the last layer are then
+            identities.
+        walk: makes the walk of a trace, which belongs to the mesh of that trace.
         gathered: weights that are gathered beforehand; None if there are none.
         unrolled: whether layers are unrolled; weights and their gradients may then be lists by
             layer.
@@ -956,11 +957,11 @@ class Chunk:
         def body(
             carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]
         ) -> tuple[tuple[Any, ...], Arrays]:
-            weights, tables, drawn, number, ready, partial_sums = sliced
+            weights, tables, keys, number, ready, partial_sums = sliced
             scanned = (
                 dict(zip(roles.weights, weights, strict=True))
                 | dict(zip(roles.tables, tables, strict=True))
-                | dict(zip(roles.drawn, drawn, strict=True))
+                | dict(zip(roles.keys, keys, strict=True))
             )
             values = [
                 *(fixed[k] for k in range(constants)),
@@ -981,7 +982,7 @@ class Chunk:
             return tuple(after), [outputs[carried + k] for k in cut.exits]
 
         numbers = operands.first + jnp.arange(self.layers)
-        scanned = (operands.weights, operands.tables, operands.drawn, numbers, operands.ready, sums)
+        scanned = (operands.weights, operands.tables, operands.keys, numbers, operands.ready, sums)
         final, exits = (written_out if self.unrolled else as_loop)(
             body, self.saved, self.layers, tuple(activations[:carried]), scanned
         )
@@ -1016,7 +1017,7 @@ class Chunk:
     def forward(self, operands: ChunkOperands, activations: Arrays) -> tuple[Arrays, Arrays]:
         """(outputs of the chunk, its stash for the backward pass)."""
         line = self._linearised(operands, activations)
-        return line.left, line.stashed
+        return line.outputs, line.stashed
 
     def backward(
         self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, cotangents: Arrays
@@ -1031,12 +1032,12 @@ class Chunk:
         return self._linearised(operands, activations).early(stashed, cotangents)
 
     def backward_weights(
-        self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, passed: Arrays
+        self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, residuals: Arrays
     ) -> ChunkGrads:
         """The weight-gradient half of `backward`, which no stage waits for."""
         return jax.tree.unflatten(
             jax.tree.structure(self._wanted(operands)),
-            self._linearised(operands, activations).late(stashed, passed),
+            self._linearised(operands, activations).late(stashed, residuals),
         )
 
     def _linearised(self, operands: ChunkOperands, activations: Arrays) -> Linearised:
@@ -1054,17 +1055,19 @@ class Chunk:
                 weights = list(operands.weights)
                 for k, leaf in zip(self.own, variables.weights, strict=True):
                     weights[k] = leaf
-                left = self.run(
+                outputs = self.run(
                     replace(operands, weights=weights, shared=variables.shared),
                     entering,
                     variables.sums,
                 )
-                return [leaf for leaf, float_ in zip(left, floating, strict=True) if float_], left
+                return [
+                    leaf for leaf, float_ in zip(outputs, floating, strict=True) if float_
+                ], outputs
 
             moving = [leaf for leaf, float_ in zip(activations, floating, strict=True) if float_]
-            _, pull, left = jax.vjp(run, self._wanted(operands), moving, has_aux=True)
+            _, pull, outputs = jax.vjp(run, self._wanted(operands), moving, has_aux=True)
             leaves, shape["tree"] = jax.tree.flatten(pull)
-            return left, leaves
+            return outputs, leaves
 
         traced = jax.make_jaxpr(all_of)(operands, activations)
         count, operand_count = len(activations), len(jax.tree.leaves(operands))
@@ -1075,12 +1078,12 @@ class Chunk:
         values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *activations)
         saved = tuple(program.outputs[count:])
         return Linearised(
-            left=values[:count],
+            outputs=values[:count],
             saved=dict(zip(saved, values[count:], strict=True)),
             order=saved,
             tree=shape["tree"],
             of_microbatch=tuple(dict.fromkeys(number for number in saved if labels[number])),
-            entered=sum(floating),
+            input_count=sum(floating),
         )
 
 
@@ -1137,7 +1140,7 @@ class EdgeGradients:
 
 def ends(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> EdgeGradients:
     """Finds the operations outside of the layers whose gradients can be reduced at the end."""
-    derived = set(cut.kept)
+    derived = set(cut.once)
     equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
     uses: dict[str, DeferredOp] = {}
     for path, use in layouts.uses.items():
@@ -1171,7 +1174,7 @@ class StageRemat:
         layers: number of layers of the stage, all chunks together.
         virtual: chunks of the stage.
         offloaded: whether saved values are offloaded to host memory.
-        outside: path of a loop that is not divided over stages -> (policy, number of its layers
+        loops: path of a loop that is not divided over stages -> (policy, number of its layers
             that follow it).
     """
 
@@ -1180,7 +1183,7 @@ class StageRemat:
     layers: int
     virtual: int
     offloaded: bool = False
-    outside: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    loops: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def alike(self) -> LayerRemat:

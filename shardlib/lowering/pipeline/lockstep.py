@@ -52,7 +52,7 @@ from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, neede
 @diagnostic
 def repeated(stages: Stages) -> tuple[Finding, ...]:
     """A finding if work before and after the layers cannot be sharded over the stages."""
-    if any(dim is not None for dim in stages.spread):
+    if any(dim is not None for dim in stages.stage_dims):
         return ()
     return (
         Finding(
@@ -239,15 +239,15 @@ class StepSums:
             for number, leaf in outside.items()
         }
 
-    def gradients(self, resident: StageArrays, sums: Carry) -> OnceValues:
+    def gradients(self, held: StageArrays, sums: Carry) -> OnceValues:
         """Gradients of the values computed from parameters, from the sums over all microbatches."""
         return OnceValues(
-            stacks=self._stacks(resident, sums),
+            stacks=self._stacks(held, sums),
             shared=[total.sum(0) for total in sums["sums"].shared],
             outside=self._outside(sums),
         )
 
-    def _stacks(self, resident: StageArrays, sums: Carry) -> Arrays:
+    def _stacks(self, held: StageArrays, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
         gathered, positions, summed = (
             self.stages.chunk.gathered,
@@ -258,7 +258,7 @@ class StepSums:
             positions[k]: total
             for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)
         }
-        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(resident, summed.sums)
+        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(held, summed.sums)
         for position, gradient in zip(gathered.sources if gathered else (), done, strict=True):
             totals[position] = totals[position] + gradient if position in totals else gradient
         return [totals[position] for position in positions]
@@ -289,11 +289,11 @@ def plus(sums: Tree, more: Tree) -> Tree:
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A loss whose layers are spread over stages.
+    """A loss whose layers are divided over stages.
 
     Attributes:
-        around: layouts outside of the layers, where the stages may shard values too; `layouts` is
-            for inside.
+        layouts: layouts of values inside of the layers.
+        outside_layouts: the same before and after them, where the stages may shard values too.
         exact: whether all layouts outside of the layers are known; otherwise they, and those of
             gradients, are left to the compiler where the plan gives none.
         ends: operations outside of the layers whose gradients are reduced after all ticks.
@@ -307,7 +307,7 @@ class Pipeline:
     cut: SplitLoss
     stages: Stages
     layouts: LossLayouts
-    around: LossLayouts
+    outside_layouts: LossLayouts
     exact: bool
     ends: EdgeGradients
     traced: LossJaxpr
@@ -336,9 +336,11 @@ class Pipeline:
             reductions=self.layouts.reductions,
         )
 
-    def outside(self) -> Walk:
+    def walk(self) -> Walk:
         """The placing of values outside of the layers."""
-        return replace(self.around.walk(loose=not self.exact), layer_policies=self.remat.outside)
+        return replace(
+            self.outside_layouts.walk(loose=not self.exact), layer_policies=self.remat.loops
+        )
 
     def dealt(self, stack: Value) -> Value:
         """A stack of layers [layers, ...] as [stages, chunks, layers of a chunk, ...]; unused
@@ -384,17 +386,17 @@ class Pipeline:
             ]
             equations, _ = needed(cut.program.equations, cut.state)
             env = {**cut.program.constants, **dict(zip(cut.program.inputs, inputs, strict=True))}
-            evaluate_equations(equations, env, self.outside())
+            evaluate_equations(equations, env, self.walk())
             return [env[number] for number in cut.state]
 
-        def turn(states: Arrays, _: None) -> tuple[Arrays, Arrays]:
+        def step(states: Arrays, _: None) -> tuple[Arrays, Arrays]:
             entering = [
                 leaves[index] if index in self.repeated else leaf
                 for index, leaf in enumerate(states)
             ]
             return after(entering), entering
 
-        last, before = jax.lax.scan(turn, leaves, length=self.microbatches)
+        last, before = jax.lax.scan(step, leaves, length=self.microbatches)
         return before, last
 
     def gradients(
@@ -409,18 +411,18 @@ class Pipeline:
         leaves, structure = jax.tree.flatten(params)
         (derived, fixed), pull = self._once(leaves)
         states, after = self.states(state)
-        resident = self._held(derived, fixed)
+        held = self._held(derived, fixed)
         sums = self._in_groups(
             self.sums.empty(derived),
             states,
             parts,
-            lambda sums, states, parts: Ticks(
-                self, resident, derived, fixed, states, parts, join
-            ).run(sums),
+            lambda sums, states, parts: Ticks(self, held, derived, fixed, states, parts, join).run(
+                sums
+            ),
         )
         cotangents = jax.tree.map(
             lambda total, leaf: (total / self.microbatches).astype(leaf.dtype),
-            self.sums.gradients(resident, sums),
+            self.sums.gradients(held, sums),
             derived,
         )
         outputs = [total / self.microbatches for total in sums["totals"]]
@@ -447,14 +449,14 @@ class Pipeline:
         """
         (derived, fixed), _ = self._once(jax.tree.leaves(params))
         states, after = self.states(state)
-        resident = self._held(derived, fixed)
+        held = self._held(derived, fixed)
         totals = self._in_groups(
             self.sums.no_totals(),
             states,
             parts,
             lambda totals, states, parts: Ticks(
-                self, resident, derived, fixed, states, parts, join
-            ).look(totals),
+                self, held, derived, fixed, states, parts, join
+            ).evaluate(totals),
         )
         avals = self.traced.closed_jaxpr.out_avals
         outputs = [
@@ -467,19 +469,15 @@ class Pipeline:
         """Arrays of the stages that stay the same through all ticks, without those of
         microbatches.
         """
-        resident = StageArrays(
+        held = StageArrays(
             weights=derived.stacks,
             tables=fixed.tables,
-            drawn=[],
+            keys=[],
             shared=derived.shared,
             constant=fixed.constant,
             ready=[],
         )
-        return (
-            resident
-            if self.stages.in_rounds
-            else replace(resident, ready=self.stages.gather(resident))
-        )
+        return held if self.stages.in_rounds else replace(held, ready=self.stages.gather(held))
 
     def _in_groups(
         self, sums: Any, states: Arrays, parts: Arrays, run: Callable[[Any, Arrays, Arrays], Any]
@@ -506,13 +504,13 @@ class Pipeline:
                 **cut.program.constants,
                 **dict(zip(cut.program.inputs, self.layouts.parameters(leaves), strict=False)),
             }
-            evaluate_equations(cut.once, env, self.outside())
+            evaluate_equations(cut.once_equations, env, self.walk())
             moving = {
                 number: env[number]
-                for number in cut.kept
+                for number in cut.once
                 if PARAMETERS in cut.labels[number] and is_floating(env[number])
             }
-            fixed = {number: env[number] for number in cut.kept if number not in moving}
+            fixed = {number: env[number] for number in cut.once if number not in moving}
             stacks = [self.dealt(moving[cut.scanned[k]]) for k in cut.roles.weights]
             outside = {number: moving[number] for number in cut.read_outside if number in moving}
             shared = [moving[cut.constants[k]] for k in cut.roles.shared]
@@ -554,7 +552,7 @@ class Ticks:
     def __init__(
         self,
         pipeline: Pipeline,
-        resident: StageArrays,
+        held: StageArrays,
         derived: OnceValues,
         fixed: OnceConstants,
         states: Arrays,
@@ -570,14 +568,14 @@ class Ticks:
         self.states = states
         self.parts = parts
         self.join = join
-        self.held, self.rounds = replace(resident, drawn=self._drawn()), self.stages.in_rounds
+        self.held, self.rounds = replace(held, keys=self._keys()), self.stages.in_rounds
         self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(derived.outside)
 
-    def _left(self, left: Arrays) -> Arrays:
+    def _from_last_stage(self, outputs: Arrays) -> Arrays:
         """Outputs of the last stage, in their sharding outside of the layers."""
         return [
-            self.stages.handed_out(leaf, k)
-            for leaf, k in zip(left, self.stages.leaving, strict=True)
+            self.stages.from_stages(leaf, k)
+            for leaf, k in zip(outputs, self.stages.leaving, strict=True)
         ]
 
     def _outside(self, carry: Carry, more: Values, sums: Arrays) -> Carry:
@@ -593,7 +591,7 @@ class Ticks:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of its
         activations.
         """
-        micro, chunk, works = self.table.backward(tick, self.table.stages - 1)
+        micro, chunk, active = self.table.backward(tick, self.table.stages - 1)
         positions = [k for k in self.stages.leaving if k in self.stages.moving]
         if not edges.opening:
             return carry, [
@@ -602,28 +600,31 @@ class Ticks:
             ]
 
         def after() -> tuple[Arrays, tuple[Values, Arrays], Arrays]:
-            left = carry["left"]
+            outputs = carry["outputs"]
             if self.table.forward_first:
-                left = [
-                    jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in left
+                outputs = [
+                    jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in outputs
                 ]
             else:
-                left = self._left(left)
+                outputs = self._from_last_stage(outputs)
 
             results, (outside, sums, moved) = results_and_gradients(
-                lambda outside, sums, left: self._results(outside, micro, left, sums),
+                lambda outside, sums, outputs: self._results(outside, micro, outputs, sums),
                 self.pipeline.loss_position,
-                left,
+                outputs,
                 self.unreduced,
                 self.pipeline.ends.zeros(),
             )
             return (
                 results,
                 (self.sums.as_gradients(outside), sums),
-                [self.stages.whole(leaf, k) for leaf, k in zip(moved, positions, strict=True)],
+                [
+                    self.stages.inside_layout(leaf, k)
+                    for leaf, k in zip(moved, positions, strict=True)
+                ],
             )
 
-        results, outside, moved = self._only((chunk == self.table.last_chunk) & works, after)
+        results, outside, moved = self._only((chunk == self.table.last_chunk) & active, after)
         return {
             **carry,
             "totals": plus(carry["totals"], results),
@@ -639,11 +640,11 @@ class Ticks:
                 jnp.zeros(leaf.shape, leaf.dtype)
                 for leaf in self.stages.activations[: self.stages.entering]
             ]
-        micro, chunk, works = self.table.forward(tick, 0)
+        micro, chunk, active = self.table.forward(tick, 0)
         return self._only(
-            (chunk == 0) & works,
+            (chunk == 0) & active,
             lambda: [
-                self.stages.whole(leaf, k)
+                self.stages.inside_layout(leaf, k)
                 for k, leaf in enumerate(self._before(self.made.outside, micro))
             ],
         )
@@ -653,7 +654,7 @@ class Ticks:
         env = self._env(outside, micro)
         evaluate_equations(self.cut.before, env, self._walk(sums))
         return [
-            self.stages.spread_out(jnp.asarray(env[number]), k)
+            self.stages.outside_layout(jnp.asarray(env[number]), k)
             for k, number in enumerate(self.cut.entering)
         ]
 
@@ -661,17 +662,17 @@ class Ticks:
         """A walk outside of the layers, whose operations pass gradients to `sums`."""
         ends = self.pipeline.ends
         return ends.walk(
-            self.pipeline.outside(), self.fixed.ready, ends.zeros() if sums is None else sums
+            self.pipeline.walk(), self.fixed.ready, ends.zeros() if sums is None else sums
         )
 
     def _results(
-        self, outside: Values, micro: Any, left: Arrays, sums: Arrays | None = None
+        self, outside: Values, micro: Any, outputs: Arrays, sums: Arrays | None = None
     ) -> Arrays:
         """Loss and metrics from the last stage's outputs; partial sums are discarded by default."""
         cut, env = self.cut, self._env(outside, micro)
         values = [
-            self.stages.spread_out(leaf, k)
-            for leaf, k in zip(left, self.stages.leaving, strict=True)
+            self.stages.outside_layout(leaf, k)
+            for leaf, k in zip(outputs, self.stages.leaving, strict=True)
         ]
         env.update(zip(cut.final, values, strict=False))
         env.update(
@@ -696,17 +697,17 @@ class Ticks:
     def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
         return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
 
-    def _drawn(self) -> Arrays:
+    def _keys(self) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, [microbatches, stages,
         chunks, layers, ...].
         """
-        if not self.cut.roles.drawn:
+        if not self.cut.roles.keys:
             return []
-        drawn = jax.lax.map(
-            lambda microbatch: self.cut.drawn(self._inputs(*microbatch), self.pipeline.outside()),
+        keys = jax.lax.map(
+            lambda microbatch: self.cut.keys(self._inputs(*microbatch), self.pipeline.walk()),
             (self.states, self.parts),
         )
-        return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in drawn]
+        return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in keys]
 
     def _only(self, condition: Any, make: Callable[[], Any]) -> Any:
         """The result of `make` if the condition holds, otherwise zeros; the condition is the same
@@ -730,39 +731,39 @@ class Ticks:
             def tick(
                 carry: Carry,
                 tick: Any,
-                resident: StageArrays,
+                held: StageArrays,
                 edges: EndWork,
                 kinds: tuple[str, ...] = kinds,
             ) -> Carry:
                 for kind in kinds:
-                    carry = work[kind](carry, tick, resident, edges)
+                    carry = work[kind](carry, tick, held, edges)
                 return carry
 
-            carry = self._ticks(tick, carry, start, stop, going="backward" not in kinds)
+            carry = self._ticks(tick, carry, start, stop, forward="backward" not in kinds)
         return {name: carry[name] for name in SUMMED}
 
-    def look(self, totals: Arrays) -> Arrays:
+    def evaluate(self, totals: Arrays) -> Arrays:
         """Adds up loss and metrics over forward ticks, without gradients."""
 
-        def tick(carry: Carry, tick: Any, resident: StageArrays, edges: EndWork) -> Carry:
-            hop, _, left = self.stages.forward(
-                tick, resident, carry["hop"], self._entering(tick, edges), []
+        def tick(carry: Carry, tick: Any, held: StageArrays, edges: EndWork) -> Carry:
+            hop, _, outputs = self.stages.forward(
+                tick, held, carry["hop"], self._entering(tick, edges), []
             )
             if not edges.closing:
                 return {**carry, "hop": hop}
-            micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
+            micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
             results = self._only(
-                (chunk == self.table.last_chunk) & works,
-                lambda: self._results(self.made.outside, micro, self._left(left)),
+                (chunk == self.table.last_chunk) & active,
+                lambda: self._results(self.made.outside, micro, self._from_last_stage(outputs)),
             )
             return {**carry, "hop": hop, "totals": plus(carry["totals"], results)}
 
         start = {
             "hop": self._activations(range(len(self.stages.activations))),
             "totals": totals,
-            "ready": self._unready(),
+            "ready": self._no_operands(),
         }
-        return self._ticks(tick, start, 0, self.table.forward_ticks, going=True)["totals"]
+        return self._ticks(tick, start, 0, self.table.forward_ticks, forward=True)["totals"]
 
     def _ticks(
         self,
@@ -771,16 +772,16 @@ class Ticks:
         start: int,
         stop: int,
         *,
-        going: bool,
+        forward: bool,
     ) -> Carry:
         """Runs ticks with the same kinds of work. With `in_rounds`, each round gathers the chunk
         that its ticks begin, and reduces the gradients of the chunk that the last round finished.
         """
 
         def run(carry: Carry, start: Any, count: int, edges: EndWork) -> Carry:
-            resident = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
+            held = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
             return jax.lax.scan(
-                lambda carry, number: (tick(carry, number, resident, edges), None),
+                lambda carry, number: (tick(carry, number, held, edges), None),
                 carry,
                 start + jnp.arange(count),
             )[0]
@@ -788,12 +789,12 @@ class Ticks:
         if not self.rounds:
             return run(carry, start, stop - start, EndWork(opening=True, closing=True))
 
-        def turn(carry: Carry, number: Any, edges: EndWork) -> Carry:
-            chunk = number if going else self.table.last_chunk - number
+        def run_round(carry: Carry, number: Any, edges: EndWork) -> Carry:
+            chunk = number if forward else self.table.last_chunk - number
             slot = chunk % self.stages.window
             carry = (
                 carry
-                if going or edges.opening
+                if forward or edges.opening
                 else self._reduced(
                     carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot
                 )
@@ -802,7 +803,7 @@ class Ticks:
                 self.held,
                 carry["ready"],
                 _not_before(
-                    chunk, carry["totals"] if going else (carry["left"], carry["back"].next)
+                    chunk, carry["totals"] if forward else (carry["outputs"], carry["back"].next)
                 ),
             )
             return run(
@@ -813,20 +814,20 @@ class Ticks:
             )
 
         last = self.table.rounds - 1
-        carry = turn(carry, jnp.int32(0), EndWork(opening=True, closing=False))
+        carry = run_round(carry, jnp.int32(0), EndWork(opening=True, closing=False))
         if last > 1:
             carry, _ = jax.lax.scan(
                 lambda carry, number: (
-                    turn(carry, number, EndWork(opening=False, closing=False)),
+                    run_round(carry, number, EndWork(opening=False, closing=False)),
                     None,
                 ),
                 carry,
                 jnp.arange(1, last),
             )
-        carry = turn(carry, jnp.int32(last), EndWork(opening=False, closing=True))
+        carry = run_round(carry, jnp.int32(last), EndWork(opening=False, closing=True))
         done = self.table.rounds * self.table.microbatches
         carry = run(carry, start + done, stop - start - done, EndWork(opening=False, closing=True))
-        for chunk in () if going else reversed(range(self.stages.window)):
+        for chunk in () if forward else reversed(range(self.stages.window)):
             carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
         return carry
 
@@ -845,7 +846,7 @@ class Ticks:
         ]
         return {**carry, "done": done, "sums": replace(sums, sums=empty)}
 
-    def _unready(self) -> Arrays:
+    def _no_operands(self) -> Arrays:
         """Zeros for the operands that a round gathers, [stages, chunks, layers, ...]."""
         if not self.rounds:
             return []
@@ -880,18 +881,18 @@ class Ticks:
     def _start(self) -> Carry:
         """The initial carry of the ticks, without the sums."""
         stages, count = self.stages, self.table.stages
-        like = replace(self.held, ready=self._unready()) if self.rounds else self.held
+        like = replace(self.held, ready=self._no_operands()) if self.rounds else self.held
 
-        def room(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        def zeros(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
 
         stash = [
-            jax.device_put(room(self.table.slots, leaf), jax.memory.Space.Host)
+            jax.device_put(zeros(self.table.slots, leaf), jax.memory.Space.Host)
             if away
-            else room(self.table.slots, leaf)
+            else zeros(self.table.slots, leaf)
             for leaf, away in zip(stages.stashed(like), stages.in_host_memory(like), strict=True)
         ]
-        passed = [room(count, leaf) for leaf in stages.passed_on(like)]
+        residuals = [zeros(count, leaf) for leaf in stages.residual_avals(like)]
         leaves = [stages.activations[k] for k in stages.leaving]
         if self.table.forward_first:
             leaving = [
@@ -906,46 +907,50 @@ class Ticks:
             "hop": self._activations(range(len(stages.activations))),
             "back": self._activations(stages.moving),
             "stash": stash,
-            "passed": passed,
-            "left": leaving,
-            "ready": self._unready(),
+            "residuals": residuals,
+            "outputs": leaving,
+            "ready": self._no_operands(),
         }
 
-    def _forward(self, carry: Carry, tick: Any, resident: StageArrays, edges: EndWork) -> Carry:
-        hop, stash, left = self.stages.forward(
-            tick, resident, carry["hop"], self._entering(tick, edges), carry["stash"]
+    def _forward(self, carry: Carry, tick: Any, held: StageArrays, edges: EndWork) -> Carry:
+        hop, stash, outputs = self.stages.forward(
+            tick, held, carry["hop"], self._entering(tick, edges), carry["stash"]
         )
         if self.table.forward_first:
-            left = self._collected(tick, carry["left"], left) if edges.closing else carry["left"]
-        return {**carry, "hop": hop, "stash": stash, "left": left}
+            outputs = (
+                self._collected(tick, carry["outputs"], outputs)
+                if edges.closing
+                else carry["outputs"]
+            )
+        return {**carry, "hop": hop, "stash": stash, "outputs": outputs}
 
-    def _collected(self, tick: Any, collected: Arrays, left: Arrays) -> Arrays:
+    def _collected(self, tick: Any, collected: Arrays, outputs: Arrays) -> Arrays:
         """The outputs of the last stage, [microbatches, ...], updated after a tick."""
-        micro, chunk, works = self.table.forward(tick, self.table.stages - 1)
+        micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
 
-        def more(collected: Arrays, left: Arrays) -> Arrays:
+        def more(collected: Arrays, outputs: Arrays) -> Arrays:
             return [
                 jax.lax.dynamic_update_index_in_dim(all_, leaf, micro, 0)
-                for all_, leaf in zip(collected, self._left(left), strict=True)
+                for all_, leaf in zip(collected, self._from_last_stage(outputs), strict=True)
             ]
 
         return jax.lax.cond(
-            (chunk == self.table.last_chunk) & works,
+            (chunk == self.table.last_chunk) & active,
             more,
             lambda collected, _: collected,
             collected,
-            left,
+            outputs,
         )
 
-    def _backward(self, carry: Carry, tick: Any, resident: StageArrays, edges: EndWork) -> Carry:
+    def _backward(self, carry: Carry, tick: Any, held: StageArrays, edges: EndWork) -> Carry:
         carry, leaving = self._after(carry, tick, edges)
         done = self.stages.backward(
-            tick, resident, carry["back"], leaving, carry["stash"], carry["sums"], carry["passed"]
+            tick, held, carry["back"], leaving, carry["stash"], carry["sums"], carry["residuals"]
         )
-        carry = {**carry, "back": done.hop, "sums": done.sums, "passed": done.passed}
+        carry = {**carry, "back": done.hop, "sums": done.sums, "residuals": done.residuals}
         if not edges.closing:
             return carry
-        micro, chunk, works = self.table.backward(tick, 0)
+        micro, chunk, active = self.table.backward(tick, 0)
 
         def before() -> tuple[Values, Arrays]:
             def run(outside: Values, sums: Arrays) -> Arrays:
@@ -955,20 +960,20 @@ class Ticks:
                     if k in self.stages.moving
                 ]
 
-            entered = [
-                self.stages.handed_out(leaf, k)
-                for leaf, k in zip(done.entered, self.stages.moving, strict=False)
+            input_grads = [
+                self.stages.from_stages(leaf, k)
+                for leaf, k in zip(done.input_grads, self.stages.moving, strict=False)
             ]
-            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.ends.zeros())[1](entered)
+            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.ends.zeros())[1](input_grads)
             return self.sums.as_gradients(outside), sums
 
-        return {**carry, **self._outside(carry, *self._only((chunk == 0) & works, before))}
+        return {**carry, **self._outside(carry, *self._only((chunk == 0) & active, before))}
 
-    def _weights(self, carry: Carry, tick: Any, resident: StageArrays, _: EndWork) -> Carry:
+    def _weights(self, carry: Carry, tick: Any, held: StageArrays, _: EndWork) -> Carry:
         return {
             **carry,
             "sums": self.stages.weights(
-                tick, resident, carry["stash"], carry["sums"], carry["passed"]
+                tick, held, carry["stash"], carry["sums"], carry["residuals"]
             ),
         }
 
@@ -992,13 +997,13 @@ class StagedLayouts:
 
     Attributes:
         layers: those of the plan.
-        around: layouts outside of the layers, where the stages may shard values too; empty if
+        outside_values: the same outside of the layers, where the stages may shard too; empty if
             unknown.
         whole_value_layouts: layouts of values of the whole batch that every microbatch reads.
     """
 
     layers: ValueLayouts
-    around: ValueLayouts
+    outside_values: ValueLayouts
     whole_value_layouts: tuple[Layout, ...] = ()
 
 
@@ -1015,7 +1020,7 @@ def pipeline(
     """Partitions a loss into the stages of a plan."""
     written, states = traced, len(jax.tree.leaves(state))
     traced, staged, findings = _with_loop(plan, traced, states, params, staged)
-    value_layouts, around = staged.layers, staged.around
+    value_layouts, outside_values = staged.layers, staged.outside_values
     program = traced.program
     parameters = [plan.parameters[number] for number in parameter_order(plan, params.compute)]
     frozen = {i for i, parameter in enumerate(parameters) if not parameter.trained}
@@ -1035,11 +1040,11 @@ def pipeline(
         written.facts(len(parameters)),
         [parameter.path for parameter in parameters],
     )
-    stages = _stages(plan, loss_cut, layouts, mesh, value_layouts, around, remat)
-    exact = bool(around) and all(
+    stages = _stages(plan, loss_cut, layouts, mesh, value_layouts, outside_values, remat)
+    exact = bool(outside_values) and all(
         layout is not None for layout in stages.outside[: len(loss_cut.carry)]
     )
-    outside_layouts = replace(layouts, values=around)
+    outside_layouts = replace(layouts, values=outside_values)
     late = (
         ends(outside_layouts, loss_cut, mesh)
         if exact and layouts.reductions.when == AFTER_PIPELINE and not stages.in_rounds
@@ -1049,7 +1054,7 @@ def pipeline(
         cut=loss_cut,
         stages=stages,
         layouts=layouts,
-        around=outside_layouts if exact else layouts,
+        outside_layouts=outside_layouts if exact else layouts,
         exact=exact,
         ends=late,
         traced=traced,
@@ -1080,7 +1085,7 @@ def _with_loop(
         )
     order = parameter_order(plan, params.compute)
     layers = propagated_layouts(plan, looped, order, states, layouts.whole_value_layouts)
-    return looped, replace(layouts, layers=layers, around={}), findings
+    return looped, replace(layouts, layers=layers, outside_values={}), findings
 
 
 def _timetable(plan: Plan, loss_cut: SplitLoss) -> Timetable:
@@ -1117,7 +1122,7 @@ def _stages(
     layouts: LossLayouts,
     mesh: Mesh | AbstractMesh,
     value_layouts: ValueLayouts,
-    around: ValueLayouts,
+    outside_values: ValueLayouts,
     remat: StageRemat,
 ) -> Stages:
     """The stages of a plan for a loss; arguments as those of `pipeline`."""
@@ -1142,8 +1147,8 @@ def _stages(
             for k in range(len(activations))
         )
 
-    carry_layouts, outside_layouts = of_carry(value_layouts), of_carry(around)
-    spread = tuple(
+    carry_layouts, outside_layouts = of_carry(value_layouts), of_carry(outside_values)
+    stage_dims = tuple(
         sharded_dim(leaf, layout, outside, table.stages, plan)
         for leaf, layout, outside in zip(activations, carry_layouts, outside_layouts, strict=True)
     )
@@ -1155,11 +1160,11 @@ def _stages(
         activations=activations,
         entering=entering,
         leaving=(*range(carried), *range(entering, len(activations))),
-        spread=spread,
+        stage_dims=stage_dims,
         layouts=carry_layouts,
         outside=tuple(
             layout if dim_of_stages(layout) is not None or dim is None else None
-            for layout, dim in zip(outside_layouts, spread, strict=True)
+            for layout, dim in zip(outside_layouts, stage_dims, strict=True)
         ),
     )
 
@@ -1221,12 +1226,12 @@ def stage_remat(
         cut.loop.path if cut.loop.path in counts else max(reversed(counts), key=counts.__getitem__)
     )
     policy, count = policies[here]
-    outside = {
+    loops = {
         path: (name, math.ceil(number * counts[path] / fullest_stage(plan, counts[path]) - 1e-9))
         for path, (name, number) in policies.items()
         if path != here
     }
-    return replace(uniform, policy=policy if count else "none", count=count, outside=outside)
+    return replace(uniform, policy=policy if count else "none", count=count, loops=loops)
 
 
 def stage_activations(loss_cut: SplitLoss, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:

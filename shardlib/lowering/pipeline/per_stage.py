@@ -73,15 +73,15 @@ class ChunkInputs:
     """Inputs of a chunk that stay the same through a step.
 
     Attributes:
-        stacks: the chunk's layers of each stacked parameter, trained ones first, [room, ...].
-        kept: other values that the loss computes from parameters.
+        stacks: the chunk's layers of each stacked parameter, trained ones first, [max_layers, ...].
+        once: other values that the loss computes from parameters.
         states: model state before each microbatch, [microbatches, ...].
         parts: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
         ready: matmul operands that are gathered before the first microbatch, [layers, ...].
     """
 
     stacks: Arrays
-    kept: Values
+    once: Values
     states: Arrays
     parts: Arrays
     ready: Arrays
@@ -112,8 +112,8 @@ class WeightSums:
     """Sums of weight gradients, which the schedule may delay.
 
     Attributes:
-        weights: gradients of stacked parameters, [room, ...]; during the microbatches, of those in
-            `Chunk.own` only.
+        weights: gradients of stacked parameters, [max_layers, ...]; during the microbatches, of
+            those in `Chunk.own` only.
         shared: gradients of parameters that all layers use, [1, ...].
         sums: per-device partial sums for the matmul operands that are gathered beforehand,
             [layers, ...].
@@ -167,7 +167,7 @@ class ChunkWork:
         """
         return tuple(
             number
-            for number in self.cut.kept
+            for number in self.cut.once
             if number in self._reads and PARAMETERS in self.cut.labels[number]
         )
 
@@ -177,7 +177,7 @@ class ChunkWork:
         reads = self._reads | {self.cut.constants[k] for k in self.cut.roles.constant}
         return tuple(
             number
-            for number in self.cut.kept
+            for number in self.cut.once
             if number in reads
             and self.cut.labels[number]
             and PARAMETERS not in self.cut.labels[number]
@@ -194,61 +194,58 @@ class ChunkWork:
         return reads
 
     def _walk(self) -> Walk:
-        return replace(self.layouts.walk(), layer_policies=self.remat.outside)
+        return replace(self.layouts.walk(), layer_policies=self.remat.loops)
 
-    def _entering(self, resident: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
+    def _entering(self, held: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
         if self.first:
             return entering
         return [
-            *self._before(resident, resident.kept, micro),
+            *self._before(held, held.once, micro),
             *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
         ]
 
-    def _before(self, resident: ChunkInputs, derived: Values, micro: Index) -> Arrays:
+    def _before(self, held: ChunkInputs, derived: Values, micro: Index) -> Arrays:
         """Activations computed before the layers."""
-        env = self._env(resident, derived, micro)
+        env = self._env(held, derived, micro)
         evaluate_equations(self.cut.before, env, self._walk())
         return [jnp.asarray(env[number]) for number in self.cut.entering]
 
-    def _results(
-        self, resident: ChunkInputs, derived: Values, micro: Index, left: Arrays
-    ) -> Arrays:
+    def _results(self, held: ChunkInputs, derived: Values, micro: Index, outputs: Arrays) -> Arrays:
         """Loss and metrics from the outputs of the last chunk."""
-        cut, env, walk = self.cut, self._env(resident, derived, micro), self._walk()
+        cut, env, walk = self.cut, self._env(held, derived, micro), self._walk()
         count = len(cut.final)
         env.update(
             zip(
                 cut.final,
                 (
                     walk.put(f"{cut.loop.path}/final/{k}", 0, leaf)
-                    for k, leaf in enumerate(left[:count])
+                    for k, leaf in enumerate(outputs[:count])
                 ),
                 strict=True,
             )
         )
-        env.update(zip(cut.stacked, left[self.entering :], strict=True))
+        env.update(zip(cut.stacked, outputs[self.entering :], strict=True))
         evaluate_equations(cut.after, env, walk)
         return [as_array(cut.program, number, env[number]) for number in cut.results]
 
-    def _env(self, resident: ChunkInputs, derived: Values, micro: Index) -> Values:
+    def _env(self, held: ChunkInputs, derived: Values, micro: Index) -> Values:
         """Values that the equations of a microbatch read."""
         used = {
-            number: self._used(number, leaf)
-            for number, leaf in {**resident.kept, **derived}.items()
+            number: self._used(number, leaf) for number, leaf in {**held.once, **derived}.items()
         }
         return {
             **self.cut.program.constants,
-            **self._known(),
+            **self._constants(),
             **used,
-            **self._inputs(resident, micro),
+            **self._inputs(held, micro),
         }
 
-    def _inputs(self, resident: ChunkInputs, micro: Index) -> Values:
+    def _inputs(self, held: ChunkInputs, micro: Index) -> Values:
         """Model state and batch of a microbatch."""
-        states = [part_of_microbatch(leaf, micro) for leaf in resident.states]
+        states = [part_of_microbatch(leaf, micro) for leaf in held.states]
         batch = [
             part_of_microbatch(leaf, micro) if cuts else leaf
-            for leaf, cuts in zip(resident.parts, self.in_parts, strict=True)
+            for leaf, cuts in zip(held.parts, self.in_parts, strict=True)
         ]
         return self.cut.of_microbatch(states, batch)
 
@@ -257,117 +254,119 @@ class ChunkWork:
         inputs = self.cut.program.inputs
         return self.layouts.parameter(inputs.index(number), leaf) if number in inputs else leaf
 
-    def _known(self) -> Values:
+    def _constants(self) -> Values:
         """Values computed without any input."""
         cut = self.cut
-        numbers = [number for number in cut.kept if not cut.labels[number]]
+        numbers = [number for number in cut.once if not cut.labels[number]]
         env: Values = dict(cut.program.constants)
-        evaluate_equations(needed(cut.once, numbers)[0], env, Walk())
+        evaluate_equations(needed(cut.once_equations, numbers)[0], env, Walk())
         return {number: env[number] for number in numbers}
 
-    def _operands(self, resident: ChunkInputs, micro: Index) -> ChunkOperands:
+    def _operands(self, held: ChunkInputs, micro: Index) -> ChunkOperands:
         cut = self.cut
-        values = {**self.cut.program.constants, **self._known()}
+        values = {**self.cut.program.constants, **self._constants()}
         layers = self.chunk.layers
         layers_of_chunk = slice(self.first, self.first + layers)
         stacks = [
             [leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers]
-            for leaf in resident.stacks
+            for leaf in held.stacks
         ]
-        held_tables = dict(zip(cut.frozen_tables, stacks[len(cut.roles.weights) :], strict=True))
+        stacked_tables = dict(zip(cut.frozen_tables, stacks[len(cut.roles.weights) :], strict=True))
         tables = [
-            held_tables[k]
-            if k in held_tables
+            stacked_tables[k]
+            if k in stacked_tables
             else jnp.asarray(values[cut.scanned[k]])[layers_of_chunk]
             for k in cut.roles.tables
         ]
-        values.update({number: self._used(number, resident.kept[number]) for number in self.frozen})
+        values.update({number: self._used(number, held.once[number]) for number in self.frozen})
         return ChunkOperands(
             weights=stacks[: len(cut.roles.weights)],
             tables=tables,
-            drawn=[leaf[layers_of_chunk] for leaf in self._drawn(resident, micro)],
-            shared=[self._used(number, resident.kept[number]) for number in self.shared],
+            keys=[leaf[layers_of_chunk] for leaf in self._keys(held, micro)],
+            shared=[self._used(number, held.once[number]) for number in self.shared],
             constant=[jnp.asarray(values[cut.constants[k]]) for k in cut.roles.constant],
-            ready=resident.ready,
+            ready=held.ready,
             first=self.first,
         )
 
-    def _drawn(self, resident: ChunkInputs, micro: Index) -> Arrays:
+    def _keys(self, held: ChunkInputs, micro: Index) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, for all layers."""
-        if not self.cut.roles.drawn:
+        if not self.cut.roles.keys:
             return []
-        return self.cut.drawn(self._inputs(resident, micro), self._walk())
+        return self.cut.keys(self._inputs(held, micro), self._walk())
 
     def _like(self) -> Arrays:
         """Zeros with the shapes of the activations that are sent between stages."""
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
-    def forward(
-        self, resident: ChunkInputs, micro: Index, entering: Arrays
-    ) -> tuple[Arrays, Arrays]:
+    def forward(self, held: ChunkInputs, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
         """(outputs of the chunk, its stash for the backward pass); the first chunk computes its own
         inputs.
         """
         return self.chunk.forward(
-            self._operands(resident, micro), self._entering(resident, micro, entering)
+            self._operands(held, micro), self._entering(held, micro, entering)
         )
 
     def backward(
         self,
-        resident: ChunkInputs,
+        held: ChunkInputs,
         micro: Index,
-        left: Arrays,
+        outputs: Arrays,
         stashed: Arrays,
-        back: Arrays,
+        cotangents: Arrays,
         early: EdgeSums,
         late: WeightSums,
     ) -> tuple[EdgeSums, WeightSums, Arrays]:
         """The whole backward pass."""
-        early, back = self._after_layers(resident, micro, left, back, early)
-        gradients, entered = self.chunk.backward(
-            self._operands(resident, micro), self._like(), stashed, back
+        early, cotangents = self._after_layers(held, micro, outputs, cotangents, early)
+        gradients, input_grads = self.chunk.backward(
+            self._operands(held, micro), self._like(), stashed, cotangents
         )
         return (
-            self._before_layers(resident, micro, early, entered),
+            self._before_layers(held, micro, early, input_grads),
             self._summed(late, gradients),
-            self._sent(entered),
+            self._sent(input_grads),
         )
 
     def backward_inputs(
         self,
-        resident: ChunkInputs,
+        held: ChunkInputs,
         micro: Index,
-        left: Arrays,
+        outputs: Arrays,
         stashed: Arrays,
-        back: Arrays,
+        cotangents: Arrays,
         early: EdgeSums,
     ) -> tuple[EdgeSums, Arrays, Arrays]:
         """The input-gradient half of the backward pass, which the previous stage waits for; also
         gives the residuals that `backward_weights` needs besides the stash.
         """
-        early, back = self._after_layers(resident, micro, left, back, early)
-        entered, passed = self.chunk.backward_inputs(
-            self._operands(resident, micro), self._like(), stashed, back
+        early, cotangents = self._after_layers(held, micro, outputs, cotangents, early)
+        input_grads, residuals = self.chunk.backward_inputs(
+            self._operands(held, micro), self._like(), stashed, cotangents
         )
-        return self._before_layers(resident, micro, early, entered), self._sent(entered), passed
+        return (
+            self._before_layers(held, micro, early, input_grads),
+            self._sent(input_grads),
+            residuals,
+        )
 
     def backward_weights(
-        self, resident: ChunkInputs, micro: Index, stashed: Arrays, passed: Arrays, late: WeightSums
+        self, held: ChunkInputs, micro: Index, stashed: Arrays, residuals: Arrays, late: WeightSums
     ) -> WeightSums:
         """The weight-gradient half of the backward pass, which no stage waits for."""
         return self._summed(
             late,
             self.chunk.backward_weights(
-                self._operands(resident, micro), self._like(), stashed, passed
+                self._operands(held, micro), self._like(), stashed, residuals
             ),
         )
 
-    def gather(self, resident: ChunkInputs) -> Arrays:
+    def gather(self, held: ChunkInputs) -> Arrays:
         """The operands in `ChunkInputs.ready`."""
         gathered = self.chunk.gathered
-        return [] if gathered is None else gathered.gather(self._sources(resident))
+        return [] if gathered is None else gathered.gather(self._sources(held))
 
-    def reduced(self, resident: ChunkInputs, late: WeightSums) -> WeightSums:
+    def reduced(self, held: ChunkInputs, late: WeightSums) -> WeightSums:
         """Gradients of all stacked parameters after the last microbatch, with the partial sums
         reduced into them.
         """
@@ -378,8 +377,8 @@ class ChunkWork:
         }
         for position, gradient, stack in zip(
             gathered.sources,
-            gathered.reduce(self._sources(resident), late.sums),
-            self._sources(resident, padded=True),
+            gathered.reduce(self._sources(held), late.sums),
+            self._sources(held, padded=True),
             strict=True,
         ):
             total = totals.get(
@@ -390,42 +389,42 @@ class ChunkWork:
             weights=[totals[position] for position in positions], shared=late.shared, sums=[]
         )
 
-    def _sources(self, resident: ChunkInputs, *, padded: bool = False) -> Arrays:
+    def _sources(self, held: ChunkInputs, *, padded: bool = False) -> Arrays:
         """Stacks from which operands are gathered beforehand, for the chunk's layers or padded to
-        the chunk's room.
+        `LayerSplit.max_layers`.
         """
         assert self.chunk.gathered is not None
         stacks = [
-            resident.stacks[self.cut.roles.weights.index(position)]
+            held.stacks[self.cut.roles.weights.index(position)]
             for position in self.chunk.gathered.sources
         ]
         return stacks if padded else [leaf[: self.chunk.layers] for leaf in stacks]
 
-    def _sent(self, entered: Arrays) -> Arrays:
-        return entered if self.first else []
+    def _sent(self, input_grads: Arrays) -> Arrays:
+        return input_grads if self.first else []
 
     def _after_layers(
-        self, resident: ChunkInputs, micro: Index, left: Arrays, back: Arrays, early: EdgeSums
+        self, held: ChunkInputs, micro: Index, outputs: Arrays, cotangents: Arrays, early: EdgeSums
     ) -> tuple[EdgeSums, Arrays]:
         """Loss and metrics, and the cotangents of the last chunk's outputs; does nothing for other
         chunks.
         """
         if not self.last:
-            return early, back
+            return early, cotangents
 
-        results, (outside, back) = results_and_gradients(
-            lambda derived, left: self._results(resident, derived, micro, left),
+        results, (outside, cotangents) = results_and_gradients(
+            lambda derived, outputs: self._results(held, derived, micro, outputs),
             self.loss,
-            left,
-            self._derived(resident),
+            outputs,
+            self._derived(held),
         )
         return (
             EdgeSums(outside=plus(early.outside, outside), totals=plus(early.totals, results)),
-            back,
+            cotangents,
         )
 
     def _before_layers(
-        self, resident: ChunkInputs, micro: Index, early: EdgeSums, entered: Arrays
+        self, held: ChunkInputs, micro: Index, early: EdgeSums, input_grads: Arrays
     ) -> EdgeSums:
         """Gradients of the values that the first chunk reads before the layers; does nothing for
         other chunks.
@@ -435,18 +434,16 @@ class ChunkWork:
         positions = [k for k in self.moving if k < self.entering]
 
         def run(derived: Values) -> Arrays:
-            entering = self._before(resident, derived, micro)
+            entering = self._before(held, derived, micro)
             return [entering[k] for k in positions]
 
-        outside = jax.vjp(run, self._derived(resident))[1](entered[: len(positions)])[0]
+        outside = jax.vjp(run, self._derived(held))[1](input_grads[: len(positions)])[0]
         return EdgeSums(outside=plus(early.outside, outside), totals=early.totals)
 
-    def _derived(self, resident: ChunkInputs) -> Values:
+    def _derived(self, held: ChunkInputs) -> Values:
         """Values with a gradient that are read before or after the layers."""
         return {
-            number: resident.kept[number]
-            for number in self.outside
-            if is_floating(resident.kept[number])
+            number: held.once[number] for number in self.outside if is_floating(held.once[number])
         }
 
     def _summed(self, late: WeightSums, gradients: ChunkGrads) -> WeightSums:
@@ -502,29 +499,30 @@ class ChunkPrograms:
     Attributes:
         gather: held -> matmul operands gathered before the first microbatch; None if there are
             none.
-        reduce: held, late sums -> gradients after the last microbatch; None if the late sums are
-            the gradients already.
-        forward: held, microbatch, inputs -> outputs, stash; None if `both` replaces it.
-        backward: held, microbatch, outputs (last chunk), stash, cotangents (other chunks), sums ->
-            sums, cotangents of the inputs, residuals for `weights`; None if `both` replaces it.
-        both: held, microbatch, inputs, sums -> sums, cotangents of the inputs, stash for `weights`,
-            residuals for `weights`.
+        reduce: held, late sums -> gradients after the last microbatch; None if the late sums
+            are the gradients already.
+        forward: held, microbatch, inputs -> outputs, stash; None with `fused`.
+        backward: held, microbatch, outputs (last chunk), stash, cotangents (other chunks), sums
+            -> sums, cotangents of the inputs, residuals for `weights`; None with
+            `fused`.
+        fused: held, microbatch, inputs, sums -> sums, cotangents of the inputs,
+            stash for `weights`, residuals for `weights`; None if the schedule separates them.
         weights: held, microbatch, stash, residuals, sums -> sums; None if weight gradients are
             part of `backward`.
-        left: outputs of the chunk, with shardings.
+        outputs: those of the chunk, with shardings.
         stashed: positions in the stash that `weights` reads.
-        entered: number of cotangents sent to the previous stage.
+        sent_count: number of cotangents sent to the previous stage.
     """
 
     gather: Executable | None = None
     reduce: Executable | None = None
     forward: Executable | None = None
     backward: Executable | None = None
-    both: Executable | None = None
+    fused: Executable | None = None
     weights: Executable | None = None
-    left: Avals = ()
+    outputs: Avals = ()
     stashed: tuple[int, ...] = ()
-    entered: int = 0
+    sent_count: int = 0
 
     @property
     def all(self) -> tuple[Executable, ...]:
@@ -537,6 +535,7 @@ class ChunkAvals:
     """Inputs of the programs of a chunk, abstract and with shardings.
 
     Attributes:
+        held: see `ChunkInputs`.
         micro: index of a microbatch.
         entering: activations that enter the chunk; empty for the first chunk.
         early, late: sums.
@@ -555,7 +554,7 @@ def chunk_programs(
     work: ChunkWork, arguments_in: ChunkAvals, mesh: Mesh, name: str, *, split: bool, at_once: bool
 ) -> ChunkPrograms:
     """Compiles the programs of a chunk."""
-    around, arguments_in = _around(work, arguments_in, mesh, name)
+    programs, arguments_in = _gather_and_reduce(work, arguments_in, mesh, name)
     start = (arguments_in.held, arguments_in.micro, list(arguments_in.entering))
     forward = _draft(work.forward, start, mesh)
     hops = len(work.activations)
@@ -566,30 +565,30 @@ def chunk_programs(
     late, stashed = _late(work, arguments_in, saved, mesh) if split else (None, ())
     sent = [leaf.sharding for leaf in arguments_in.entering if is_floating(leaf)]
     if at_once:
-        run, arguments, sums = _both(work, arguments_in, stashed, split)
+        run, arguments, sums = _fused(work, arguments_in, stashed, split)
         draft = _draft(run, arguments, mesh)
-        both = _with_sums(draft, sums, sent, mesh, f"{name}_both")
-        results = both.results[len(sums) + len(sent) :]
-        saved, passed = results[: len(stashed)], results[len(stashed) :]
-        programs = replace(around, both=both, stashed=stashed, entered=len(sent))
+        fused = _with_sums(draft, sums, sent, mesh, f"{name}_both")
+        results = fused.results[len(sums) + len(sent) :]
+        saved, residuals = results[: len(stashed)], results[len(stashed) :]
+        programs = replace(programs, fused=fused, stashed=stashed, sent_count=len(sent))
     else:
         ahead = forward.compiled(f"{name}_forward", mesh)
-        left, saved = ahead.results[:hops], ahead.results[hops:]
-        draft, sums = _backward(work, arguments_in, left, saved, mesh, split)
-        back = _with_sums(draft, sums, sent, mesh, f"{name}_backward")
-        saved, passed = [saved[k] for k in stashed], back.results[len(sums) + len(sent) :]
+        outputs, saved = ahead.results[:hops], ahead.results[hops:]
+        draft, sums = _backward(work, arguments_in, outputs, saved, mesh, split)
+        backward = _with_sums(draft, sums, sent, mesh, f"{name}_backward")
+        saved, residuals = [saved[k] for k in stashed], backward.results[len(sums) + len(sent) :]
         programs = replace(
-            around,
+            programs,
             forward=ahead,
-            backward=back,
-            left=tuple(left),
+            backward=backward,
+            outputs=tuple(outputs),
             stashed=stashed,
-            entered=len(sent),
+            sent_count=len(sent),
         )
     if late is None:
         return programs
     inputs = jax.tree.leaves(
-        (arguments_in.held, arguments_in.micro, list(saved), list(passed), arguments_in.late)
+        (arguments_in.held, arguments_in.micro, list(saved), list(residuals), arguments_in.late)
     )
     return replace(
         programs,
@@ -621,7 +620,7 @@ def _on_host(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _around(
+def _gather_and_reduce(
     work: ChunkWork, inputs: ChunkAvals, mesh: Mesh, name: str
 ) -> tuple[ChunkPrograms, ChunkAvals]:
     """The programs before the first and after the last microbatch, and the inputs of the other
@@ -676,14 +675,14 @@ def _late(
     shardings of these, and of the residuals, are not known yet.
     """
 
-    def passed(
-        resident: ChunkInputs, micro: Any, left: Any, stashed: Any, back: Any, early: EdgeSums
+    def residuals(
+        held: ChunkInputs, micro: Any, outputs: Any, stashed: Any, cotangents: Any, early: EdgeSums
     ) -> Any:
-        return work.backward_inputs(resident, micro, left, stashed, back, early)[2]
+        return work.backward_inputs(held, micro, outputs, stashed, cotangents, early)[2]
 
-    left, back = _ends(work, work.activations)
+    outputs, cotangents = _ends(work, work.activations)
     shapes = jax.eval_shape(
-        passed, inputs.held, inputs.micro, left, list(saved), back, inputs.early
+        residuals, inputs.held, inputs.micro, outputs, list(saved), cotangents, inputs.early
     )
     arguments = (inputs.held, inputs.micro, list(saved), shapes, inputs.late)
     draft = _draft(work.backward_weights, arguments, mesh)
@@ -694,44 +693,44 @@ def _late(
     )
 
 
-def _ends(work: ChunkWork, left: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], list[Any]]:
+def _ends(work: ChunkWork, outputs: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], list[Any]]:
     """(outputs, cotangents of outputs) that a backward pass receives: the last chunk computes the
     cotangents from the outputs.
     """
-    return (list(left), []) if work.last else ([], [leaf for leaf in left if is_floating(leaf)])
+    return (
+        (list(outputs), []) if work.last else ([], [leaf for leaf in outputs if is_floating(leaf)])
+    )
 
 
 def _backward(
     work: ChunkWork,
     inputs: ChunkAvals,
-    left: Sequence[jax.ShapeDtypeStruct],
+    outputs: Sequence[jax.ShapeDtypeStruct],
     saved: Sequence[jax.ShapeDtypeStruct],
     mesh: Mesh,
     split: bool,
 ) -> tuple[TracedFunction, list[Any]]:
     """The backward pass (without weight gradients if these are split off), and its sums."""
-    left, back = _ends(work, left)
+    outputs, cotangents = _ends(work, outputs)
     sums = (inputs.early,) if split else (inputs.early, inputs.late)
-    arguments = (inputs.held, inputs.micro, left, list(saved), back, *sums)
+    arguments = (inputs.held, inputs.micro, outputs, list(saved), cotangents, *sums)
     run = work.backward_inputs if split else work.backward
     return _draft(run, arguments, mesh), jax.tree.leaves(sums)
 
 
-def _both(
+def _fused(
     work: ChunkWork, arguments: ChunkAvals, stashed: Sequence[int], split: bool
 ) -> tuple[Callable[..., Any], Any, list[Any]]:
     """Forward and backward in one, its arguments, and its sums."""
 
-    def run(
-        resident: ChunkInputs, micro: Any, entering: Any, early: EdgeSums, late: WeightSums
-    ) -> Any:
-        left, saved = work.forward(resident, micro, entering)
-        return work.backward(resident, micro, left, saved, [], early, late)
+    def run(held: ChunkInputs, micro: Any, entering: Any, early: EdgeSums, late: WeightSums) -> Any:
+        outputs, saved = work.forward(held, micro, entering)
+        return work.backward(held, micro, outputs, saved, [], early, late)
 
-    def inputs(resident: ChunkInputs, micro: Any, entering: Any, early: EdgeSums) -> Any:
-        left, saved = work.forward(resident, micro, entering)
-        early, entered, passed = work.backward_inputs(resident, micro, left, saved, [], early)
-        return early, entered, [saved[k] for k in stashed], passed
+    def inputs(held: ChunkInputs, micro: Any, entering: Any, early: EdgeSums) -> Any:
+        outputs, saved = work.forward(held, micro, entering)
+        early, input_grads, residuals = work.backward_inputs(held, micro, outputs, saved, [], early)
+        return early, input_grads, [saved[k] for k in stashed], residuals
 
     sums = (arguments.early,) if split else (arguments.early, arguments.late)
     return (
@@ -779,8 +778,8 @@ class LayerSplit:
         )
 
     @property
-    def room(self) -> int:
-        """Number of layers that each chunk has room for."""
+    def max_layers(self) -> int:
+        """The most layers of a chunk; chunks with fewer are padded."""
         return self.counts[0]
 
     @property
@@ -792,31 +791,31 @@ class LayerSplit:
         """Index of a chunk's first layer."""
         return sum(self.counts[:chunk])
 
-    def rows(self, turn: int) -> tuple[int, ...]:
+    def rows(self, local_chunk: int) -> tuple[int, ...]:
         """The layer in each place of one chunk of every stage; an unused place repeats the layer
         before it.
         """
-        chunks = range(turn * self.stages, (turn + 1) * self.stages)
+        chunks = range(local_chunk * self.stages, (local_chunk + 1) * self.stages)
         return tuple(
             self.first(chunk) + min(place, self.counts[chunk] - 1)
             for chunk in chunks
-            for place in range(self.room)
+            for place in range(self.max_layers)
         )
 
     @property
     def places(self) -> tuple[int, ...]:
         """The place of each layer, counting through the places of all chunks."""
         return tuple(
-            chunk * self.room + place
+            chunk * self.max_layers + place
             for chunk in range(self.chunks)
             for place in range(self.counts[chunk])
         )
 
     def dealt(self, stack: Value) -> list[Value]:
-        """Splits a stack [layers, ...] into one array [stages * room, ...] per chunk of a stage."""
+        """A stack [layers, ...] as one array [stages * max_layers, ...] per chunk of a stage."""
         return [
-            stack if self.plain else stack[jnp.array(self.rows(turn))]
-            for turn in range(self.virtual)
+            stack if self.plain else stack[jnp.array(self.rows(local_chunk))]
+            for local_chunk in range(self.virtual)
         ]
 
     def gathered(self, parts: Sequence[Value]) -> Value:
@@ -932,16 +931,16 @@ class StepInputs:
     """Values read by all microbatches, over all devices.
 
     Attributes:
-        stacks: each stacked parameter, trained ones first, as one array [stages * room, ...] per
+        stacks: each stacked parameter, trained ones first, as [stages * max_layers, ...] per
             chunk of a stage, sharded over the stages.
-        kept: other values computed from parameters, replicated over the stages.
+        once: other values computed from parameters, replicated over the stages.
         states: model state before each microbatch, [microbatches, ...].
         after: model state after the last.
         parts: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
     """
 
     stacks: list[Arrays]
-    kept: Values
+    once: Values
     states: Arrays
     after: Arrays
     parts: Arrays
@@ -1004,13 +1003,13 @@ class Opening:
         return (*self.stacks, *(cut.scanned[k] for k in cut.frozen_tables))
 
     @cached_property
-    def kept(self) -> tuple[int, ...]:
+    def once(self) -> tuple[int, ...]:
         """Other values computed from parameters that the rest of the loss reads."""
         cut = self.pipeline.cut
         reads = cut.read_outside | {
             cut.constants[k] for k in (*cut.roles.shared, *cut.roles.constant)
         }
-        return tuple(number for number in cut.kept if number in reads and cut.labels[number])
+        return tuple(number for number in cut.once if number in reads and cut.labels[number])
 
     @property
     def in_parts(self) -> tuple[bool, ...]:
@@ -1029,7 +1028,7 @@ class Opening:
         ).split(self.prologue(state, batch))
         return StepInputs(
             stacks=[self._dealt(number, values[number]) for number in self.dealt],
-            kept={number: self._whole(number, values[number]) for number in self.kept},
+            once={number: self._whole(number, values[number]) for number in self.once},
             states=states,
             after=after,
             parts=jax.tree.leaves(join(stacked)),
@@ -1072,10 +1071,10 @@ class Opening:
                 for number, leaf in stored.items()
             },
         }
-        evaluate_equations(cut.once, env, self.pipeline.layouts.walk(loose=True))
+        evaluate_equations(cut.once_equations, env, self.pipeline.layouts.walk(loose=True))
         return {
             number: stored.get(number, env[number])
-            for number in dict.fromkeys((*self.dealt, *self.kept))
+            for number in dict.fromkeys((*self.dealt, *self.once))
         }
 
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
@@ -1140,7 +1139,7 @@ class Opening:
     def _tail(self, cuts: Iterable[Any]) -> tuple[Any, ...]:
         """Mesh axes per dim, without the stage axis."""
 
-        def left(cut: Any) -> Any:
+        def outputs(cut: Any) -> Any:
             axes = tuple(
                 axis
                 for axis in (cut if isinstance(cut, tuple) else (cut,))
@@ -1148,7 +1147,7 @@ class Opening:
             )
             return None if not axes else axes[0] if len(axes) == 1 else axes
 
-        return tuple(map(left, cuts))
+        return tuple(map(outputs, cuts))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1208,28 +1207,28 @@ class SingleUpdate:
         return _jax_compat.compiled_memory(self.call)
 
 
-def in_turn(
-    turns: Sequence[tuple[int, Task]],
-    ready: Callable[[int, Task], bool],
+def run_tasks(
+    tasks: Sequence[tuple[int, Task]],
+    is_ready: Callable[[int, Task], bool],
     do: Callable[[int, Task], None],
     arriving: InTransfer,
 ) -> None:
     """Runs all tasks, each as soon as its stage has its parameters and its inputs from its
     neighbours; if no task can run, waits for the first task's parameters.
     """
-    left = list(turns)
-    while left:
+    remaining = list(tasks)
+    while remaining:
         waiting, later = set[int](), list[tuple[int, Task]]()
-        for stage, task in left:
-            if stage in waiting or not (ready(stage, task) and arriving.there(stage)):
+        for stage, task in remaining:
+            if stage in waiting or not (is_ready(stage, task) and arriving.there(stage)):
                 waiting.add(stage)
                 later.append((stage, task))
             else:
                 do(stage, task)
-        if len(later) == len(left):
+        if len(later) == len(remaining):
             stage, task = later.pop(0)
             do(stage, task)  # blocks until its parameters have arrived
-        left = later
+        remaining = later
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1260,24 +1259,24 @@ class Dispatch:
         opening: parameters, model state, batch -> `StepInputs`.
         opened: tree structure of `StepInputs`.
         stacks: number of stacked parameters.
-        kept: for each chunk, the values computed from parameters that it reads.
+        once: for each chunk, the values computed from parameters that it reads.
         outside: for each chunk, the values other than layers whose gradients it sums.
-        entering, back: for each chunk, shardings of its inputs and of the cotangents of its
+        entering, cotangents: for each chunk, shardings of its inputs and of the cotangents of its
             outputs.
-        turns: all tasks in the order in which they are called.
+        tasks: all tasks in the order in which they are called.
     """
 
     places: StageMeshes
     opening: Executable
     opened: Any
     stacks: int
-    kept: tuple[tuple[int, ...], ...]
+    once: tuple[tuple[int, ...], ...]
     outside: tuple[tuple[int, ...], ...]
     chunks: tuple[ChunkPrograms, ...]
     stages: tuple[Stage, ...]
     entering: tuple[list[Any], ...]
-    back: tuple[list[Any], ...]
-    turns: TaskOrder
+    cotangents: tuple[list[Any], ...]
+    tasks: TaskOrder
     update: Update
 
     def memory(self) -> dict[str, int]:
@@ -1297,15 +1296,15 @@ class Dispatch:
             self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch)))
         )
         run = StepRun(self, opened)
-        for turn in self.turns:
-            run.do(*turn)
+        for task in self.tasks:
+            run.do(*task)
         return self.update.step(state, (opened.after, run.summed()))
 
     def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: InTransfer) -> StepRun:
         """Queues the work of a step whose parameters are still being received; no update."""
         leaves = jax.tree.leaves((params, inputs, batch))
         run = StepRun(self, jax.tree.unflatten(self.opened, self.opening(leaves)), arriving)
-        in_turn(self.turns, run.ready, run.do, arriving)
+        run_tasks(self.tasks, run.is_ready, run.do, arriving)
         return run
 
 
@@ -1321,51 +1320,52 @@ class StepRun:
     def __init__(
         self, programs: Dispatch, opened: StepInputs, arriving: InTransfer | None = None
     ) -> None:
-        self.programs, self.ways = programs, len(programs.stages)
+        self.programs, self.stage_count = programs, len(programs.stages)
         self.opened, self._arriving = opened, arriving
         self._held, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
         self.first: list[ZeroSums] = [stage.zeros() for stage in programs.stages]
         self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
         for number in range(len(programs.chunks)):
-            early, late = self.first[number % self.ways].chunks[number // self.ways]
+            early, late = self.first[number % self.stage_count].chunks[number // self.stage_count]
             self.early[number], self.late[number] = jax.tree.leaves(early), jax.tree.leaves(late)
-        self.entering, self.left, self.saved, self.back = (
+        self.entering, self.outputs, self.saved, self.cotangents = (
             dict[tuple[int, int], Arrays]() for _ in range(4)
         )
         self.work = {FORWARD: self._forward, BACKWARD: self._backward, WEIGHTS: self._weights}
 
     def do(self, stage: int, task: Task) -> None:
         """Queues a task."""
-        self.work[task.kind](task.chunk * self.ways + stage, task.microbatch)
+        self.work[task.kind](task.chunk * self.stage_count + stage, task.microbatch)
 
-    def ready(self, stage: int, task: Task) -> bool:
+    def is_ready(self, stage: int, task: Task) -> bool:
         """True if the neighbours have computed the inputs of a task."""
-        chunk = task.chunk * self.ways + stage
+        chunk = task.chunk * self.stage_count + stage
         program, unit = self.programs.chunks[chunk], (chunk, task.microbatch)
-        if task.kind == FORWARD or (task.kind == BACKWARD and program.both is not None):
+        if task.kind == FORWARD or (task.kind == BACKWARD and program.fused is not None):
             nothing = task.kind == FORWARD and program.forward is None
             return nothing or not chunk or unit in self.entering
         last = chunk == len(self.programs.chunks) - 1
-        return task.kind == WEIGHTS or last or unit in self.back
+        return task.kind == WEIGHTS or last or unit in self.cotangents
 
     def summed(self) -> StageSums:
         """The sums of the stages, over all devices."""
         programs, join = self.programs, self.programs.places.join
-        turns = [
-            range(start, start + self.ways) for start in range(0, len(programs.chunks), self.ways)
+        chunk_groups = [
+            range(start, start + self.stage_count)
+            for start in range(0, len(programs.chunks), self.stage_count)
         ]
         stacks, last = programs.stacks, len(programs.chunks) - 1
         late = [
             [
                 join(leaves)
-                for leaves in zip(*(self._reduced(number) for number in turn), strict=True)
+                for leaves in zip(*(self._reduced(number) for number in chunks), strict=True)
             ]
-            for turn in turns
+            for chunks in chunk_groups
         ]
         # Zeros from every stage that does not compute a sum.
         sums: list[Values] = [dict(stage_sums.outside) for stage_sums in self.first]
         for number in (0, last):
-            sums[number % self.ways].update(
+            sums[number % self.stage_count].update(
                 zip(programs.outside[number], self.early[number], strict=False)
             )
         outside = {number: join([values[number] for values in sums]) for number in sorted(sums[0])}
@@ -1384,11 +1384,11 @@ class StepRun:
     def held(self, chunk: int) -> Arrays:
         """The inputs of a chunk, in the order of `ChunkInputs`."""
         if chunk not in self._held:
-            turn, stage = divmod(chunk, self.ways)
+            local_chunk, stage = divmod(chunk, self.stage_count)
             opened, gather = self.opened, self.programs.chunks[chunk].gather
             leaves = [
-                *(parts[turn] for parts in opened.stacks),
-                *(opened.kept[number] for number in sorted(self.programs.kept[chunk])),
+                *(parts[local_chunk] for parts in opened.stacks),
+                *(opened.once[number] for number in sorted(self.programs.once[chunk])),
                 *opened.states,
                 *opened.parts,
             ]
@@ -1411,52 +1411,52 @@ class StepRun:
         return late if reduce is None else reduce([*self.held(chunk), *late])
 
     def _given(self, chunk: int, micro: int) -> Arrays:
-        return [*self.held(chunk), self.programs.stages[chunk % self.ways].indices[micro]]
+        return [*self.held(chunk), self.programs.stages[chunk % self.stage_count].indices[micro]]
 
     def _forward(self, chunk: int, micro: int) -> None:
         program, unit = self.programs.chunks[chunk], (chunk, micro)
         if program.forward is None:
             return  # done by the backward pass
         results = program.forward([*self._given(*unit), *self.entering.pop(unit, ())])
-        left, self.saved[unit] = results[: len(program.left)], results[len(program.left) :]
+        outputs, self.saved[unit] = results[: len(program.outputs)], results[len(program.outputs) :]
         if chunk + 1 < len(self.programs.chunks):
             self.entering[chunk + 1, micro] = jax.device_put(
-                left, self.programs.entering[chunk + 1]
+                outputs, self.programs.entering[chunk + 1]
             )
         else:
-            self.left[unit] = left
+            self.outputs[unit] = outputs
 
     def _backward(self, chunk: int, micro: int) -> None:
         program, unit = self.programs.chunks[chunk], (chunk, micro)
         sums = [*self.early[chunk], *(self.late[chunk] if program.weights is None else ())]
-        if program.both is not None:
-            results = program.both([*self._given(*unit), *self.entering.pop(unit, ()), *sums])
+        if program.fused is not None:
+            results = program.fused([*self._given(*unit), *self.entering.pop(unit, ()), *sums])
         else:
             assert program.backward is not None
             saved = self.saved.pop(unit)
             results = program.backward(
                 [
                     *self._given(*unit),
-                    *self.left.pop(unit, ()),
+                    *self.outputs.pop(unit, ()),
                     *saved,
-                    *self.back.pop(unit, ()),
+                    *self.cotangents.pop(unit, ()),
                     *sums,
                 ]
             )
         early, count = len(self.early[chunk]), len(sums)
         self.early[chunk] = results[:early]
         if chunk:
-            self.back[chunk - 1, micro] = jax.device_put(
-                results[count : count + program.entered], self.programs.back[chunk - 1]
+            self.cotangents[chunk - 1, micro] = jax.device_put(
+                results[count : count + program.sent_count], self.programs.cotangents[chunk - 1]
             )
         if program.weights is None:
             self.late[chunk] = results[early:count]
-        elif program.both is not None:
-            self.saved[unit] = results[count + program.entered :]
+        elif program.fused is not None:
+            self.saved[unit] = results[count + program.sent_count :]
         else:
             self.saved[unit] = [
                 *(saved[k] for k in program.stashed),
-                *results[count + program.entered :],
+                *results[count + program.sent_count :],
             ]
 
     def _weights(self, chunk: int, micro: int) -> None:
@@ -1482,21 +1482,23 @@ class StagePrograms:
 
     plan: Plan
     opening: Opening
-    works: tuple[ChunkWork, ...]
+    work: tuple[ChunkWork, ...]
     order: tuple[Order, ...]
 
-    def _kept(self, chunk: int) -> tuple[int, ...]:
+    def _read_once(self, chunk: int) -> tuple[int, ...]:
         """Values computed from parameters that a chunk reads besides its layers."""
-        work = self.works[chunk]
+        work = self.work[chunk]
         return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
 
     def _held(self, chunk: int, opened: StepInputs) -> ChunkInputs:
         """The inputs of a chunk, abstract."""
         places = self.opening.places
-        turn, stage = divmod(chunk, len(places.stages))
+        local_chunk, stage = divmod(chunk, len(places.stages))
         return ChunkInputs(
-            stacks=[places.like(parts[turn], stage) for parts in opened.stacks],
-            kept={number: places.like(opened.kept[number], stage) for number in self._kept(chunk)},
+            stacks=[places.like(parts[local_chunk], stage) for parts in opened.stacks],
+            once={
+                number: places.like(opened.once[number], stage) for number in self._read_once(chunk)
+            },
             states=[places.like(leaf, stage) for leaf in opened.states],
             parts=[places.like(leaf, stage) for leaf in opened.parts],
             ready=[],
@@ -1504,7 +1506,7 @@ class StagePrograms:
 
     def _sums(self, chunk: int) -> dict[str, Any]:
         """The sums of a chunk, abstract."""
-        work = self.works[chunk]
+        work = self.work[chunk]
         outside = {
             number: self._sum(number, chunk) for number in work.outside if self._floating(number)
         }
@@ -1523,7 +1525,7 @@ class StagePrograms:
 
     def _partial(self, chunk: int) -> Arrays:
         """Per-device partial sums for the operands gathered beforehand, abstract."""
-        chunk_layers = self.works[chunk].chunk
+        chunk_layers = self.work[chunk].chunk
         uses = chunk_layers.gathered.uses.values() if chunk_layers.gathered else ()
         return [
             self._like(
@@ -1536,7 +1538,7 @@ class StagePrograms:
         ]
 
     def _totals(self, chunk: int) -> Arrays:
-        avals = [self.works[0].cut.program.avals[number] for number in self.works[0].cut.results]
+        avals = [self.work[0].cut.program.avals[number] for number in self.work[0].cut.results]
         return [
             self._like(
                 (1, *aval.shape),
@@ -1549,8 +1551,8 @@ class StagePrograms:
 
     def _sum(self, number: int, chunk: int, *, layers: bool = False) -> jax.ShapeDtypeStruct:
         """The abstract sum of the gradient of a value."""
-        aval = self.works[0].cut.program.avals[number]
-        shape = (self.opening.dealing.room, *aval.shape[1:]) if layers else (1, *aval.shape)
+        aval = self.work[0].cut.program.avals[number]
+        shape = (self.opening.dealing.max_layers, *aval.shape[1:]) if layers else (1, *aval.shape)
         return self._like(
             shape, self._in(aval.dtype), self.opening.gradient(number, layers=layers).spec, chunk
         )
@@ -1568,7 +1570,7 @@ class StagePrograms:
         return self.opening.pipeline.layouts.reductions.accumulator(dtype)
 
     def _floating(self, number: int) -> bool:
-        return is_floating(self.works[0].cut.program.avals[number])
+        return is_floating(self.work[0].cut.program.avals[number])
 
     @property
     def splits_backward(self) -> bool:
@@ -1600,9 +1602,9 @@ class StagePrograms:
             f"{name}_opening", places.mesh
         )
         opened: StepInputs = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
-        count, last, chunks = len(places.stages), len(self.works) - 1, list[ChunkPrograms]()
+        count, last, chunks = len(places.stages), len(self.work) - 1, list[ChunkPrograms]()
         entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
-        for number, work in enumerate(self.works):
+        for number, work in enumerate(self.work):
             mesh = places.stages[number % count]
             inputs = ChunkAvals(
                 held=self._held(number, opened),
@@ -1622,20 +1624,20 @@ class StagePrograms:
                 )
             )
             if number < last:
-                entering.append(on_stage(chunks[-1].left, places.stages[(number + 1) % count]))
+                entering.append(on_stage(chunks[-1].outputs, places.stages[(number + 1) % count]))
         return Dispatch(
             places=places,
             opening=first,
             opened=structure,
             stacks=len(opening.stacks),
-            kept=tuple(self._kept(number) for number in range(last + 1)),
+            once=tuple(self._read_once(number) for number in range(last + 1)),
             outside=tuple(
                 tuple(sorted(self._sums(number)["early"].outside)) for number in range(last + 1)
             ),
             chunks=tuple(chunks),
             stages=tuple(map(self._stage, range(count))),
             entering=tuple([leaf.sharding for leaf in leaves] for leaves in entering),
-            back=tuple(
+            cotangents=tuple(
                 [
                     NamedSharding(places.stages[number % count], leaf.sharding.spec)
                     for leaf in leaves
@@ -1643,13 +1645,13 @@ class StagePrograms:
                 ]
                 for number, leaves in enumerate(entering[1:])
             ),
-            turns=_turns(self.order),
+            tasks=_task_order(self.order),
             update=update((opened.after, self._summed())),
         )
 
     def _stage(self, stage: int) -> Stage:
         """Meshes and shardings of a stage."""
-        mesh, count, last = self.opening.places.stages[stage], len(self.order), len(self.works) - 1
+        mesh, count, last = (self.opening.places.stages[stage], len(self.order), len(self.work) - 1)
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
         summed_here = {number for early, _ in chunks for number in early.outside}
         everywhere = {number for end in (0, last) for number in self._sums(end)["early"].outside}
@@ -1691,9 +1693,9 @@ class StagePrograms:
                 shared=[whole(leaf) for leaf in self._sums(number)["late"].shared],
                 sums=[],
             )
-            for number in range(0, len(self.works), count)
+            for number in range(0, len(self.work), count)
         ]
-        ends = [self._sums(number)["early"] for number in (0, len(self.works) - 1)]
+        ends = [self._sums(number)["early"] for number in (0, len(self.work) - 1)]
         return StageSums(
             stacks=[[sums.weights[k] for sums in late] for k in range(len(opening.stacks))],
             shared=[[sums.shared[k] for sums in late] for k in range(len(late[0].shared))],
@@ -1702,7 +1704,7 @@ class StagePrograms:
         )
 
 
-def _turns(order: tuple[Order, ...]) -> TaskOrder:
+def _task_order(order: tuple[Order, ...]) -> TaskOrder:
     """All tasks, in the order in which they would start if forward work took half as long as
     backward work.
     """
@@ -1748,13 +1750,13 @@ def stage_programs(
         dims=dims,
         prologue=prologue,
     )
-    alone = replace(
+    stage_plan = replace(
         plan,
         mesh=MeshShape({**plan.mesh, "stage": 1}),
         parameters=tuple(without_axes(parameter, ("stage",)) for parameter in plan.parameters),
     )
-    works = tuple(_work(number, opening, alone) for number in range(dealing.chunks))
-    return StagePrograms(plan=plan, opening=opening, works=works, order=order)
+    work = tuple(_work(number, opening, stage_plan) for number in range(dealing.chunks))
+    return StagePrograms(plan=plan, opening=opening, work=work, order=order)
 
 
 def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
@@ -1794,13 +1796,13 @@ def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
     )
 
 
-def _work(number: int, opening: Opening, alone: Plan) -> ChunkWork:
+def _work(number: int, opening: Opening, stage_plan: Plan) -> ChunkWork:
     """The work of one chunk of layers, on the mesh of its stage."""
     pipeline, dealing, stages = opening.pipeline, opening.dealing, opening.places.stages
     cut, layers, here = pipeline.cut, dealing.counts[number], stages[number % len(stages)]
     moved = jax.tree.map(lambda sharding: NamedSharding(here, sharding.spec), vars(opening.params))
     laid_out = LossLayouts.of(
-        pipeline.traced, alone, here, ParameterShardings(**moved), pipeline.layouts.values
+        pipeline.traced, stage_plan, here, ParameterShardings(**moved), pipeline.layouts.values
     )
     layouts = replace(laid_out, reductions=pipeline.layouts.reductions)
     chunk = Chunk(

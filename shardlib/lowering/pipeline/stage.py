@@ -55,7 +55,7 @@ class StageArrays:
     Attributes:
         weights: each stacked parameter, [stages, chunks, layers, ...], sharded over the stages.
         tables: the same of each constant table.
-        drawn: each array of model state with a slice per layer, [microbatches, stages, chunks,
+        keys: each array of model state with a slice per layer, [microbatches, stages, chunks,
             layers, ...].
         shared, constant: see `ChunkOperands`.
         ready: operands that are gathered beforehand, [stages, chunks, layers, ...]; of two chunks
@@ -64,7 +64,7 @@ class StageArrays:
 
     weights: Arrays
     tables: Arrays
-    drawn: Arrays
+    keys: Arrays
     shared: Arrays
     constant: Arrays
     ready: Arrays
@@ -90,15 +90,15 @@ class BackwardTick:
     """Results of a backward tick.
 
     Attributes:
-        hop, sums, passed: see `Stages.backward`.
-        entered: cotangents of the first stage's inputs, in the order of `Stages.moving`, for
-            `handed_out`.
+        hop, sums, residuals: see `Stages.backward`.
+        input_grads: cotangents of the first stage's inputs, in the order of `Stages.moving`, for
+            `from_stages`.
     """
 
     hop: InFlight
     sums: ChunkGrads
-    passed: Arrays
-    entered: Arrays
+    residuals: Arrays
+    input_grads: Arrays
 
 
 def slot_of(stash: Arrays, slot: Index) -> Arrays:
@@ -119,15 +119,15 @@ def only_if(condition: Value, array: Value) -> Value:
     return jnp.where(condition, array, jnp.zeros_like(array))
 
 
-def added_to_chunk(total: Value, gradient: Value, chunk: Index, works: Value) -> Value:
+def added_to_chunk(total: Value, gradient: Value, chunk: Index, active: Value) -> Value:
     """Adds a chunk's gradient to the sums of all chunks, `total` [chunks, ...]."""
     before = jax.lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False)
     return jax.lax.dynamic_update_index_in_dim(
-        total, before + jnp.where(works, gradient, 0).astype(total.dtype), chunk, 0
+        total, before + jnp.where(active, gradient, 0).astype(total.dtype), chunk, 0
     )
 
 
-def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, works: Value) -> Arrays:
+def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, active: Value) -> Arrays:
     """Adds gradients of a chunk's layers to their sums, layer by layer: added at once, XLA would
     copy the sums of all layers.
 
@@ -143,7 +143,7 @@ def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, works: 
         for total, gradient in zip(totals, gradients, strict=True):
             more = jax.lax.dynamic_index_in_dim(gradient, index, 0, keepdims=False)
             before = layer_of(total, slot, index)
-            after = before + jnp.where(works, more, 0).astype(total.dtype)
+            after = before + jnp.where(active, more, 0).astype(total.dtype)
             sums.append(with_layer(total, after, slot, index))
         return sums
 
@@ -170,7 +170,7 @@ class Stages:
             sent along with it, and buffers of the layers' stacked results.
         entering: number of these that are computed before the layers; the buffers start as zeros.
         leaving: positions of those that are read after the layers.
-        spread: for each, the dim that is sharded over the stages outside of the pipeline, or None.
+        stage_dims: for each, its dim sharded over the stages outside of the pipeline, or None.
         layouts: for each, its layout in the plan over the other axes; None if left to the compiler.
         outside: for each, its layout outside of the pipeline, if fully known.
         chunk: the function of a run of layers.
@@ -182,7 +182,7 @@ class Stages:
     activations: tuple[jax.ShapeDtypeStruct, ...]
     entering: int
     leaving: tuple[int, ...]
-    spread: tuple[int | None, ...]
+    stage_dims: tuple[int | None, ...]
     layouts: tuple[Layout | None, ...]
     outside: tuple[Layout | None, ...]
     chunk: Chunk
@@ -199,9 +199,9 @@ class Stages:
             array, NamedSharding(self.mesh, PartitionSpec(self.axis, *[free] * (array.ndim - 1)))
         )
 
-    def spread_out(self, array: Value, position: int) -> Value:
+    def outside_layout(self, array: Value, position: int) -> Value:
         """A stage activation in its sharding outside of the pipeline."""
-        dim, layout = self.spread[position], self.outside[position]
+        dim, layout = self.stage_dims[position], self.outside[position]
         if layout is not None:
             return jax.lax.with_sharding_constraint(
                 array,
@@ -221,17 +221,17 @@ class Stages:
             array, NamedSharding(self.mesh, PartitionSpec(*cuts))
         )
 
-    def handed_out(self, arrays: Value, position: int) -> Value:
+    def from_stages(self, arrays: Value, position: int) -> Value:
         """The slice of the one stage whose entry in `arrays` [stages, ...] is not zero, in its
         sharding outside of the pipeline.
         """
-        return self.spread_out(
+        return self.outside_layout(
             jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position
         )
 
-    def whole(self, array: Value, position: int) -> Value:
-        """The reverse of `spread_out`: replicated over the stages, as every stage reads it."""
-        dim = self.spread[position]
+    def inside_layout(self, array: Value, position: int) -> Value:
+        """The reverse of `outside_layout`: replicated over the stages, as every stage reads it."""
+        dim = self.stage_dims[position]
         if dim is None:
             return array
         cuts = self._cuts(position, array.ndim)
@@ -319,35 +319,35 @@ class Stages:
         gathered = self.chunk.gathered
         return bool(self.table.rounds and gathered and gathered.operands)
 
-    def gather(self, resident: StageArrays) -> Arrays:
+    def gather(self, held: StageArrays) -> Arrays:
         """The operands gathered beforehand, [stages, chunks, layers, ...]."""
         if self.chunk.gathered is None:
             return []
-        return self._manual(self._gather, (self._held(),), OWN)(resident)
+        return self._manual(self._gather, (self._specs(),), OWN)(held)
 
-    def gather_over(self, resident: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
+    def gather_over(self, held: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
         """The operands gathered beforehand, [stages, window, layers, ...], with one chunk's
         gathered into its slot.
         """
         replicated = PartitionSpec()
-        return self._manual(self._gather_over, (self._held(), OWN, replicated), OWN)(
-            resident, ready, chunk
+        return self._manual(self._gather_over, (self._specs(), OWN, replicated), OWN)(
+            held, ready, chunk
         )
 
-    def reduce(self, resident: StageArrays, sums: Arrays) -> Arrays:
+    def reduce(self, held: StageArrays, sums: Arrays) -> Arrays:
         """Gradients of weights from the partial sums for operands gathered beforehand,
         [stages, chunks, layers, ...].
         """
         if self.chunk.gathered is None:
             return []
-        return self._manual(self._reduce, (self._held(), OWN), OWN)(resident, sums)
+        return self._manual(self._reduce, (self._specs(), OWN), OWN)(held, sums)
 
-    def reduce_out(self, resident: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+    def reduce_out(self, held: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         """(gradients of weights [stages, layers, ...] from the partial sums in one slot, the sums
         [stages, window, layers, ...] with that slot zeroed).
         """
-        run = self._manual(self._reduce_out, (self._held(), OWN, PartitionSpec()), (OWN, OWN))
-        return run(resident, sums, slot)
+        run = self._manual(self._reduce_out, (self._specs(), OWN, PartitionSpec()), (OWN, OWN))
+        return run(held, sums, slot)
 
     def no_sums(self) -> Arrays:
         """Zeros for the partial sums, [stages, chunks, layers, ...], float32 at least."""
@@ -359,64 +359,62 @@ class Stages:
 
         return self._manual(zeros, (), OWN)()
 
-    def _gather(self, resident: StageArrays) -> Arrays:
+    def _gather(self, held: StageArrays) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
-        weights = [leaf[0] for leaf in self._sources(resident)]
+        weights = [leaf[0] for leaf in self._sources(held)]
         operands = gathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
 
-    def _gather_over(self, resident: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
+    def _gather_over(self, held: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
         weights = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
-            for leaf in self._sources(resident)
+            for leaf in self._sources(held)
         ]
         operands = gathered.gather_over(weights, [leaf[0] for leaf in ready], chunk % self.window)
         return [leaf[None] for leaf in operands]
 
-    def _reduce(self, resident: StageArrays, sums: Arrays) -> Arrays:
+    def _reduce(self, held: StageArrays, sums: Arrays) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
-        weights = [leaf[0, 0] for leaf in self._sources(resident)]
+        weights = [leaf[0, 0] for leaf in self._sources(held)]
         gradients = gathered.reduce(
             weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums]
         )
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in gradients]
 
-    def _reduce_out(
-        self, resident: StageArrays, sums: Arrays, slot: Index
-    ) -> tuple[Arrays, Arrays]:
+    def _reduce_out(self, held: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         gathered = self.chunk.gathered
         assert gathered is not None
-        weights = [leaf[0, 0] for leaf in self._sources(resident)]
+        weights = [leaf[0, 0] for leaf in self._sources(held)]
         gradients, emptied = gathered.reduce_out(weights, [leaf[0] for leaf in sums], slot)
         return [leaf[None] for leaf in gradients], [leaf[None] for leaf in emptied]
 
-    def _sources(self, resident: StageArrays) -> Arrays:
+    def _sources(self, held: StageArrays) -> Arrays:
         """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
         gathered = self.chunk.gathered
         assert gathered is not None
         places = self.chunk.cut.roles.weights
-        return [resident.weights[places.index(position)] for position in gathered.sources]
+        return [held.weights[places.index(position)] for position in gathered.sources]
 
-    def _held(self) -> StageArrays:
+    def _specs(self) -> StageArrays:
         """Specs of the arrays of `StageArrays`, in their place."""
         per_stage: Any = PartitionSpec(self.axis)
         replicated: Any = PartitionSpec()
-        drawn: Any = PartitionSpec(None, self.axis)
+        keys: Any = PartitionSpec(None, self.axis)
         return StageArrays(
             weights=per_stage,
             tables=per_stage,
-            drawn=drawn,
+            keys=keys,
             shared=replicated,
             constant=replicated,
             ready=per_stage,
         )
 
     def forward(
-        self, tick: Index, resident: StageArrays, hop: InFlight, entering: Arrays, stash: Arrays
+        self, tick: Index, held: StageArrays, hop: InFlight, entering: Arrays, stash: Arrays
     ) -> tuple[InFlight, Arrays, Arrays]:
         """One tick forward.
 
@@ -425,55 +423,53 @@ class Stages:
         """
         replicated = PartitionSpec()
         run = self._manual(
-            self._forward, (OWN, replicated, self._held(), OWN, replicated, OWN), (OWN, OWN, OWN)
+            self._forward, (OWN, replicated, self._specs(), OWN, replicated, OWN), (OWN, OWN, OWN)
         )
-        return run(self._numbers(), tick, resident, hop, entering, stash)
+        return run(self._numbers(), tick, held, hop, entering, stash)
 
     def backward(
         self,
         tick: Index,
-        resident: StageArrays,
+        held: StageArrays,
         hop: InFlight,
         leaving: Arrays,
         stash: Arrays,
         sums: ChunkGrads,
-        passed: Arrays,
+        residuals: Arrays,
     ) -> BackwardTick:
         """One tick backward.
 
         Args:
             sums: gradients summed so far: of weights [stages, chunks, layers, ...], of shared
                 parameters [stages, ...], and the partial sums [stages, chunks, layers, ...].
-            passed: residuals [stages, stages, ...] kept for delayed weight gradients; empty if
+            residuals: [stages, stages, ...], kept for delayed weight gradients; empty if
                 weight gradients are not delayed.
         """
         replicated = PartitionSpec()
         run = self._manual(
             self._backward,
-            (OWN, replicated, self._held(), OWN, replicated, OWN, OWN, OWN),
+            (OWN, replicated, self._specs(), OWN, replicated, OWN, OWN, OWN),
             (OWN, OWN, OWN, OWN),
         )
-        hop, sums, passed, entered = run(
-            self._numbers(), tick, resident, hop, leaving, stash, sums, passed
+        hop, sums, residuals, input_grads = run(
+            self._numbers(), tick, held, hop, leaving, stash, sums, residuals
         )
-        return BackwardTick(hop=hop, sums=sums, passed=passed, entered=entered)
+        return BackwardTick(hop=hop, sums=sums, residuals=residuals, input_grads=input_grads)
 
     def weights(
-        self, tick: Index, resident: StageArrays, stash: Arrays, sums: ChunkGrads, passed: Arrays
+        self, tick: Index, held: StageArrays, stash: Arrays, sums: ChunkGrads, residuals: Arrays
     ) -> ChunkGrads:
         """Weight gradients of one tick, if these are delayed; arguments as those of `backward`,
         results as its `sums`.
         """
-        run = self._manual(self._weights, (OWN, PartitionSpec(), self._held(), OWN, OWN, OWN), OWN)
-        return run(self._numbers(), tick, resident, stash, sums, passed)
+        run = self._manual(self._weights, (OWN, PartitionSpec(), self._specs(), OWN, OWN, OWN), OWN)
+        return run(self._numbers(), tick, held, stash, sums, residuals)
 
-    def stashed(self, resident: StageArrays) -> list[jax.ShapeDtypeStruct]:
+    def stashed(self, held: StageArrays) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the stash of one unit, [stages, ...]."""
-        return self._shapes(
-            lambda operands, zeros: self.chunk.forward(operands, zeros)[1], resident
-        )
+        return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], held)
 
-    def in_host_memory(self, resident: StageArrays) -> list[bool]:
+    def in_host_memory(self, held: StageArrays) -> list[bool]:
         """The offload flag of each array of the stash."""
         on_host: list[bool] = []
 
@@ -482,10 +478,10 @@ class Stages:
             on_host[:] = [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in saved]
             return saved
 
-        self._shapes(one, resident)
+        self._shapes(one, held)
         return on_host
 
-    def passed_on(self, resident: StageArrays) -> list[jax.ShapeDtypeStruct]:
+    def residual_avals(self, held: StageArrays) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the residuals of one unit for delayed weight gradients, [stages,
         ...].
         """
@@ -498,33 +494,31 @@ class Stages:
                 [zeros[k] for k in self.moving],
             )[1]
 
-        return self._shapes(one, resident) if self.table.split else []
+        return self._shapes(one, held) if self.table.split else []
 
     def _shapes(
-        self, function: Callable[[ChunkOperands, Arrays], Arrays], resident: StageArrays
+        self, function: Callable[[ChunkOperands, Arrays], Arrays], held: StageArrays
     ) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the results, on every stage, of a function of a chunk's operands and
         inputs.
         """
 
-        def one(resident: StageArrays) -> Arrays:
-            return [
-                leaf[None] for leaf in function(self._operands(resident, 0, 0, 0), self._like())
-            ]
+        def one(held: StageArrays) -> Arrays:
+            return [leaf[None] for leaf in function(self._operands(held, 0, 0, 0), self._like())]
 
-        return jax.eval_shape(self._manual(one, (self._held(),), OWN), resident)
+        return jax.eval_shape(self._manual(one, (self._specs(),), OWN), held)
 
     def _forward(
         self,
         numbers: Value,
         tick: Index,
-        resident: StageArrays,
+        held: StageArrays,
         hop: InFlight,
         entering: Arrays,
         stash: Arrays,
     ) -> tuple[InFlight, Arrays, Arrays]:
         stage = numbers[0]
-        micro, chunk, works = self.table.forward(tick, stage)
+        micro, chunk, active = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
         fresh = [
             *entering,
@@ -535,9 +529,9 @@ class Stages:
             self._inside(jnp.where(first, new, old), k)
             for k, (new, old) in enumerate(zip(fresh, arrived, strict=True))
         ]
-        operands = self._operands(resident, stage, micro, chunk)
-        left, saved = self._worked(
-            works,
+        operands = self._operands(held, stage, micro, chunk)
+        outputs, saved = self._worked(
+            active,
             lambda: (
                 self.chunk.forward(operands, arriving)
                 if stash
@@ -545,8 +539,8 @@ class Stages:
             ),
         )
         stash = with_slot(stash, saved, self.table.forward_slot(tick, stage))
-        out = [only_if(stage == self.table.stages - 1, left[k])[None] for k in self.leaving]
-        return InFlight(next=self._hop(left, 1), waiting=waiting), stash, out
+        out = [only_if(stage == self.table.stages - 1, outputs[k])[None] for k in self.leaving]
+        return InFlight(next=self._hop(outputs, 1), waiting=waiting), stash, out
 
     def _arrived(self, tick: Index, hop: InFlight, end: Value) -> tuple[Arrays, Arrays]:
         """(a stage's inputs at a tick, the new `waiting`): arrays that have just been received, or,
@@ -565,15 +559,15 @@ class Stages:
         self,
         numbers: Value,
         tick: Index,
-        resident: StageArrays,
+        held: StageArrays,
         hop: InFlight,
         leaving: Arrays,
         stash: Arrays,
         sums: ChunkGrads,
-        passed: Arrays,
+        residuals: Arrays,
     ) -> tuple[InFlight, ChunkGrads, Arrays, Arrays]:
         stage = numbers[0]
-        micro, chunk, works = self.table.backward(tick, stage)
+        micro, chunk, active = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
         last_cotangents = dict(
             zip([k for k in self.leaving if k in self.moving], leaving, strict=True)
@@ -588,45 +582,46 @@ class Stages:
             )
             for k, old in zip(self.moving, arrived, strict=True)
         ]
-        operands = self._operands(resident, stage, micro, chunk)
+        operands = self._operands(held, stage, micro, chunk)
         saved = slot_of(stash, self.table.backward_slot(tick, stage))
         if self.table.split:
-            entered, passing = self._worked(
-                works, lambda: self.chunk.backward_inputs(operands, self._like(), saved, cotangents)
+            input_grads, new_residuals = self._worked(
+                active,
+                lambda: self.chunk.backward_inputs(operands, self._like(), saved, cotangents),
             )
-            passed = with_slot(passed, passing, self.table.passing_slot(tick, stage))
+            residuals = with_slot(residuals, new_residuals, self.table.passing_slot(tick, stage))
         else:
-            gradients, entered = self._worked(
-                works, lambda: self.chunk.backward(operands, self._like(), saved, cotangents)
+            gradients, input_grads = self._worked(
+                active, lambda: self.chunk.backward(operands, self._like(), saved, cotangents)
             )
-            sums = self._summed(sums, gradients, chunk, works)
+            sums = self._summed(sums, gradients, chunk, active)
         out = [
-            only_if((stage == 0) & (chunk == 0) & works, leaf)[None]
-            for k, leaf in zip(self.moving, entered, strict=True)
+            only_if((stage == 0) & (chunk == 0) & active, leaf)[None]
+            for k, leaf in zip(self.moving, input_grads, strict=True)
             if k < self.entering
         ]
-        return InFlight(next=self._hop(entered, -1), waiting=waiting), sums, passed, out
+        return InFlight(next=self._hop(input_grads, -1), waiting=waiting), sums, residuals, out
 
     def _weights(
         self,
         numbers: Value,
         tick: Index,
-        resident: StageArrays,
+        held: StageArrays,
         stash: Arrays,
         sums: ChunkGrads,
-        passed: Arrays,
+        residuals: Arrays,
     ) -> ChunkGrads:
-        micro, chunk, works = self.table.weights(tick)
-        operands = self._operands(resident, numbers[0], micro, chunk)
+        micro, chunk, active = self.table.weights(tick)
+        operands = self._operands(held, numbers[0], micro, chunk)
         gradients = self.chunk.backward_weights(
             operands,
             self._like(),
             slot_of(stash, self.table.weights_slot(tick)),
-            slot_of(passed, self.table.passed_slot(tick)),
+            slot_of(residuals, self.table.passed_slot(tick)),
         )
-        return self._summed(sums, gradients, chunk, works)
+        return self._summed(sums, gradients, chunk, active)
 
-    def _worked(self, works: Value, make: Callable[[], Any]) -> Any:
+    def _worked(self, active: Value, make: Callable[[], Any]) -> Any:
         """The result of `make` if the stage has work; otherwise zeros, without calling `make` if no
         other device takes part in it.
 
@@ -638,45 +633,47 @@ class Stages:
         ):  # results in host memory cannot be replaced by zeros
             return make()
         return jax.lax.cond(
-            works,
+            active,
             make,
             lambda: jax.tree.map(
                 lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make)
             ),
         )
 
-    def _summed(self, sums: ChunkGrads, more: ChunkGrads, chunk: Value, works: Value) -> ChunkGrads:
+    def _summed(
+        self, sums: ChunkGrads, more: ChunkGrads, chunk: Value, active: Value
+    ) -> ChunkGrads:
         """The sums of gradients, with those of one unit added."""
 
         return ChunkGrads(
             weights=[
-                added_to_chunk(total[0], gradient, chunk, works)[None]
+                added_to_chunk(total[0], gradient, chunk, active)[None]
                 for total, gradient in zip(sums.weights, more.weights, strict=True)
             ],
-            sums=added_layer_by_layer(sums.sums, more.sums, chunk % self.window, works),
+            sums=added_layer_by_layer(sums.sums, more.sums, chunk % self.window, active),
             shared=[
-                total + jnp.where(works, gradient, 0).astype(total.dtype)[None]
+                total + jnp.where(active, gradient, 0).astype(total.dtype)[None]
                 for total, gradient in zip(sums.shared, more.shared, strict=True)
             ],
         )
 
-    def _operands(self, resident: StageArrays, stage: Any, micro: Any, chunk: Any) -> ChunkOperands:
+    def _operands(self, held: StageArrays, stage: Any, micro: Any, chunk: Any) -> ChunkOperands:
         """The operands of one stage in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
-        drawn = [
+        keys = [
             of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0])
-            for leaf in resident.drawn
+            for leaf in held.keys
         ]
         ready = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.window, 0, keepdims=False)
-            for leaf in resident.ready
+            for leaf in held.ready
         ]
         return ChunkOperands(
-            weights=[of_chunk(leaf[0]) for leaf in resident.weights],
-            tables=[of_chunk(leaf[0]) for leaf in resident.tables],
-            drawn=drawn,
-            shared=resident.shared,
-            constant=resident.constant,
+            weights=[of_chunk(leaf[0]) for leaf in held.weights],
+            tables=[of_chunk(leaf[0]) for leaf in held.tables],
+            keys=keys,
+            shared=held.shared,
+            constant=held.constant,
             ready=ready,
             first=(chunk * self.table.stages + stage) * self.chunk.layers,
         )
