@@ -92,7 +92,7 @@ def test_over_devices_a_bias_is_that_of_one_device(way: str, kind: str, causal: 
     }
     spec = PartitionSpec(None, "context")
     region = jax.shard_map(
-        lambda q, k, v, array: ways[way](q, k, v, offsets=PositionBias(form=form, array=array)),
+        lambda q, k, v, array: ways[way](q, k, v, bias=PositionBias(form=form, array=array)),
         mesh=Mesh(np.array(jax.devices()[:4]), ("context",)),
         in_specs=(spec, spec, spec, PartitionSpec()),
         out_specs=spec,

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from shardlib._jax_compat import open_jaxpr
 from shardlib.errors import LayoutError
 from shardlib.layout import MeshShape
-from shardlib.lowering.context.block import Scores, Tokens
+from shardlib.lowering.context.block import Positions, Scores
 from shardlib.lowering.context.dispatch import Collected
 from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
@@ -308,7 +308,7 @@ def test_masks_of_all_blocks_are_never_there_together():
     array of a program may have the elements of all scores.
     """
     length, heads, scores = 64, 4, Scores(scale=0.5, block=8)
-    tokens = Tokens(position=jnp.arange(length), document=None)
+    tokens = Positions(position=jnp.arange(length), document=None)
 
     def loss(query, key, value):
         def layer(query, _):

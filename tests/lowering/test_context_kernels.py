@@ -82,8 +82,8 @@ def test_layers_with_and_without_a_window_have_a_kernel_each(everywhere):
     local = AttentionCall(
         form=form,
         ring=False,
-        along=None,
-        heads=HeadSharding(axes=(), ways=1, together=True),
+        cut=None,
+        heads=HeadSharding(axes=(), ways=1, shards_kv=True),
         count=4,
         kernels=SPLASH,
     )

@@ -12,12 +12,12 @@ Masks and distance biases are computed from the positions and documents of one b
 keys: no array has a dim for all queries and one for all keys.
 
 >>> import jax.numpy as jnp
->>> tokens = Tokens(position=jnp.arange(4))
->>> AttentionMask(window=2).seen(tokens, tokens).astype(int).tolist()
+>>> tokens = Positions(position=jnp.arange(4))
+>>> AttentionMask(window=2).visible(tokens, tokens).astype(int).tolist()
 [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
->>> bool(AttentionMask().some(tokens[:2], tokens[2:]))
+>>> bool(AttentionMask().any_visible(tokens[:2], tokens[2:]))
 False
->>> bool(AttentionMask().some(tokens[2:], tokens[:2]))
+>>> bool(AttentionMask().any_visible(tokens[2:], tokens[:2]))
 True
 """
 
@@ -43,7 +43,7 @@ FAR = 2**30
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class Positions:
     """Positions and documents of some tokens.
 
     Attributes:
@@ -56,8 +56,8 @@ class Tokens:
     document: Any = None
     real: Any = None
 
-    def __getitem__(self, which: slice) -> Tokens:
-        return Tokens(
+    def __getitem__(self, which: slice) -> Positions:
+        return Positions(
             position=self.position[which],
             document=None if self.document is None else self.document[:, which],
             real=None if self.real is None else self.real[which],
@@ -76,11 +76,11 @@ class PositionBias:
     form: BiasForm
     array: Value
 
-    def of(self, query: Tokens, key: Tokens) -> Value:
+    def of(self, query: Positions, key: Positions) -> Value:
         """The biases, [N, Q, K] float32."""
         return self.form.of(self.array, key.position[None, :] - query.position[:, None])
 
-    def back(self, query: Tokens, key: Tokens, cotangent: Value) -> Value:
+    def gradient(self, query: Positions, key: Positions, cotangent: Value) -> Value:
         """The gradient of the array, float32.
 
         Args:
@@ -103,55 +103,55 @@ class AttentionMask:
         window: largest distance plus one: a causal query attends to the last `window` positions,
             itself included, any other to as many on either side. A number or a traced scalar; 0 or
             None for no window.
-        offsets: distance biases of scores; None for none.
+        bias: distance biases of scores; None for none.
     """
 
     causal: bool = True
     window: Index | None = None
-    offsets: PositionBias | None = None
+    bias: PositionBias | None = None
 
-    def added(self, query: Tokens, key: Tokens) -> Value | None:
+    def biases(self, query: Positions, key: Positions) -> Value | None:
         """The distance biases, [N, Q, K], or None."""
-        return None if self.offsets is None else self.offsets.of(query, key)
+        return None if self.bias is None else self.bias.of(query, key)
 
-    def bias_gradient(self, query: Tokens, key: Tokens, cotangent: Value) -> tuple[Value, ...]:
+    def bias_grad(self, query: Positions, key: Positions, cotangent: Value) -> tuple[Value, ...]:
         """The gradient of the array of distance biases, if there are any.
 
         Args:
             cotangent: of the biases, [N, Q, K].
         """
-        return () if self.offsets is None else (self.offsets.back(query, key, cotangent),)
+        return () if self.bias is None else (self.bias.gradient(query, key, cotangent),)
 
     @property
-    def reach(self) -> Value | None:
+    def window_size(self) -> Value | None:
         """The window as a distance; None if there is statically none."""
         if self.window is None or (isinstance(self.window, int | np.integer) and not self.window):
             return None
         return jnp.where(self.window > 0, self.window, FAR)
 
-    def seen(self, query: Tokens, key: Tokens) -> Value | None:
+    def visible(self, query: Positions, key: Positions) -> Value | None:
         """The mask of visible keys, [Q, K], or [B, Q, K] with documents; None if all are
         visible.
         """
-        far = query.position[:, None] - key.position[None, :]
-        conditions = [far >= 0] if self.causal else []
-        if self.reach is not None:
-            conditions.append((far if self.causal else jnp.abs(far)) < self.reach)
+        distance = query.position[:, None] - key.position[None, :]
+        conditions = [distance >= 0] if self.causal else []
+        if self.window_size is not None:
+            conditions.append((distance if self.causal else jnp.abs(distance)) < self.window_size)
         if key.real is not None:
             conditions.append(key.real[None, :])
         if query.document is not None:
             conditions.append(query.document[:, :, None] == key.document[:, None, :])
         return reduce(operator.and_, conditions) if conditions else None
 
-    def some(self, query: Tokens, key: Tokens) -> Value | None:
+    def any_visible(self, query: Positions, key: Positions) -> Value | None:
         """A scalar that is false only if no query attends to any key, so that the block can be
         skipped; None if nothing is known. Only the ends of the blocks are compared.
         """
         first = query.position.min() - key.position.max()
         last = query.position.max() - key.position.min()
         conditions = [last >= 0] if self.causal else []
-        if self.reach is not None:
-            conditions += [first < self.reach, last > -self.reach]
+        if self.window_size is not None:
+            conditions += [first < self.window_size, last > -self.window_size]
         if query.document is not None:
             conditions.append(
                 (
@@ -165,8 +165,8 @@ class AttentionMask:
     def split(self) -> tuple[int, MaskInputs]:
         """(the window if it is static, otherwise 0; the traced inputs of the mask)."""
         if self.window is None or isinstance(self.window, int | np.integer):
-            return int(self.window or 0), MaskInputs(offsets=self.offsets)
-        return 0, MaskInputs(window=jnp.asarray(self.window, jnp.int32), offsets=self.offsets)
+            return int(self.window or 0), MaskInputs(bias=self.bias)
+        return 0, MaskInputs(window=jnp.asarray(self.window, jnp.int32), bias=self.bias)
 
 
 @jax.tree_util.register_dataclass
@@ -176,26 +176,24 @@ class MaskInputs:
 
     Attributes:
         window: see `AttentionMask`; None if it is static.
-        offsets: see `AttentionMask`.
+        bias: see `AttentionMask`.
     """
 
     window: Value | None = None
-    offsets: PositionBias | None = None
+    bias: PositionBias | None = None
 
     def mask(self, window: int, *, causal: bool) -> AttentionMask:
         """The mask with these inputs."""
         return AttentionMask(
-            causal=causal,
-            window=window if self.window is None else self.window,
-            offsets=self.offsets,
+            causal=causal, window=window if self.window is None else self.window, bias=self.bias
         )
 
     def cotangent(self, *gradient: Value) -> MaskInputs | None:
         """The cotangent of these inputs."""
-        if self.offsets is None:
+        if self.bias is None:
             return None
-        array = gradient[0].astype(self.offsets.array.dtype)
-        return MaskInputs(offsets=replace(self.offsets, array=array))
+        array = gradient[0].astype(self.bias.array.dtype)
+        return MaskInputs(bias=replace(self.bias, array=array))
 
 
 CAUSAL = AttentionMask()
@@ -237,7 +235,7 @@ class Scores:
         )
         return self.softcap * jnp.tanh(raw / self.softcap) if self.softcap else raw
 
-    def back(self, scores: Value, cotangent: Value) -> Value:
+    def backward(self, scores: Value, cotangent: Value) -> Value:
         """The cotangent of products of queries and keys, from that of scores."""
         return cotangent * (1 - (scores / self.softcap) ** 2 if self.softcap else 1.0) * self.scale
 
@@ -299,7 +297,7 @@ class OutputCotangents:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class QKV:
     """Queries, keys and values with their positions.
 
     Attributes:
@@ -310,12 +308,12 @@ class Inputs:
     query: Any
     key: Any
     value: Any
-    rows: Tokens
-    columns: Tokens
+    rows: Positions
+    columns: Positions
 
-    def taken(self, rows: slice, columns: slice) -> Inputs:
+    def taken(self, rows: slice, columns: slice) -> QKV:
         """A slice of the queries, and a slice of the keys and values."""
-        return Inputs(
+        return QKV(
             query=self.query[:, rows],
             key=self.key[:, columns],
             value=self.value[:, columns],
@@ -337,12 +335,12 @@ def grouped(query: Value, groups: int) -> Value:
     return query.reshape(*query.shape[:2], groups, -1, query.shape[3])
 
 
-def attend_block(inputs: Inputs, mask: AttentionMask, scores: Scores) -> AttentionPart:
+def attend_block(inputs: QKV, mask: AttentionMask, scores: Scores) -> AttentionPart:
     """Attention of queries to keys."""
     query, value = inputs.query, inputs.value
-    added = mask.added(inputs.rows, inputs.columns)
-    seen = mask.seen(inputs.rows, inputs.columns)
-    values = _masked(_plus_biases(scores.of(query, inputs.key), added), seen)
+    biases = mask.biases(inputs.rows, inputs.columns)
+    visible = mask.visible(inputs.rows, inputs.columns)
+    values = _masked(_plus_biases(scores.of(query, inputs.key), biases), visible)
     # For queries without visible keys, all exponentials must be zeros.
     largest = jnp.maximum(values.max(-1), EMPTY_LOG_SUM / 2)
     shares = jnp.exp(values - largest[..., None])
@@ -361,7 +359,7 @@ def attend_block(inputs: Inputs, mask: AttentionMask, scores: Scores) -> Attenti
 
 
 def attend_block_backward(
-    inputs: Inputs, mask: AttentionMask, scores: Scores, incoming: OutputCotangents
+    inputs: QKV, mask: AttentionMask, scores: Scores, incoming: OutputCotangents
 ) -> tuple[Value, ...]:
     """Gradients of queries, keys and values from attention to these keys, and of the array of
     distance biases, if there are any, in float32; operands of matmuls have the dtypes of queries,
@@ -376,18 +374,18 @@ def attend_block_backward(
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 
     plain = scores.of(query, key)
-    added, total = mask.added(rows, columns), by_group(incoming.total)
-    values = _masked(_plus_biases(plain, added), mask.seen(rows, columns))
+    biases, total = mask.biases(rows, columns), by_group(incoming.total)
+    values = _masked(_plus_biases(plain, biases), mask.visible(rows, columns))
     shares = jnp.exp(jnp.minimum(values - total, 0.0)) * (total > EMPTY_LOG_SUM / 2)
-    back = grouped(incoming.cotangent, groups).astype(value.dtype)
+    d_out = grouped(incoming.cotangent, groups).astype(value.dtype)
     to_value = jnp.einsum(
-        "bghqk,bqghv->bkgv", shares.astype(value.dtype), back, preferred_element_type=jnp.float32
+        "bghqk,bqghv->bkgv", shares.astype(value.dtype), d_out, preferred_element_type=jnp.float32
     )
     moved = shares * (
-        jnp.einsum("bqghv,bkgv->bghqk", back, value, preferred_element_type=jnp.float32)
+        jnp.einsum("bqghv,bkgv->bghqk", d_out, value, preferred_element_type=jnp.float32)
         - by_group(incoming.inner)
     )
-    products = scores.back(plain, moved)
+    products = scores.backward(plain, moved)
     to_query = jnp.einsum(
         "bghqk,bkgd->bqghd", products.astype(key.dtype), key, preferred_element_type=jnp.float32
     ).reshape(query.shape)
@@ -397,20 +395,20 @@ def attend_block_backward(
         grouped(query, groups),
         preferred_element_type=jnp.float32,
     )
-    if added is None:
+    if biases is None:
         return to_query, to_key, to_value
-    to_added = moved.sum(0).reshape(added.shape)
-    return to_query, to_key, to_value, *mask.bias_gradient(rows, columns, to_added)
+    to_biases = moved.sum(0).reshape(biases.shape)
+    return to_query, to_key, to_value, *mask.bias_grad(rows, columns, to_biases)
 
 
-def _plus_biases(scores: Value, added: Value | None) -> Value:
-    return scores if added is None else scores + added.reshape(scores.shape[1:])
+def _plus_biases(scores: Value, biases: Value | None) -> Value:
+    return scores if biases is None else scores + biases.reshape(scores.shape[1:])
 
 
-def _masked(scores: Value, seen: Value | None) -> Value:
-    if seen is None:
+def _masked(scores: Value, mask: Value | None) -> Value:
+    if mask is None:
         return scores
-    return jnp.where((seen if seen.ndim == 3 else seen[None])[:, None, None], scores, EMPTY_LOG_SUM)
+    return jnp.where((mask if mask.ndim == 3 else mask[None])[:, None, None], scores, EMPTY_LOG_SUM)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -468,10 +466,10 @@ class Blocks:
             else array
         )
 
-    def padded_tokens(self, tokens: Tokens) -> Tokens:
+    def padded_tokens(self, tokens: Positions) -> Positions:
         """Tokens whose last block is padded; padding is not `real`."""
         real = jnp.arange(self.count * self.size) < self.length if self.missing else None
-        return Tokens(
+        return Positions(
             position=self.full(tokens.position, 0),
             document=None if tokens.document is None else self.full(tokens.document),
             real=real,
@@ -481,17 +479,17 @@ class Blocks:
         """One block of a padded array."""
         return jax.lax.dynamic_slice_in_dim(array, number * self.size, self.size, dim)
 
-    def block_tokens(self, number: Index, tokens: Tokens) -> Tokens:
+    def block_tokens(self, number: Index, tokens: Positions) -> Positions:
         """One block of padded tokens."""
         position = self.at(number, tokens.position, 0)
         real = None if tokens.real is None else self.at(number, tokens.real, 0)
-        return Tokens(
+        return Positions(
             position=position,
             document=None if tokens.document is None else self.at(number, tokens.document),
             real=real,
         )
 
-    def added(self, number: Index, array: Value, more: Value) -> Value:
+    def with_added(self, number: Index, array: Value, more: Value) -> Value:
         """A padded array with an array added to one block.
 
         Args:
@@ -508,7 +506,7 @@ class Blocks:
         return sequence.reshape(sequence.shape[0], -1, *sequence.shape[3:])[:, : self.length]
 
 
-def attend(inputs: Inputs, mask: AttentionMask, scores: Scores) -> AttentionPart:
+def attend(inputs: QKV, mask: AttentionMask, scores: Scores) -> AttentionPart:
     """Attention of queries to keys, block by block."""
     blocked = BlockedInputs.of(inputs, scores.block)
     if blocked is None:
@@ -517,8 +515,8 @@ def attend(inputs: Inputs, mask: AttentionMask, scores: Scores) -> AttentionPart
     def block(_: None, row: Value) -> tuple[None, AttentionPart]:
         def step(part: AttentionPart, column: Value) -> tuple[AttentionPart, None]:
             block = blocked.at(row, column)
-            seen = mask.some(block.rows, block.columns)
-            attended = _if_visible(seen, lambda: part + attend_block(block, mask, scores), part)
+            visible = mask.any_visible(block.rows, block.columns)
+            attended = _if_visible(visible, lambda: part + attend_block(block, mask, scores), part)
             return attended, None
 
         query = blocked.rows.at(row, blocked.inputs.query)
@@ -531,7 +529,7 @@ def attend(inputs: Inputs, mask: AttentionMask, scores: Scores) -> AttentionPart
 
 
 def attend_backward(
-    inputs: Inputs, mask: AttentionMask, scores: Scores, incoming: OutputCotangents
+    inputs: QKV, mask: AttentionMask, scores: Scores, incoming: OutputCotangents
 ) -> tuple[Value, ...]:
     """Gradients of queries, keys and values from attention to these keys, and of the array of
     distance biases, if there are any, in float32.
@@ -540,22 +538,22 @@ def attend_backward(
     if blocked is None:
         return attend_block_backward(_tied_to_query(inputs), mask, scores, incoming)
     incoming = _padded_cotangents(blocked.rows, incoming)
-    arrays = () if mask.offsets is None else (mask.offsets.array,)
+    arrays = () if mask.bias is None else (mask.bias.array,)
 
     def block(gradients: tuple[Value, ...], row: Value) -> tuple[tuple[Value, ...], Value]:
-        back = incoming.map(lambda array: blocked.rows.at(row, array))
+        cotangents = incoming.map(lambda array: blocked.rows.at(row, array))
 
         def step(carry: tuple[Value, ...], column: Value) -> tuple[tuple[Value, ...], None]:
             block = blocked.at(row, column)
             more = _if_visible(
-                mask.some(block.rows, block.columns),
-                lambda: attend_block_backward(block, mask, scores, back),
+                mask.any_visible(block.rows, block.columns),
+                lambda: attend_block_backward(block, mask, scores, cotangents),
                 _zeros(block.query, block.key, block.value, *arrays),
             )
             return (
                 carry[0] + more[0],
-                blocked.columns.added(column, carry[1], more[1]),
-                blocked.columns.added(column, carry[2], more[2]),
+                blocked.columns.with_added(column, carry[1], more[1]),
+                blocked.columns.with_added(column, carry[2], more[2]),
                 *(before + addend for before, addend in zip(carry[3:], more[3:], strict=True)),
             ), None
 
@@ -581,19 +579,19 @@ class BlockedInputs:
         rows, columns: the blocks.
     """
 
-    inputs: Inputs
+    inputs: QKV
     rows: Blocks
     columns: Blocks
 
     @staticmethod
-    def of(inputs: Inputs, limit: int) -> BlockedInputs | None:
+    def of(inputs: QKV, limit: int) -> BlockedInputs | None:
         """Inputs in blocks of at most `limit` positions; None if a single block is enough."""
         rows = Blocks.of(inputs.query.shape[1], limit)
         columns = Blocks.of(inputs.key.shape[1], limit)
         if rows.count == columns.count == 1:
             return None
         inputs = _tied_to_query(inputs)
-        full = Inputs(
+        full = QKV(
             query=rows.full(inputs.query),
             key=columns.full(inputs.key),
             value=columns.full(inputs.value),
@@ -602,9 +600,9 @@ class BlockedInputs:
         )
         return BlockedInputs(inputs=full, rows=rows, columns=columns)
 
-    def at(self, row: Index, column: Index) -> Inputs:
+    def at(self, row: Index, column: Index) -> QKV:
         """One block of queries and one of keys."""
-        return Inputs(
+        return QKV(
             query=self.rows.at(row, self.inputs.query),
             key=self.columns.at(column, self.inputs.key),
             value=self.columns.at(column, self.inputs.value),
@@ -624,7 +622,7 @@ def _padded_cotangents(blocks: Blocks, incoming: OutputCotangents) -> OutputCota
     return OutputCotangents(total=blocks.full(incoming.total), cotangent=cotangent, inner=inner)
 
 
-def _tied_to_query(inputs: Inputs) -> Inputs:
+def _tied_to_query(inputs: QKV) -> QKV:
     """Inputs whose positions have a data dependence on queries: otherwise, when JAX differentiates
     a loop over layers, the masks of all blocks together, which are constants, would be moved out of
     it.
@@ -637,6 +635,6 @@ def _zeros(*arrays: Value) -> Any:
     return tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
 
 
-def _if_visible(seen: Value | None, work: Callable[[], T], unseen: T) -> T:
+def _if_visible(any_visible: Value | None, work: Callable[[], T], unseen: T) -> T:
     """The result of `work`, or `unseen` if no query attends to any key."""
-    return work() if seen is None else jax.lax.cond(seen, work, lambda: unseen)
+    return work() if any_visible is None else jax.lax.cond(any_visible, work, lambda: unseen)

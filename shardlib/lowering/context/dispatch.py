@@ -22,7 +22,14 @@ from shardlib.graph import Graph, Kind
 from shardlib.jax_types import Aval, Function, Index, Value
 from shardlib.layout import Layout
 from shardlib.lowering.collectives import Regions
-from shardlib.lowering.context.block import CAUSAL, FAR, AttentionMask, PositionBias, Scores, Tokens
+from shardlib.lowering.context.block import (
+    CAUSAL,
+    FAR,
+    AttentionMask,
+    PositionBias,
+    Positions,
+    Scores,
+)
 from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.lowering.contractions import ValueLayouts
@@ -49,30 +56,30 @@ class HeadSharding:
     Attributes:
         axes: mesh axes that shard the heads of queries.
         ways: their number of devices.
-        together: whether they shard the heads of keys and values too; otherwise these are
+        shards_kv: whether they shard the heads of keys and values too; otherwise these are
             replicated, and every device picks those of its queries.
     """
 
     axes: tuple[str, ...]
     ways: int
-    together: bool
+    shards_kv: bool
 
     @staticmethod
     def of(axes: tuple[str, ...], size: int, heads: int, groups: int) -> HeadSharding:
         """Heads sharded over axes if that is possible, otherwise replicated."""
         which = divided_heads(heads=heads, groups=groups, devices=size)
         if which == "none":
-            return HeadSharding(axes=(), ways=1, together=True)
-        return HeadSharding(axes=axes, ways=size, together=which == "all")
+            return HeadSharding(axes=(), ways=1, shards_kv=True)
+        return HeadSharding(axes=axes, ways=size, shards_kv=which == "all")
 
-    def own(self, array: Value, heads: int) -> Value:
+    def local_kv(self, array: Value, heads: int) -> Value:
         """Keys or values of this device's queries; inside of the region.
 
         Args:
             array: keys or values, [B, T, K, H].
             heads: number of heads of all queries.
         """
-        if self.together:
+        if self.shards_kv:
             return array
         each = heads // array.shape[2]
         return jax.lax.dynamic_slice_in_dim(
@@ -206,7 +213,7 @@ class Kernels:
             window=(window or 0) if window is None or isinstance(window, int) else None,
             capped=bool(scores.softcap),
             documents=documents,
-            biased=mask.offsets is not None,
+            biased=mask.bias is not None,
         ).why_not(self.kind)
 
     def attention(
@@ -259,7 +266,7 @@ def _blocks(
     mask: AttentionMask,
 ) -> Value:
     rows, columns = (
-        Tokens(
+        Positions(
             position=jnp.arange(array.shape[1], dtype=jnp.int32),
             document=None if documents is None else documents[which],
         )
@@ -336,7 +343,7 @@ def _splash(
     masks = splash.MultiHeadMask([mask] * query.shape[2])
     kernel: Any = splash.make_splash_mha(
         masks,
-        head_shards=1,
+        axes=1,
         q_seq_shards=1,
         block_sizes=sizes,
         attn_logits_soft_cap=scores.softcap or None,
@@ -386,21 +393,21 @@ class Collected:
         segments: Value | None = None,
         *,
         window: Index | None = None,
-        offsets: PositionBias | None = None,
+        bias: PositionBias | None = None,
     ) -> Value:
         """Attention of this device's queries to gathered keys; arguments and result as those of
         `Ring.attention`. Vendors' kernels are used only if all keys are visible, since they do not
         take positions.
         """
-        mask = AttentionMask(causal=self.causal, window=window, offsets=offsets)
+        mask = AttentionMask(causal=self.causal, window=window, bias=bias)
         whole = self.cut.whole
         if self.kernels.kind != "blocks":
             documents = None if segments is None else (segments, whole(segments))
             return self._by_kernel(query, whole(key), whole(value), documents, mask)
-        rows = Tokens(
+        rows = Positions(
             position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
         )
-        columns = Tokens(
+        columns = Positions(
             position=_positions(self.cut, query.shape[1]),
             document=None if segments is None else whole(segments),
         )
@@ -414,7 +421,7 @@ class Collected:
         segments: Value | None = None,
         *,
         window: Index | None = None,
-        offsets: PositionBias | None = None,
+        bias: PositionBias | None = None,
     ) -> Value:
         """Attention to the whole sequence for this device's share of the heads; arguments and
         result as those of `Ring.attention`. For vendors' kernels, tokens are put in the order of
@@ -422,12 +429,12 @@ class Collected:
         """
         exchange = HeadExchange(cut=self.cut)
         mask = AttentionMask(
-            causal=self.causal, window=window, offsets=offsets and exchange.of_heads(offsets)
+            causal=self.causal, window=window, bias=bias and exchange.of_heads(bias)
         )
         arrays = exchange.for_heads(query, key, value)
         documents = None if segments is None else self.cut.whole(segments)
         if self.kernels.kind == "blocks":
-            tokens = Tokens(position=_positions(self.cut, query.shape[1]), document=documents)
+            tokens = Positions(position=_positions(self.cut, query.shape[1]), document=documents)
             return exchange.for_tokens(attention(self.scores, *arrays, tokens, tokens, mask))
         documents = None if documents is None else (exchange.ordered(documents),) * 2
         query, key, value = map(exchange.ordered, arrays)
@@ -475,12 +482,12 @@ class HeadExchange:
             self._all_to_all(value, 2, 1),
         )
 
-    def of_heads(self, offsets: PositionBias) -> PositionBias:
+    def of_heads(self, bias: PositionBias) -> PositionBias:
         """The distance biases of this device's share of the heads."""
-        each = offsets.array.shape[-1] // self.cut.ways
+        each = bias.array.shape[-1] // self.cut.ways
         first = jax.lax.axis_index(self.cut.axis) * each
-        local = jax.lax.dynamic_slice_in_dim(offsets.array, first, each, axis=-1)
-        return replace(offsets, array=local)
+        local = jax.lax.dynamic_slice_in_dim(bias.array, first, each, axis=-1)
+        return replace(bias, array=local)
 
     def for_tokens(self, array: Value) -> Value:
         """The reverse of `for_heads`: own positions for all heads."""
@@ -531,11 +538,11 @@ def lower_attention(
     if not computed(site, plan, layouts):
         return None
     groups = site.avals[2 * form.parts].shape[2]
-    batch, cut = (layouts[site.layout_key(0)][0], head_axes(layouts[site.layout_key(0)], plan))
-    heads = HeadSharding.of(regions.physical_axes(cut), regions.ways(cut), aval.shape[2], groups)
+    batch, axes = (layouts[site.layout_key(0)][0], head_axes(layouts[site.layout_key(0)], plan))
+    heads = HeadSharding.of(regions.physical_axes(axes), regions.ways(axes), aval.shape[2], groups)
     rows = regions.physical_axes(batch) or None
     context_axis = None if not context else tuple(context) if len(context) > 1 else context[0]
-    along = (
+    cut = (
         None
         if context_axis is None
         else Cut(
@@ -547,7 +554,7 @@ def lower_attention(
         )
     )
     spec = PartitionSpec(rows, context_axis, heads.axes or None, None)
-    groups_spec = spec if heads.together else PartitionSpec(rows, context_axis, None, None)
+    groups_spec = spec if heads.shards_kv else PartitionSpec(rows, context_axis, None, None)
 
     def keys(aval: Aval) -> PartitionSpec:
         return groups_spec if aval.ndim == 4 else PartitionSpec(rows, context_axis, None)
@@ -566,14 +573,14 @@ def lower_attention(
     local = AttentionCall(
         form=form,
         ring=plan.context == "ring",
-        along=along,
+        cut=cut,
         heads=heads,
         count=aval.shape[2],
         kernels=Kernels(
             kind=cast(Kind, plan.attention if plan.attention != "traced" else "blocks")
         ),
     )
-    region = alike(regions, local, specs, spec)
+    region = replicated_region(regions, local, specs, spec)
     pins = _exchanged_layouts(site, layouts, heads, regions)
 
     def run(*arrays: Value) -> Sequence[Value]:
@@ -601,7 +608,7 @@ def _exchanged_layouts(
     of heads are exchanged by projections (`with_head_layouts`).
     """
     parts, taken = site.call.form.parts, set(heads.axes)
-    by_heads = {*range(2 * parts + 1 if heads.together else parts)}
+    by_heads = {*range(2 * parts + 1 if heads.shards_kv else parts)}
 
     def pin(index: int) -> NamedSharding | None:
         layout = layouts.get(site.layout_key(index))
@@ -619,7 +626,7 @@ class AttentionCall:
     Attributes:
         form: the form of attention.
         ring: whether keys and values are passed around.
-        along: the partition of the sequence; None if it is not sharded.
+        cut: the partition of the sequence; None if it is not sharded.
         heads: the sharding of heads.
         count: number of heads of queries, of all devices.
         kernels: the kernel for arrays on one device; a ring has its own.
@@ -627,7 +634,7 @@ class AttentionCall:
 
     form: Attention
     ring: bool
-    along: Cut | None
+    cut: Cut | None
     heads: HeadSharding
     count: int
     kernels: Kernels
@@ -635,7 +642,7 @@ class AttentionCall:
     def __call__(self, *arrays: Value) -> Value:
         """Attention of one device's shards of the arrays of a call."""
         operands_of_call = Operands.of(self.form, arrays)
-        value = self.heads.own(operands_of_call.value, self.count)
+        value = self.heads.local_kv(operands_of_call.value, self.count)
         key = _joined([self._key(key, value.shape[2]) for key in operands_of_call.keys])
         operands = [
             _joined(operands_of_call.queries),
@@ -643,37 +650,37 @@ class AttentionCall:
             value,
             *([] if operands_of_call.segments is None else [operands_of_call.segments]),
         ]
-        offsets = (
+        bias = (
             None
             if self.form.bias is None or operands_of_call.bias is None
             else PositionBias(form=self.form.bias, array=operands_of_call.bias)
         )
         if operands_of_call.global_layer is None:
-            return self._attend(operands, self.form.window or None, offsets)
+            return self._attend(operands, self.form.window or None, bias)
         if self.ring or self.kernels.kind == "blocks":
             window = jnp.where(operands_of_call.global_layer, FAR, self.form.window).astype(
                 jnp.int32
             )
-            return self._attend(operands, window, offsets)
+            return self._attend(operands, window, bias)
         # A kernel for each.
         return jax.lax.cond(
             operands_of_call.global_layer,
-            lambda: self._attend(operands, None, offsets),
-            lambda: self._attend(operands, self.form.window, offsets),
+            lambda: self._attend(operands, None, bias),
+            lambda: self._attend(operands, self.form.window, bias),
         )
 
     def _key(self, key: Value, groups: int) -> Value:
         return (
-            self.heads.own(key, self.count)
+            self.heads.local_kv(key, self.count)
             if key.ndim == 4
             else jnp.broadcast_to(key[:, :, None], (*key.shape[:2], groups, key.shape[2]))
         )
 
     def _attend(
-        self, operands: Sequence[Value], window: Index | None, offsets: PositionBias | None
+        self, operands: Sequence[Value], window: Index | None, bias: PositionBias | None
     ) -> Value:
         scores = Scores(scale=self.form.scale, softcap=self.form.softcap)
-        if self.along is None:
+        if self.cut is None:
             query, key, value, *documents = operands
             return self.kernels.attention(
                 query,
@@ -681,15 +688,15 @@ class AttentionCall:
                 value,
                 (*documents, *documents) if documents else None,
                 scores=scores,
-                mask=AttentionMask(causal=self.form.causal, window=window, offsets=offsets),
+                mask=AttentionMask(causal=self.form.causal, window=window, bias=bias),
             )
         if not self.ring:
             return Collected(
-                cut=self.along, scores=scores, causal=self.form.causal, kernels=self.kernels
-            ).exchanged(*operands, window=window, offsets=offsets)
-        ring = Ring(cut=self.along, scores=scores, causal=self.form.causal)
-        return self.along.collected_inside(
-            ring.attention(*map(self.along.dealt_inside, operands), window=window, offsets=offsets)
+                cut=self.cut, scores=scores, causal=self.form.causal, kernels=self.kernels
+            ).exchanged(*operands, window=window, bias=bias)
+        ring = Ring(cut=self.cut, scores=scores, causal=self.form.causal)
+        return self.cut.collected_inside(
+            ring.attention(*map(self.cut.dealt_inside, operands), window=window, bias=bias)
         )
 
 
@@ -698,7 +705,7 @@ def _joined(parts: Sequence[Value]) -> Value:
 
 
 # --------------------------------------------------------------------------------------------------
-# A manual region that all devices along some axes compute alike, whose gradients need not be
+# A manual region that all devices along some axes compute equally, whose gradients need not be
 # summed.
 #
 # JAX assumes that every device contributes to the gradient of an argument that such a region reads
@@ -707,7 +714,7 @@ def _joined(parts: Sequence[Value]) -> Value:
 # are made and read without communication, forward and backward.
 
 
-def alike(
+def replicated_region(
     regions: Regions, function: Function, arguments: Sequence[PartitionSpec], result: PartitionSpec
 ) -> Function:
     """`Regions.manual` for a function that gives the same on all devices along the axes that shard
@@ -778,8 +785,8 @@ def _ways(
     )
 
 
-def _with_backward(there: Function, back: Function) -> Function:
+def _with_backward(forward: Function, backward: Function) -> Function:
     """A function whose backward pass is another function."""
-    turned = jax.custom_vjp(there)
-    turned.defvjp(lambda array: (there(array), None), lambda _, cotangent: (back(cotangent),))
+    turned = jax.custom_vjp(forward)
+    turned.defvjp(lambda array: (forward(array), None), lambda _, cotangent: (backward(cotangent),))
     return turned

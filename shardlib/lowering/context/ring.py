@@ -27,14 +27,14 @@ import jax.numpy as jnp
 from shardlib.jax_types import Index, Value
 from shardlib.lowering.context.block import (
     CAUSAL,
+    QKV,
     AttentionMask,
     AttentionPart,
-    Inputs,
     MaskInputs,
     OutputCotangents,
     PositionBias,
+    Positions,
     Scores,
-    Tokens,
     attend,
     attend_backward,
     nothing,
@@ -72,7 +72,7 @@ class Ring:
         segments: Value | None = None,
         *,
         window: Index | None = None,
-        offsets: PositionBias | None = None,
+        bias: PositionBias | None = None,
     ) -> Value:
         """Attention of this device's queries to all keys; inside of a region that is manual over
         the axis.
@@ -86,7 +86,7 @@ class Ring:
         Returns:
             [B, S / N, H, V], of the dtype of the values.
         """
-        mask = AttentionMask(window=self.window if window is None else window, offsets=offsets)
+        mask = AttentionMask(window=self.window if window is None else window, bias=bias)
         static_window, inputs = mask.split
         ring = replace(self, window=static_window)
         return _with_gradients(ring, query, key, value, segments, inputs)
@@ -98,14 +98,14 @@ class Ring:
         ring, local = replace(self, cut=self.cut.tied_to(query)), query.shape[1]
 
         def turn(
-            number: Index, part: AttentionPart, goes: tuple[Any, ...]
+            number: Index, part: AttentionPart, moving: tuple[Any, ...]
         ) -> tuple[AttentionPart, tuple[Any, ...]]:
-            all_inputs = Inputs(
+            all_inputs = QKV(
                 query=query,
-                key=goes[0],
-                value=goes[1],
+                key=moving[0],
+                value=moving[1],
                 rows=ring._tokens(0, local, segments),
-                columns=ring._tokens(number, local, *goes[2:]),
+                columns=ring._tokens(number, local, *moving[2:]),
             )
 
             def work(rows: slice, columns: slice, mask: AttentionMask) -> AttentionPart:
@@ -116,10 +116,10 @@ class Ring:
                     jax.tree.map(lambda all_: all_[:, rows], part) + attended,
                 )
 
-            return ring._turn(number, local, inputs, work, part), goes
+            return ring._turn(number, local, inputs, work, part), moving
 
         return ring._all_turns(
-            turn, nothing(query, value.shape[-1]), _travelling(key, value, segments), local
+            turn, nothing(query, value.shape[-1]), _moving(key, value, segments), local
         )[0]
 
     def backward(
@@ -133,16 +133,16 @@ class Ring:
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of the distance biases, in float32."""
         ring, local = replace(self, cut=self.cut.tied_to(query)), query.shape[1]
-        arrays = () if inputs.offsets is None else (inputs.offsets.array,)
+        arrays = () if inputs.bias is None else (inputs.bias.array,)
         zeros = tuple(jnp.zeros(leaf.shape, jnp.float32) for leaf in (key, value, query, *arrays))
 
-        def turn(number: Index, stays: Any, goes: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-            all_inputs = Inputs(
+        def turn(number: Index, state: Any, moving: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+            all_inputs = QKV(
                 query=query,
-                key=goes[2],
-                value=goes[3],
+                key=moving[2],
+                value=moving[3],
                 rows=ring._tokens(0, local, segments),
-                columns=ring._tokens(number, local, *goes[4:]),
+                columns=ring._tokens(number, local, *moving[4:]),
             )
 
             def work(rows: slice, columns: slice, mask: AttentionMask) -> tuple[Any, ...]:
@@ -161,15 +161,15 @@ class Ring:
                     ),
                 )
 
-            before = stays[0], *goes[:2], *stays[1:]
+            before = state[0], *moving[:2], *state[1:]
             to_query, to_key, to_value, *more = ring._turn(number, local, inputs, work, before)
-            return (to_query, *more), (to_key, to_value, *goes[2:])
+            return (to_query, *more), (to_key, to_value, *moving[2:])
 
-        stays, goes = ring._all_turns(
-            turn, zeros[2:], (*zeros[:2], *_travelling(key, value, segments)), local
+        state, moving = ring._all_turns(
+            turn, zeros[2:], (*zeros[:2], *_moving(key, value, segments)), local
         )
-        home = ring._send(goes[:2], ring.cut.ways - ring.turns(local)[-1])
-        return stays[0], *home, *stays[1:]
+        returned = ring._send(moving[:2], ring.cut.ways - ring.turns(local)[-1])
+        return state[0], *returned, *state[1:]
 
     def turns(self, local: int) -> tuple[int, ...]:
         """Distances in devices of the turns in which some device attends to some keys, for `local`
@@ -194,12 +194,12 @@ class Ring:
             if query_run >= key_run or not self.causal
         ]
         return any(
-            not self.window or not far or (abs(far) - 1) * length + 1 < self.window
-            for far in distances
+            not self.window or not distance or (abs(distance) - 1) * length + 1 < self.window
+            for distance in distances
         )
 
     def _all_turns(
-        self, turn: Turn, stays: Any, goes: tuple[Any, ...], local: int
+        self, turn: Turn, state: Any, moving: tuple[Any, ...], local: int
     ) -> tuple[Any, tuple[Any, ...]]:
         """All turns, with a message after each but the last."""
         turns = self.turns(local)
@@ -207,27 +207,27 @@ class Ring:
         def step(
             carry: tuple[Any, tuple[Any, ...]], number: Index
         ) -> tuple[tuple[Any, tuple[Any, ...]], None]:
-            stays, goes = turn(number, *carry)
-            return (stays, self._send(goes)), None
+            state, moving = turn(number, *carry)
+            return (state, self._send(moving)), None
 
-        stays, goes = turn(0, stays, goes)
+        state, moving = turn(0, state, moving)
         if len(turns) == self.cut.ways > 1:
-            (stays, goes), _ = jax.lax.scan(
-                step, (stays, self._send(goes)), jnp.arange(1, self.cut.ways - 1)
+            (state, moving), _ = jax.lax.scan(
+                step, (state, self._send(moving)), jnp.arange(1, self.cut.ways - 1)
             )
-            return turn(self.cut.ways - 1, stays, goes)
+            return turn(self.cut.ways - 1, state, moving)
         for last, number in pairwise(turns):
-            stays, goes = turn(number, stays, self._send(goes, number - last))
-        return stays, goes
+            state, moving = turn(number, state, self._send(moving, number - last))
+        return state, moving
 
-    def _send(self, arrays: tuple[Any, ...], far: int = 1) -> tuple[Any, ...]:
+    def _send(self, arrays: tuple[Any, ...], hop: int = 1) -> tuple[Any, ...]:
         return (
-            tuple(self.cut.passed(leaf, far) for leaf in arrays) if far % self.cut.ways else arrays
+            tuple(self.cut.passed(leaf, hop) for leaf in arrays) if hop % self.cut.ways else arrays
         )
 
-    def _tokens(self, number: Index, local: int, segments: Value | None = None) -> Tokens:
+    def _tokens(self, number: Index, local: int, segments: Value | None = None) -> Positions:
         """Positions and documents of the tokens that come from `number` devices away."""
-        return Tokens(
+        return Positions(
             position=self.cut.positions((self.cut.device() - number) % self.cut.ways, local),
             document=segments,
         )
@@ -253,7 +253,7 @@ class Ring:
         return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: before)
 
 
-def _travelling(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
+def _moving(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
     """The arrays that are passed around."""
     return (key, value) if segments is None else (key, value, segments)
 
@@ -282,11 +282,11 @@ class OneDevice:
         query: Value,
         key: Value,
         value: Value,
-        places: tuple[Tokens, Tokens],
+        places: tuple[Positions, Positions],
         inputs: MaskInputs,
     ) -> AttentionPart:
         """Attention as a part, before it is cast."""
-        arrays = Inputs(query=query, key=key, value=value, rows=places[0], columns=places[1])
+        arrays = QKV(query=query, key=key, value=value, rows=places[0], columns=places[1])
         return attend(arrays, self._mask(inputs), self.scores)
 
     def backward(
@@ -294,12 +294,12 @@ class OneDevice:
         query: Value,
         key: Value,
         value: Value,
-        places: tuple[Tokens, Tokens],
+        places: tuple[Positions, Positions],
         inputs: MaskInputs,
         incoming: OutputCotangents,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of the distance biases, in float32."""
-        arrays = Inputs(query=query, key=key, value=value, rows=places[0], columns=places[1])
+        arrays = QKV(query=query, key=key, value=value, rows=places[0], columns=places[1])
         return attend_backward(arrays, self._mask(inputs), self.scores, incoming)
 
     def _mask(self, inputs: MaskInputs) -> AttentionMask:
@@ -311,8 +311,8 @@ def attention(
     query: Value,
     key: Value,
     value: Value,
-    rows: Tokens,
-    columns: Tokens,
+    rows: Positions,
+    columns: Positions,
     mask: AttentionMask = CAUSAL,
 ) -> Value:
     """Attention of queries to keys, with gradients.

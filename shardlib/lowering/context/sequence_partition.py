@@ -153,9 +153,9 @@ class Cut:
         element = jax.lax.stop_gradient(array)[(0,) * array.ndim]
         return replace(self, number=jax.lax.optimization_barrier((self.device(), element))[0])
 
-    def passed(self, array: Value, far: int = 1) -> Value:
-        """The array of the device whose index is smaller by `far`."""
-        return self._permute(array, [(i, (i + far) % self.ways) for i in range(self.ways)])
+    def passed(self, array: Value, hop: int = 1) -> Value:
+        """The array of the device whose index is smaller by `hop`."""
+        return self._permute(array, [(i, (i + hop) % self.ways) for i in range(self.ways)])
 
     def numbers(self, device: Number) -> tuple[Number, ...]:
         """Indices of the runs of a device."""
