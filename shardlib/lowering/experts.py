@@ -316,7 +316,7 @@ def permuted(copies: int, rows: jax.Array, sources: jax.Array, targets: jax.Arra
     Args:
         rows: [N, D].
         sources: index of the copy in each of M places, int [M]; -1 for none.
-        targets: place of every copy, int [N copies]; -1 if it has none. The inverse of `there`.
+        targets: place of every copy, int [N copies]; -1 if it has none. The inverse of `sources`.
 
     Returns:
         [M, D], zeros where there is no copy.
@@ -342,22 +342,22 @@ def take_rows(rows: jax.Array, numbers: jax.Array, copies: int = 1) -> jax.Array
 
 
 def _permute_forward(
-    copies: int, rows: jax.Array, there: jax.Array, back: jax.Array
+    copies: int, rows: jax.Array, sources: jax.Array, targets: jax.Array
 ) -> tuple[Any, Any]:
-    return take_rows(rows, there, copies), back
+    return take_rows(rows, sources, copies), targets
 
 
 def _permute_backward(
-    copies: int, back: jax.Array, cotangent: jax.Array
+    copies: int, targets: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, None, None]:
-    home = take_rows(cotangent, back)
+    returned = take_rows(cotangent, targets)
     if copies > 1:
-        home = (
-            home.reshape(-1, copies, home.shape[1])
+        returned = (
+            returned.reshape(-1, copies, returned.shape[1])
             .sum(1, dtype=jnp.float32)
             .astype(cotangent.dtype)
         )
-    return home, None, None
+    return returned, None, None
 
 
 permuted.defvjp(_permute_forward, _permute_backward)
@@ -508,9 +508,9 @@ def exchange_round(axes: ExpertSharding, queue: Queue, number: Index) -> Exchang
 
 def _without_exchange(queue: Queue) -> ExchangeRound:
     count, waiting = queue.counts.shape[1], jnp.take(queue.expert, queue.order)
-    there = jnp.where(waiting < count, queue.order, -1)
+    sources = jnp.where(waiting < count, queue.order, -1)
     return ExchangeRound(
-        sources=there,
+        sources=sources,
         targets=jnp.where(queue.expert < count, queue.rank, -1),
         expert=waiting,
         dispatch=lambda rows: rows,
@@ -525,12 +525,12 @@ def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     passed = number * rows_per_message
     first = queue.starts[:-1:local]
     place = first[:, None] + passed + jnp.arange(rows_per_message)
-    there = jnp.where(
+    sources = jnp.where(
         place < queue.starts[local::local, None], jnp.take(queue.order, place, mode="clip"), -1
     ).reshape(-1)
     device = queue.expert // local  # the number of devices for dropped assignments
     slot = queue.rank - jnp.take(first, device, mode="clip") - passed
-    back = jnp.where(
+    targets = jnp.where(
         (slot >= 0) & (slot < rows_per_message) & (device < size),
         device * rows_per_message + slot,
         -1,
@@ -552,7 +552,7 @@ def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
         ).reshape(size * rows_per_message, -1)
 
     return ExchangeRound(
-        sources=there, targets=back, expert=expert, dispatch=exchanged, combine=exchanged
+        sources=sources, targets=targets, expert=expert, dispatch=exchanged, combine=exchanged
     )
 
 
@@ -575,8 +575,8 @@ def _ragged(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     size = jnp.clip((number + 1) * window - arrivals, 0, from_to) - start
     first, landing = waiting + start, arrivals + start - number * window
     me = jax.lax.axis_index(axes.expert)
-    there = first[me], size[me], landing[me], size[:, me]
-    back = landing[:, me], size[:, me], first[:, me], size[me]
+    sizes = first[me], size[me], landing[me], size[:, me]
+    reverse = landing[:, me], size[:, me], first[:, me], size[me]
     ends = jnp.cumsum(_local_counts(axes, queue).reshape(-1))
     row = number * window + jnp.arange(window)
     piece = jnp.sum(row[:, None] >= ends[None, :], -1, dtype=jnp.int32)
@@ -585,8 +585,8 @@ def _ragged(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
         sources=base.sources,
         targets=base.targets,
         expert=jnp.where(piece < ends.shape[0], piece % local, local),
-        dispatch=lambda rows: _exchange(axes.expert, (window, assignments), there, back, rows),
-        combine=lambda rows: _exchange(axes.expert, (assignments, window), back, there, rows),
+        dispatch=lambda rows: _exchange(axes.expert, (window, assignments), sizes, reverse, rows),
+        combine=lambda rows: _exchange(axes.expert, (assignments, window), reverse, sizes, rows),
     )
 
 
@@ -597,24 +597,27 @@ _Sizes = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _exchange(
-    axes: tuple[str, ...], room: tuple[int, int], there: _Sizes, back: _Sizes, rows: jax.Array
+    axes: tuple[str, ...], buffers: tuple[int, int], sizes: _Sizes, reverse: _Sizes, rows: jax.Array
 ) -> jax.Array:
     """Rows after an exchange; zeros in places that receive no row.
 
     Args:
-        room: sizes of the receive buffer and of the send buffer, rows.
-        back: the reverse exchange.
+        buffers: sizes of the receive buffer and of the send buffer, rows.
+        reverse: the sizes of the reverse exchange.
     """
-    out = jnp.zeros((room[0], rows.shape[1]), rows.dtype)
-    return jax.lax.ragged_all_to_all(rows, out, *there, axis_name=axes)
+    out = jnp.zeros((buffers[0], rows.shape[1]), rows.dtype)
+    return jax.lax.ragged_all_to_all(rows, out, *sizes, axis_name=axes)
 
 
 _exchange.defvjp(
-    lambda axes, room, there, back, rows: (_exchange(axes, room, there, back, rows), (back, there)),
-    lambda axes, room, reverse, cotangent: (
+    lambda axes, buffers, sizes, reverse, rows: (
+        _exchange(axes, buffers, sizes, reverse, rows),
+        (reverse, sizes),
+    ),
+    lambda axes, buffers, reverse, cotangent: (
         None,
         None,
-        _exchange(axes, room[::-1], *reverse, cotangent),
+        _exchange(axes, buffers[::-1], *reverse, cotangent),
     ),
 )
 
@@ -638,11 +641,11 @@ KEPT = "shardlib_expert_rows"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed:
+class Rounds:
     """The dispatch, expert computation and combine of one call."""
 
     form: ExpertForm
-    where: ExpertSharding
+    axes: ExpertSharding
 
     def all(
         self, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
@@ -654,12 +657,12 @@ class Routed:
             x: tokens [N, D].
             weights: of the chosen experts, [N, K].
         """
-        if self.where.ways == 1 or (
-            self.where.exchange == "dense" and self.where.message_rows(weights.size) >= weights.size
+        if self.axes.ways == 1 or (
+            self.axes.exchange == "dense" and self.axes.message_rows(weights.size) >= weights.size
         ):
             return self.round(queue, 0, x, weights, parameters)
-        further, *entered = cast(tuple[Any, ...], _overflow(self, queue, x, weights, parameters))
-        return self.round(queue, 0, *entered) + further
+        overflow, *entered = cast(tuple[Any, ...], _overflow(self, queue, x, weights, parameters))
+        return self.round(queue, 0, *entered) + overflow
 
     def round(
         self,
@@ -671,19 +674,19 @@ class Routed:
     ) -> jax.Array:
         """`all`, for the assignments of one round."""
         per_token = weights.shape[1]
-        now = exchange_round(self.where, queue, number)
-        there, back, expert = (kept(places) for places in (now.sources, now.targets, now.expert))
-        rows = now.dispatch(permuted(per_token, x, there, back))
-        home = kept(
+        sent = exchange_round(self.axes, queue, number)
+        sources, targets, expert = map(saved, (sent.sources, sent.targets, sent.expert))
+        rows = sent.dispatch(permuted(per_token, x, sources, targets))
+        returned = saved(
             permuted(
                 1,
-                now.combine(self._experts(rows, expert, parameters, ordered=now.ordered)),
-                back,
-                there,
+                sent.combine(self._experts(rows, expert, parameters, ordered=sent.ordered)),
+                targets,
+                sources,
             )
         )
         return jnp.einsum(
-            "nk,nkd->nd", weights.astype(home.dtype), home.reshape(*weights.shape, -1)
+            "nk,nkd->nd", weights.astype(returned.dtype), returned.reshape(*weights.shape, -1)
         )
 
     def _experts(
@@ -697,8 +700,8 @@ class Routed:
         """Results [M, D] of rows [M, D] for the local experts [M]."""
         if ordered:
             return self._multiplied(rows, expert, parameters)
-        order = kept(jnp.argsort(expert))
-        rank = kept(jnp.argsort(order))
+        order = saved(jnp.argsort(expert))
+        rank = saved(jnp.argsort(order))
         return permuted(
             1,
             self._multiplied(permuted(1, rows, order, rank), jnp.take(expert, order), parameters),
@@ -714,20 +717,20 @@ class Routed:
         sizes = jnp.diff(
             jnp.searchsorted(expert, jnp.arange(up.shape[0] + 1, dtype=expert.dtype))
         ).astype(jnp.int32)
-        grouped, rows = self.where.grouped, kept(rows)
-        hidden = kept(grouped.matmul(rows, up, sizes))
-        gates = kept(grouped.matmul(rows, gate[0], sizes)) if gate else None
+        grouped, rows = self.axes.grouped, saved(rows)
+        hidden = saved(grouped.matmul(rows, up, sizes))
+        gates = saved(grouped.matmul(rows, gate[0], sizes)) if gate else None
         return grouped.matmul(self.form.activated(hidden, gates), down, sizes)
 
 
-def kept(array: jax.Array) -> jax.Array:
+def saved(array: jax.Array) -> jax.Array:
     """An array that is saved for the backward pass."""
     return checkpoint_name(array, KEPT)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _overflow(
-    work: Routed, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+    work: Rounds, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     """Results of all rounds but the first, and the other arguments unchanged.
 
@@ -735,7 +738,7 @@ def _overflow(
     function, which adds those of further rounds to them in place.
     """
 
-    def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def one_round(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, result = state
         return number + 1, result + work.round(queue, number, x, weights, parameters)
 
@@ -743,7 +746,7 @@ def _overflow(
         return (
             jax.lax.while_loop(
                 lambda state: state[0] < queue.rounds,
-                turn,
+                one_round,
                 (jnp.ones((), jnp.int32), jnp.zeros_like(x)),
             )[1],
             x,
@@ -753,25 +756,25 @@ def _overflow(
 
 
 def _overflow_forward(
-    work: Routed, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+    work: Rounds, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
 ) -> tuple[Any, Any]:
     return _overflow(work, queue, x, weights, parameters), (queue, x, weights, parameters)
 
 
 def _overflow_backward(
-    work: Routed, saved: tuple[Any, ...], cotangents: tuple[Any, ...]
+    work: Rounds, saved: tuple[Any, ...], cotangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     queue, *leaves = saved
-    further, *gradients = cotangents
+    overflow, *gradients = cotangents
 
-    def turn(state: tuple[Any, Any]) -> tuple[Any, Any]:
+    def one_round(state: tuple[Any, Any]) -> tuple[Any, Any]:
         number, so_far = state
         pull = jax.vjp(lambda *leaves: work.round(queue, number, *leaves), *leaves)[1]
-        return number + 1, jax.tree.map(jnp.add, so_far, list(pull(further)))
+        return number + 1, jax.tree.map(jnp.add, so_far, list(pull(overflow)))
 
     with jax.named_scope(OVERFLOW):
         summed = jax.lax.while_loop(
-            lambda state: state[0] < queue.rounds, turn, (jnp.ones((), jnp.int32), gradients)
+            lambda state: state[0] < queue.rounds, one_round, (jnp.ones((), jnp.int32), gradients)
         )[1]
     return None, *summed
 
@@ -814,10 +817,10 @@ def routed(
     """
     per_token = chosen.shape[-1]
     queue, dropped = queue_of(form, axes, chosen.reshape(-1, per_token), up.shape[0] * axes.ways)
-    queue = jax.tree.map(kept, queue)
+    queue = jax.tree.map(saved, queue)
     parameters = (up, down) if gate is None else (up, down, gate)
     result = (
-        Routed(form=form, where=axes)
+        Rounds(form=form, axes=axes)
         .all(queue, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters)
         .reshape(x.shape)
     )
@@ -883,11 +886,11 @@ class ExpertMatrices:
             gathered={dim: axes[len(compute.get(dim, ())) :] for dim, axes in stored.items()},
         )
 
-    def whole(self, array: jax.Array, regions: Regions) -> jax.Array:
+    def gather(self, array: jax.Array, regions: Regions) -> jax.Array:
         """The operand in its compute sharding; inside the region. Its gradient is reduce-scattered
         as others are (`shardlib.lowering.weights`).
         """
-        back = Reduction(
+        reduction = Reduction(
             scattered={dim: axes for dim, axes in self.gathered.items() if axes}, all_reduced=()
         )
 
@@ -899,26 +902,26 @@ class ExpertMatrices:
         run = jax.custom_vjp(forward)
         run.defvjp(
             lambda array: (forward(array), None),
-            lambda _, cotangent: (back.apply(cotangent, regions, stacked=True),),
+            lambda _, cotangent: (reduction.apply(cotangent, regions, stacked=True),),
         )
         return run(array)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed:
+class ExpertCall:
     """The shardings of a call.
 
     Attributes:
         tokens: mesh axes that shard batch and sequence of the tokens.
-        over: mesh axes that shard the hidden width, over which results are summed.
+        hidden: mesh axes that shard the hidden width, over which results are summed.
         scattered: whether these shard the sequence of tokens and results outside.
         matrices: up, down, and gate if there is one.
     """
 
     form: ExpertForm
-    where: ExpertSharding
+    axes: ExpertSharding
     tokens: tuple[tuple[str, ...], ...]
-    over: tuple[str, ...]
+    hidden: tuple[str, ...]
     scattered: bool
     matrices: tuple[ExpertMatrices, ...]
 
@@ -936,14 +939,16 @@ class Placed:
             x: jax.Array, weights: jax.Array, chosen: jax.Array, *parameters: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             used = [
-                checkpoint_name(matrices.whole(array, regions), GATHERED)
+                checkpoint_name(matrices.gather(array, regions), GATHERED)
                 for matrices, array in zip(self.matrices, parameters, strict=True)
             ]
             # Gathered here, and not on entry, tokens are gathered in their own dtype, the backward
             # pass saves shards of them, and their gradient is reduce-scattered.
             if self.scattered:
-                x = checkpoint_name(jax.lax.all_gather(x, self.over, axis=1, tiled=True), GATHERED)
-            return routed(self.form, self.where, x, weights, chosen, *used)
+                x = checkpoint_name(
+                    jax.lax.all_gather(x, self.hidden, axis=1, tiled=True), GATHERED
+                )
+            return routed(self.form, self.axes, x, weights, chosen, *used)
 
         # The backward pass gathers matrices and tokens again, since those of all layers are the
         # whole model; except in a rematerialised layer, where those gathered by the recomputed
@@ -951,12 +956,12 @@ class Placed:
         result, dropped = saving(run, KEPT, *([GATHERED] if recomputes() else []))(
             x, weights, chosen, *parameters
         )
-        if not self.over:
+        if not self.hidden:
             return result, dropped
         return (
-            jax.lax.psum_scatter(result, self.over, scatter_dimension=1, tiled=True)
+            jax.lax.psum_scatter(result, self.hidden, scatter_dimension=1, tiled=True)
             if self.scattered
-            else jax.lax.psum(result, self.over)
+            else jax.lax.psum(result, self.hidden)
         ), dropped
 
 
@@ -994,7 +999,7 @@ def lower_experts(
     batch, sequence = placed.tokens
     rows, after = (
         PartitionSpec(*(axes or None for axes in (batch, along)[: len(layout) - 1]))
-        for along in (sequence, (*sequence, *placed.over) if placed.scattered else sequence)
+        for along in (sequence, (*sequence, *placed.hidden) if placed.scattered else sequence)
     )
     specs = (after, rows, rows, *(regions.spec(matrices.rest, 3) for matrices in placed.matrices))
     run = regions.manual(
@@ -1015,7 +1020,7 @@ def _expert_call(
     tokens: Layout,
     grouped: Grouped,
     regions: Regions,
-) -> Placed:
+) -> ExpertCall:
     """The shardings of a call, see `lower_experts`; `tokens` is the layout of its tokens."""
     form = site.call.form
     shared, hidden = _matrix_axes(site, parameters[3], regions)
@@ -1032,11 +1037,11 @@ def _expert_call(
         every=(*batch, *sequence),
         grouped=grouped,
     )
-    return Placed(
+    return ExpertCall(
         form=form,
-        where=expert_axes,
+        axes=expert_axes,
         tokens=(batch, sequence),
-        over=regions.physical_axes(hidden),
+        hidden=regions.physical_axes(hidden),
         scattered=bool(hidden) and len(tokens) > 2 and tokens[1] == (*along, *hidden),
         matrices=tuple(
             ExpertMatrices.of(

@@ -20,10 +20,10 @@ from shardlib.layout import MeshShape
 from shardlib.lowering.collectives import Regions
 from shardlib.lowering.experts import (
     OVERFLOW,
+    ExpertCall,
     ExpertMatrices,
     ExpertSharding,
     Grouped,
-    Placed,
     permuted,
     routed,
 )
@@ -349,11 +349,11 @@ def test_what_the_backward_pass_finds(around, recomputed):
     machine = Regions(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
     matrices = ExpertMatrices(rest={0: ("expert",), 1: ("fsdp",)}, gathered={1: ("fsdp",)})
     where = ExpertSharding(expert=("expert",), ways=4, every=tuple(axes), grouped=BLOCKS)
-    placed = Placed(
+    placed = ExpertCall(
         form=ExpertForm(),
-        where=where,
+        axes=where,
         tokens=(tuple(axes), ()),
-        over=(),
+        hidden=(),
         scattered=False,
         matrices=(matrices,) * 3,
     )
@@ -408,7 +408,7 @@ def test_tokens_are_gathered_three_times(around):
     widths = [
         ExpertMatrices(rest={0: ("expert",), dim: ("tensor",)}, gathered={}) for dim in (2, 1, 2)
     ]
-    placed = Placed(
+    placed = ExpertCall(
         form=ExpertForm(),
         where=ExpertSharding(expert=("expert",), ways=2, every=("expert",), grouped=BLOCKS),
         tokens=(("expert",), ()),
