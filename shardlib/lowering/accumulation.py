@@ -5,7 +5,7 @@ Random numbers are drawn at the positions that rows have in the whole batch:
 
 >>> key, rows = jax.random.key(0), jnp.arange(1, 8, 2, dtype=jnp.uint32)
 >>> whole = jax.random.bits(key, (3, 8))
->>> part = bits(key, rows, Draw(dim=1, inner=1), shape=(3, 4), parts=2, width=32)
+>>> part = bits(key, rows, Draw(dim=1, inner=1), shape=(3, 4), count=2, width=32)
 >>> bool((part == whole[:, 1::2]).all())
 True
 """
@@ -54,19 +54,19 @@ from shardlib.tracing.trace import result_names
 # A global batch divided into microbatches, whose gradients are summed.
 #
 # Every device takes each microbatch from its own rows: the batch dim of B rows is reshaped to
-# [B / parts, parts], and microbatch i is column i. No row changes its device; a microbatch is a
+# [B / count, count], and microbatch i is column i. No row changes its device; a microbatch is a
 # strided sample of the batch. Losses and metrics are averaged over the microbatches
 # (`contribution` has rewritten their loss so that this average is the loss of the whole batch).
 # Per-row metrics are reassembled in the order of the batch.
 
 
-def microbatch_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tree:
+def microbatch_of(batch: Tree, dims: Mapping[str, int | None], count: int) -> Tree:
     """The abstract batch of one microbatch.
 
     Args:
         dims: dim of the rows of each array, by path; None if it has none.
     """
-    if parts == 1:
+    if count == 1:
         return batch
     failures = (
         []
@@ -78,16 +78,16 @@ def microbatch_of(batch: Tree, dims: Mapping[str, int | None], parts: int) -> Tr
         dim = dims[batch_path(path)]
         shape = list(leaf.shape)
         if dim is not None:
-            if shape[dim] % parts:
+            if shape[dim] % count:
                 failures.append(f"{batch_path(path)} has {shape[dim]} rows in dim {dim}")
-            shape[dim] //= parts
+            shape[dim] //= count
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
     tree = jax.tree_util.tree_map_with_path(part, batch)
     if failures:
         raise_all(
             BatchError,
-            f"the batch cannot be worked through in {parts} microbatches",
+            f"the batch cannot be worked through in {count} microbatches",
             failures,
             hint="pin microbatches to a divisor of the batch",
         )
@@ -151,13 +151,13 @@ class Microbatches:
     def split(self, batch: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
         """Stacks the microbatches along a new leading dim."""
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
-        cuts = [self.dims[batch_path(path)] for path, _ in leaves]
+        dims = [self.dims[batch_path(path)] for path, _ in leaves]
         stacked = [
             dim.microbatch_keys(leaf, self.count)
             if isinstance(dim, KeyFold)
             else _stack(leaf, dim, self.count, sharding)
             for (_, leaf), dim, sharding in zip(
-                leaves, cuts, jax.tree.leaves(self.shardings), strict=True
+                leaves, dims, jax.tree.leaves(self.shardings), strict=True
             )
             if dim is not None
         ]
@@ -167,15 +167,15 @@ class Microbatches:
             return structure.unflatten(
                 [
                     leaf if dim is None else next(remaining)
-                    for (_, leaf), dim in zip(leaves, cuts, strict=True)
+                    for (_, leaf), dim in zip(leaves, dims, strict=True)
                 ]
             )
 
         return stacked, join
 
 
-def _stack(leaf: jax.Array, dim: int, parts: int, sharding: NamedSharding) -> jax.Array:
-    shape = (*leaf.shape[:dim], leaf.shape[dim] // parts, parts, *leaf.shape[dim + 1 :])
+def _stack(leaf: jax.Array, dim: int, count: int, sharding: NamedSharding) -> jax.Array:
+    shape = (*leaf.shape[:dim], leaf.shape[dim] // count, count, *leaf.shape[dim + 1 :])
     stacked = jnp.moveaxis(leaf.reshape(shape), dim + 1, 0)
     return jax.lax.with_sharding_constraint(
         stacked, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
@@ -184,11 +184,11 @@ def _stack(leaf: jax.Array, dim: int, parts: int, sharding: NamedSharding) -> ja
 
 def _unstack(stacked: jax.Array, rows: RowDim) -> jax.Array:
     """The rows of the whole batch from those of its microbatches (the inverse of `_stack`)."""
-    parts, dim, inner = stacked.shape[0], rows.dim, rows.inner
+    count, dim, inner = stacked.shape[0], rows.dim, rows.inner
     shape = stacked.shape[1:]
-    seen = stacked.reshape(parts, *shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :])
+    seen = stacked.reshape(count, *shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :])
     return jnp.moveaxis(seen, 0, dim + 1).reshape(
-        *shape[:dim], parts * shape[dim], *shape[dim + 1 :]
+        *shape[:dim], count * shape[dim], *shape[dim + 1 :]
     )
 
 
@@ -321,10 +321,15 @@ class DeferredReductions:
         )
 
     def _loss(
-        self, params: Tree, state: Tree, batch: Tree, sums: PartialSums, beside: Mapping[str, Any]
+        self,
+        params: Tree,
+        state: Tree,
+        batch: Tree,
+        sums: PartialSums,
+        with_array: Mapping[str, Any],
     ) -> Tree:
         def change(walk: Walk) -> Walk:
-            return replace(walk, beside=beside, arrays=sums)
+            return replace(walk, with_array=with_array, arrays=sums)
 
         return loss_in_layouts(self.traced, self.layouts, change)(
             self.all_params(params), state, batch
@@ -365,8 +370,8 @@ def accumulate_deferred(
     """Gradients over all microbatches: (params, state) -> ((loss, (metrics, state)), gradients)."""
     stacked, join = microbatches.split(batch)
     widens = deferred.reductions.accumulator
-    cuts = jax.tree.leaves(gradient)
-    others = [i for i in range(len(cuts)) if i not in deferred.fully_deferred]
+    specs = jax.tree.leaves(gradient)
+    others = [i for i in range(len(specs)) if i not in deferred.fully_deferred]
 
     def run(params: Tree, first: Tree) -> Any:
         leaves, structure = jax.tree.flatten(params)
@@ -386,7 +391,7 @@ def accumulate_deferred(
                 earlier, argnums=(0, 1), has_aux=True
             )([leaves[i] for i in others], sums, state, slices)
             totals = [
-                _constrain(total + _constrain(gradient, cuts[i]).astype(total.dtype), cuts[i])
+                _constrain(total + _constrain(gradient, specs[i]).astype(total.dtype), specs[i])
                 for i, total, gradient in zip(others, totals, gradients, strict=True)
             ]
             return (
@@ -398,7 +403,8 @@ def accumulate_deferred(
             ), (value, metrics)
 
         zeros = [
-            _constrain(jnp.zeros(leaves[i].shape, widens(leaves[i].dtype)), cuts[i]) for i in others
+            _constrain(jnp.zeros(leaves[i].shape, widens(leaves[i].dtype)), specs[i])
+            for i in others
         ]
         (state, totals, sums), (values, metrics) = jax.lax.scan(
             body, (first, zeros, deferred.zeros()), [leaf[:-1] for leaf in stacked]
@@ -415,8 +421,8 @@ def accumulate_deferred(
             )
         ]
         means = [
-            (_constrain(total, cut) / microbatches.count).astype(leaf.dtype)
-            for total, cut, leaf in zip(all_of, cuts, leaves, strict=True)
+            (_constrain(total, spec) / microbatches.count).astype(leaf.dtype)
+            for total, spec, leaf in zip(all_of, specs, leaves, strict=True)
         ]
         results = microbatches.whole_results(values, metrics, value, last, after)
         return results, structure.unflatten(means)
@@ -511,30 +517,30 @@ _LOW = 0xFFFFFFFF
 
 
 def whole_batch_draw(
-    eqn: Eqn, keys: jax.Array, rows: jax.Array, draw: Draw, parts: int
+    eqn: Eqn, keys: jax.Array, rows: jax.Array, draw: Draw, count: int
 ) -> tuple[jax.Array, ...]:
     """The results of a draw of random numbers."""
     shape = tuple(eqn.params["shape"])
     if eqn.primitive.name == "random_bits":
-        return (bits(keys, rows, draw, shape=shape, parts=parts, width=eqn.params["bit_width"]),)
-    words = jnp.stack(_threefry(keys, rows, draw, shape, parts), axis=-1)
+        return (bits(keys, rows, draw, shape=shape, count=count, width=eqn.params["bit_width"]),)
+    words = jnp.stack(_threefry(keys, rows, draw, shape, count), axis=-1)
     return (jax.random.wrap_key_data(words, impl=jax.random.key_impl(keys)),)
 
 
 def bits(
-    keys: jax.Array, rows: jax.Array, draw: Draw, *, shape: Sequence[int], parts: int, width: int
+    keys: jax.Array, rows: jax.Array, draw: Draw, *, shape: Sequence[int], count: int, width: int
 ) -> jax.Array:
     """Random bits [*keys.shape, *shape], equal to those of `jax.random.bits` for the whole
     batch.
     """
-    high, low = _threefry(keys, rows, draw, shape, parts)
+    high, low = _threefry(keys, rows, draw, shape, count)
     if width == 64:
         return high.astype(jnp.uint64) << 32 | low.astype(jnp.uint64)
     return (high ^ low).astype(f"uint{width}")
 
 
 def _threefry(
-    keys: jax.Array, rows: jax.Array, draw: Draw, shape: Sequence[int], parts: int
+    keys: jax.Array, rows: jax.Array, draw: Draw, shape: Sequence[int], count: int
 ) -> list[jax.Array]:
     """Two words for each position, [*keys.shape, *shape] each."""
     words = jax.random.key_data(keys)
@@ -545,17 +551,17 @@ def _threefry(
             jnp.broadcast_to(words[..., index].reshape(*keys.shape, *ones), full_shape)
             for index in (0, 1)
         ),
-        *(jnp.broadcast_to(word, full_shape) for word in draw_positions(rows, draw, shape, parts)),
+        *(jnp.broadcast_to(word, full_shape) for word in draw_positions(rows, draw, shape, count)),
     )
 
 
 def draw_positions(
-    rows: jax.Array, draw: Draw, shape: Sequence[int], parts: int
+    rows: jax.Array, draw: Draw, shape: Sequence[int], count: int
 ) -> tuple[jax.Array, jax.Array]:
     """The positions of the elements of a microbatch's draw in that of the whole batch: the high and
     the low 32 bits, of a shape that broadcasts to `shape`.
     """
-    sizes = [size * (parts if dim == draw.dim else 1) for dim, size in enumerate(shape)]
+    sizes = [size * (count if dim == draw.dim else 1) for dim, size in enumerate(shape)]
     high = low = jnp.zeros((1,) * len(shape), jnp.uint32)
     for dim, size in enumerate(shape):
         along = jnp.arange(size, dtype=jnp.uint32)
@@ -605,7 +611,7 @@ class Evaluator:
         sums: (result, total, weight) of every weighted mean.
         draws: by path, draws at positions in the whole batch.
         rows: positions of the microbatch's rows; None without draws.
-        parts: number of microbatches.
+        count: number of microbatches.
     """
 
     factors: Mapping[OperandPlace, float]
@@ -614,7 +620,7 @@ class Evaluator:
     sums: list[tuple[Any, Any, Any]]
     draws: Mapping[str, Draw]
     rows: jax.Array | None
-    parts: int
+    count: int
 
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[jax.Array], prefix: str, scope: str
@@ -645,8 +651,8 @@ class Evaluator:
         if (name in INLINED or name in REMAT) and self._changed(path):
             return self._call(eqn, operands, path, scope)
         if path in self.draws:
-            draw, rows, parts = self.draws[path], self.rows, self.parts
-            return jax.jit(lambda keys, rows: whole_batch_draw(eqn, keys, rows, draw, parts))(
+            draw, rows, count = self.draws[path], self.rows, self.count
+            return jax.jit(lambda keys, rows: whole_batch_draw(eqn, keys, rows, draw, count))(
                 operands[0], rows
             )
         if name in _LOOPS and self._changed(path):
@@ -772,22 +778,22 @@ def times(leaf: jax.Array, factor: float) -> jax.Array:
     return leaf if factor == 1.0 else leaf * jnp.asarray(factor, jnp.result_type(leaf))
 
 
-def microbatch_aval(aval: Aval, value: WholeBatchValue, parts: int) -> jax.ShapeDtypeStruct:
+def microbatch_aval(aval: Aval, value: WholeBatchValue, count: int) -> jax.ShapeDtypeStruct:
     """The slice of a whole-batch value that a microbatch receives, abstract."""
     shape = tuple(aval.shape)
     if value.dim is not None:
-        shape = (*shape[: value.dim], shape[value.dim] // parts, *shape[value.dim + 1 :])
+        shape = (*shape[: value.dim], shape[value.dim] // count, *shape[value.dim + 1 :])
     return jax.ShapeDtypeStruct(shape, aval.dtype)
 
 
-def strided_by_rows(leaf: jax.Array, value: WholeBatchValue, parts: int) -> jax.Array:
-    """A value reordered so that every `parts`-th element along the dim of rows forms a microbatch;
+def strided_by_rows(leaf: jax.Array, value: WholeBatchValue, count: int) -> jax.Array:
+    """A value reordered so that every `count`-th element along the dim of rows forms a microbatch;
     rows of several elements stay together.
     """
     if value.dim is None or value.inner == 1:
         return leaf
     before, after = leaf.shape[: value.dim], leaf.shape[value.dim + 1 :]
-    rows = leaf.reshape(*before, -1, parts, value.inner, *after)
+    rows = leaf.reshape(*before, -1, count, value.inner, *after)
     return jnp.swapaxes(rows, value.dim + 1, value.dim + 2).reshape(leaf.shape)
 
 
@@ -888,7 +894,7 @@ class MicrobatchEdits:
     """Changes to the program of a microbatch.
 
     Attributes:
-        parts: number of microbatches.
+        count: number of microbatches.
         factors: factors of operands.
         whole_values: operands that are replaced by whole-batch values.
         results: for each result a factor, a whole-batch value that replaces it, or "vouched" for a
@@ -896,7 +902,7 @@ class MicrobatchEdits:
         draws: by path, draws at the positions of the rows in the whole batch.
     """
 
-    parts: int
+    count: int
     factors: Mapping[OperandPlace, float] = field(default_factory=dict)
     whole_values: Mapping[OperandPlace, WholeBatchValue] = field(default_factory=dict)
     results: tuple[float | WholeBatchValue | str, ...] = ()
@@ -904,19 +910,19 @@ class MicrobatchEdits:
 
     @staticmethod
     def of(
-        proof: Proof, parts: int, whole: WholeBatch, draws: Mapping[str, Draw]
+        proof: Proof, count: int, whole: WholeBatch, draws: Mapping[str, Draw]
     ) -> MicrobatchEdits:
         """The changes needed for a loss whose terms are sums over rows."""
         analysis = proof.analysis
         assert analysis is not None
         states = len(whole.names.states)
-        results = [_result(kind, parts) for kind in proof.kinds[: len(proof.kinds) - states]] + [
+        results = [_result(kind, count) for kind in proof.kinds[: len(proof.kinds) - states]] + [
             1.0
         ] * states
         return MicrobatchEdits(
-            parts=parts,
+            count=count,
             factors={
-                place: _factor(exponent, parts) for place, exponent in analysis.scales.items()
+                place: _factor(exponent, count) for place, exponent in analysis.scales.items()
             },
             whole_values=dict(analysis.whole_values),
             results=tuple(results),
@@ -952,12 +958,12 @@ class MicrobatchEdits:
         program = flatten(whole.traced.closed_jaxpr, remat=True)
         numbers = value_numbers(program, self.values)
         avals = [
-            microbatch_aval(program.avals[number], value, self.parts)
+            microbatch_aval(program.avals[number], value, self.count)
             for number, value in zip(numbers, self.values, strict=True)
         ]
         places = [value.dim for value in self.values]
         if self.draws:
-            avals.append(jax.ShapeDtypeStruct((whole.size // self.parts,), jnp.uint32))
+            avals.append(jax.ShapeDtypeStruct((whole.size // self.count,), jnp.uint32))
             places.append(0)
 
         def run(arguments: list[Any], passed: list[Any]) -> Any:
@@ -969,7 +975,7 @@ class MicrobatchEdits:
                 sums=[],
                 draws=self.draws,
                 rows=passed[-1] if self.draws else None,
-                parts=self.parts,
+                count=self.count,
             )
             outputs, weights = self._results(rewriting.run(closed, arguments, "", ""), rewriting)
             loss, (metrics, state) = jax.tree.unflatten(part.out_tree, outputs)
@@ -995,15 +1001,15 @@ class MicrobatchEdits:
             Layout(*(rows if dim == place else () for dim in range(len(aval.shape))))
             for place, aval in zip(places, avals, strict=True)
         )
-        cut = [named_sharding(mesh, layout) for layout in layouts]
+        whole_shardings = [named_sharding(mesh, layout) for layout in layouts]
         return Contribution(
             traced=traced,
             prologue=lambda state, batch: (
                 batch,
-                _whole_batch_values(program, numbers, self, whole, state, batch, cut),
+                _whole_batch_values(program, numbers, self, whole, state, batch, whole_shardings),
             ),
             dims={**inner, **more},
-            shardings=(shardings, cut),
+            shardings=(shardings, whole_shardings),
             finish=finish,
             whole_value_layouts=layouts,
         )
@@ -1067,11 +1073,11 @@ class MicrobatchEdits:
         return finish
 
 
-def _factor(exponent: Fraction, parts: int) -> float:
-    return float(parts) ** float(exponent)
+def _factor(exponent: Fraction, count: int) -> float:
+    return float(count) ** float(exponent)
 
 
-def _result(kind: Kind, parts: int) -> float | WholeBatchValue | str:
+def _result(kind: Kind, count: int) -> float | WholeBatchValue | str:
     """The change of a result that makes its mean over microbatches that of the whole batch."""
     if kind.vouched:
         return "vouched"
@@ -1079,7 +1085,7 @@ def _result(kind: Kind, parts: int) -> float | WholeBatchValue | str:
         assert kind.origin is not None
         return WholeBatchValue(origin=kind.origin)
     assert kind.family in ("free", "sum", "row") and kind.power is not None, kind
-    return _factor(kind.power + (1 if kind.family == "sum" else 0), parts)
+    return _factor(kind.power + (1 if kind.family == "sum" else 0), count)
 
 
 def _row_axes(plan: Plan, dims: BatchDims) -> tuple[str, ...]:
@@ -1126,7 +1132,7 @@ def _whole_batch_values(
         ),
     )
     passed = [
-        strided_by_rows(jax.lax.stop_gradient(env[number]), value, edits.parts)
+        strided_by_rows(jax.lax.stop_gradient(env[number]), value, edits.count)
         for number, value in zip(numbers, edits.values, strict=True)
     ]
     if edits.draws:
@@ -1266,7 +1272,7 @@ def _asserted(
     if len(draws_by_row) < len(draw_by_path):
         return written
     microbatch = replace(microbatch, dims=with_same_keys(microbatch.dims))
-    edits = MicrobatchEdits(parts=plan.microbatches, draws=draws_by_row)
+    edits = MicrobatchEdits(count=plan.microbatches, draws=draws_by_row)
     first = whole.inputs.parameters
     states = microbatch.traced.closed_jaxpr.in_avals[first : first + whole.inputs.states]
     return replace(

@@ -149,7 +149,7 @@ def loop_matmul(
     ):
         return None
     gathers = sharded[0] in dims.result
-    cut = (
+    ring_axes = (
         result[dims.result[sharded[0]]]
         if gathers
         else activation[dims.activation[sharded[0]]]
@@ -160,7 +160,7 @@ def loop_matmul(
     pairs = [(theirs, ours) if gathers else (ours, theirs) for ours, theirs in dims.free.items()]
     rows = [(a, b) for a, b in pairs if pieces[a] == (*gathered[b], TENSOR)]
     if (
-        cut != (TENSOR,)
+        ring_axes != (TENSOR,)
         or len(rows) != 1
         or any(pieces[a] != gathered[b] for a, b in pairs if (a, b) != rows[0])
     ):
@@ -687,7 +687,7 @@ class MatmulLoop:
 
 def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> LoopMember:
     use = match.matmul.use
-    cuts: DimAxes = {
+    dim_axes: DimAxes = {
         dim: (TENSOR,)
         for dim, source in enumerate(use.view.dims)
         if source is not None and parameter.compute[source]
@@ -699,8 +699,8 @@ def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> 
     )
     parts = ManualContraction(
         use=use,
-        reduction=plan_reduction(use, parameter.gradient, partial, regions, cuts),
-        weight_axes=cuts,
+        reduction=plan_reduction(use, parameter.gradient, partial, regions, dim_axes),
+        weight_axes=dim_axes,
         partial_axes=partial,
         operand_specs=specs,
         regions=regions,
@@ -709,6 +709,6 @@ def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> 
         product=SequenceMatmul(contraction=parts, activation=match.rows[0], result=match.rows[1]),
         weight=use.operand,
         gather=weight_gather(use, parameter, regions),
-        weight_spec=regions.spec(cuts, len(use.shape)),
+        weight_spec=regions.spec(dim_axes, len(use.shape)),
         result=specs[1],
     )

@@ -52,10 +52,10 @@ class Regions:
             size *= self.mesh.shape[part]
         return size
 
-    def spec(self, cuts: DimAxes, rank: int) -> PartitionSpec:
+    def spec(self, target: DimAxes, rank: int) -> PartitionSpec:
         """The partition spec of an array."""
         return PartitionSpec(
-            *(self.physical_axes(cuts.get(dim, ())) or None for dim in range(rank))
+            *(self.physical_axes(target.get(dim, ())) or None for dim in range(rank))
         )
 
     def manual(
@@ -120,7 +120,7 @@ class Regions:
         return array
 
     def gather_function(
-        self, shape: Sequence[int], pieces: DimAxes | None, cuts: DimAxes
+        self, shape: Sequence[int], pieces: DimAxes | None, target: DimAxes
     ) -> Callable[[jax.Array], jax.Array]:
         """A function that gathers an array.
 
@@ -128,25 +128,25 @@ class Regions:
         compiler would make an all-reduce of that, one per part, the minor one first.
 
         Args:
-            pieces: sharding of the argument; None, or one that does not refine `cuts`, leaves the
+            pieces: sharding of the argument; None, or one that does not refine `target`, leaves the
                 method to the compiler.
         """
         rank = len(shape)
         if pieces is None or any(
-            pieces.get(dim, ())[: len(cuts.get(dim, ()))] != cuts.get(dim, ())
+            pieces.get(dim, ())[: len(target.get(dim, ()))] != target.get(dim, ())
             or shape[dim] % self.ways(pieces.get(dim, ()))
             for dim in range(rank)
         ):
-            sharding = NamedSharding(self.mesh, self.spec(cuts, rank))
+            sharding = NamedSharding(self.mesh, self.spec(target, rank))
             return lambda array: jax.lax.with_sharding_constraint(array, sharding)
-        missing = {dim: axes[len(cuts.get(dim, ())) :] for dim, axes in pieces.items()}
+        missing = {dim: axes[len(target.get(dim, ())) :] for dim, axes in pieces.items()}
 
         def local(array: jax.Array) -> jax.Array:
             for dim, axes in missing.items():
                 array = self.all_gather(array, dim, axes)
             return array
 
-        return self.manual(local, (self.spec(pieces, rank),), self.spec(cuts, rank))
+        return self.manual(local, (self.spec(pieces, rank),), self.spec(target, rank))
 
 
 def row_major(array: jax.Array) -> jax.Array:

@@ -415,7 +415,7 @@ def _index(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> ShardInde
     assert index is not None  # of devices of this process
     return tuple(
         (start, stop)
-        for start, stop, _ in (cut.indices(dim) for cut, dim in zip(index, shape, strict=True))
+        for start, stop, _ in (part.indices(dim) for part, dim in zip(index, shape, strict=True))
     )
 
 
@@ -651,7 +651,7 @@ class CompileTarget:
         """
         leaves, structure = jax.tree.flatten(inputs)
         treedefs: list[Any] = []
-        cuts = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
+        specs = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
 
         def flat(*arguments: Any) -> list[Any]:
             results, treedef = jax.tree.flatten(function(*jax.tree.unflatten(structure, arguments)))
@@ -660,7 +660,7 @@ class CompileTarget:
                 results[k] = checkpoint_name(results[k], ON_DISK)
             return [
                 *results,
-                *(checksums({"": results[k]}, {"": cuts[k]})[0] for k in self.stored if summed),
+                *(checksums({"": results[k]}, {"": specs[k]})[0] for k in self.stored if summed),
             ]
 
         with context:
@@ -669,9 +669,9 @@ class CompileTarget:
 
     def shardings(self, program: Program) -> dict[int, NamedSharding]:
         """Shardings of all outputs, the leaves of the state first."""
-        cuts = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
+        specs = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
         return {
-            number: cuts[k] if k < len(cuts) else self.replicated
+            number: specs[k] if k < len(specs) else self.replicated
             for k, number in reversed(list(enumerate(program.outputs)))
         }
 
@@ -699,9 +699,9 @@ def step_programs(
     )
     leaves, count = jax.tree.leaves((target.state, batch)), len(jax.tree.leaves(target.state))
     stored = [program.inputs[k] for k in target.stored]
-    cut = divide_step(program, stored)
+    divided = divide_step(program, stored)
     avals: dict[int, Any] = dict(zip(program.inputs, leaves, strict=True))
-    readers = Counter(number for piece in cut.updates for number in piece.inputs)
+    readers = Counter(number for piece in divided.updates for number in piece.inputs)
     state = set(program.inputs[:count])
 
     def compiled(piece: StepPiece, name: str, last: set[int]) -> PieceProgram:
@@ -710,11 +710,11 @@ def step_programs(
             replace(program, inputs=reads, outputs=piece.results, equations=piece.equations),
             [avals[number] for number in reads],
         )
-        cuts = target.shardings(program)
+        shardings = target.shardings(program)
         built = draft.compiled(
             f"shardlib_{name}_{target.digest}",
             target.mesh,
-            shardings=[cuts.get(number) for number in piece.results],
+            shardings=[shardings.get(number) for number in piece.results],
             donated=_donatable(program, reads, last & state, piece.results),
         )
         return PieceProgram(
@@ -731,11 +731,11 @@ def step_programs(
             *(number for number in piece.inputs if readers[number] == 1),
         }.difference(program.outputs)
 
-    first = compiled(cut.first, "step", state.difference(program.outputs, readers, stored))
+    first = compiled(divided.first, "step", state.difference(program.outputs, readers, stored))
     avals.update(zip(first.results, first.program.results, strict=True))
     # Updated parameters reuse the buffers of the old ones.
     calls, resting = ([first], state.union(readers).difference(stored))
-    for k, piece in enumerate(cut.updates):
+    for k, piece in enumerate(divided.updates):
         call = compiled(piece, f"update_{k}", spent(piece))
         calls.append(
             replace(
@@ -789,14 +789,14 @@ def init_programs(
         init: seed -> state.
     """
     program, results = target.traced(no_mesh(), init, seed, summed=False)
-    stored, cuts = [program.outputs[k] for k in target.stored], target.shardings(program)
+    stored, shardings = [program.outputs[k] for k in target.stored], target.shardings(program)
 
     def compiled(numbers: Sequence[int], name: str) -> PieceProgram:
         draft = TracedFunction.of_program(replace(program, outputs=tuple(numbers)), [seed])
         built = draft.compiled(
             f"shardlib_{name}_{target.digest}",
             target.mesh,
-            shardings=[cuts[number] for number in numbers],
+            shardings=[shardings[number] for number in numbers],
         )
         return PieceProgram(program=built, reads=program.inputs, results=tuple(numbers), stored=())
 

@@ -139,14 +139,14 @@ def interleaving(
 ) -> Interleaving:
     """The changes to a loss where a plan interleaves fused dims."""
     shards = plan.mesh["tensor"]
-    cut = {
+    fused = {
         (value, dim): (name, sizes)
         for (value, dim), sizes in pieces.items()
         if (name := names[value][dim]) is not None and "tensor" in plan.rules.axes_of(name)
     }
     groups = {
         group
-        for group in cut.values()
+        for group in fused.values()
         if shards > 1 and not any(size % shards for size in group[1])
     }
     if plan.mesh["stage"] > 1:
@@ -156,7 +156,7 @@ def interleaving(
     while groups:
         reading = _InterleavingPass(
             graph=graph,
-            dims={place: group for place, group in cut.items() if group in groups},
+            dims={place: group for place, group in fused.items() if group in groups},
             paths=paths,
             stacked=stacked,
             parameters=parameters,
@@ -403,9 +403,9 @@ def layer_policies(
     groups = layer_runs(program, loss)
     if not plan.remat_classes:
         here = [fullest_stage(plan, group.count) for group in groups]
-        share = plan.remat_layers / sum(here)
+        fraction = plan.remat_layers / sum(here)
         return {
-            group.path: (plan.remat, math.ceil(share * count - 1e-9))
+            group.path: (plan.remat, math.ceil(fraction * count - 1e-9))
             for group, count in zip(groups, here, strict=True)
         }
     names = names_of_classes([[paths[i] for i in sorted(group.parameters)] for group in groups])

@@ -373,10 +373,10 @@ def with_gradient_sharding(gradient: NamedSharding) -> Callable[[jax.Array], jax
 
 def named_sharding(mesh: Mesh | AbstractMesh, layout: Layout) -> NamedSharding:
     """The JAX sharding of a layout."""
-    cuts = (physical_axes(mesh, dim) for dim in layout)
+    axes = (physical_axes(mesh, dim) for dim in layout)
     return NamedSharding(
         mesh,
-        PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in cuts)),
+        PartitionSpec(*(None if not dim else dim[0] if len(dim) == 1 else dim for dim in axes)),
     )
 
 
@@ -467,7 +467,7 @@ def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
         else {}
     )
 
-    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
+    def sharding_of(path: KeyPath, leaf: Tree) -> NamedSharding:
         parameter = planned.get(f"{STATE}.{path_text(path)}")
         return named_sharding(
             mesh,
@@ -476,7 +476,7 @@ def state_shardings(plan: Plan, state: Tree, mesh: Mesh | AbstractMesh) -> Tree:
             else parameter.rest,
         )
 
-    return jax.tree_util.tree_map_with_path(cut, state)
+    return jax.tree_util.tree_map_with_path(sharding_of, state)
 
 
 def _misfits(parameter: ParameterLayout, mesh: MeshShape) -> list[str]:
@@ -499,17 +499,17 @@ def optimizer_shardings(
     replicated.
     """
     shapes = shapes_of(params)
-    cuts = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
+    by_parameter = dict(zip(shapes, jax.tree.leaves(shardings), strict=True))
     replicated = named_sharding(mesh, Layout())
     unowned: list[str] = []
 
-    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
+    def sharding_of(path: KeyPath, leaf: Tree) -> NamedSharding:
         owner = owner_of(path, leaf, shapes)
         if owner is None and leaf.size > 1:
             unowned.append(f"{path_text(path)} {leaf.shape}")
-        return replicated if owner is None else cuts[owner]
+        return replicated if owner is None else by_parameter[owner]
 
-    tree = jax.tree_util.tree_map_with_path(cut, opt_state)
+    tree = jax.tree_util.tree_map_with_path(sharding_of, opt_state)
     finding = Finding(
         code="optimizer-state-whole",
         severity="info",
@@ -534,7 +534,7 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     layouts = dict(plan.batch_layouts)
     failures: list[str] = []
 
-    def cut(path: KeyPath, leaf: Tree) -> NamedSharding:
+    def sharding_of(path: KeyPath, leaf: Tree) -> NamedSharding:
         text = batch_path(path)
         layout = layouts.get(text)
         if layout is None:
@@ -548,7 +548,7 @@ def batch_shardings(plan: Plan, batch: Tree, mesh: Mesh | AbstractMesh) -> Tree:
             failures.append(f"{text}: {error}")
         return named_sharding(mesh, layout)
 
-    tree = jax.tree_util.tree_map_with_path(cut, batch)
+    tree = jax.tree_util.tree_map_with_path(sharding_of, batch)
     if failures:
         raise_all(BatchError, f"the batch does not fit the plan on the mesh {plan.mesh}", failures)
     return tree

@@ -908,23 +908,23 @@ def build_program(
     mesh, device_findings = _mesh(plan, options)
     shapes = shapes_of_batch(batch)
     store = state_storage(plan, model, optimizer, mesh)
-    cut_batch = shardings.batch_shardings(plan, shapes, mesh)
+    batch_shardings = shardings.batch_shardings(plan, shapes, mesh)
     dims = shardings.batch_dims(batch_axes or _without_axes(shapes))
     part = microbatch_loss(
         plan, model, loss, microbatch_of(shapes, dims, plan.microbatches), planned
     )
     dims = with_folds(dims, shapes, part.traced.program)
     require_functions(plan, part.traced.facts(store.parameters), layouts_lost=part.layouts_lost)
-    share = _contribution(
+    contribution = _contribution(
         plan,
         model,
         planned,
-        TracedMicrobatch(traced=part.traced, dims=dims, shardings=cut_batch),
+        TracedMicrobatch(traced=part.traced, dims=dims, shardings=batch_shardings),
         shapes,
         mesh,
     )
-    part = _with_loss_scale(replace(part, traced=share.traced), model, options.guards)
-    driver = build_driver(plan, model, mesh, store, part, share, planned, options)
+    part = _with_loss_scale(replace(part, traced=contribution.traced), model, options.guards)
+    driver = build_driver(plan, model, mesh, store, part, contribution, planned, options)
     state = abstract_state(plan, model, store, mesh, options.guards)
     writer, disk_findings = (
         disk_writer(options.disk) if "disk" in plan.offload and not options.abstract else (None, ())
@@ -935,7 +935,7 @@ def build_program(
         model=model,
         optimizer=optimizer,
         state=state,
-        batch=shardings.with_shardings(shapes, cut_batch),
+        batch=shardings.with_shardings(shapes, batch_shardings),
         findings=_unique(
             plan.findings,
             model.findings,
@@ -1147,14 +1147,14 @@ def state_storage(
 ) -> StateStorage:
     """The storage of a model's parameters and an optimizer's state under a plan."""
     params, precision = shardings.parameter_shardings(plan, model, mesh), Precision.of(plan)
-    trained, cuts = model.partition.trained(model.params), params.trained_only(model.partition)
+    trained, stored = model.partition.trained(model.params), params.trained_only(model.partition)
     in_dtypes = with_stored_dtypes(optimizer, trained, precision)
     opt_state = jax.eval_shape(in_dtypes.init, trained)
-    on_devices, findings = shardings.optimizer_shardings(opt_state, trained, cuts.state, mesh)
+    on_devices, findings = shardings.optimizer_shardings(opt_state, trained, stored.state, mesh)
     opt_shardings, offload_findings = offload_shardings(plan, opt_state, trained, on_devices, mesh)
     return StateStorage(
         params=params,
-        trained=cuts,
+        trained=stored,
         trained_params=trained,
         precision=precision,
         optimizer=in_dtypes,

@@ -131,16 +131,16 @@ def with_folds(dims: Mapping[str, int | None], batch: Tree, program: Program) ->
         },
         raw,
     )
-    cut = [
+    split_keys = [
         path
         for number, path in zip(program.inputs[first:], paths, strict=True)
         if path in raw and dims[path] == len(program.avals[number].shape) - 1
     ]
-    if cut:
+    if split_keys:
         raise_all(
             BatchError,
             "the integers of a random key are not rows of the batch",
-            cut,
+            split_keys,
             hint="batch_axes with (None,) for them, or typed keys, jax.random.key",
         )
     raw = {path: dtype for path, dtype in raw.items() if dims[path] is None}

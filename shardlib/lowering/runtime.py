@@ -134,15 +134,15 @@ def _sharded_checksums(array: jax.Array, sharding: Sharding | None) -> jax.Array
         or jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     ):
         return _shard_checksums(array, array.shape, ())
-    cuts = [
+    axes = [
         () if dim is None else dim if isinstance(dim, tuple) else (dim,) for dim in sharding.spec
     ]
-    names = tuple(name for dim in cuts for name in dim)
+    names = tuple(name for dim in axes for name in dim)
 
     def piece(local: jax.Array) -> jax.Array:
         offsets = tuple(
             lax.axis_index(dim) * local.shape[number] if dim else 0
-            for number, dim in enumerate(cuts)
+            for number, dim in enumerate(axes)
         )
         sums = _shard_checksums(local, array.shape, offsets)
         return lax.psum(sums, names) if names else sums

@@ -412,7 +412,7 @@ class Evaluation:
 
     def _lowered(self, laid_out: LossForRows, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
         """The loss with its layouts, run through the stages if there are any."""
-        plan, cuts = laid_out.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
+        plan, specs = laid_out.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
         if plan.mesh["stage"] > 1:
             dims = with_folds(shardings.batch_dims(laid_out.axes), batch, laid_out.traced.program)
             try:
@@ -439,7 +439,7 @@ class Evaluation:
                 )
             return (
                 lambda params, state, batch: staged.loss(
-                    params, state, *Microbatches(shardings=cuts, dims=dims, count=1).split(batch)
+                    params, state, *Microbatches(shardings=specs, dims=dims, count=1).split(batch)
                 ),
                 findings,
             )

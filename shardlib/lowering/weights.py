@@ -87,9 +87,9 @@ def weight_gather(
     sources = [(dim, source) for dim, source in enumerate(use.view.dims) if source is not None]
     compute: DimAxes = {dim: parameter.compute[source] for dim, source in sources}
     stored: DimAxes = {dim: parameter.rest[source] for dim, source in sources}
-    if {axis for cut in compute.values() for axis in cut} != set(parameter.compute.axes):
+    if {axis for names in compute.values() for axis in names} != set(parameter.compute.axes):
         return lambda operand: operand
-    in_pieces = {axis for cut in stored.values() for axis in cut} == set(parameter.rest.axes)
+    in_pieces = {axis for names in stored.values() for axis in names} == set(parameter.rest.axes)
     order = use.view.order
     if not order:
         return regions.gather_function(use.shape, stored if in_pieces else None, compute)
@@ -101,9 +101,9 @@ def weight_gather(
     return lambda operand: gather(operand.transpose(order)).transpose(np.argsort(order))
 
 
-def _permuted(cuts: DimAxes, order: Sequence[int]) -> DimAxes:
+def _permuted(axes: DimAxes, order: Sequence[int]) -> DimAxes:
     """The sharding of a value after a permutation of its dims."""
-    return {position: cuts[dim] for position, dim in enumerate(order) if dim in cuts}
+    return {position: axes[dim] for position, dim in enumerate(order) if dim in axes}
 
 
 def gather_updated(
@@ -448,11 +448,11 @@ class _ManualGradient:
     def gradient_spec(self) -> PartitionSpec:
         """The sharding of the reduced gradient."""
         rank = len(self.use.shape)
-        cuts: DimAxes = {
+        axes: DimAxes = {
             dim: (*self.weight_axes.get(dim, ()), *self.reduction.scattered.get(dim, ()))
             for dim in range(rank)
         }
-        return self.regions.spec(cuts, rank)
+        return self.regions.spec(axes, rank)
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -500,7 +500,7 @@ def weight_axes_in_use(use: Use, parameter: ParameterLayout) -> DimAxes | None:
         for dim, source in enumerate(use.view.dims)
         if source is not None and parameter.compute[source]
     }
-    axes = {axis for cut in weight_axes.values() for axis in cut}
+    axes = {axis for names in weight_axes.values() for axis in names}
     return weight_axes if axes == set(parameter.compute.axes) and axes <= set(WEIGHT_AXES) else None
 
 
@@ -509,9 +509,9 @@ def operand_axes(use: Use, result: Layout, weight_axes: DimAxes) -> OperandAxes 
     alone as in the result; None if the batch is not sharded.
     """
     dims = contraction_dims(use.equation, use.operand)
-    taken = {axis for cut in weight_axes.values() for axis in cut}
-    free_cuts = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.free}
-    partial = tuple(axis for dim in dims.free for axis in free_cuts[dim])
+    taken = {axis for names in weight_axes.values() for axis in names}
+    free_axes = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.free}
+    partial = tuple(axis for dim in dims.free for axis in free_axes[dim])
     if not any(axis not in WEIGHT_AXES for axis in partial) or any(
         axis not in WEIGHT_AXES
         for dim in range(len(result))
@@ -520,13 +520,13 @@ def operand_axes(use: Use, result: Layout, weight_axes: DimAxes) -> OperandAxes 
     ):
         return None
     activation = {
-        **{dims.free[dim]: cut for dim, cut in free_cuts.items()},
+        **{dims.free[dim]: names for dim, names in free_axes.items()},
         **{to: weight_axes[dim] for dim, to in dims.activation.items() if dim in weight_axes},
     }
     return OperandAxes(
         activation=activation,
         result={
-            **free_cuts,
+            **free_axes,
             **{to: weight_axes[dim] for dim, to in dims.result.items() if dim in weight_axes},
         },
         partial_axes=partial,
@@ -626,17 +626,17 @@ def manual_contraction(
     gradient cannot be computed one device at a time.
     """
     weight_axes = weight_axes_in_use(use, parameter)
-    cuts = None if weight_axes is None else operand_axes(use, result, weight_axes)
-    if weight_axes is None or cuts is None:
+    axes = None if weight_axes is None else operand_axes(use, result, weight_axes)
+    if weight_axes is None or axes is None:
         return None
     return ManualContraction(
         use=use,
-        reduction=plan_reduction(use, parameter.gradient, cuts.partial_axes, regions, weight_axes),
+        reduction=plan_reduction(use, parameter.gradient, axes.partial_axes, regions, weight_axes),
         weight_axes=weight_axes,
-        partial_axes=cuts.partial_axes,
+        partial_axes=axes.partial_axes,
         operand_specs=(
-            regions.spec(cuts.activation, use.other_aval.ndim),
-            regions.spec(cuts.result, len(result)),
+            regions.spec(axes.activation, use.other_aval.ndim),
+            regions.spec(axes.result, len(result)),
         ),
         regions=regions,
     )
@@ -682,7 +682,7 @@ class ManualLookup(_ManualGradient):
         rank, dtype = len(self.result), self.use.equation.eqn.outvars[0].aval.dtype
         if not self.weight_axes[0]:
             return bind(self.use.equation, (table, indices))[0].astype(dtype)
-        cuts = {
+        sharding = {
             **{
                 dim: tuple(a for a in axes if a not in self.weight_axes[0])
                 for dim, axes in enumerate(self.result[:-1])
@@ -693,7 +693,7 @@ class ManualLookup(_ManualGradient):
             (
                 dim
                 for dim, axes in enumerate(self.result[:-1])
-                if axes == (*cuts[dim], *self.weight_axes[0])
+                if axes == (*sharding[dim], *self.weight_axes[0])
             ),
             None,
         )
@@ -707,11 +707,11 @@ class ManualLookup(_ManualGradient):
                 else jax.lax.psum_scatter(rows, parts, scatter_dimension=scattered, tiled=True)
             )
 
-        left = cuts if scattered is None else {**cuts, scattered: self.result[scattered]}
+        target = sharding if scattered is None else {**sharding, scattered: self.result[scattered]}
         return self.regions.manual(
             local,
             (self.operand_specs[0], self.regions.spec(self.weight_axes, 2)),
-            self.regions.spec(left, rank),
+            self.regions.spec(target, rank),
         )(indices, table).astype(dtype)
 
     def _rows(self, indices: Value, table: Value) -> Value:
@@ -795,10 +795,10 @@ def manual_lookup(
         if dim is not None
     }
     taken = {axis for axes in weight_axes.values() for axis in axes}
-    cuts: DimAxes = {
+    sharding: DimAxes = {
         dim: tuple(a for a in axes if a not in taken) for dim, axes in enumerate(result[:-1])
     }
-    partial = tuple(axis for axes in cuts.values() for axis in axes)
+    partial = tuple(axis for axes in sharding.values() for axis in axes)
     if not any(axis not in WEIGHT_AXES for axis in partial):
         return None
     rank = len(result)
@@ -808,8 +808,8 @@ def manual_lookup(
         weight_axes=weight_axes,
         partial_axes=partial,
         operand_specs=(
-            regions.spec(cuts, rank),
-            regions.spec({**cuts, rank - 1: weight_axes[1]}, rank),
+            regions.spec(sharding, rank),
+            regions.spec({**sharding, rank - 1: weight_axes[1]}, rank),
         ),
         result=result,
         regions=regions,
@@ -855,8 +855,8 @@ def gathered_slice(
 
     compute, stored, gradient = map(along, (parameter.compute, parameter.rest, parameter.gradient))
     if not any(gradient.values()) or any(
-        cuts[dim]
-        for cuts in (compute, stored, gradient)
+        layout[dim]
+        for layout in (compute, stored, gradient)
         for dim, size in enumerate(out.shape)
         if size < use.shape[dim]
     ):
@@ -938,7 +938,7 @@ def deferred_op(
     if operation is None:
         return None
     rank, size = len(use.shape), regions.ways(operation.partial_axes)
-    cuts = PartitionSpec(
+    sums_spec = PartitionSpec(
         regions.physical_axes(operation.partial_axes), *regions.spec(operation.weight_axes, rank)
     )
 
@@ -950,15 +950,15 @@ def deferred_op(
     gathered = weight_gather(use, parameter, regions)
     return DeferredOp(
         use=use,
-        run=in_order(_run_deferred(operation, cuts)),
-        run_last=in_order(_run_last(operation, cuts)),
+        run=in_order(_run_deferred(operation, sums_spec)),
+        run_last=in_order(_run_last(operation, sums_spec)),
         gathers=parameter.rest != parameter.compute,
         gather=lambda operand: gathered(use.narrowest(operand)),
         sums_aval=jax.ShapeDtypeStruct((size, *use.shape), use.dtype),
-        sums_spec=cuts,
+        sums_spec=sums_spec,
         reduce=regions.manual(
             lambda sums: operation.reduction.apply(sums[0], regions),
-            (cuts,),
+            (sums_spec,),
             operation.gradient_spec,
         ),
     )
@@ -974,7 +974,7 @@ def _backward(
     results: Sequence[PartitionSpec],
     dtype: DType,
     sums: Sequence[Any] = (),
-    cuts: Sequence[PartitionSpec] = (),
+    specs: Sequence[PartitionSpec] = (),
 ) -> tuple[Any, Sequence[Any]]:
     """The gradient of the activation, and the results of `reduce` on every device.
 
@@ -983,7 +983,7 @@ def _backward(
         reduce: (partial sums, local shards of `sums`) -> arrays, on every device.
         results: shardings of these arrays.
         dtype: of sums.
-        sums, cuts: further arguments of `reduce`, and their shardings.
+        sums, specs: further arguments of `reduce`, and their shardings.
     """
     marks = operation.marks()
 
@@ -992,13 +992,13 @@ def _backward(
         return *reduce(partial, *sums), *(mark(partial) for _ in marks)
 
     outputs = operation.regions.manual(
-        local, (*operation.operand_specs, *cuts), (*results, *marks)
+        local, (*operation.operand_specs, *specs), (*results, *marks)
     )(activation, operation.for_gradient(cotangent), *sums)
     back = operation.activation_gradient(activation, weight(), cotangent)
     return wait_for(back, outputs[len(results) :]), outputs[: len(results)]
 
 
-def _run_deferred(operation: ManualOp, cuts: PartitionSpec) -> Operation:
+def _run_deferred(operation: ManualOp, specs: PartitionSpec) -> Operation:
     """(activation, weight, sums) -> result, whose partial sums are the gradient of `sums`."""
 
     @jax.custom_vjp
@@ -1013,7 +1013,7 @@ def _run_deferred(operation: ManualOp, cuts: PartitionSpec) -> Operation:
             lambda: weight,
             cotangent,
             reduce=lambda partial: (partial[None].astype(sums.dtype),),
-            results=(cuts,),
+            results=(specs,),
             dtype=sums.dtype,
         )
         return back, jnp.zeros_like(weight), partial_sums
@@ -1027,7 +1027,7 @@ def _run_deferred(operation: ManualOp, cuts: PartitionSpec) -> Operation:
     return run
 
 
-def _run_last(operation: ManualOp, cuts: PartitionSpec) -> Operation:
+def _run_last(operation: ManualOp, specs: PartitionSpec) -> Operation:
     """(activation, weight, sums) -> result, with the gradient of the weight over all runs."""
 
     @jax.custom_vjp
@@ -1054,7 +1054,7 @@ def _run_last(operation: ManualOp, cuts: PartitionSpec) -> Operation:
             results=(operation.gradient_spec,),
             dtype=sums.dtype,
             sums=(sums,),
-            cuts=(cuts,),
+            specs=(specs,),
         )
         return back, gradient, jnp.zeros_like(sums)
 

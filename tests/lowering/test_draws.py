@@ -61,7 +61,7 @@ def test_bits_are_those_of_jax(shape, dim, inner, keys, width):
         jnp.asarray(rows, jnp.uint32),
         Draw(dim=dim, inner=inner),
         shape=shape,
-        parts=2,
+        count=2,
         width=width,
     )
     assert found.dtype == taken.dtype
