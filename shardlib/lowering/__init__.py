@@ -23,8 +23,8 @@ contribution   the loss of a microbatch, changed so that the mean over microbatc
 draw           random numbers of one operation (`random_bits`)
 fold           a key of the whole batch, folded with the number of the microbatch
 vouched        of a metric: a `shardlib.WeightedMean`, which the user declares to be a mean
-learned, anew  methods of a program: the state that evaluations read, averaged if weights are; the
-               state with the optimizer as before the first step
+learned, anew  methods of a program: the state that evaluations and exports read (for islands, with
+               the outer parameters); a state with its optimizer as before the first step
 cut, dealt     a sequence sharded over a mesh axis (`Cut`); split in the order of its devices
 round          of experts: an exchange of as many rows as messages have room for
 chunk, slot    consecutive layers that a stage runs at once; storage of one chunk or microbatch

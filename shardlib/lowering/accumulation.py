@@ -326,10 +326,10 @@ class DeferredReductions:
         state: Tree,
         batch: Tree,
         sums: PartialSums,
-        with_array: Mapping[str, Any],
+        extra: Mapping[str, Any],
     ) -> Tree:
         def change(walk: Walk) -> Walk:
-            return replace(walk, with_array=with_array, arrays=sums)
+            return replace(walk, extra=extra, arrays=sums)
 
         return loss_in_layouts(self.traced, self.layouts, change)(
             self.all_params(params), state, batch

@@ -577,7 +577,7 @@ class Walk:
             the equation, None runs it unchanged.
         calls: replacements of custom calls, by path: operands -> results.
         together: equations that run as one, by the path of each.
-        with_array: by path, (operands, array) -> result of an equation that takes an extra array.
+        extra: by path, (operands, array) -> result of an equation that takes an extra array.
         arrays: the extra arrays, by path, with a leading dim for every scan around the equation,
             the outermost first.
         remat: policy for repeated layers; "none" leaves the program as written.
@@ -592,7 +592,7 @@ class Walk:
     run: Run | None = None
     calls: Mapping[str, Callable[..., Sequence[Value]]] = field(default_factory=dict)
     together: Mapping[str, Together] = field(default_factory=dict)
-    with_array: Mapping[str, Callable[[Sequence[Value], Value], Value]] = field(default_factory=dict)
+    extra: Mapping[str, Callable[[Sequence[Value], Value], Value]] = field(default_factory=dict)
     arrays: Mapping[str, Value] = field(default_factory=dict)
     remat: str = "none"
     layer_policies: Mapping[str, tuple[str, int]] = field(default_factory=dict)
@@ -766,7 +766,7 @@ def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[
     if equation.name in REMAT:
         return _remat(equation, arguments, walk)
     if equation.path in walk.arrays:
-        results = [walk.with_array[equation.path](arguments, walk.arrays[equation.path])]
+        results = [walk.extra[equation.path](arguments, walk.arrays[equation.path])]
     else:
         results = walk.run(equation, arguments) if walk.run is not None else None
     if results is None:
