@@ -410,9 +410,9 @@ def test_tokens_are_gathered_three_times(around):
     ]
     placed = ExpertCall(
         form=ExpertForm(),
-        where=ExpertSharding(expert=("expert",), ways=2, every=("expert",), grouped=BLOCKS),
+        axes=ExpertSharding(expert=("expert",), ways=2, every=("expert",), grouped=BLOCKS),
         tokens=(("expert",), ()),
-        over=("tensor",),
+        hidden=("tensor",),
         scattered=True,
         matrices=tuple(widths),
     )

@@ -343,7 +343,7 @@ def _splash(
     masks = splash.MultiHeadMask([mask] * query.shape[2])
     kernel: Any = splash.make_splash_mha(
         masks,
-        axes=1,
+        head_shards=1,
         q_seq_shards=1,
         block_sizes=sizes,
         attn_logits_soft_cap=scores.softcap or None,
