@@ -32,7 +32,7 @@ stash          residuals of a chunk that wait for its backward pass
 tick, table    the time of one chunk's work on one microbatch; the schedule of all ticks
 outside, edges computed before or after the layers: embedding, head, loss
 once           of values: computed once per step, from parameters or constants alone
-held           arrays of a stage that stay the same through a step (`StageArrays`, `ChunkInputs`)
+arrays         those of a stage that stay the same through a step (`StageArrays`, `ChunkInputs`)
 ready          operands of matmuls that are gathered before the ticks
 entering       activations that the first stage or a chunk gets; `leaving` are read after the layers
 micro          index of a microbatch

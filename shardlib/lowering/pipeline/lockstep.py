@@ -239,15 +239,15 @@ class StepSums:
             for number, leaf in outside.items()
         }
 
-    def gradients(self, held: StageArrays, sums: Carry) -> OnceValues:
+    def gradients(self, arrays: StageArrays, sums: Carry) -> OnceValues:
         """Gradients of the values computed from parameters, from the sums over all microbatches."""
         return OnceValues(
-            stacks=self._stacks(held, sums),
+            stacks=self._stacks(arrays, sums),
             shared=[total.sum(0) for total in sums["sums"].shared],
             outside=self._outside(sums),
         )
 
-    def _stacks(self, held: StageArrays, sums: Carry) -> Arrays:
+    def _stacks(self, arrays: StageArrays, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
         gathered, positions, summed = (
             self.stages.chunk.gathered,
@@ -258,7 +258,7 @@ class StepSums:
             positions[k]: total
             for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)
         }
-        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(held, summed.sums)
+        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(arrays, summed.sums)
         for position, gradient in zip(gathered.sources if gathered else (), done, strict=True):
             totals[position] = totals[position] + gradient if position in totals else gradient
         return [totals[position] for position in positions]
@@ -411,18 +411,18 @@ class Pipeline:
         leaves, structure = jax.tree.flatten(params)
         (derived, fixed), pull = self._once(leaves)
         states, after = self.states(state)
-        held = self._held(derived, fixed)
+        arrays = self._stage_arrays(derived, fixed)
         sums = self._in_groups(
             self.sums.empty(derived),
             states,
             parts,
-            lambda sums, states, parts: Ticks(self, held, derived, fixed, states, parts, join).run(
-                sums
-            ),
+            lambda sums, states, parts: Ticks(
+                self, arrays, derived, fixed, states, parts, join
+            ).run(sums),
         )
         cotangents = jax.tree.map(
             lambda total, leaf: (total / self.microbatches).astype(leaf.dtype),
-            self.sums.gradients(held, sums),
+            self.sums.gradients(arrays, sums),
             derived,
         )
         outputs = [total / self.microbatches for total in sums["totals"]]
@@ -449,13 +449,13 @@ class Pipeline:
         """
         (derived, fixed), _ = self._once(jax.tree.leaves(params))
         states, after = self.states(state)
-        held = self._held(derived, fixed)
+        arrays = self._stage_arrays(derived, fixed)
         totals = self._in_groups(
             self.sums.no_totals(),
             states,
             parts,
             lambda totals, states, parts: Ticks(
-                self, held, derived, fixed, states, parts, join
+                self, arrays, derived, fixed, states, parts, join
             ).evaluate(totals),
         )
         avals = self.traced.closed_jaxpr.out_avals
@@ -465,11 +465,11 @@ class Pipeline:
         ]
         return self.results(outputs, state, after)
 
-    def _held(self, derived: OnceValues, fixed: OnceConstants) -> StageArrays:
+    def _stage_arrays(self, derived: OnceValues, fixed: OnceConstants) -> StageArrays:
         """Arrays of the stages that stay the same through all ticks, without those of
         microbatches.
         """
-        held = StageArrays(
+        arrays = StageArrays(
             weights=derived.stacks,
             tables=fixed.tables,
             keys=[],
@@ -477,7 +477,9 @@ class Pipeline:
             constant=fixed.constant,
             ready=[],
         )
-        return held if self.stages.in_rounds else replace(held, ready=self.stages.gather(held))
+        return (
+            arrays if self.stages.in_rounds else replace(arrays, ready=self.stages.gather(arrays))
+        )
 
     def _in_groups(
         self, sums: Any, states: Arrays, parts: Arrays, run: Callable[[Any, Arrays, Arrays], Any]
@@ -552,7 +554,7 @@ class Ticks:
     def __init__(
         self,
         pipeline: Pipeline,
-        held: StageArrays,
+        arrays: StageArrays,
         derived: OnceValues,
         fixed: OnceConstants,
         states: Arrays,
@@ -568,7 +570,7 @@ class Ticks:
         self.states = states
         self.parts = parts
         self.join = join
-        self.held, self.rounds = replace(held, keys=self._keys()), self.stages.in_rounds
+        self.arrays, self.rounds = replace(arrays, keys=self._keys()), self.stages.in_rounds
         self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(derived.outside)
 
     def _from_last_stage(self, outputs: Arrays) -> Arrays:
@@ -731,12 +733,12 @@ class Ticks:
             def tick(
                 carry: Carry,
                 tick: Any,
-                held: StageArrays,
+                arrays: StageArrays,
                 edges: EndWork,
                 kinds: tuple[str, ...] = kinds,
             ) -> Carry:
                 for kind in kinds:
-                    carry = work[kind](carry, tick, held, edges)
+                    carry = work[kind](carry, tick, arrays, edges)
                 return carry
 
             carry = self._ticks(tick, carry, start, stop, forward="backward" not in kinds)
@@ -745,9 +747,9 @@ class Ticks:
     def evaluate(self, totals: Arrays) -> Arrays:
         """Adds up loss and metrics over forward ticks, without gradients."""
 
-        def tick(carry: Carry, tick: Any, held: StageArrays, edges: EndWork) -> Carry:
+        def tick(carry: Carry, tick: Any, arrays: StageArrays, edges: EndWork) -> Carry:
             hop, _, outputs = self.stages.forward(
-                tick, held, carry["hop"], self._entering(tick, edges), []
+                tick, arrays, carry["hop"], self._entering(tick, edges), []
             )
             if not edges.closing:
                 return {**carry, "hop": hop}
@@ -779,9 +781,9 @@ class Ticks:
         """
 
         def run(carry: Carry, start: Any, count: int, edges: EndWork) -> Carry:
-            held = replace(self.held, ready=carry["ready"]) if self.rounds else self.held
+            arrays = replace(self.arrays, ready=carry["ready"]) if self.rounds else self.arrays
             return jax.lax.scan(
-                lambda carry, number: (tick(carry, number, held, edges), None),
+                lambda carry, number: (tick(carry, number, arrays, edges), None),
                 carry,
                 start + jnp.arange(count),
             )[0]
@@ -800,7 +802,7 @@ class Ticks:
                 )
             )
             ready = self.stages.gather_over(
-                self.held,
+                self.arrays,
                 carry["ready"],
                 _not_before(
                     chunk, carry["totals"] if forward else (carry["outputs"], carry["back"].next)
@@ -834,7 +836,7 @@ class Ticks:
     def _reduced(self, carry: Carry, chunk: Any, slot: Any) -> Carry:
         """Adds the partial sums in one slot to the gradients of a chunk, and zeroes the slot."""
         sums: ChunkGrads = carry["sums"]
-        gradients, empty = self.stages.reduce_out(self.held, sums.sums, slot)
+        gradients, empty = self.stages.reduce_out(self.arrays, sums.sums, slot)
         done = [
             jax.lax.dynamic_update_index_in_dim(
                 total,
@@ -850,7 +852,7 @@ class Ticks:
         """Zeros for the operands that a round gathers, [stages, chunks, layers, ...]."""
         if not self.rounds:
             return []
-        shapes = jax.eval_shape(lambda: self.stages.gather(self.held))
+        shapes = jax.eval_shape(lambda: self.stages.gather(self.arrays))
         return [
             self.stages.over_stages(
                 jnp.zeros((leaf.shape[0], self.stages.window, *leaf.shape[2:]), leaf.dtype)
@@ -881,7 +883,7 @@ class Ticks:
     def _start(self) -> Carry:
         """The initial carry of the ticks, without the sums."""
         stages, count = self.stages, self.table.stages
-        like = replace(self.held, ready=self._no_operands()) if self.rounds else self.held
+        like = replace(self.arrays, ready=self._no_operands()) if self.rounds else self.arrays
 
         def zeros(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
@@ -912,9 +914,9 @@ class Ticks:
             "ready": self._no_operands(),
         }
 
-    def _forward(self, carry: Carry, tick: Any, held: StageArrays, edges: EndWork) -> Carry:
+    def _forward(self, carry: Carry, tick: Any, arrays: StageArrays, edges: EndWork) -> Carry:
         hop, stash, outputs = self.stages.forward(
-            tick, held, carry["hop"], self._entering(tick, edges), carry["stash"]
+            tick, arrays, carry["hop"], self._entering(tick, edges), carry["stash"]
         )
         if self.table.forward_first:
             outputs = (
@@ -942,10 +944,10 @@ class Ticks:
             outputs,
         )
 
-    def _backward(self, carry: Carry, tick: Any, held: StageArrays, edges: EndWork) -> Carry:
+    def _backward(self, carry: Carry, tick: Any, arrays: StageArrays, edges: EndWork) -> Carry:
         carry, leaving = self._after(carry, tick, edges)
         done = self.stages.backward(
-            tick, held, carry["back"], leaving, carry["stash"], carry["sums"], carry["residuals"]
+            tick, arrays, carry["back"], leaving, carry["stash"], carry["sums"], carry["residuals"]
         )
         carry = {**carry, "back": done.hop, "sums": done.sums, "residuals": done.residuals}
         if not edges.closing:
@@ -969,11 +971,11 @@ class Ticks:
 
         return {**carry, **self._outside(carry, *self._only((chunk == 0) & active, before))}
 
-    def _weights(self, carry: Carry, tick: Any, held: StageArrays, _: EndWork) -> Carry:
+    def _weights(self, carry: Carry, tick: Any, arrays: StageArrays, _: EndWork) -> Carry:
         return {
             **carry,
             "sums": self.stages.weights(
-                tick, held, carry["stash"], carry["sums"], carry["residuals"]
+                tick, arrays, carry["stash"], carry["sums"], carry["residuals"]
             ),
         }
 

@@ -196,23 +196,25 @@ class ChunkWork:
     def _walk(self) -> Walk:
         return replace(self.layouts.walk(), layer_policies=self.remat.loops)
 
-    def _entering(self, held: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
+    def _entering(self, arrays: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
         if self.first:
             return entering
         return [
-            *self._before(held, held.once, micro),
+            *self._before(arrays, arrays.once, micro),
             *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
         ]
 
-    def _before(self, held: ChunkInputs, derived: Values, micro: Index) -> Arrays:
+    def _before(self, arrays: ChunkInputs, derived: Values, micro: Index) -> Arrays:
         """Activations computed before the layers."""
-        env = self._env(held, derived, micro)
+        env = self._env(arrays, derived, micro)
         evaluate_equations(self.cut.before, env, self._walk())
         return [jnp.asarray(env[number]) for number in self.cut.entering]
 
-    def _results(self, held: ChunkInputs, derived: Values, micro: Index, outputs: Arrays) -> Arrays:
+    def _results(
+        self, arrays: ChunkInputs, derived: Values, micro: Index, outputs: Arrays
+    ) -> Arrays:
         """Loss and metrics from the outputs of the last chunk."""
-        cut, env, walk = self.cut, self._env(held, derived, micro), self._walk()
+        cut, env, walk = self.cut, self._env(arrays, derived, micro), self._walk()
         count = len(cut.final)
         env.update(
             zip(
@@ -228,24 +230,24 @@ class ChunkWork:
         evaluate_equations(cut.after, env, walk)
         return [as_array(cut.program, number, env[number]) for number in cut.results]
 
-    def _env(self, held: ChunkInputs, derived: Values, micro: Index) -> Values:
+    def _env(self, arrays: ChunkInputs, derived: Values, micro: Index) -> Values:
         """Values that the equations of a microbatch read."""
         used = {
-            number: self._used(number, leaf) for number, leaf in {**held.once, **derived}.items()
+            number: self._used(number, leaf) for number, leaf in {**arrays.once, **derived}.items()
         }
         return {
             **self.cut.program.constants,
             **self._constants(),
             **used,
-            **self._inputs(held, micro),
+            **self._inputs(arrays, micro),
         }
 
-    def _inputs(self, held: ChunkInputs, micro: Index) -> Values:
+    def _inputs(self, arrays: ChunkInputs, micro: Index) -> Values:
         """Model state and batch of a microbatch."""
-        states = [part_of_microbatch(leaf, micro) for leaf in held.states]
+        states = [part_of_microbatch(leaf, micro) for leaf in arrays.states]
         batch = [
             part_of_microbatch(leaf, micro) if cuts else leaf
-            for leaf, cuts in zip(held.parts, self.in_parts, strict=True)
+            for leaf, cuts in zip(arrays.parts, self.in_parts, strict=True)
         ]
         return self.cut.of_microbatch(states, batch)
 
@@ -262,14 +264,14 @@ class ChunkWork:
         evaluate_equations(needed(cut.once_equations, numbers)[0], env, Walk())
         return {number: env[number] for number in numbers}
 
-    def _operands(self, held: ChunkInputs, micro: Index) -> ChunkOperands:
+    def _operands(self, arrays: ChunkInputs, micro: Index) -> ChunkOperands:
         cut = self.cut
         values = {**self.cut.program.constants, **self._constants()}
         layers = self.chunk.layers
         layers_of_chunk = slice(self.first, self.first + layers)
         stacks = [
             [leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers]
-            for leaf in held.stacks
+            for leaf in arrays.stacks
         ]
         stacked_tables = dict(zip(cut.frozen_tables, stacks[len(cut.roles.weights) :], strict=True))
         tables = [
@@ -278,38 +280,38 @@ class ChunkWork:
             else jnp.asarray(values[cut.scanned[k]])[layers_of_chunk]
             for k in cut.roles.tables
         ]
-        values.update({number: self._used(number, held.once[number]) for number in self.frozen})
+        values.update({number: self._used(number, arrays.once[number]) for number in self.frozen})
         return ChunkOperands(
             weights=stacks[: len(cut.roles.weights)],
             tables=tables,
-            keys=[leaf[layers_of_chunk] for leaf in self._keys(held, micro)],
-            shared=[self._used(number, held.once[number]) for number in self.shared],
+            keys=[leaf[layers_of_chunk] for leaf in self._keys(arrays, micro)],
+            shared=[self._used(number, arrays.once[number]) for number in self.shared],
             constant=[jnp.asarray(values[cut.constants[k]]) for k in cut.roles.constant],
-            ready=held.ready,
+            ready=arrays.ready,
             first=self.first,
         )
 
-    def _keys(self, held: ChunkInputs, micro: Index) -> Arrays:
+    def _keys(self, arrays: ChunkInputs, micro: Index) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, for all layers."""
         if not self.cut.roles.keys:
             return []
-        return self.cut.keys(self._inputs(held, micro), self._walk())
+        return self.cut.keys(self._inputs(arrays, micro), self._walk())
 
     def _like(self) -> Arrays:
         """Zeros with the shapes of the activations that are sent between stages."""
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
-    def forward(self, held: ChunkInputs, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
+    def forward(self, arrays: ChunkInputs, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
         """(outputs of the chunk, its stash for the backward pass); the first chunk computes its own
         inputs.
         """
         return self.chunk.forward(
-            self._operands(held, micro), self._entering(held, micro, entering)
+            self._operands(arrays, micro), self._entering(arrays, micro, entering)
         )
 
     def backward(
         self,
-        held: ChunkInputs,
+        arrays: ChunkInputs,
         micro: Index,
         outputs: Arrays,
         stashed: Arrays,
@@ -318,19 +320,19 @@ class ChunkWork:
         late: WeightSums,
     ) -> tuple[EdgeSums, WeightSums, Arrays]:
         """The whole backward pass."""
-        early, cotangents = self._after_layers(held, micro, outputs, cotangents, early)
+        early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
         gradients, input_grads = self.chunk.backward(
-            self._operands(held, micro), self._like(), stashed, cotangents
+            self._operands(arrays, micro), self._like(), stashed, cotangents
         )
         return (
-            self._before_layers(held, micro, early, input_grads),
+            self._before_layers(arrays, micro, early, input_grads),
             self._summed(late, gradients),
             self._sent(input_grads),
         )
 
     def backward_inputs(
         self,
-        held: ChunkInputs,
+        arrays: ChunkInputs,
         micro: Index,
         outputs: Arrays,
         stashed: Arrays,
@@ -340,33 +342,38 @@ class ChunkWork:
         """The input-gradient half of the backward pass, which the previous stage waits for; also
         gives the residuals that `backward_weights` needs besides the stash.
         """
-        early, cotangents = self._after_layers(held, micro, outputs, cotangents, early)
+        early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
         input_grads, residuals = self.chunk.backward_inputs(
-            self._operands(held, micro), self._like(), stashed, cotangents
+            self._operands(arrays, micro), self._like(), stashed, cotangents
         )
         return (
-            self._before_layers(held, micro, early, input_grads),
+            self._before_layers(arrays, micro, early, input_grads),
             self._sent(input_grads),
             residuals,
         )
 
     def backward_weights(
-        self, held: ChunkInputs, micro: Index, stashed: Arrays, residuals: Arrays, late: WeightSums
+        self,
+        arrays: ChunkInputs,
+        micro: Index,
+        stashed: Arrays,
+        residuals: Arrays,
+        late: WeightSums,
     ) -> WeightSums:
         """The weight-gradient half of the backward pass, which no stage waits for."""
         return self._summed(
             late,
             self.chunk.backward_weights(
-                self._operands(held, micro), self._like(), stashed, residuals
+                self._operands(arrays, micro), self._like(), stashed, residuals
             ),
         )
 
-    def gather(self, held: ChunkInputs) -> Arrays:
+    def gather(self, arrays: ChunkInputs) -> Arrays:
         """The operands in `ChunkInputs.ready`."""
         gathered = self.chunk.gathered
-        return [] if gathered is None else gathered.gather(self._sources(held))
+        return [] if gathered is None else gathered.gather(self._sources(arrays))
 
-    def reduced(self, held: ChunkInputs, late: WeightSums) -> WeightSums:
+    def reduced(self, arrays: ChunkInputs, late: WeightSums) -> WeightSums:
         """Gradients of all stacked parameters after the last microbatch, with the partial sums
         reduced into them.
         """
@@ -377,8 +384,8 @@ class ChunkWork:
         }
         for position, gradient, stack in zip(
             gathered.sources,
-            gathered.reduce(self._sources(held), late.sums),
-            self._sources(held, padded=True),
+            gathered.reduce(self._sources(arrays), late.sums),
+            self._sources(arrays, padded=True),
             strict=True,
         ):
             total = totals.get(
@@ -389,13 +396,13 @@ class ChunkWork:
             weights=[totals[position] for position in positions], shared=late.shared, sums=[]
         )
 
-    def _sources(self, held: ChunkInputs, *, padded: bool = False) -> Arrays:
+    def _sources(self, arrays: ChunkInputs, *, padded: bool = False) -> Arrays:
         """Stacks from which operands are gathered beforehand, for the chunk's layers or padded to
         `LayerSplit.max_layers`.
         """
         assert self.chunk.gathered is not None
         stacks = [
-            held.stacks[self.cut.roles.weights.index(position)]
+            arrays.stacks[self.cut.roles.weights.index(position)]
             for position in self.chunk.gathered.sources
         ]
         return stacks if padded else [leaf[: self.chunk.layers] for leaf in stacks]
@@ -404,7 +411,12 @@ class ChunkWork:
         return input_grads if self.first else []
 
     def _after_layers(
-        self, held: ChunkInputs, micro: Index, outputs: Arrays, cotangents: Arrays, early: EdgeSums
+        self,
+        arrays: ChunkInputs,
+        micro: Index,
+        outputs: Arrays,
+        cotangents: Arrays,
+        early: EdgeSums,
     ) -> tuple[EdgeSums, Arrays]:
         """Loss and metrics, and the cotangents of the last chunk's outputs; does nothing for other
         chunks.
@@ -413,10 +425,10 @@ class ChunkWork:
             return early, cotangents
 
         results, (outside, cotangents) = results_and_gradients(
-            lambda derived, outputs: self._results(held, derived, micro, outputs),
+            lambda derived, outputs: self._results(arrays, derived, micro, outputs),
             self.loss,
             outputs,
-            self._derived(held),
+            self._derived(arrays),
         )
         return (
             EdgeSums(outside=plus(early.outside, outside), totals=plus(early.totals, results)),
@@ -424,7 +436,7 @@ class ChunkWork:
         )
 
     def _before_layers(
-        self, held: ChunkInputs, micro: Index, early: EdgeSums, input_grads: Arrays
+        self, arrays: ChunkInputs, micro: Index, early: EdgeSums, input_grads: Arrays
     ) -> EdgeSums:
         """Gradients of the values that the first chunk reads before the layers; does nothing for
         other chunks.
@@ -434,16 +446,18 @@ class ChunkWork:
         positions = [k for k in self.moving if k < self.entering]
 
         def run(derived: Values) -> Arrays:
-            entering = self._before(held, derived, micro)
+            entering = self._before(arrays, derived, micro)
             return [entering[k] for k in positions]
 
-        outside = jax.vjp(run, self._derived(held))[1](input_grads[: len(positions)])[0]
+        outside = jax.vjp(run, self._derived(arrays))[1](input_grads[: len(positions)])[0]
         return EdgeSums(outside=plus(early.outside, outside), totals=early.totals)
 
-    def _derived(self, held: ChunkInputs) -> Values:
+    def _derived(self, arrays: ChunkInputs) -> Values:
         """Values with a gradient that are read before or after the layers."""
         return {
-            number: held.once[number] for number in self.outside if is_floating(held.once[number])
+            number: arrays.once[number]
+            for number in self.outside
+            if is_floating(arrays.once[number])
         }
 
     def _summed(self, late: WeightSums, gradients: ChunkGrads) -> WeightSums:
@@ -497,17 +511,17 @@ class ChunkPrograms:
     """The programs of one chunk.
 
     Attributes:
-        gather: held -> matmul operands gathered before the first microbatch; None if there are
+        gather: arrays -> matmul operands gathered before the first microbatch; None if there are
             none.
-        reduce: held, late sums -> gradients after the last microbatch; None if the late sums
+        reduce: arrays, late sums -> gradients after the last microbatch; None if the late sums
             are the gradients already.
-        forward: held, microbatch, inputs -> outputs, stash; None with `fused`.
-        backward: held, microbatch, outputs (last chunk), stash, cotangents (other chunks), sums
+        forward: arrays, microbatch, inputs -> outputs, stash; None with `fused`.
+        backward: arrays, microbatch, outputs (last chunk), stash, cotangents (other chunks), sums
             -> sums, cotangents of the inputs, residuals for `weights`; None with
             `fused`.
-        fused: held, microbatch, inputs, sums -> sums, cotangents of the inputs,
+        fused: arrays, microbatch, inputs, sums -> sums, cotangents of the inputs,
             stash for `weights`, residuals for `weights`; None if the schedule separates them.
-        weights: held, microbatch, stash, residuals, sums -> sums; None if weight gradients are
+        weights: arrays, microbatch, stash, residuals, sums -> sums; None if weight gradients are
             part of `backward`.
         outputs: those of the chunk, with shardings.
         stashed: positions in the stash that `weights` reads.
@@ -535,14 +549,14 @@ class ChunkAvals:
     """Inputs of the programs of a chunk, abstract and with shardings.
 
     Attributes:
-        held: see `ChunkInputs`.
+        arrays: see `ChunkInputs`.
         micro: index of a microbatch.
         entering: activations that enter the chunk; empty for the first chunk.
         early, late: sums.
         gradients: final gradients of stacked parameters.
     """
 
-    held: ChunkInputs
+    arrays: ChunkInputs
     micro: jax.ShapeDtypeStruct
     entering: Avals
     early: EdgeSums
@@ -555,7 +569,7 @@ def chunk_programs(
 ) -> ChunkPrograms:
     """Compiles the programs of a chunk."""
     programs, arguments_in = _gather_and_reduce(work, arguments_in, mesh, name)
-    start = (arguments_in.held, arguments_in.micro, list(arguments_in.entering))
+    start = (arguments_in.arrays, arguments_in.micro, list(arguments_in.entering))
     forward = _draft(work.forward, start, mesh)
     hops = len(work.activations)
     saved = [
@@ -588,7 +602,7 @@ def chunk_programs(
     if late is None:
         return programs
     inputs = jax.tree.leaves(
-        (arguments_in.held, arguments_in.micro, list(saved), list(residuals), arguments_in.late)
+        (arguments_in.arrays, arguments_in.micro, list(saved), list(residuals), arguments_in.late)
     )
     return replace(
         programs,
@@ -628,13 +642,13 @@ def _gather_and_reduce(
     """
     if work.chunk.gathered is None:
         return ChunkPrograms(), inputs
-    draft = _draft(work.gather, (inputs.held,), mesh)
+    draft = _draft(work.gather, (inputs.arrays,), mesh)
     gather = draft.compiled(f"{name}_gather", mesh) if draft.sources else None
     inputs = replace(
         inputs,
-        held=replace(inputs.held, ready=list(on_stage(gather.results, mesh)) if gather else []),
+        arrays=replace(inputs.arrays, ready=list(on_stage(gather.results, mesh)) if gather else []),
     )
-    arguments = (inputs.held, inputs.late)
+    arguments = (inputs.arrays, inputs.late)
     last = _draft(work.reduced, arguments, mesh)
     return (
         ChunkPrograms(
@@ -676,17 +690,22 @@ def _late(
     """
 
     def residuals(
-        held: ChunkInputs, micro: Any, outputs: Any, stashed: Any, cotangents: Any, early: EdgeSums
+        arrays: ChunkInputs,
+        micro: Any,
+        outputs: Any,
+        stashed: Any,
+        cotangents: Any,
+        early: EdgeSums,
     ) -> Any:
-        return work.backward_inputs(held, micro, outputs, stashed, cotangents, early)[2]
+        return work.backward_inputs(arrays, micro, outputs, stashed, cotangents, early)[2]
 
     outputs, cotangents = _ends(work, work.activations)
     shapes = jax.eval_shape(
-        residuals, inputs.held, inputs.micro, outputs, list(saved), cotangents, inputs.early
+        residuals, inputs.arrays, inputs.micro, outputs, list(saved), cotangents, inputs.early
     )
-    arguments = (inputs.held, inputs.micro, list(saved), shapes, inputs.late)
+    arguments = (inputs.arrays, inputs.micro, list(saved), shapes, inputs.late)
     draft = _draft(work.backward_weights, arguments, mesh)
-    first = len(jax.tree.leaves(inputs.held)) + 1
+    first = len(jax.tree.leaves(inputs.arrays)) + 1
     dropped = [k for k in range(first, first + len(saved)) if k not in draft.read_inputs]
     return draft.without_inputs(dropped), tuple(
         k for k in range(len(saved)) if first + k not in dropped
@@ -713,7 +732,7 @@ def _backward(
     """The backward pass (without weight gradients if these are split off), and its sums."""
     outputs, cotangents = _ends(work, outputs)
     sums = (inputs.early,) if split else (inputs.early, inputs.late)
-    arguments = (inputs.held, inputs.micro, outputs, list(saved), cotangents, *sums)
+    arguments = (inputs.arrays, inputs.micro, outputs, list(saved), cotangents, *sums)
     run = work.backward_inputs if split else work.backward
     return _draft(run, arguments, mesh), jax.tree.leaves(sums)
 
@@ -723,19 +742,23 @@ def _fused(
 ) -> tuple[Callable[..., Any], Any, list[Any]]:
     """Forward and backward in one, its arguments, and its sums."""
 
-    def run(held: ChunkInputs, micro: Any, entering: Any, early: EdgeSums, late: WeightSums) -> Any:
-        outputs, saved = work.forward(held, micro, entering)
-        return work.backward(held, micro, outputs, saved, [], early, late)
+    def run(
+        arrays: ChunkInputs, micro: Any, entering: Any, early: EdgeSums, late: WeightSums
+    ) -> Any:
+        outputs, saved = work.forward(arrays, micro, entering)
+        return work.backward(arrays, micro, outputs, saved, [], early, late)
 
-    def inputs(held: ChunkInputs, micro: Any, entering: Any, early: EdgeSums) -> Any:
-        outputs, saved = work.forward(held, micro, entering)
-        early, input_grads, residuals = work.backward_inputs(held, micro, outputs, saved, [], early)
+    def inputs(arrays: ChunkInputs, micro: Any, entering: Any, early: EdgeSums) -> Any:
+        outputs, saved = work.forward(arrays, micro, entering)
+        early, input_grads, residuals = work.backward_inputs(
+            arrays, micro, outputs, saved, [], early
+        )
         return early, input_grads, [saved[k] for k in stashed], residuals
 
     sums = (arguments.early,) if split else (arguments.early, arguments.late)
     return (
         inputs if split else run,
-        (arguments.held, arguments.micro, list(arguments.entering), *sums),
+        (arguments.arrays, arguments.micro, list(arguments.entering), *sums),
         jax.tree.leaves(sums),
     )
 
@@ -1322,7 +1345,7 @@ class StepRun:
     ) -> None:
         self.programs, self.stage_count = programs, len(programs.stages)
         self.opened, self._arriving = opened, arriving
-        self._held, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
+        self._stage_arrays, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
         self.first: list[ZeroSums] = [stage.zeros() for stage in programs.stages]
         self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
         for number in range(len(programs.chunks)):
@@ -1381,9 +1404,9 @@ class StepRun:
             totals=[join(leaves) for leaves in totals],
         )
 
-    def held(self, chunk: int) -> Arrays:
+    def arrays(self, chunk: int) -> Arrays:
         """The inputs of a chunk, in the order of `ChunkInputs`."""
-        if chunk not in self._held:
+        if chunk not in self._stage_arrays:
             local_chunk, stage = divmod(chunk, self.stage_count)
             opened, gather = self.opened, self.programs.chunks[chunk].gather
             leaves = [
@@ -1393,8 +1416,8 @@ class StepRun:
                 *opened.parts,
             ]
             shards = [self._shard(leaf, stage) for leaf in leaves]
-            self._held[chunk] = shards if gather is None else [*shards, *gather(shards)]
-        return self._held[chunk]
+            self._stage_arrays[chunk] = shards if gather is None else [*shards, *gather(shards)]
+        return self._stage_arrays[chunk]
 
     def _shard(self, array: jax.Array, stage: int) -> jax.Array:
         """One stage's shard of an array."""
@@ -1408,10 +1431,10 @@ class StepRun:
     def _reduced(self, chunk: int) -> Arrays:
         """Gradients of stacked parameters, and of parameters that all layers use."""
         reduce, late = self.programs.chunks[chunk].reduce, self.late[chunk]
-        return late if reduce is None else reduce([*self.held(chunk), *late])
+        return late if reduce is None else reduce([*self.arrays(chunk), *late])
 
     def _given(self, chunk: int, micro: int) -> Arrays:
-        return [*self.held(chunk), self.programs.stages[chunk % self.stage_count].indices[micro]]
+        return [*self.arrays(chunk), self.programs.stages[chunk % self.stage_count].indices[micro]]
 
     def _forward(self, chunk: int, micro: int) -> None:
         program, unit = self.programs.chunks[chunk], (chunk, micro)
@@ -1490,7 +1513,7 @@ class StagePrograms:
         work = self.work[chunk]
         return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
 
-    def _held(self, chunk: int, opened: StepInputs) -> ChunkInputs:
+    def _stage_arrays(self, chunk: int, opened: StepInputs) -> ChunkInputs:
         """The inputs of a chunk, abstract."""
         places = self.opening.places
         local_chunk, stage = divmod(chunk, len(places.stages))
@@ -1607,7 +1630,7 @@ class StagePrograms:
         for number, work in enumerate(self.work):
             mesh = places.stages[number % count]
             inputs = ChunkAvals(
-                held=self._held(number, opened),
+                arrays=self._stage_arrays(number, opened),
                 micro=_index(mesh),
                 entering=entering[-1],
                 gradients=self._gradients(number),

@@ -319,35 +319,35 @@ class Stages:
         gathered = self.chunk.gathered
         return bool(self.table.rounds and gathered and gathered.operands)
 
-    def gather(self, held: StageArrays) -> Arrays:
+    def gather(self, arrays: StageArrays) -> Arrays:
         """The operands gathered beforehand, [stages, chunks, layers, ...]."""
         if self.chunk.gathered is None:
             return []
-        return self._manual(self._gather, (self._specs(),), OWN)(held)
+        return self._manual(self._gather, (self._specs(),), OWN)(arrays)
 
-    def gather_over(self, held: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
+    def gather_over(self, arrays: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
         """The operands gathered beforehand, [stages, window, layers, ...], with one chunk's
         gathered into its slot.
         """
         replicated = PartitionSpec()
         return self._manual(self._gather_over, (self._specs(), OWN, replicated), OWN)(
-            held, ready, chunk
+            arrays, ready, chunk
         )
 
-    def reduce(self, held: StageArrays, sums: Arrays) -> Arrays:
+    def reduce(self, arrays: StageArrays, sums: Arrays) -> Arrays:
         """Gradients of weights from the partial sums for operands gathered beforehand,
         [stages, chunks, layers, ...].
         """
         if self.chunk.gathered is None:
             return []
-        return self._manual(self._reduce, (self._specs(), OWN), OWN)(held, sums)
+        return self._manual(self._reduce, (self._specs(), OWN), OWN)(arrays, sums)
 
-    def reduce_out(self, held: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+    def reduce_out(self, arrays: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         """(gradients of weights [stages, layers, ...] from the partial sums in one slot, the sums
         [stages, window, layers, ...] with that slot zeroed).
         """
         run = self._manual(self._reduce_out, (self._specs(), OWN, PartitionSpec()), (OWN, OWN))
-        return run(held, sums, slot)
+        return run(arrays, sums, slot)
 
     def no_sums(self) -> Arrays:
         """Zeros for the partial sums, [stages, chunks, layers, ...], float32 at least."""
@@ -359,45 +359,45 @@ class Stages:
 
         return self._manual(zeros, (), OWN)()
 
-    def _gather(self, held: StageArrays) -> Arrays:
+    def _gather(self, arrays: StageArrays) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
-        weights = [leaf[0] for leaf in self._sources(held)]
+        weights = [leaf[0] for leaf in self._sources(arrays)]
         operands = gathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
 
-    def _gather_over(self, held: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
+    def _gather_over(self, arrays: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
         weights = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
-            for leaf in self._sources(held)
+            for leaf in self._sources(arrays)
         ]
         operands = gathered.gather_over(weights, [leaf[0] for leaf in ready], chunk % self.window)
         return [leaf[None] for leaf in operands]
 
-    def _reduce(self, held: StageArrays, sums: Arrays) -> Arrays:
+    def _reduce(self, arrays: StageArrays, sums: Arrays) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
-        weights = [leaf[0, 0] for leaf in self._sources(held)]
+        weights = [leaf[0, 0] for leaf in self._sources(arrays)]
         gradients = gathered.reduce(
             weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums]
         )
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in gradients]
 
-    def _reduce_out(self, held: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+    def _reduce_out(self, arrays: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         gathered = self.chunk.gathered
         assert gathered is not None
-        weights = [leaf[0, 0] for leaf in self._sources(held)]
+        weights = [leaf[0, 0] for leaf in self._sources(arrays)]
         gradients, emptied = gathered.reduce_out(weights, [leaf[0] for leaf in sums], slot)
         return [leaf[None] for leaf in gradients], [leaf[None] for leaf in emptied]
 
-    def _sources(self, held: StageArrays) -> Arrays:
+    def _sources(self, arrays: StageArrays) -> Arrays:
         """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
         gathered = self.chunk.gathered
         assert gathered is not None
         places = self.chunk.cut.roles.weights
-        return [held.weights[places.index(position)] for position in gathered.sources]
+        return [arrays.weights[places.index(position)] for position in gathered.sources]
 
     def _specs(self) -> StageArrays:
         """Specs of the arrays of `StageArrays`, in their place."""
@@ -414,7 +414,7 @@ class Stages:
         )
 
     def forward(
-        self, tick: Index, held: StageArrays, hop: InFlight, entering: Arrays, stash: Arrays
+        self, tick: Index, arrays: StageArrays, hop: InFlight, entering: Arrays, stash: Arrays
     ) -> tuple[InFlight, Arrays, Arrays]:
         """One tick forward.
 
@@ -425,12 +425,12 @@ class Stages:
         run = self._manual(
             self._forward, (OWN, replicated, self._specs(), OWN, replicated, OWN), (OWN, OWN, OWN)
         )
-        return run(self._numbers(), tick, held, hop, entering, stash)
+        return run(self._numbers(), tick, arrays, hop, entering, stash)
 
     def backward(
         self,
         tick: Index,
-        held: StageArrays,
+        arrays: StageArrays,
         hop: InFlight,
         leaving: Arrays,
         stash: Arrays,
@@ -452,24 +452,24 @@ class Stages:
             (OWN, OWN, OWN, OWN),
         )
         hop, sums, residuals, input_grads = run(
-            self._numbers(), tick, held, hop, leaving, stash, sums, residuals
+            self._numbers(), tick, arrays, hop, leaving, stash, sums, residuals
         )
         return BackwardTick(hop=hop, sums=sums, residuals=residuals, input_grads=input_grads)
 
     def weights(
-        self, tick: Index, held: StageArrays, stash: Arrays, sums: ChunkGrads, residuals: Arrays
+        self, tick: Index, arrays: StageArrays, stash: Arrays, sums: ChunkGrads, residuals: Arrays
     ) -> ChunkGrads:
         """Weight gradients of one tick, if these are delayed; arguments as those of `backward`,
         results as its `sums`.
         """
         run = self._manual(self._weights, (OWN, PartitionSpec(), self._specs(), OWN, OWN, OWN), OWN)
-        return run(self._numbers(), tick, held, stash, sums, residuals)
+        return run(self._numbers(), tick, arrays, stash, sums, residuals)
 
-    def stashed(self, held: StageArrays) -> list[jax.ShapeDtypeStruct]:
+    def stashed(self, arrays: StageArrays) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the stash of one unit, [stages, ...]."""
-        return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], held)
+        return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], arrays)
 
-    def in_host_memory(self, held: StageArrays) -> list[bool]:
+    def in_host_memory(self, arrays: StageArrays) -> list[bool]:
         """The offload flag of each array of the stash."""
         on_host: list[bool] = []
 
@@ -478,10 +478,10 @@ class Stages:
             on_host[:] = [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in saved]
             return saved
 
-        self._shapes(one, held)
+        self._shapes(one, arrays)
         return on_host
 
-    def residual_avals(self, held: StageArrays) -> list[jax.ShapeDtypeStruct]:
+    def residual_avals(self, arrays: StageArrays) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the residuals of one unit for delayed weight gradients, [stages,
         ...].
         """
@@ -494,25 +494,25 @@ class Stages:
                 [zeros[k] for k in self.moving],
             )[1]
 
-        return self._shapes(one, held) if self.table.split else []
+        return self._shapes(one, arrays) if self.table.split else []
 
     def _shapes(
-        self, function: Callable[[ChunkOperands, Arrays], Arrays], held: StageArrays
+        self, function: Callable[[ChunkOperands, Arrays], Arrays], arrays: StageArrays
     ) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the results, on every stage, of a function of a chunk's operands and
         inputs.
         """
 
-        def one(held: StageArrays) -> Arrays:
-            return [leaf[None] for leaf in function(self._operands(held, 0, 0, 0), self._like())]
+        def one(arrays: StageArrays) -> Arrays:
+            return [leaf[None] for leaf in function(self._operands(arrays, 0, 0, 0), self._like())]
 
-        return jax.eval_shape(self._manual(one, (self._specs(),), OWN), held)
+        return jax.eval_shape(self._manual(one, (self._specs(),), OWN), arrays)
 
     def _forward(
         self,
         numbers: Value,
         tick: Index,
-        held: StageArrays,
+        arrays: StageArrays,
         hop: InFlight,
         entering: Arrays,
         stash: Arrays,
@@ -529,7 +529,7 @@ class Stages:
             self._inside(jnp.where(first, new, old), k)
             for k, (new, old) in enumerate(zip(fresh, arrived, strict=True))
         ]
-        operands = self._operands(held, stage, micro, chunk)
+        operands = self._operands(arrays, stage, micro, chunk)
         outputs, saved = self._worked(
             active,
             lambda: (
@@ -559,7 +559,7 @@ class Stages:
         self,
         numbers: Value,
         tick: Index,
-        held: StageArrays,
+        arrays: StageArrays,
         hop: InFlight,
         leaving: Arrays,
         stash: Arrays,
@@ -582,7 +582,7 @@ class Stages:
             )
             for k, old in zip(self.moving, arrived, strict=True)
         ]
-        operands = self._operands(held, stage, micro, chunk)
+        operands = self._operands(arrays, stage, micro, chunk)
         saved = slot_of(stash, self.table.backward_slot(tick, stage))
         if self.table.split:
             input_grads, new_residuals = self._worked(
@@ -606,13 +606,13 @@ class Stages:
         self,
         numbers: Value,
         tick: Index,
-        held: StageArrays,
+        arrays: StageArrays,
         stash: Arrays,
         sums: ChunkGrads,
         residuals: Arrays,
     ) -> ChunkGrads:
         micro, chunk, active = self.table.weights(tick)
-        operands = self._operands(held, numbers[0], micro, chunk)
+        operands = self._operands(arrays, numbers[0], micro, chunk)
         gradients = self.chunk.backward_weights(
             operands,
             self._like(),
@@ -657,23 +657,23 @@ class Stages:
             ],
         )
 
-    def _operands(self, held: StageArrays, stage: Any, micro: Any, chunk: Any) -> ChunkOperands:
+    def _operands(self, arrays: StageArrays, stage: Any, micro: Any, chunk: Any) -> ChunkOperands:
         """The operands of one stage in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         keys = [
             of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0])
-            for leaf in held.keys
+            for leaf in arrays.keys
         ]
         ready = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.window, 0, keepdims=False)
-            for leaf in held.ready
+            for leaf in arrays.ready
         ]
         return ChunkOperands(
-            weights=[of_chunk(leaf[0]) for leaf in held.weights],
-            tables=[of_chunk(leaf[0]) for leaf in held.tables],
+            weights=[of_chunk(leaf[0]) for leaf in arrays.weights],
+            tables=[of_chunk(leaf[0]) for leaf in arrays.tables],
             keys=keys,
-            shared=held.shared,
-            constant=held.constant,
+            shared=arrays.shared,
+            constant=arrays.constant,
             ready=ready,
             first=(chunk * self.table.stages + stage) * self.chunk.layers,
         )
