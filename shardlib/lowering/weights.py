@@ -669,11 +669,11 @@ class ManualLookup(_ManualGradient):
 
     Attributes:
         result: layout of the looked-up rows.
-        rereads: False; indices have no gradient.
+        reads_weight: False; indices have no gradient.
     """
 
     result: Layout
-    rereads: ClassVar[bool] = False
+    reads_weight: ClassVar[bool] = False
 
     def run(self, indices: Value, table: Value) -> Value:
         """The operation, on a table that may be in a narrower dtype than its own; if rows are

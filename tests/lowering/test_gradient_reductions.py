@@ -13,6 +13,7 @@ from shardlib.lowering.weights import (
     EVERY_MICROBATCH,
     LAST_MICROBATCH,
     reduction_time,
+    with_reduced_gradient,
 )
 from shardlib.tracing.program import flatten
 from tests.lowering import small
@@ -53,7 +54,7 @@ def test_every_parameter_says_how_its_gradient_is_reduced():
     assert "fsdp" in scattered["up"].layout.axes and scattered["up"].dtype is None
 
 
-def built_placing(pin):
+def layouts_placing(pin):
     from shardlib.lowering.loss_layouts import LossLayouts
     from shardlib.lowering.mesh import parameter_shardings
 
@@ -61,7 +62,26 @@ def built_placing(pin):
     params = parameter_shardings(program.plan, program.model, program.mesh)
     return LossLayouts.of(
         program.source, program.plan, program.mesh, params, placements_of(program)
-    ).reductions
+    )
+
+
+def built_placing(pin):
+    return layouts_placing(pin).reductions
+
+
+def test_lookups_do_not_save_their_table_for_the_backward_pass():
+    layouts = layouts_placing({"mesh": {"data": 2, "fsdp": 4}, "zero": 3})
+    ((path, use),) = ((p, u) for p, u in layouts.uses.items() if u.equation.name == "gather")
+    parameter = layouts.plan.parameters[layouts.order[use.view.parameter]]
+    lookup = with_reduced_gradient(
+        use, layouts.values[path, 0], parameter, layouts.regions(layouts.mesh)
+    )
+    assert lookup is not None
+    table, indices = (
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in use.equation.eqn.invars
+    )
+    saved = jax.eval_shape(lambda *operands: jax.vjp(lookup, *operands)[1], table, indices)
+    assert [leaf.shape for leaf in jax.tree.leaves(saved)] == [indices.shape]
 
 
 def test_plans_reduce_at_one_moment_each():
