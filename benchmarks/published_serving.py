@@ -32,7 +32,7 @@ from scipy.optimize import least_squares
 
 from benchmarks.environment import command_line, table, write
 from benchmarks.published.served_models import served
-from shardlib.cost.collectives import FREE, collective_cost
+from shardlib.cost.collectives import NO_COST, collective_cost
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, place, topology
 from shardlib.serve import cost as learned_constants
@@ -90,7 +90,7 @@ class Sample:
     def pricing(self, constants: Constants) -> Pricing:
         ways = self.split.tensor
         spans = place(MeshShape(tensor=ways), self.machine) if ways > 1 else None
-        reduce = collective_cost("all-reduce", spans["tensor"], self.machine) if spans else FREE
+        reduce = collective_cost("all-reduce", spans["tensor"], self.machine) if spans else NO_COST
         return Pricing(
             split=self.split,
             chip=self.machine.chip,

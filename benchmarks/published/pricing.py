@@ -17,7 +17,7 @@ from benchmarks.published.software import memory_of
 from shardlib.annotation import tree
 from shardlib.annotation.tree import read as read_model
 from shardlib.cost.pricing import combine
-from shardlib.cost.stages import Meshes, Plans, quantities_of
+from shardlib.cost.stages import Meshes, Plans, step_costs
 from shardlib.cost.tables import Pricer
 from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, place
@@ -89,12 +89,12 @@ class Quote:
         assert placed is not None, "the candidate was priced on this machine"
         c = Meshes.placed([(how.mesh, placed)], [how.microbatches], pricer.topology)
         work, rest = (
-            pricer.tally(items, one.choice, c.shapes, len(load.counts))
+            pricer.tally(items, one.choice, c.degrees, len(load.counts))
             for items in (load.programs[how.remat, one.routes].work, load.rest)
         )
-        plan = Plans(decisions=how, model=load.model, pricer=pricer, c=c)
+        plan = Plans(decisions=how, model=load.model, pricer=pricer, meshes=c)
         return float(
-            combine(quantities_of(work, rest, [], load.model, pricer, c), plan).step_seconds[0]
+            combine(step_costs(work, rest, [], load.model, pricer, c), plan).step_seconds[0]
         )
 
     def figures(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ at once.
 Reading order: `terms` defines the vocabulary of costs; `facts`, `attention` and `experts` read
 a traced step as kernels, loops and live ranges; `framework` and `activations` rewrite it as a
 framework profile runs it; `roofline` and `collectives` have the rates of chips and links; `items`
-and `memory` turn the step into separable terms; `tables` evaluates those for every shape; `pricing`
+and `memory` turn the step into separable terms; `tables` evaluates those for all degrees; `pricing`
 puts them together.
 
 Terms:
@@ -12,17 +12,17 @@ Terms:
 colour       dims of all arrays that are sharded together (`shardlib.propagation.colours`)
 choice       the colours that the mesh axes shard
 spec         per dim the kinds of mesh axes that shard it: batch, tensor, context, expert
-shape        sizes of the mesh axes with a number of microbatches: what divides an amount; many
-             candidates share one
+degrees      sizes of the mesh axes with a number of microbatches: what divides an amount; many
+             candidates share them
 item         a separable part of a step; items with equal `key` have equal costs
 term         an amount of FLOPs or bytes of the whole program, with the axes that divide it
 layer group  the loops of a step over the same layers
-segment      the layer group of an item; `OUTSIDE_LAYERS` (embedding, head, loss); `INSIDE` a layer
+segment      the layer group of an item; `OUTSIDE_LAYERS` and `INSIDE_LAYER`
 ends         embedding, head and loss: everything outside of the layer groups
 phase        a loop over layers, or the ops between two of them, in the order of a step
 slot         a class of collectives: kind, mesh axes, and role (gather, reduce, block ...)
-measure      a basis function of the shape, such as the seconds of one kernel
-tally        coefficients of measures, by quantity of a step (`Q`) and by slot
+measure      a function of the degrees, such as the seconds of one kernel
+tally        coefficients of measures, by `Quantity` of a step and by slot
 stack        the slices of a value for all layers of a loop, in one array
 corner       a remat policy for each layer group, for all of its layers
 
@@ -39,7 +39,7 @@ memory.py         items of memory: gathered parameters, live buffers, stored par
 pricing.py        seconds and bytes of candidate plans from the tables: the estimate of a step
 roofline.py       rates that a machine reaches: rooflines, efficiencies, learned corrections
 stages.py         meshes with their placements, and pipeline stages, as arrays
-tables.py         tables of the terms of many items for every shape of a space
-terms.py          the vocabulary of costs: items, terms, shapes
+tables.py         tables of the terms of many items for all degrees of parallelism
+terms.py          the vocabulary of costs: items, terms, degrees of parallelism
 variants.py       prices of mixed remat policies, offloading, collective matmuls
 """

@@ -579,7 +579,7 @@ class ProfileMemory:
             value, replace(choice, sequence=None) if value in self._gathered else choice
         )
 
-    def plain(self, value: int) -> bool:
+    def is_unchanged(self, value: int) -> bool:
         """True if a value is saved in its own sharding and takes exactly its bytes."""
         return value not in self._gathered and value not in self._arrived
 

@@ -110,7 +110,7 @@ class LinearCost:
     __rmul__ = __mul__
 
 
-FREE = LinearCost()
+NO_COST = LinearCost()
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _cost(kind: str, spans: tuple[Span, ...], topology: Topology) -> LinearCost:
         raise ValueError(f"{kind!r} is not a collective; collectives are {', '.join(KINDS)}")
     tiers = _tiers(spans, topology)
     if not tiers:
-        return FREE
+        return NO_COST
     if len(tiers) == 1 and tiers[0][0].tier.kind == "memory":
         return _in_memory(kind, tiers[0][0])
     pipelined = all(tier.kind != "torus" for tier in topology.tiers)
@@ -159,7 +159,7 @@ def _cost(kind: str, spans: tuple[Span, ...], topology: Topology) -> LinearCost:
         return _combine([_all_to_all(lines) for lines in tiers], pipelined)
     if kind == "collective-permute":
         return _permute(tiers)
-    gather = _through_all(tiers) if pipelined and len(tiers) > 1 else _gather(tiers, pipelined)
+    gather = _ring_gather(tiers) if pipelined and len(tiers) > 1 else _gather(tiers, pipelined)
     if kind == "all-reduce":
         return 2 * gather
     if any(line.tier.ring for lines in tiers for line in lines):
@@ -227,7 +227,7 @@ def _gather(tiers: list[list[_Line]], pipelined: bool) -> LinearCost:
     return _combine(costs, pipelined)
 
 
-def _through_all(tiers: list[list[_Line]]) -> LinearCost:
+def _ring_gather(tiers: list[list[_Line]]) -> LinearCost:
     """All-gather by rings through all devices of several tiers, per byte of the gathered array."""
     devices, inner, slowest = math.prod(line.ways for lines in tiers for line in lines), 1, 0.0
     for lines in reversed(tiers):
@@ -410,7 +410,7 @@ def axis_group(axis: Axis) -> DeviceGroup:
 
 def stored(*, experts: bool = False) -> DeviceGroup:
     """The devices over which parameters, or those of experts, are stored sharded."""
-    return DeviceGroup(_but_expert(STORED_AXES) if experts else STORED_AXES, experts)
+    return DeviceGroup(_without_expert(STORED_AXES) if experts else STORED_AXES, experts)
 
 
 def replicas(*, tensor: bool = False) -> DeviceGroup:
@@ -424,7 +424,7 @@ def tokens(*, experts: bool = False, tensor: bool = False) -> DeviceGroup:
     """The devices that process different tokens, over which gradients (of parameters of experts,
     with `experts`) are partial sums; with `tensor`, including those along tensor.
     """
-    axes = _but_expert(TOKEN_AXES) if experts else TOKEN_AXES
+    axes = _without_expert(TOKEN_AXES) if experts else TOKEN_AXES
     return DeviceGroup((*axes, *((TENSOR.name,) if tensor else ())), experts)
 
 
@@ -435,7 +435,7 @@ def on_all_stages(group: DeviceGroup) -> DeviceGroup:
     return DeviceGroup((STAGE.name, *group.axes), group.of_experts)
 
 
-def _but_expert(axes: tuple[str, ...]) -> tuple[str, ...]:
+def _without_expert(axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(axis for axis in axes if axis != EXPERT.name)
 
 
@@ -489,7 +489,7 @@ CONTEXT_ROLES: dict[str, tuple[str, ...]] = {
     "ring": ("context", "ring"),
     "ulysses": ("context", "exchange"),
 }
-INDEX: dict[Slot, int] = {slot: number for number, slot in enumerate(SLOTS)}
+SLOT_INDEX: dict[Slot, int] = {slot: number for number, slot in enumerate(SLOTS)}
 
 
 def role_slots(*roles: str) -> list[int]:
@@ -514,7 +514,7 @@ def shards(slot: Slot, degree: int) -> int:
 def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCost:
     """The cost of one collective of a slot."""
     spans = spans_of(slot.group, placement)
-    if _stepwise(slot):
+    if stepwise(slot):
         cost = steps(slot.kind, spans, topology)
         return LinearCost(
             sum(step.cost.latency_s for step in cost),
@@ -528,7 +528,7 @@ def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCos
 
 
 @dataclass(frozen=True, kw_only=True)
-class Links(ArrayTable):
+class LinkCosts(ArrayTable):
     """Costs of every slot on some placements.
 
     Attributes:
@@ -540,31 +540,31 @@ class Links(ArrayTable):
     per_byte: Array
 
 
-def links(placements: Sequence[Placement], topology: Topology) -> Links:
+def link_costs(placements: Sequence[Placement], topology: Topology) -> LinkCosts:
     """The costs of every slot on every placement; groups on equivalent links are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
     numbers, costs_by_way = _known_costs(topology)
-    lies: dict[str, NDArray[np.int64]] = {
+    span_index: dict[str, NDArray[np.int64]] = {
         axis: np.array([numbers.setdefault(p.get(axis, ()), len(numbers)) for p in placements])
         for axis in MESH_AXES
     }
     spans, torus = _by_dim(numbers, topology), any(tier.kind == "torus" for tier in topology.tiers)
     for group in GROUPS:
-        axes = [lies[axis] for axis in group.axes]
+        axes = [span_index[axis] for axis in group.axes]
         # groups on equivalent links cost the same, whatever their axes are
         joined = [
             column for degrees, strides in spans for column in _joined(degrees, strides, axes)
         ]
         for slots in _by_steps(GROUP_SLOTS[group]) if torus else (GROUP_SLOTS[group],):
-            stepwise = torus and _stepwise(SLOTS[slots[0]])
-            alike = axes if stepwise else joined
-            first, which = distinct_rows(alike)
-            rows = np.stack(alike)[:, first].T.tolist()
-            keys = [(stepwise, *(filter(None, row) if stepwise else row)) for row in rows]
+            in_steps = torus and stepwise(SLOTS[slots[0]])
+            columns = axes if in_steps else joined
+            first, which = distinct_rows(columns)
+            rows = np.stack(columns)[:, first].T.tolist()
+            keys = [(in_steps, *(filter(None, row) if in_steps else row)) for row in rows]
             for slot in slots:
                 costs = np.zeros((2, len(first)))
-                for position, lie in enumerate(keys):
-                    key = _cost_key(SLOTS[slot]), lie
+                for position, row_key in enumerate(keys):
+                    key = _cost_key(SLOTS[slot]), row_key
                     if key not in costs_by_way:
                         costs_by_way[key] = slot_cost(
                             SLOTS[slot], placements[int(first[position])], topology
@@ -574,7 +574,7 @@ def links(placements: Sequence[Placement], topology: Topology) -> Links:
                         costs_by_way[key].seconds_per_byte,
                     )
                 latency[slot], per_byte[slot] = costs[:, which]
-    return Links(latency=latency, per_byte=per_byte)
+    return LinkCosts(latency=latency, per_byte=per_byte)
 
 
 def _by_dim(numbers: Mapping[tuple[Span, ...], int], topology: Topology) -> Array:
@@ -595,7 +595,7 @@ def _joined(degrees: Array, strides: Array, axes: Sequence[Array]) -> tuple[Arra
     the ways of its group, and the ways and the stride of its outermost line after adjacent parts
     are joined.
     """
-    spans, starts = np.stack([[degrees[lie], strides[lie]] for lie in axes], axis=1)
+    spans, starts = np.stack([[degrees[index], strides[index]] for index in axes], axis=1)
     order = np.argsort(starts, axis=0, kind="stable")
     lines = np.ones((2, spans.shape[1]), dtype=np.int64)  # ways and stride of the outermost line
     for axis in order[:, None]:
@@ -606,20 +606,20 @@ def _joined(degrees: Array, strides: Array, axes: Sequence[Array]) -> tuple[Arra
     return spans.prod(0), lines[0], lines[1]
 
 
-def _stepwise(slot: Slot) -> bool:
+def stepwise(slot: Slot) -> bool:
     """True if a collective is done in steps along the dims of a torus, in the order of its axes."""
     return slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
 
 
 def _by_steps(slots: Sequence[int]) -> tuple[list[int], ...]:
     """Indices of the slots that are done in steps, and of the others."""
-    parts = ([slot for slot in slots if _stepwise(SLOTS[slot]) == flag] for flag in (True, False))
+    parts = ([slot for slot in slots if stepwise(SLOTS[slot]) == flag] for flag in (True, False))
     return tuple(part for part in parts if part)
 
 
 def _cost_key(slot: Slot) -> tuple[str, str]:
     """The properties of a slot that its cost depends on, besides the links of its group."""
-    return slot.kind, "steps" if _stepwise(slot) else slot.role if slot.role in (
+    return slot.kind, "steps" if stepwise(slot) else slot.role if slot.role in (
         "ring",
         "ends",
     ) else ""
@@ -654,7 +654,7 @@ GROUP_SLOTS: dict[DeviceGroup, list[int]] = {
 Array = np.ndarray
 
 
-def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
+def least_link_costs(sizes: Mapping[str, Array], topology: Topology) -> LinkCosts:
     """Lower bounds on the costs of every slot: the least latency and the least time per byte over
     all placements of a group of that size on adjacent devices.
 
@@ -672,14 +672,14 @@ def best_links(sizes: Mapping[str, Array], topology: Topology) -> Links:
             latency[number], per_byte[number] = (
                 np.array(values)[which.reshape(-1)] for values in zip(*costs, strict=True)
             )
-    return Links(latency=latency, per_byte=per_byte)
+    return LinkCosts(latency=latency, per_byte=per_byte)
 
 
-def least_hops(stages: Array, topology: Topology) -> tuple[Array, Array]:
+def least_stage_send(stages: Array, topology: Topology) -> tuple[Array, Array]:
     """Lower bounds on latency and seconds per byte of a message between stages, by number of
     stages.
     """
-    number = INDEX[Slot("stage", axis_group(STAGE), "collective-permute")]
+    number = SLOT_INDEX[Slot("stage", axis_group(STAGE), "collective-permute")]
     latency, per_byte = np.zeros((2, int(stages.max(initial=1)) + 1))
     for degree in np.flatnonzero(np.bincount(stages)):
         latency[degree], per_byte[degree] = _least(SAME_COST[number], int(degree), topology)
@@ -691,13 +691,10 @@ def _least(number: int, degree: int, topology: Topology) -> tuple[float, float]:
     """The least latency and the least seconds per byte of a slot over a group of some size."""
     slot = SLOTS[number]
     axis = slot.group.axes[0]
-    staged = (
-        slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
-    )  # steps along the dims, in the order of the axes of the group
     placements = (
         order
         for spans in _adjacent(degree, topology)
-        for order in (itertools.permutations(spans) if staged else (spans,))
+        for order in (itertools.permutations(spans) if stepwise(slot) else (spans,))
     )
     costs = [slot_cost(slot, {axis: spans}, topology) for spans in placements] if degree > 1 else []
     if not costs:

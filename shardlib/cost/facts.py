@@ -910,7 +910,7 @@ class Facts:
             for value in (*op.operands, *op.results)
         )
 
-    def plain(self, ops: Iterable[int], values: Iterable[int]) -> bool:
+    def follows_colours(self, ops: Iterable[int], values: Iterable[int]) -> bool:
         """True if ops and values are sharded by their colours alone, with no exception for
         attention heads.
         """

@@ -21,7 +21,7 @@ from shardlib.cost.terms import (
     Elements,
     Item,
     Matmul,
-    Routed,
+    RoutedRows,
     Term,
     Transfer,
     TransferOps,
@@ -80,7 +80,7 @@ def exchanged_values(facts: Facts, index: int) -> list[tuple[int, int]]:
     return [*((value, 1) for value in op.operands), (op.results[0], once)]
 
 
-def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
+def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> RoutedRows:
     """The rows of an array of tokens and the experts of its region, those of the largest stack of
     weights in a grouped matmul.
     """
@@ -97,7 +97,7 @@ def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> Routed:
         float(capped.assignments if capped is not None and len(shape) == 3 else shape[0]),
         spec[: max(1, len(shape) - 1)],
     )
-    return Routed(
+    return RoutedRows(
         assignments=rows,
         experts=Amount(
             total=float(experts), batch=False, tensor=False, expert=choice.expert is not None
@@ -329,7 +329,7 @@ def _gathers_key(facts: Facts, value: int, readers: list[int]) -> Hashable:
     it.
     """
     ops = [facts.graph.ops[i] for i in readers]
-    if not facts.plain(readers, (value,)) or any(op.kind in KERNELS for op in ops):
+    if not facts.follows_colours(readers, (value,)) or any(op.kind in KERNELS for op in ops):
         return None
     regions = list(dict.fromkeys(op.region for op in ops))
     rematerialised = _rematerialised(facts, readers)
@@ -668,7 +668,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         return _by_heads(facts, kernel.op, compute) if shares(choice) else (compute,)
 
     segment = facts.layers.segment(op.region)
-    alike = op.kind not in GROUPED and facts.plain((kernel.op,), (*values, *touched))
+    alike = op.kind not in GROUPED and facts.follows_colours((kernel.op,), (*values, *touched))
     key = (
         (op.kind, op.category, op.flops, op.rule, facts.factors[kernel.op], facts.rows[kernel.op]),
         (facts.trips[op.region], segment, weight, dtype, len(op.operands)),
@@ -941,7 +941,7 @@ def _reductions_key(facts: Facts, summands: Summands) -> Hashable:
     products of experts.
     """
     group, ops = summands.ops, [facts.graph.ops[index] for index in summands.ops]
-    if not facts.plain(group, [value for op in ops for value in op.results]) or any(
+    if not facts.follows_colours(group, [value for op in ops for value in op.results]) or any(
         op.kind in KERNELS or op.kind in GROUPED for op in ops
     ):
         return None

@@ -25,7 +25,16 @@ from shardlib.cost.facts import (
     phases,
 )
 from shardlib.cost.framework import XLA, FrameworkProfile
-from shardlib.cost.terms import INSIDE, OUTSIDE_LAYERS, Item, Resident, Stored, Term, amount, named
+from shardlib.cost.terms import (
+    INSIDE_LAYER,
+    OUTSIDE_LAYERS,
+    Item,
+    Resident,
+    Stored,
+    Term,
+    amount,
+    named,
+)
 from shardlib.graph import BLOCK, ITEMSIZE, Graph, Op, Parameter, StepGraph
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Choice
@@ -463,7 +472,7 @@ class Peaks:
     """
 
     points: tuple[list[Item], ...]
-    moments: tuple[Phase, ...]
+    phases: tuple[Phase, ...]
 
 
 def peaks(
@@ -522,7 +531,7 @@ def peaks(
 
     return Peaks(
         points=tuple(map(items, points(when, alive, outside))),
-        moments=tuple(map(moment, phases(facts.graph, facts.layers))) if moments else (),
+        phases=tuple(map(moment, phases(facts.graph, facts.layers))) if moments else (),
     )
 
 
@@ -555,10 +564,10 @@ def _item(facts: Facts, producers: dict[int, int], life: LiveRange, keeping: Pro
         )
         return (resident,) if life.kernel is None else _by_heads(facts, life, resident, choice)
 
-    counted_in = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE
+    counted_in = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE_LAYER
     names, size = facts.names[life.value], value.bytes * life.share
     kernels = () if life.kernel is None else (life.kernel,)
-    alike = facts.plain(kernels, (life.value,)) and keeping.plain(life.value)
+    alike = facts.follows_colours(kernels, (life.value,)) and keeping.is_unchanged(life.value)
     return Item(
         colours=named(names),
         terms=terms,

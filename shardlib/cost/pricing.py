@@ -24,15 +24,16 @@ from shardlib.cost.collectives import (
     slot_cost,
     spans_of,
     steps,
+    stepwise,
     stored,
 )
 from shardlib.cost.framework import XLA
 from shardlib.cost.intervals import Interval
-from shardlib.cost.roofline import Applied, efficiency, efficiency_of, linked
+from shardlib.cost.roofline import Applied, efficiency, efficiency_of, with_reached_rates
 from shardlib.cost.stages import (
     Meshes,
     Plans,
-    Quantities,
+    StepCosts,
     on_stage,
     partition_by_work,
     slowest_chunk,
@@ -52,7 +53,7 @@ from shardlib.untrusted.data import JsonMapping, construct
 # so they cannot disagree with the parts.
 
 #: Upper limit of any number of a plan: FLOPs of the largest steps are about 1e24.
-LARGEST = 1e40
+MAX_PLAN_NUMBER = 1e40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +267,7 @@ class Estimate:
         Raises:
             PlanError: fields are missing or have values of another type; all of them are listed.
         """
-        return construct(cls, data, "the estimate", PlanError, least=0.0, most=LARGEST)
+        return construct(cls, data, "the estimate", PlanError, least=0.0, most=MAX_PLAN_NUMBER)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -294,8 +295,8 @@ def collectives(
         loops: for collectives replaced by collective matmuls: bytes of a message, messages per
             execution, and seconds per message (`shardlib.cost.variants`).
     """
-    c, pricer = plan.c, plan.pricer
-    assert len(c) == 1
+    meshes, pricer = plan.meshes, plan.pricer
+    assert len(meshes) == 1
     roles, listing = _roles(plan), _Listing(mesh, placement, pricer.topology)
     for item, part in (
         (item, part)
@@ -306,16 +307,18 @@ def collectives(
         for term in item.terms(choice):
             if not isinstance(term, Transfer):
                 continue
-            for slot, size, count in transfer_collectives(term, item.segment, c.shapes, pricer):
+            for slot, size, count in transfer_collectives(
+                term, item.segment, meshes.degrees, pricer
+            ):
                 if slot.role not in roles:
                     continue
-                runs = float(count[0]) * part * _runs(term, slot, item.segment, plan)
+                runs = float(count[0]) * part * _executions(term, slot, item.segment, plan)
                 if loops and term in loops:
                     message, each, hop = loops[term]
                     key = ("collective-permute", ("tensor",), round(message), term.cause)
                     listing.add(key, each * runs, each * hop * runs)
                 else:
-                    of_each = float(size[0]) / _parts(slot, item.segment, plan)
+                    of_each = float(size[0]) / _ends_parts(slot, item.segment, plan)
                     listing.note(slot, of_each, runs, term.cause)
     for (slot, cause), size in once.items():
         listing.note(slot, size, 1.0 if size else 0.0, cause)
@@ -331,7 +334,7 @@ def _roles(plan: Plans) -> set[str]:
         *CONTEXT_ROLES[plan.decisions.context],
         "scatter" if plan.profile.scatters(zero) else "reduce",
         *(("gather",) if zero >= 3 else ()),
-        *(("stage",) if plan.c.stage[0] > 1 else ()),
+        *(("stage",) if plan.meshes.stage[0] > 1 else ()),
     }
 
 
@@ -361,22 +364,21 @@ class _Listing:
         axes = tuple(axis for axis in mesh if axis in slot.group.axes)
         if not axes or not count:
             return
-        staged = slot.role in ("gather", "scatter") and slot.kind != "all-reduce"
         spans = spans_of(slot.group, placement)
         parts = (
             steps(slot.kind, spans, self._topology)
-            if staged
+            if stepwise(slot)
             else (
                 CollectiveStep(
                     spans=spans, share=1.0, cost=slot_cost(slot, placement, self._topology)
                 ),
             )
         )
-        parted = shards(slot, math.prod(mesh[axis] for axis in axes))
-        hops = parted if slot.role == "ring" else 1
+        shard_count = shards(slot, math.prod(mesh[axis] for axis in axes))
+        hops = shard_count if slot.role == "ring" else 1
         for part in parts:
-            of_part = tuple(axis for axis in axes if set(part.spans) & set(placement.get(axis, ())))
-            key = (slot.kind, of_part or axes, round(size * part.share / parted), cause)
+            used = tuple(axis for axis in axes if set(part.spans) & set(placement.get(axis, ())))
+            key = (slot.kind, used or axes, round(size * part.share / shard_count), cause)
             seconds = part.cost.seconds(size * part.share) * count
             self.add(key, count * max(1, hops - 1), seconds)
 
@@ -396,24 +398,24 @@ class _Listing:
         return tuple(sorted(listing, key=lambda x: (-x.seconds, x.kind, x.axes, x.cause, x.bytes)))
 
 
-def _runs(term: Transfer, slot: Slot, segment: int, plan: Plans) -> float:
+def _executions(term: Transfer, slot: Slot, segment: int, plan: Plans) -> float:
     """Executions per step of a collective that runs once per microbatch."""
-    role, micro, turns = slot.role, int(plan.c.micro[0]), float(plan.stage_runs[0])
+    role, micro, stage_runs = slot.role, int(plan.meshes.micro[0]), float(plan.stage_runs[0])
     if role == "stage":
-        return turns * plan.decisions.virtual_stages
+        return stage_runs * plan.decisions.virtual_stages
     spread = _spreads_ends(plan)
     ends = spread and segment == OUTSIDE_LAYERS
-    runs = micro if ends or segment < 0 else turns
+    runs = micro if ends or segment < 0 else stage_runs
     share = float(plan.shares_moved[segment, 0])
     if role not in _OF_PARAMETERS:
         return runs * (share if segment >= 0 else 1.0)
     # In a pipeline in one program, nothing depends on gradients of vectors.
     waits = not spread or len(term.shape) > 1
-    times = _times(slot, ends, plan) if waits else None
-    return (runs if times is None else times) * share
+    per_step = _runs_per_step(slot, ends, plan) if waits else None
+    return (runs if per_step is None else per_step) * share
 
 
-def _times(slot: Slot, ends: bool, plan: Plans) -> float | None:
+def _runs_per_step(slot: Slot, ends: bool, plan: Plans) -> float | None:
     """The number of times that a stage gathers parameters or reduces gradients per step; None: once
     per microbatch.
     """
@@ -424,24 +426,24 @@ def _times(slot: Slot, ends: bool, plan: Plans) -> float | None:
         return 1.0
     if slot.role == "reduce":
         last = plan.profile.reduces_in_the_last(zero) and not slot.group.of_experts
-        return 1.0 if int(plan.c.stage[0]) > 1 or last else None
+        return 1.0 if int(plan.meshes.stage[0]) > 1 or last else None
     if plan.decisions.gather == "use":
         return None
     pairs, reductions, _ = plan.weight_gathers
     return float((pairs if slot.role == "gather" else reductions)[0])
 
 
-def _parts(slot: Slot, segment: int, plan: Plans) -> int:
+def _ends_parts(slot: Slot, segment: int, plan: Plans) -> int:
     """Number of parts of an activation if all stages compute embedding and head, each for a
     part.
     """
     separate = segment == OUTSIDE_LAYERS and slot.role not in ("stage", "ends", *_OF_PARAMETERS)
-    return int(plan.c.stage[0]) if separate and _spreads_ends(plan) else 1
+    return int(plan.meshes.stage[0]) if separate and _spreads_ends(plan) else 1
 
 
 def _spreads_ends(plan: Plans) -> bool:
     """True if several stages all compute embedding and head."""
-    return bool(plan.c.stage[0] > 1) and plan.profile.ends_on_all_stages
+    return bool(plan.meshes.stage[0] > 1) and plan.profile.ends_on_all_stages
 
 
 # --------------------------------------------------------------------------------------------------
@@ -454,37 +456,37 @@ def _spreads_ends(plan: Plans) -> bool:
 # reductions in the backward pass (two thirds), of the last microbatch if it reduces once per step.
 
 
-def exposed(s: Quantities, plans: Plans, compute: Array) -> Array:
+def exposed(costs: StepCosts, plans: Plans, compute: Array) -> Array:
     """Exposed seconds per step of gathers of parameters, reductions of gradients and rings of keys
     and values.
 
     Args:
         compute: seconds of compute of a microbatch, [candidates].
     """
-    profile, c, zero = plans.profile, plans.c, plans.decisions.zero
+    profile, meshes, zero = plans.profile, plans.meshes, plans.decisions.zero
     overlap = plans.pricer.constants.overlap
-    micro, scale = c.micro, plans.shares_moved
-    reduced, gathered = _reduced(s, scale, plans), np.zeros(len(c))
+    micro, scale = meshes.micro, plans.shares_moved
+    reduced, gathered = _reduction_seconds(costs, scale, plans), np.zeros(len(meshes))
     if zero:
         gathered = (
-            _in_step(s.collectives.gather, scale, plans.weight_gathers[0], plans)
+            _per_step(costs.collectives.gather, scale, plans.weight_gathers[0], plans)
             if zero >= 3
-            else _updated_gather(s, scale, c)
+            else _updated_gather(costs, scale, meshes)
         )
-    ring = s.collectives.ring.sum(0) / c.stage * micro if plans.decisions.ring else np.zeros(len(c))
+    ring = costs.collectives.ring.sum(0) / meshes.stage * micro * plans.decisions.ring
     if not profile.overlaps_itself:
-        behind = overlap * compute * micro
+        hideable = overlap * compute * micro
         if profile.name == XLA.name and plans.pricer.topology.chip.vendor == "google":
-            return _on_tpus(reduced, gathered, ring, behind, zero)
+            return _on_tpus(reduced, gathered, ring, hideable, zero)
         least = (1 - plans.pricer.constants.hidden) * (reduced + gathered)
-        together = np.maximum(least, reduced + gathered + ring - behind)
+        combined = np.maximum(least, reduced + gathered + ring - hideable)
         if not profile.reduces_in_the_last(zero):
-            return together
+            return combined
         # without stages, during the backward pass of the last microbatch
         late = np.maximum(0.0, reduced - overlap * compute) + np.maximum(
             0.0, gathered + ring - overlap * compute * (micro - 1)
         )
-        return np.where((c.stage > 1) | (micro == 1), together, np.maximum(least, late))
+        return np.where((meshes.stage > 1) | (micro == 1), combined, np.maximum(least, late))
     gathers, reduces = (
         overlap if share is None else share
         for share in (
@@ -499,41 +501,41 @@ def exposed(s: Quantities, plans: Plans, compute: Array) -> Array:
     separate = np.maximum(0.0, gathered - gathers * window) + np.maximum(
         0.0, reduced - reduces * backward
     )
-    together = (
+    combined = (
         gathered + reduced - max(gathers, reduces) * compute * micro
     )  # two of them cannot hide at once
-    return np.maximum(separate, together) + np.maximum(0.0, ring - overlap * compute * micro)
+    return np.maximum(separate, combined) + np.maximum(0.0, ring - overlap * compute * micro)
 
 
-def _on_tpus(reduced: Array, gathered: Array, ring: Array, behind: Array, zero: int) -> Array:
+def _on_tpus(reduced: Array, gathered: Array, ring: Array, hideable: Array, zero: int) -> Array:
     """Exposed seconds of a program of the TPU compiler: it prefetches parameters that are stored
     sharded, and waits for all reductions and for gathers of updated parameters
     (`benchmarks/order_by_compiler.py`).
     """
     if zero >= 3:
-        return reduced + np.maximum(0.0, gathered + ring - behind)
-    return reduced + gathered + np.maximum(0.0, ring - behind)
+        return reduced + np.maximum(0.0, gathered + ring - hideable)
+    return reduced + gathered + np.maximum(0.0, ring - hideable)
 
 
-def _reduced(s: Quantities, scale: Array, plans: Plans) -> Array:
+def _reduction_seconds(costs: StepCosts, scale: Array, plans: Plans) -> Array:
     """Seconds of reductions of gradients: per microbatch; or once per step in a pipeline without
     ZeRO 2 and 3, or if the framework does so, except for those of experts.
     """
-    c, profile, zero = plans.c, plans.profile, plans.decisions.zero
-    seconds = s.collectives.scatter if profile.scatters(zero) else s.collectives.reduce
-    once = np.ones(len(c))
+    meshes, profile, zero = plans.meshes, plans.profile, plans.decisions.zero
+    seconds = costs.collectives.scatter if profile.scatters(zero) else costs.collectives.reduce
+    once = np.ones(len(meshes))
     if profile.reduces_once(zero):
-        return _in_step(seconds, scale, once, plans)
+        return _per_step(seconds, scale, once, plans)
     if zero >= 2:
-        return _in_step(seconds, scale, plans.weight_gathers[1], plans)
+        return _per_step(seconds, scale, plans.weight_gathers[1], plans)
     if profile.reduces_in_the_last(zero):
-        return _in_step(seconds, scale, once, plans) + np.where(
-            c.stage > 1, 0.0, on_stage(s.collectives.routed, scale) * (c.micro - 1)
+        return _per_step(seconds, scale, once, plans) + np.where(
+            meshes.stage > 1, 0.0, on_stage(costs.collectives.routed, scale) * (meshes.micro - 1)
         )
-    return _in_step(seconds, scale, np.where(c.stage > 1, 1, c.micro), plans)
+    return _per_step(seconds, scale, np.where(meshes.stage > 1, 1, meshes.micro), plans)
 
 
-def _in_step(seconds: Array, scale: Array, times: Array, plans: Plans) -> Array:
+def _per_step(seconds: Array, scale: Array, times: Array, plans: Plans) -> Array:
     """Seconds per step of transfers repeated `times`; outside of the layers of a pipeline in one
     program as often as `head_gathers` says.
     """
@@ -542,24 +544,24 @@ def _in_step(seconds: Array, scale: Array, times: Array, plans: Plans) -> Array:
     if not plans.profile.ends_on_all_stages:
         return total
     ends = moved[OUTSIDE_LAYERS] * (plans.head_gathers - times)
-    return total + np.where(plans.c.stage > 1, ends, 0.0)
+    return total + np.where(plans.meshes.stage > 1, ends, 0.0)
 
 
-def interleaving_seconds(s: Quantities, plans: Plans) -> Array:
+def interleaving_seconds(costs: StepCosts, plans: Plans) -> Array:
     """Seconds per step in which layers are redistributed to interleaved stages, which have several
     chunks each, and their gradients back.
     """
-    c, zero = plans.c, plans.decisions.zero
-    slots = _INTERLEAVING[np.minimum(plans.decisions.virtual_stages % c.stage, 1)]
-    candidates, total = np.arange(len(c)), np.zeros(len(c))
+    meshes, links, zero = plans.meshes, plans.meshes.links, plans.decisions.zero
+    slots = _INTERLEAVING[np.minimum(plans.decisions.virtual_stages % meshes.stage, 1)]
+    candidates, total = np.arange(len(meshes)), np.zeros(len(meshes))
     for stored_bytes in (
-        s.stored.parameters_cut + s.stored.frozen_cut
+        costs.stored.parameters_sharded + costs.stored.frozen_sharded
         if zero >= 3
-        else s.stored.parameters + s.stored.frozen,
-        s.stored.accumulated_cut if zero >= 2 else s.stored.accumulated,
+        else costs.stored.parameters + costs.stored.frozen,
+        costs.stored.accumulated_sharded if zero >= 2 else costs.stored.accumulated,
     ):
         size = plans.interleaved_bytes(stored_bytes)
-        cost = c.links.latency[slots, candidates] + size * c.links.per_byte[slots, candidates]
+        cost = links.latency[slots, candidates] + size * links.per_byte[slots, candidates]
         total += np.where(size > 0, cost, 0.0)
     return total
 
@@ -570,14 +572,14 @@ _INTERLEAVING = np.array(
 )
 
 
-def _updated_gather(s: Quantities, scale: Array, c: Meshes) -> Array:
+def _updated_gather(costs: StepCosts, scale: Array, meshes: Meshes) -> Array:
     """Seconds of the gather of updated parameters after the optimizer (ZeRO 1, 2)."""
-    experts = on_stage(s.stored.experts, scale)
-    dense = on_stage(s.stored.parameters, scale) - experts
-    total = np.zeros(len(c))
+    experts = on_stage(costs.stored.experts, scale)
+    dense = on_stage(costs.stored.parameters, scale) - experts
+    links, total = meshes.links, np.zeros(len(meshes))
     for group, size in ((stored(), dense), (stored(experts=True), experts)):
         slot = SLOTS.index(Slot("gather", group, "all-gather"))
-        total += np.where(size > 0, c.links.latency[slot] + size * c.links.per_byte[slot], 0.0)
+        total += np.where(size > 0, links.latency[slot] + size * links.per_byte[slot], 0.0)
     return total
 
 
@@ -592,47 +594,49 @@ def _updated_gather(s: Quantities, scale: Array, c: Meshes) -> Array:
 PIPELINE_ON_GPUS = 1.25
 
 
-def stored_bytes(s: Quantities, plans: Plans) -> tuple[Array, Array, Array, Array]:
+def stored_bytes(costs: StepCosts, plans: Plans) -> tuple[Array, Array, Array, Array]:
     """Bytes of trained and of frozen parameters, of gradients and of optimizer state, as stored;
     plus unsharded parameters and gradients if a stage gathers and reduces once per step.
     """
-    scale, zero, staged = plans.shares_stored, plans.decisions.zero, plans.c.stage > 1
-    frozen = on_stage(s.stored.frozen_cut if zero >= 3 else s.stored.frozen, scale)
-    parameters = on_stage(s.stored.parameters_cut if zero >= 3 else s.stored.parameters, scale)
-    gradients = on_stage(s.stored.accumulated_cut if zero >= 2 else s.stored.accumulated, scale)
+    stored, zero, scale = costs.stored, plans.decisions.zero, plans.shares_stored
+    staged = plans.meshes.stage > 1
+    frozen = on_stage(stored.frozen_sharded if zero >= 3 else stored.frozen, scale)
+    parameters = on_stage(stored.parameters_sharded if zero >= 3 else stored.parameters, scale)
+    gradients = on_stage(stored.accumulated_sharded if zero >= 2 else stored.accumulated, scale)
     gathered_share = (
         (1.0 if plans.profile.stage_gathers == "step" else plans.weight_gathers[2])
         if zero >= 3
         else 0.0
     )
     if gathered_share:
-        gathered = on_stage(s.stored.parameters, scale) * plans.model.working * gathered_share
+        ratio = plans.model.matmul_dtype_ratio
+        gathered = on_stage(stored.parameters, scale) * ratio * gathered_share
         parameters = parameters + np.where(staged, gathered, 0.0)
         gradients = gradients + np.where(
-            staged, on_stage(s.stored.accumulated, scale) * gathered_share, 0.0
+            staged, on_stage(stored.accumulated, scale) * gathered_share, 0.0
         )
     return (
         parameters,
         frozen,
         gradients,
-        on_stage(s.stored.state_cut if zero >= 1 else s.stored.state, scale),
+        on_stage(stored.state_sharded if zero >= 1 else stored.state, scale),
     )
 
 
-def least_bytes(s: Quantities, plans: Plans) -> tuple[Array, Array, Array]:
+def least_bytes(costs: StepCosts, plans: Plans) -> tuple[Array, Array, Array]:
     """Lower bounds of the bytes per device at the end of the forward pass: of stored arrays without
     optimizer state, of that state, and of the saved layers of each layer group.
 
     Returns:
         Arrays [candidates], [candidates] and [layer groups, candidates].
     """
-    model, c, layers = plans.model, plans.c, len(plans.model.counts)
-    parameters, frozen, gradients, state = stored_bytes(s, plans)
-    batch = model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes
+    model, meshes, layers = plans.model, plans.meshes, len(plans.model.counts)
+    parameters, frozen, gradients, state = stored_bytes(costs, plans)
+    batch = model.batch_bytes / meshes.ways(TOKEN_AXES) + model.state_bytes
     return (
         parameters + frozen + batch + _buffered(gradients, plans),
         state,
-        s.stacks[:layers] * plans.shares[:layers] * plans.in_flight,
+        costs.stacks[:layers] * plans.shares[:layers] * plans.in_flight,
     )
 
 
@@ -640,11 +644,11 @@ def _buffered(gradients: Array, plans: Plans) -> Array:
     """Bytes of gradients that have a buffer of their own: all, or those of several microbatches."""
     if plans.profile.gradient_buffer:
         return gradients
-    return np.where(plans.c.micro > 1, gradients, 0.0)
+    return np.where(plans.meshes.micro > 1, gradients, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Occupied:
+class _LiveBytes:
     """Bytes at one point of a step on one stage, arrays [candidates].
 
     Attributes:
@@ -665,7 +669,7 @@ class _Occupied:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Stage:
+class _StageShares:
     """The quantities of each segment on a stage that may be the fullest, arrays [segments,
     candidates].
 
@@ -680,23 +684,26 @@ class _Stage:
     stored: Array
 
 
-def bytes_by_part(s: Quantities, gradients: Array, plans: Plans) -> tuple[dict[str, Array], Array]:
+def bytes_by_part(
+    costs: StepCosts, gradients: Array, plans: Plans
+) -> tuple[dict[str, Array], Array]:
     """Bytes allocated by a step, by part; and those of the stacks that the forward pass saves, less
     two layers, which offloading could move.
 
     Args:
         gradients: bytes of gradients accumulated over microbatches, array [candidates].
     """
-    stages, c, scale = _stages(plans), plans.c, plans.shares
-    peak = _fullest([_memory_at(s, point, on, plans) for on in stages for point in s.points], c)
-    in_flight, stacks = stages[0].in_flight, np.zeros(len(c))
-    for point in s.points:
+    stages, meshes, scale = _fullest_stages(plans), plans.meshes, plans.shares
+    points = [_memory_at(costs, point, on, plans) for on in stages for point in costs.points]
+    peak = _fullest_point(points, meshes)
+    in_flight, stacks = stages[0].in_flight, np.zeros(len(meshes))
+    for point in costs.points:
         movable = (
             point.saved[k] * in_flight[k] * np.maximum(0.0, 1 - 2 / (n * scale[k]))
             for k, n in enumerate(plans.model.counts)
         )
-        stacks = np.maximum(stacks, sum(movable, np.zeros(len(c))))
-    buffer = s.buffer if plans.decisions.context == "all-gather" else 0.0
+        stacks = np.maximum(stacks, sum(movable, np.zeros(len(meshes))))
+    buffer = costs.buffer if plans.decisions.context == "all-gather" else 0.0
     memory = {
         "gradients": peak.gradients + _buffered(gradients, plans),
         "activations": peak.saved,
@@ -706,30 +713,34 @@ def bytes_by_part(s: Quantities, gradients: Array, plans: Plans) -> tuple[dict[s
     return memory, np.minimum(stacks, peak.saved)
 
 
-def _memory_at(s: Quantities, point: MemoryPoint, stage: _Stage, plans: Plans) -> _Occupied:
+def _memory_at(
+    costs: StepCosts, point: MemoryPoint, stage: _StageShares, plans: Plans
+) -> _LiveBytes:
     """The memory of a stage at a point where it may peak."""
-    zero, c, stored = plans.decisions.zero, plans.c, stage.stored
-    together = plans.profile.collected == "together"
+    zero, meshes, stored = plans.decisions.zero, plans.meshes, stage.stored
+    combined = plans.profile.collected == "together"
     saved = on_stage(point.saved, stage.in_flight) + on_stage(
-        point.copy_cut if zero >= 3 else point.copy, stored
+        point.copy_sharded if zero >= 3 else point.copy, stored
     )
-    cast = on_stage(point.cast_cut if zero >= 3 else point.cast, stored)
-    saved = saved + np.where(c.stage > 1, 0.0, cast)
-    unsharded = together or zero < 2
-    added = on_stage(point.added if unsharded else point.added_cut, stored)
+    cast = on_stage(point.cast_sharded if zero >= 3 else point.cast, stored)
+    saved = saved + np.where(meshes.stage > 1, 0.0, cast)
+    unsharded = combined or zero < 2
+    added = on_stage(point.added if unsharded else point.added_sharded, stored)
     alive = (
-        np.zeros(len(c))
+        np.zeros(len(meshes))
         if plans.profile.gradient_buffer
-        else on_stage(point.gradient if unsharded else point.gradient_cut, stored)
-        + np.where((c.micro > 1) & (c.stage == 1), 0.0, added)
+        else on_stage(point.gradient if unsharded else point.gradient_sharded, stored)
+        + np.where((meshes.micro > 1) & (meshes.stage == 1), 0.0, added)
     )
     if zero < 3:
-        gathered = np.zeros(len(c))
-    elif together:
-        gathered = np.maximum(0.0, on_stage(s.stored.parameters + s.stored.frozen, stored) - alive)
+        gathered = np.zeros(len(meshes))
+    elif combined:
+        gathered = np.maximum(
+            0.0, on_stage(costs.stored.parameters + costs.stored.frozen, stored) - alive
+        )
     else:
         gathered = on_stage(point.gathered, stored)
-    return _Occupied(
+    return _LiveBytes(
         saved=saved,
         temporaries=on_stage(point.temporary, stage.once),
         gradients=alive,
@@ -737,21 +748,21 @@ def _memory_at(s: Quantities, point: MemoryPoint, stage: _Stage, plans: Plans) -
     )
 
 
-def _fullest(points: list[_Occupied], c: Meshes) -> _Occupied:
+def _fullest_point(points: list[_LiveBytes], meshes: Meshes) -> _LiveBytes:
     """The point with the most bytes, by candidate."""
     if not points:
-        zeros = np.zeros(len(c))
-        return _Occupied(saved=zeros, temporaries=zeros, gradients=zeros, gathered=zeros)
+        zeros = np.zeros(len(meshes))
+        return _LiveBytes(saved=zeros, temporaries=zeros, gradients=zeros, gathered=zeros)
     index = np.argmax(np.stack([point.total for point in points]), axis=0)
-    return _Occupied(
+    return _LiveBytes(
         **{
             field.name: np.choose(index, [getattr(point, field.name) for point in points])
-            for field in fields(_Occupied)
+            for field in fields(_LiveBytes)
         }
     )
 
 
-def _stages(plans: Plans) -> list[_Stage]:
+def _fullest_stages(plans: Plans) -> list[_StageShares]:
     """Stages whose memory may be the fullest.
 
     If embedding and head are spread, all stages are equal. Otherwise the first has the most
@@ -761,20 +772,20 @@ def _stages(plans: Plans) -> list[_Stage]:
     layers, first = len(scale) - 2, scale.copy()
     first[:layers] *= plans.in_flight
     if plans.profile.embedding_and_head == "spread":
-        return [_Stage(once=scale, in_flight=first, stored=plans.shares_stored)]
+        return [_StageShares(once=scale, in_flight=first, stored=plans.shares_stored)]
     with_head, without = scale.copy(), scale.copy()
     with_head[OUTSIDE_LAYERS] = 1.0
-    without[OUTSIDE_LAYERS] = np.where(plans.c.stage > 1, 0.0, 1.0)
+    without[OUTSIDE_LAYERS] = np.where(plans.meshes.stage > 1, 0.0, 1.0)
     first[OUTSIDE_LAYERS] = without[OUTSIDE_LAYERS]
     last = with_head.copy()
     last[:layers] *= named(plans.decisions.schedule).held_by_last(plans.pipelines)
     return [
-        _Stage(once=without, in_flight=first, stored=without),
-        _Stage(once=with_head, in_flight=last, stored=with_head),
+        _StageShares(once=without, in_flight=first, stored=without),
+        _StageShares(once=with_head, in_flight=last, stored=with_head),
     ]
 
 
-def working_sets(plans: Plans) -> Array:
+def buffer_sets(plans: Plans) -> Array:
     """Sets of buffers for the values of a microbatch, in a program without stages.
 
     XLA's compiler for CPUs shares a buffer between two loops only if one depends on the other, and
@@ -782,9 +793,10 @@ def working_sets(plans: Plans) -> Array:
     buffers separate from those of the loop over the others: for a transformer of four layers on two
     devices, 1.8 to 2.1 times as many bytes as one microbatch (JAX 0.10.2).
     """
-    c, vendor = plans.c, plans.pricer.topology.chip.vendor
+    meshes, vendor = plans.meshes, plans.pricer.topology.chip.vendor
     separate = vendor == "cpu" and plans.profile.reduces_in_the_last(plans.decisions.zero)
-    return np.where(separate & (c.micro > 1) & (c.stage == 1) & (c.ways(BATCH_AXES) > 1), 2.0, 1.0)
+    separate &= (meshes.micro > 1) & (meshes.stage == 1) & (meshes.ways(BATCH_AXES) > 1)
+    return np.where(separate, 2.0, 1.0)
 
 
 def heap_share(pricer: Pricer, stages: Array) -> Array:
@@ -844,7 +856,7 @@ def group_seconds(
     degree = mesh.ways(tuple(axes)) if axes else mesh.devices
     partial = kind != "collective-permute" and members != degree
     group = _part(spans, members) if partial else spans
-    return collective_cost(kind, group, linked(topology, figures)).seconds(size)
+    return collective_cost(kind, group, with_reached_rates(topology, figures)).seconds(size)
 
 
 def _part(spans: tuple[Span, ...], members: int) -> tuple[Span, ...]:
@@ -852,11 +864,11 @@ def _part(spans: tuple[Span, ...], members: int) -> tuple[Span, ...]:
     spans.
     """
     for count in range(1, len(spans) + 1):
-        for chosen in itertools.combinations(reversed(spans), count):
-            if math.prod(span.ways for span in chosen) == members:
-                return chosen
-    cut = next((span for span in reversed(spans) if span.ways % members == 0), None)
-    return (replace(cut, ways=members),) if cut else spans
+        for subset in itertools.combinations(reversed(spans), count):
+            if math.prod(span.ways for span in subset) == members:
+                return subset
+    divisible = next((span for span in reversed(spans) if span.ways % members == 0), None)
+    return (replace(divisible, ways=members),) if divisible else spans
 
 
 def reprice(
@@ -869,12 +881,12 @@ def reprice(
         kernels: the compiler's seconds of all kernels; 0 if it estimates none.
     """
     hidden = blocking = 0.0
-    for c in priced:
-        hides = vendor != "google" or (zero >= 3 and c.kind == "all-gather")
-        if hides and not set(HIDEABLE_AXES).isdisjoint(c.axes):
-            hidden += c.seconds
+    for collective in priced:
+        hides = vendor != "google" or (zero >= 3 and collective.kind == "all-gather")
+        if hides and not set(HIDEABLE_AXES).isdisjoint(collective.axes):
+            hidden += collective.seconds
         else:
-            blocking += c.seconds
+            blocking += collective.seconds
     compute = kernels or predicted.compute
     exposed = blocking + max(0.0, hidden - efficiency(vendor).overlap * compute)
     return replace(
@@ -899,34 +911,35 @@ def reprice(
 # stages with less work than the slowest.
 
 
-def least_seconds(s: Quantities, plans: Plans) -> Array:
+def least_seconds(costs: StepCosts, plans: Plans) -> Array:
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden, which
     does not depend on the ZeRO stage.
     """
-    stages, decisions, tick = plans.c.stage, plans.decisions, tick_seconds(s, plans)
-    each = named(decisions.schedule).waiting(plans.pipelines, tick, s.kernels.weights / stages)
-    busy = plans.c.micro * (tick + s.collectives.ends)
+    stages, decisions, tick = plans.meshes.stage, plans.decisions, tick_seconds(costs, plans)
+    each = named(decisions.schedule).waiting(plans.pipelines, tick, costs.kernels.weights / stages)
+    busy = plans.meshes.micro * (tick + costs.collectives.ends)
     return busy + np.where(stages > 1, decisions.accumulation * each, 0.0)
 
 
-def _passes(s: Quantities, plans: Plans) -> Array:
+def _stage_sends(costs: StepCosts, plans: Plans) -> Array:
     """Exposed seconds of sending a microbatch from stage to stage and its cotangents back."""
-    return np.where(plans.c.stage > 1, s.collectives.passes * plans.chunks, 0.0) * (
+    return np.where(plans.meshes.stage > 1, costs.collectives.stage_sends * plans.chunks, 0.0) * (
         1 - plans.profile.send_overlap
     )
 
 
-def tick_seconds(s: Quantities, plans: Plans) -> Array:
+def tick_seconds(costs: StepCosts, plans: Plans) -> Array:
     """Seconds of one microbatch on the slowest stage, forward and backward, without the collectives
     when it enters and leaves: all stages run those together, so that they do not add to the bubble.
     """
     key = plans.decisions.context, plans.decisions.virtual_stages
-    if key not in s.ticks:
-        busy = s.kernels.compute + s.collectives.block + s.context_seconds(plans.decisions.context)
-        s.ticks[key] = np.maximum(
-            _slowest_stage(busy, plans), _slowest_stage(s.kernels.host, plans)
-        ) + _passes(s, plans)
-    return s.ticks[key]
+    if key not in costs.ticks:
+        busy = costs.kernels.compute + costs.collectives.block
+        busy = busy + costs.context_seconds(plans.decisions.context)
+        costs.ticks[key] = np.maximum(
+            _slowest_stage(busy, plans), _slowest_stage(costs.kernels.host, plans)
+        ) + _stage_sends(costs, plans)
+    return costs.ticks[key]
 
 
 def _slowest_stage(seconds: Array, plans: Plans) -> Array:
@@ -936,7 +949,7 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
         seconds: of all layers of each layer group, and of embedding and head, [segments,
             candidates].
     """
-    model, stages, virtual = plans.model, plans.c.stage, plans.chunks
+    model, stages, virtual = plans.model, plans.meshes.stage, plans.chunks
     layers = [seconds[k] / count for k, count in enumerate(model.counts)]
     ends = seconds[OUTSIDE_LAYERS]
     if plans.profile.embedding_and_head == "spread":
@@ -949,30 +962,30 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
     return np.where((stages > 1) & (virtual == 1), by_work, tick)
 
 
-def _starved(s: Quantities, busy: Array, c: Meshes) -> Array:
+def _starved(costs: StepCosts, busy: Array, meshes: Meshes) -> Array:
     """Seconds per microbatch that a stage waits for the host to launch kernels, if launching takes
     longer than running them.
     """
-    return np.maximum(0.0, s.kernels.host.sum(0) - busy.sum(0)) / c.stage
+    return np.maximum(0.0, costs.kernels.host.sum(0) - busy.sum(0)) / meshes.stage
 
 
-def seconds_by_part(s: Quantities, plans: Plans) -> tuple[dict[str, Array], Array]:
+def seconds_by_part(costs: StepCosts, plans: Plans) -> tuple[dict[str, Array], Array]:
     """Seconds of compute, exposed communication and bubble; and FLOPs."""
-    stages, micro = plans.c.stage, plans.c.micro
-    block = s.collectives.block + s.context_seconds(plans.decisions.context)
-    compute = s.kernels.compute.sum(0) / stages
-    blocked = block.sum(0) / stages + _passes(s, plans) + s.collectives.ends
-    starved = _starved(s, s.kernels.compute + block, plans.c)
+    stages, micro = plans.meshes.stage, plans.meshes.micro
+    block = costs.collectives.block + costs.context_seconds(plans.decisions.context)
+    compute = costs.kernels.compute.sum(0) / stages
+    blocked = block.sum(0) / stages + _stage_sends(costs, plans) + costs.collectives.ends
+    starved = _starved(costs, costs.kernels.compute + block, plans.meshes)
     bubble = np.where(
-        stages > 1, least_seconds(s, plans) - micro * (compute + blocked + starved), 0.0
+        stages > 1, least_seconds(costs, plans) - micro * (compute + blocked + starved), 0.0
     )
-    waited = blocked * micro + exposed(s, plans, compute) + interleaving_seconds(s, plans)
+    waited = blocked * micro + exposed(costs, plans, compute) + interleaving_seconds(costs, plans)
     return {
         "compute": compute * micro,
         "exposed": waited,
         "bubble": np.maximum(bubble, 0.0),
         "overhead": starved * micro,
-    }, s.kernels.flops / stages * micro
+    }, costs.kernels.flops / stages * micro
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1018,25 +1031,26 @@ class Totals(LazyTable):
         return sum(self.device_bytes.values(), np.zeros_like(self.flops))
 
 
-def combine(s: Quantities, plans: Plans) -> Totals:
+def combine(costs: StepCosts, plans: Plans) -> Totals:
     """Combines quantities into the parts of time and memory."""
-    c, model, pricer = plans.c, plans.model, plans.pricer
+    meshes, model, pricer = plans.meshes, plans.model, plans.pricer
     profile, zero = plans.profile, plans.decisions.zero
-    parameters, frozen, gradients, state = stored_bytes(s, plans)
-    seconds, flops = seconds_by_part(s, plans)
-    parts, stacks = bytes_by_part(s, gradients, plans)
-    heap = heap_share(pricer, c.stage)
+    parameters, frozen, gradients, state = stored_bytes(costs, plans)
+    seconds, flops = seconds_by_part(costs, plans)
+    parts, stacks = bytes_by_part(costs, gradients, plans)
+    heap = heap_share(pricer, meshes.stage)
     memory, stacks = {name: size * heap for name, size in parts.items()}, stacks * heap
-    sets = working_sets(plans)
+    sets = buffer_sets(plans)
     memory |= {name: memory[name] * sets for name in ("activations", "temporaries")}
     memory |= {
         "parameters": parameters,
         "frozen": frozen,
         "optimizer": state,
-        "batch": model.batch_bytes / c.ways(TOKEN_AXES) + model.state_bytes,
+        "batch": model.batch_bytes / meshes.ways(TOKEN_AXES) + model.state_bytes,
     }
     updated = on_stage(
-        s.stored.parameters_cut if zero >= 1 else s.stored.parameters, plans.shares_stored
+        costs.stored.parameters_sharded if zero >= 1 else costs.stored.parameters,
+        plans.shares_stored,
     )
     update = (3 * updated + 2 * state) / (
         pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share
@@ -1044,7 +1058,8 @@ def combine(s: Quantities, plans: Plans) -> Totals:
     seconds["overhead"] = (
         seconds["overhead"]
         + pricer.constants.step_s
-        + pricer.constants.microbatch_s * (c.micro + plans.decisions.accumulation * (c.stage - 1))
+        + pricer.constants.microbatch_s
+        * (meshes.micro + plans.decisions.accumulation * (meshes.stage - 1))
         + pricer.constants.fresh * freshly_mapped(memory) / pricer.topology.chip.hbm_bytes_per_s
     )
     memory["temporaries"] = (

@@ -59,7 +59,7 @@ from numpy.typing import NDArray
 
 from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.experts import GROUPED
-from shardlib.cost.terms import Amount, AttentionCore, Compute, Routed
+from shardlib.cost.terms import Amount, AttentionCore, Compute, RoutedRows
 from shardlib.errors import PinError, raise_all
 from shardlib.graph import ITEMSIZE
 from shardlib.machines.catalog import CATALOG
@@ -206,7 +206,7 @@ def applied(
         for quantity, entry in newest.items()
     }
     if topology.chip.vendor != "cpu":
-        factors["margin"] = _held_back(corrections, topology.chip)
+        factors["margin"] = _learned_margin(corrections, topology.chip)
     factors |= {
         quantity: Applied(quantity=quantity, factor=factor)
         for quantity, factor in topology.corrections
@@ -233,7 +233,7 @@ def without_margin(topology: Topology) -> Topology:
     return replace(topology, corrections=(*others, ("margin", 1.0)))
 
 
-def _held_back(corrections: Iterable[Correction], chip: Chip) -> Applied:
+def _learned_margin(corrections: Iterable[Correction], chip: Chip) -> Applied:
     """The learned margin of a chip: the largest of all compilers for it, else for chips of its
     vendor.
     """
@@ -299,8 +299,8 @@ class Efficiency:
             multiple of 16 bytes (NVIDIA, "Matrix Multiplication Background User's Guide", section
             3.1).
         skew: coefficient of variation of the popularity of experts, which sets the load of the
-            busiest device (`load_factor`; typical values are `BALANCED` and `FORCED`). None: every
-            expert gets equally many tokens.
+            busiest device (`load_factor`); typical values are `BALANCED_SKEW` and `FORCED_SKEW`.
+            None: every expert gets equally many tokens.
         unfused: bytes that element-wise ops, views and reductions move over those of perfectly
             fused chains; 1 if the compiler fuses them, more if every op is a kernel of its own.
         fast, slow: share of `Tier.efficiency` that the collectives of this software reach inside
@@ -480,7 +480,7 @@ class Efficiency:
 #: that many terms. overlap: XLA's latency-hiding scheduler overlaps collectives of parameters with
 #: the matmuls of the layer; the last tenth is start-up. XLA's CPU backend executes collectives and
 #: compute one after another, so nothing is hidden there.
-_TABLE: dict[str, Efficiency] = {
+_VENDOR_FIGURES: dict[str, Efficiency] = {
     "nvidia": Efficiency(
         matmul=0.80, vector=0.06, transcendental=8, memory=0.88, tile=64, overlap=0.9, step_s=1e-3
     ),
@@ -495,14 +495,14 @@ _TABLE: dict[str, Efficiency] = {
 
 def efficiency(vendor: str) -> Efficiency:
     """The figures of a vendor's chips ("nvidia", "google" or "cpu")."""
-    return _TABLE[vendor]
+    return _VENDOR_FIGURES[vendor]
 
 
 # --------------------------------------------------------------------------------------------------
 # Curves of chips under framework profiles, and links at the rates that collectives reach.
 
 
-def linked(topology: Topology, constants: Efficiency) -> Topology:
+def with_reached_rates(topology: Topology, constants: Efficiency) -> Topology:
     """The topology with link rates as the collectives of this software reach them; the same object
     if they are unchanged.
     """
@@ -603,13 +603,13 @@ Array = NDArray[np.float64]
 #: Coefficient of variation of expert load in training with a balancing loss: assumed, after
 #: arXiv:2408.15664 (Wang et al., 2024), where the busiest of 64 experts takes 0.5 to 0.7 more than
 #: the mean with an auxiliary loss, which is 2.4 standard deviations, and 0.04 with their biases.
-BALANCED = 0.25
+BALANCED_SKEW = 0.25
 #: The same if routing is forced to be uniform, as in benchmarks.
-FORCED = 0.0
+FORCED_SKEW = 0.0
 
 
 def load_factor(
-    assignments: Array, devices: NDArray[np.int64], experts: float, skew: float = BALANCED
+    assignments: Array, devices: NDArray[np.int64], experts: float, skew: float = BALANCED_SKEW
 ) -> Array:
     """Load of the busiest device of an expert-parallel group over the mean, by candidate.
 
@@ -639,7 +639,9 @@ def load_factor(
     return np.minimum(1 + np.sqrt(chance + popularity) * largest, n)
 
 
-def dropped_share(assignments: float, experts: int, factor: float, skew: float = BALANCED) -> float:
+def dropped_share(
+    assignments: float, experts: int, factor: float, skew: float = BALANCED_SKEW
+) -> float:
     """Expected share of the assignments that experts with a capacity drop.
 
     The load of an expert over the mean is taken as normal around 1, with v^2 = (1 - 1/e) (1/m +
@@ -699,7 +701,7 @@ def _largest(count: int) -> float:
 Local = Callable[[Amount], Array]
 
 #: Categories of ops that compilers fuse with each other; `Efficiency.unfused` applies to them.
-CHAINS: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
+FUSIBLE: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
 #: FLOPs of a matmul, and bytes that another kernel reads and writes, per additional CPU core.
 #: Measured on two cores, JAX 0.10.2 and 0.12: matmuls of up to 2^23 FLOPs and chains with results
 #: of up to 2^17 bytes use one, those of twice as much use two (XLA assigns 2^18 bytes of a result
@@ -757,7 +759,7 @@ def kernel_parts(
         constants.sort
         if term.category == "sort"
         else constants.unfused
-        if term.category in CHAINS
+        if term.category in FUSIBLE
         else 1.0
     )
     traffic = passes * sum((local(amount) for amount in term.traffic), zeros)
@@ -842,7 +844,7 @@ def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> fl
     return done / needed
 
 
-def busiest(routed: Routed | None, local: Local, constants: Efficiency) -> Array | float:
+def busiest(routed: RoutedRows | None, local: Local, constants: Efficiency) -> Array | float:
     """Load of the busiest device over the mean, for a kernel or an all-to-all of routed rows; 1
     without `routed`, or if the chip's figures assume even loads.
     """
@@ -867,7 +869,7 @@ def matmul_seconds(
 ) -> Array:
     """Seconds of `batches` matmuls [rows, depth] x [depth, columns] with the fastest tile."""
 
-    def by(tile: Tile) -> Array:
+    def seconds(tile: Tile) -> Array:
         high, wide, share = tile
         waves = np.ceil(np.ceil(rows / high) * np.ceil(columns / wide) * batches / constants.units)
         return (
@@ -880,4 +882,4 @@ def matmul_seconds(
             / (flops_per_s * share)
         )
 
-    return np.min(np.stack([by(tile) for tile in constants.tiles]), axis=0)
+    return np.min(np.stack([seconds(tile) for tile in constants.tiles]), axis=0)

@@ -20,7 +20,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from shardlib.cost.collectives import SLOTS, Links, axis_group, links, role_slots
+from shardlib.cost.collectives import SLOTS, LinkCosts, axis_group, link_costs, role_slots
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.tables import (
     BYTES,
@@ -29,10 +29,10 @@ from shardlib.cost.tables import (
     KernelTotals,
     MemoryPoint,
     Pricer,
-    Q,
+    Quantity,
     StoredBytes,
 )
-from shardlib.cost.terms import OUTSIDE_LAYERS, SHARED_BY_ROWS, LazyTable, Shapes, distinct_rows
+from shardlib.cost.terms import OUTSIDE_LAYERS, SHARED_BY_ROWS, Degrees, LazyTable, distinct_rows
 from shardlib.decisions.table import Decisions
 from shardlib.layout import BATCH_AXES, MESH_AXES, TENSOR, MeshShape
 from shardlib.machines.topology import Placement, Topology
@@ -40,7 +40,7 @@ from shardlib.schedules import Pipelines, Timetable, named
 
 Array = np.ndarray
 #: Classes of byte counts whose fields are named as rows of a tally.
-Bytes = TypeVar("Bytes", MemoryPoint, StoredBytes)
+ByteCounts = TypeVar("ByteCounts", MemoryPoint, StoredBytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +51,15 @@ class Meshes(LazyTable):
         sizes: size of every mesh axis per candidate.
         micro: microbatches per candidate.
         links: costs of collectives per candidate.
-        shapes: the distinct shapes of all candidates.
-        shape: index of the shape of each candidate.
+        degrees: the distinct degrees of all candidates.
+        degrees_index: index into them by candidate.
     """
 
     sizes: Mapping[str, Array]
     micro: Array
-    links: Links
-    shapes: Shapes = field(metadata=SHARED_BY_ROWS)
-    shape: Array
+    links: LinkCosts
+    degrees: Degrees = field(metadata=SHARED_BY_ROWS)
+    degrees_index: Array
 
     @classmethod
     def placed(
@@ -76,13 +76,13 @@ class Meshes(LazyTable):
             axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in MESH_AXES
         }
         numbers = np.array(micro, dtype=np.int64)
-        shapes, shape = distinct({**sizes, "micro": numbers})
+        degrees, degrees_index = distinct({**sizes, "micro": numbers})
         return cls(
             sizes=sizes,
             micro=numbers,
-            links=links(unique, topology).take(np.array(order, dtype=np.int64)),
-            shapes=shapes,
-            shape=shape,
+            links=link_costs(unique, topology).take(np.array(order, dtype=np.int64)),
+            degrees=degrees,
+            degrees_index=degrees_index,
         )
 
     def __len__(self) -> int:
@@ -108,14 +108,14 @@ class Meshes(LazyTable):
         return math.prod((self.sizes[axis] for axis in axes), start=np.ones_like(self.micro))
 
 
-def distinct(sizes: dict[str, Array]) -> tuple[Shapes, Array]:
-    """The distinct shapes among candidates, and the index of the shape of each."""
+def distinct(sizes: dict[str, Array]) -> tuple[Degrees, Array]:
+    """The distinct degrees among candidates, and the index into them by candidate."""
     degree = math.prod((sizes[axis] for axis in BATCH_AXES), start=sizes["micro"])
     first, which = distinct_rows(
         [degree, *(sizes[axis] for axis in ("context", "tensor", "expert", "fsdp"))]
     )
     return (
-        Shapes(
+        Degrees(
             batch=degree,
             context=sizes["context"],
             tensor=sizes["tensor"],
@@ -140,8 +140,8 @@ class ModelFacts:
         batch_bytes: bytes of the global batch, and of results with a value per row.
         state_bytes: bytes of replicated model state.
         largest_end: share of the largest array in the parameters outside of the layers.
-        reduction: bytes of gradients in their communication dtype over those as traced.
-        working: bytes per element in the dtype of the matmuls, over those of a parameter.
+        reduction_dtype_ratio: bytes of gradients in their communication dtype over those as traced.
+        matmul_dtype_ratio: bytes per element in the dtype of matmuls, over those of a parameter.
         head_layers: work of the matmuls outside of the layers, over that of a layer.
     """
 
@@ -149,13 +149,13 @@ class ModelFacts:
     batch_bytes: float
     state_bytes: float
     largest_end: float = 1.0
-    reduction: float = 1.0
-    working: float = 1.0
+    reduction_dtype_ratio: float = 1.0
+    matmul_dtype_ratio: float = 1.0
     head_layers: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quantities(LazyTable):
+class StepCosts(LazyTable):
     """The quantities of one remat policy under one choice, by segment and candidate, with
     collectives in seconds; all ZeRO stages and schedules share them.
 
@@ -193,91 +193,95 @@ class Quantities(LazyTable):
         )
 
 
-def quantities_of(
+def step_costs(
     work: Array,
     stored: Array,
     points: Sequence[Array],
     model: ModelFacts,
     pricer: Pricer,
-    c: Meshes,
+    meshes: Meshes,
     *,
     stacks: Array | None = None,
-) -> Quantities:
-    """Converts tallies by shape into quantities by candidate.
+) -> StepCosts:
+    """Converts tallies by degrees into quantities by candidate.
 
     Args:
-        work: tally of `work_items`, array [segments, rows, shapes].
+        work: tally of `work_items`, array [segments, rows, degrees].
     """
-    shape = c.shape
+    degrees_index = meshes.degrees_index
     work = pricer.corrected(work)
 
-    def by_candidate(by_shape: Array) -> Array:
-        return by_shape.take(shape, axis=-1)  # several times faster than an index
+    def by_candidate(by_degrees: Array) -> Array:
+        return by_degrees.take(degrees_index, axis=-1)  # several times faster than an index
 
     def role(name: str, *, experts: bool = False) -> Array:
-        slots = [s for s in role_slots(name) if SLOTS[s].group.of_experts or not experts]
+        slots = [slot for slot in role_slots(name) if SLOTS[slot].group.of_experts or not experts]
         counts = work[:, [COUNTS + slot for slot in slots]]
         sizes = work[:, [BYTES + slot for slot in slots]]
         used = [i for i in range(len(slots)) if counts[:, i].any()]
-        factors = pricer.waits(slots)[:, 0] * (
-            model.reduction if name in ("reduce", "scatter") else 1.0
+        factors = pricer.exposed_share(slots)[:, 0] * (
+            model.reduction_dtype_ratio if name in ("reduce", "scatter") else 1.0
         )
-        seconds = np.zeros((work.shape[0], len(c)))
+        seconds = np.zeros((work.shape[0], len(meshes)))
         if pricer.profile.bucket_bytes and name in ("gather", "reduce", "scatter"):
             buckets = np.ceil(sizes.sum(0) / pricer.profile.bucket_bytes)
             counts = counts * np.minimum(1.0, buckets / np.maximum(counts.sum(0), 1e-9))
         for i in used:
             seconds += factors[i] * (
-                by_candidate(counts[:, i]) * c.links.latency[slots[i]]
-                + by_candidate(sizes[:, i]) * c.links.per_byte[slots[i]]
+                by_candidate(counts[:, i]) * meshes.links.latency[slots[i]]
+                + by_candidate(sizes[:, i]) * meshes.links.per_byte[slots[i]]
             )
         return seconds
 
-    def quantities(kind: type[Bytes], tally: Array) -> Bytes:
+    def bytes_of(kind: type[ByteCounts], tally: Array) -> ByteCounts:
         """A row of the tally for each field."""
         return kind(
-            **{field.name: by_candidate(tally[:, Q[field.name.upper()]]) for field in fields(kind)}
+            **{
+                field.name: by_candidate(tally[:, Quantity[field.name.upper()]])
+                for field in fields(kind)
+            }
         )
 
     ends = {
-        field: role(name)[OUTSIDE_LAYERS] for field, name in (("passes", "stage"), ("ends", "ends"))
+        field: role(name)[OUTSIDE_LAYERS]
+        for field, name in (("stage_sends", "stage"), ("ends", "ends"))
     }
     by_role = {
         field.name: role(field.name)
         for field in fields(CollectiveSeconds)
         if field.name not in ("routed", *ends)
     }
-    return Quantities(
+    return StepCosts(
         kernels=KernelTotals(
-            compute=by_candidate(work[:, Q.COMPUTE]),
-            weights=by_candidate(work[:, Q.WEIGHTS].sum(0)),
-            host=by_candidate(work[:, Q.HOST]) + _stalls(work, pricer, c),
-            flops=by_candidate(work[:, Q.FLOPS].sum(0)),
+            compute=by_candidate(work[:, Quantity.COMPUTE]),
+            weights=by_candidate(work[:, Quantity.WEIGHTS].sum(0)),
+            host=by_candidate(work[:, Quantity.HOST]) + _stalls(work, pricer, meshes),
+            flops=by_candidate(work[:, Quantity.FLOPS].sum(0)),
         ),
         collectives=CollectiveSeconds(**by_role, routed=role("reduce", experts=True), **ends),
-        stored=quantities(StoredBytes, stored),
-        points=tuple(quantities(MemoryPoint, pricer.corrected(tally)) for tally in points),
-        buffer=np.where(c.context > 1, by_candidate(_context_buffer(work, model)), 0.0),
+        stored=bytes_of(StoredBytes, stored),
+        points=tuple(bytes_of(MemoryPoint, pricer.corrected(tally)) for tally in points),
+        buffer=np.where(meshes.context > 1, by_candidate(_context_buffer(work, model)), 0.0),
         stacks=(
-            np.zeros((0, len(shape)))
+            np.zeros((0, len(degrees_index)))
             if stacks is None
-            else by_candidate(pricer.corrected(stacks)[:, Q.SAVED])
+            else by_candidate(pricer.corrected(stacks)[:, Quantity.SAVED])
         ),
     )
 
 
-def _stalls(work: Array, pricer: Pricer, c: Meshes) -> Array:
+def _stalls(work: Array, pricer: Pricer, meshes: Meshes) -> Array:
     """Seconds that the collectives over tensor of a microbatch stall (`tensor_stall_s`), by
     segment and candidate.
     """
     stall = pricer.profile.tensor_stall_s
     if not stall or len(pricer.topology.tiers) < 2:
-        return np.zeros((work.shape[0], len(c)))
+        return np.zeros((work.shape[0], len(meshes)))
     slots = [
         COUNTS + slot for slot in role_slots("block") if SLOTS[slot].group == axis_group(TENSOR)
     ]
-    others = np.where(c.stage > 1, c.sizes["tensor"] - 1, 0)
-    return stall * work[:, slots].sum(1)[:, c.shape] * others
+    others = np.where(meshes.stage > 1, meshes.sizes["tensor"] - 1, 0)
+    return stall * work[:, slots].sum(1)[:, meshes.degrees_index] * others
 
 
 def _context_buffer(work: Array, model: ModelFacts) -> Array:
@@ -306,16 +310,16 @@ class Plans:
 
     Attributes:
         decisions: the shared decisions.
-        c: mesh and microbatches of each plan.
+        meshes: mesh and microbatches of each plan.
     """
 
     decisions: Decisions
     model: ModelFacts
     pricer: Pricer
-    c: Meshes
+    meshes: Meshes
 
     def __len__(self) -> int:
-        return len(self.c)
+        return len(self.meshes)
 
     @property
     def profile(self) -> FrameworkProfile:
@@ -329,15 +333,15 @@ class Plans:
     @cached_property
     def chunks(self) -> Array:
         """Chunks of layers per stage; 1 without stages."""
-        return np.where(self.c.stage > 1, self.decisions.virtual_stages, 1)
+        return np.where(self.meshes.stage > 1, self.decisions.virtual_stages, 1)
 
     @cached_property
     def pipelines(self) -> Pipelines:
         """The pipelines, each with the microbatches of one group."""
         return Pipelines(
-            stages=self.c.stage,
+            stages=self.meshes.stage,
             chunks=self.chunks,
-            microbatches=self.c.micro // self.decisions.accumulation,
+            microbatches=self.meshes.micro // self.decisions.accumulation,
             lockstep=self.profile.pipeline == "lockstep",
         )
 
@@ -350,7 +354,7 @@ class Plans:
     def layers(self) -> list[Array]:
         """Layers of the fullest stage, by layer group, if stages have equally many layers."""
         return [
-            self.chunks * np.ceil(count / (self.c.stage * self.chunks))
+            self.chunks * np.ceil(count / (self.meshes.stage * self.chunks))
             for count in self.model.counts
         ]
 
@@ -362,13 +366,13 @@ class Plans:
         If stages are balanced by work, the fullest has the layers that begin before its share of
         the work is reached.
         """
-        model, stages, layers = self.model, self.c.stage, self.layers
+        model, stages, layers = self.model, self.meshes.stage, self.layers
         if self.profile.balance != "layers":
             by_work = [
                 partition_by_work(count, model.head_layers, stages)[0] for count in model.counts
             ]
-            whole = (stages > 1) & (self.chunks == 1)
-            layers = [np.where(whole, *pair) for pair in zip(by_work, layers, strict=True)]
+            unchunked = (stages > 1) & (self.chunks == 1)
+            layers = [np.where(unchunked, *pair) for pair in zip(by_work, layers, strict=True)]
         ends = (
             np.where(stages > 1, model.largest_end, 1.0)
             if self.profile.embedding_and_head == "owners"
@@ -410,7 +414,7 @@ class Plans:
         Args:
             stored: bytes by segment, of all stages, [segments, candidates].
         """
-        virtual, stages = self.decisions.virtual_stages, self.c.stage
+        virtual, stages = self.decisions.virtual_stages, self.meshes.stage
         if virtual == 1 or not self.profile.ends_on_all_stages:
             return np.zeros(len(self))
         moved = stored * self.shares
@@ -430,7 +434,7 @@ class Plans:
         unsharded at a time, during the transition between chunks; the sums of one chunk are reduced
         before those of the next exist; and each group of microbatches in sequence repeats this.
         """
-        decisions, micro = self.decisions, self.c.micro.astype(float)
+        decisions, micro = self.decisions, self.meshes.micro.astype(float)
         if decisions.gather == "use":
             return micro, micro, 0.0
         if self._breadth_first:
@@ -452,7 +456,7 @@ class Plans:
         late = self.profile.reduces_once(self.decisions.zero) or (
             self.decisions.gather == "once" and not self._breadth_first
         )
-        return np.where(self.decisions.zero < 2 or late, 1.0, self.c.micro)
+        return np.where(self.decisions.zero < 2 or late, 1.0, self.meshes.micro)
 
     @property
     def _breadth_first(self) -> bool:
@@ -464,9 +468,9 @@ class Plans:
         """The number of times per step that a stage runs its computation for a microbatch; a
         pipeline in one program also computes while it waits, and discards the result.
         """
-        decisions, c = self.decisions, self.c
+        decisions, meshes = self.decisions, self.meshes
         if self.profile.pipeline != "lockstep":
-            return np.asarray(c.micro, dtype=float)
+            return np.asarray(meshes.micro, dtype=float)
         return np.array(
             [
                 (
@@ -481,7 +485,7 @@ class Plans:
                     if stages > 1
                     else float(micro)
                 )
-                for stages, micro in zip(c.stage, c.micro, strict=True)
+                for stages, micro in zip(meshes.stage, meshes.micro, strict=True)
             ]
         )
 
@@ -532,14 +536,16 @@ def slowest_stage(
         ends: seconds of embedding and head, almost all of them the head's.
     """
     chunks = stages * virtual
-    plain = virtual * slowest_chunk(layers, counts, chunks)
+    without_head = virtual * slowest_chunk(layers, counts, chunks)
     total = sum(counts)
     spare = (
         (np.ceil(total / chunks) * chunks > total) & (stages > 1)
         if counts
         else np.zeros(len(stages), dtype=bool)
     )
-    return np.maximum(plain, plain + ends - np.where(spare, layers[-1] if layers else 0.0, 0.0))
+    return np.maximum(
+        without_head, without_head + ends - np.where(spare, layers[-1] if layers else 0.0, 0.0)
+    )
 
 
 def slowest_chunk(seconds: Sequence[Array], counts: Sequence[int], chunks: Array) -> Array:
@@ -556,16 +562,18 @@ def slowest_chunk(seconds: Sequence[Array], counts: Sequence[int], chunks: Array
         return np.zeros_like(chunks, dtype=float)
     if len(counts) == 1:
         return np.ceil(counts[0] / chunks) * seconds[0]
-    total = np.asarray(sum(n * t for n, t in zip(counts, seconds, strict=True)), dtype=float)
+    total = np.asarray(sum(n * time for n, time in zip(counts, seconds, strict=True)), dtype=float)
     split = np.flatnonzero(chunks > 1)
     if len(split) < len(chunks):
-        cut = (
-            slowest_chunk([t[split] for t in seconds], counts, chunks[split]) if len(split) else ()
+        of_split = (
+            slowest_chunk([time[split] for time in seconds], counts, chunks[split])
+            if len(split)
+            else ()
         )
         slowest = total.copy()
-        slowest[split] = cut
+        slowest[split] = of_split
         return slowest
-    layers = [np.maximum(np.asarray(t, dtype=float), 1e-30) for t in seconds]
+    layers = [np.maximum(np.asarray(time, dtype=float), 1e-30) for time in seconds]
     longest = np.maximum.reduce(layers)
     # chunks that no further layer fits into have more than an equal share of the time
     low = np.maximum(total / chunks, longest)
@@ -581,12 +589,12 @@ def _chunks_needed(seconds: Sequence[Array], counts: Sequence[int], limit: Array
     """Number of chunks, filled from the front, if none may be longer than `limit` seconds."""
     used: Array | float = 0.0
     space: Array | None = None
-    for count, t in zip(counts, seconds, strict=True):
-        here = 0.0 if space is None else np.minimum(np.floor(space * _SLACK / t), count)
-        left = count - here
-        per_chunk = np.maximum(np.floor(limit * _SLACK / t), 1)
+    for count, time in zip(counts, seconds, strict=True):
+        fitting = 0.0 if space is None else np.minimum(np.floor(space * _SLACK / time), count)
+        left = count - fitting
+        per_chunk = np.maximum(np.floor(limit * _SLACK / time), 1)
         more = np.ceil(left / per_chunk)
         used = used + more
-        full = limit - (left - (more - 1) * per_chunk) * t
-        space = full if space is None else np.where(more > 0, full, space - here * t)
+        full = limit - (left - (more - 1) * per_chunk) * time
+        space = full if space is None else np.where(more > 0, full, space - fitting * time)
     return np.asarray(used)

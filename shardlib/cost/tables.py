@@ -1,13 +1,13 @@
-"""Tables of the terms of many items for every shape of a space: measures of shapes, and tallies of
-their coefficients.
+"""Tables of the terms of many items for all degrees of parallelism: measures, and tallies of their
+coefficients.
 
-A measure is a function of the shape alone: the seconds of one kernel, or one over the number of
+A measure is a function of the degrees alone: the seconds of one kernel, or one over the number of
 shards of the batch. A `Share` is a product of such factors.
 
->>> Share(batch=True).by(Ways("tensor")).factors
-(Ways(axis='tensor'),)
+>>> Share(batch=True).times(OverAxis("tensor")).factors
+(OverAxis(axis='tensor'),)
 
-A `Tally` has coefficients of measures by quantity, for any shapes. Tallies of different items add
+A `Tally` has coefficients of measures by quantity, for any degrees. Tallies of different items add
 up, so tables of partial sums can be combined; only `shardlib.cost.pricing` does anything that is
 not a sum.
 
@@ -16,11 +16,11 @@ not a sum.
 ([0, 3], (5, 7), [[3.0, 0.0], [0.0, 4.0]])
 
 The rows of a tally are the additive quantities of a step. The tally of a program is an array
-[segments, `ROWS`, shapes], per microbatch and device: first the quantities `Q`, then the counts and
+[segments, `ROWS`, degrees], per microbatch and device: first each `Quantity`, then the counts and
 then the bytes of the collectives of every slot.
 
->>> Q.COMPUTE, ROWS == BYTES + len(SLOTS)
-(<Q.COMPUTE: 0>, True)
+>>> Quantity.COMPUTE, ROWS == BYTES + len(SLOTS)
+(<Quantity.COMPUTE: 0>, True)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardlib.cost.collectives import (
-    INDEX,
+    SLOT_INDEX,
     SLOTS,
     Slot,
     axis_group,
@@ -50,18 +50,18 @@ from shardlib.cost.roofline import (
     busiest,
     efficiency_of,
     kernel_seconds,
-    linked,
+    with_reached_rates,
 )
 from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
     Compute,
+    Degrees,
     HeadCondition,
     Item,
     LazyTable,
     Resident,
-    Routed,
-    Shapes,
+    RoutedRows,
     Stored,
     Term,
     Transfer,
@@ -74,25 +74,25 @@ from shardlib.machines.topology import Topology
 from shardlib.propagation.colours import Choice, Spec, sharded_by
 
 # --------------------------------------------------------------------------------------------------
-# The components of `shardlib.cost.stages.Quantities`: arrays whose last dim is candidates.
+# The components of `shardlib.cost.stages.StepCosts`: arrays whose last dim is candidates.
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPoint(LazyTable):
     """Bytes by segment at a point where memory may peak, arrays [segments, candidates]; names as in
-    `shardlib.cost.tables.Quantity`.
+    `Quantity`.
     """
 
     saved: Array
     temporary: Array
     gradient: Array
-    gradient_cut: Array
+    gradient_sharded: Array
     added: Array
-    added_cut: Array
+    added_sharded: Array
     copy: Array
-    copy_cut: Array
+    copy_sharded: Array
     cast: Array
-    cast_cut: Array
+    cast_sharded: Array
     gathered: Array
 
 
@@ -121,7 +121,8 @@ class CollectiveSeconds(LazyTable):
     Attributes:
         block, context, keys, ring, exchange, reduce, scatter, gather: of each role.
         routed: the part of `reduce` for gradients of experts.
-        passes: activations to the next stage and cotangents back, per chunk; array [candidates].
+        stage_sends: activations to the next stage and cotangents back, per chunk, array
+            [candidates].
         ends: collectives of all stages before and after the layers, array [candidates].
     """
 
@@ -134,36 +135,36 @@ class CollectiveSeconds(LazyTable):
     scatter: Array
     gather: Array
     routed: Array
-    passes: Array
+    stage_sends: Array
     ends: Array
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBytes(LazyTable):
-    """Bytes as stored, arrays [segments, candidates]; those that end in `_cut` are sharded by ZeRO.
-    Names as in `shardlib.cost.tables.Quantity`.
+    """Bytes as stored, arrays [segments, candidates]; those in `_sharded` are sharded by ZeRO.
+    Names as in `Quantity`.
     """
 
     parameters: Array
-    parameters_cut: Array
+    parameters_sharded: Array
     frozen: Array
-    frozen_cut: Array
+    frozen_sharded: Array
     state: Array
-    state_cut: Array
+    state_sharded: Array
     experts: Array
     accumulated: Array
-    accumulated_cut: Array
+    accumulated_sharded: Array
 
 
 @dataclass(frozen=True)
-class Ways:
+class OverAxis:
     """A factor: one over the size of a mesh axis, "tensor" or "context"."""
 
     axis: str
 
 
 @dataclass(frozen=True)
-class StoredWays:
+class OverStoredShards:
     """A factor: one over the number of stored shards of a parameter per compute shard; with
     `experts` the expert axis already shards it in compute.
     """
@@ -188,22 +189,22 @@ class DividesStored:
 class BusiestLoad:
     """A factor: load of the busiest device over the mean (`shardlib.cost.roofline`)."""
 
-    routed: Routed
+    routed: RoutedRows
 
 
 @dataclass(frozen=True)
-class Launch:
+class LaunchSeconds:
     """A factor: host seconds to launch a kernel."""
 
 
 @dataclass(frozen=True)
-class Counts:
-    """A factor: 1 if a term of attention counts (`Heads.counts`), else 0."""
+class HeadsHold:
+    """A factor: 1 if the condition holds, else 0."""
 
     heads: HeadCondition
 
 
-Factor = Ways | StoredWays | DividesStored | BusiestLoad | Launch | Counts
+Factor = OverAxis | OverStoredShards | DividesStored | BusiestLoad | LaunchSeconds | HeadsHold
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ class Share:
     expert: bool = False
     factors: tuple[Factor, ...] = ()
 
-    def by(self, *factors: Factor) -> Share:
+    def times(self, *factors: Factor) -> Share:
         """The share times more factors."""
         if not factors:
             return self
@@ -246,11 +247,11 @@ def share(amount: Amount) -> Share:
     return _share(amount.batch, amount.tensor, amount.context, amount.expert)
 
 
-#: Sizes that a measure may depend on: fields of `Shapes`.
+#: Sizes that a measure may depend on: fields of `Degrees`.
 SIZES: tuple[str, ...] = ("batch", "context", "tensor", "expert", "fsdp")
 
 
-def depends(measure: Measure) -> frozenset[str]:
+def sizes_of(measure: Measure) -> frozenset[str]:
     """The sizes that a measure depends on."""
     if isinstance(measure, KernelSeconds):
         term, matmul = measure.term, measure.term.matmul
@@ -264,45 +265,45 @@ def depends(measure: Measure) -> frozenset[str]:
             *((matmul.batches,) if matmul and matmul.batches else ()),
             *routed,
         )
-        counting = frozenset({"tensor"} if term.heads else ())
-        return counting.union(*map(_cutting, amounts))
-    return frozenset[str]().union(_cutting(measure), *map(_in_factor, measure.factors))
+        condition = frozenset({"tensor"} if term.heads else ())
+        return condition.union(*map(_dividing_sizes, amounts))
+    return frozenset[str]().union(_dividing_sizes(measure), *map(_sizes_of_factor, measure.factors))
 
 
-def _cutting(amount: Amount | Share) -> frozenset[str]:
+def _dividing_sizes(amount: Amount | Share) -> frozenset[str]:
     """The sizes that divide an amount."""
     return frozenset(name for name in SIZES[:-1] if getattr(amount, name))
 
 
-def _in_factor(factor: Factor) -> frozenset[str]:
+def _sizes_of_factor(factor: Factor) -> frozenset[str]:
     match factor:
-        case Ways("tensor" | "context" as axis):
+        case OverAxis("tensor" | "context" as axis):
             return frozenset({axis})
-        case Counts():
+        case HeadsHold():
             return frozenset({"tensor"})
-        case Ways() | StoredWays():
+        case OverAxis() | OverStoredShards():
             return frozenset(STORED_AXES)
         case DividesStored():
             return frozenset(SIZES[1:])
         case BusiestLoad(routed):
-            return _cutting(routed.assignments) | _cutting(routed.experts)
-        case Launch():
+            return _dividing_sizes(routed.assignments) | _dividing_sizes(routed.experts)
+        case LaunchSeconds():
             return frozenset()
 
 
 # --------------------------------------------------------------------------------------------------
-# Measures evaluated once for all shapes.
+# Measures evaluated once for all degrees.
 #
 # A program has hundreds of items under hundreds of choices, but few distinct measures, because
 # programs repeat themselves: the layers of a stack, a rematerialised forward pass, an op that a
-# choice does not affect. So each measure is evaluated once for all shapes, and a tally is the
+# choice does not affect. So each measure is evaluated once for all degrees, and a tally is the
 # product of a small matrix with them.
 
 Array = np.ndarray
 
 
-def evaluate(measure: Share, shapes: Shapes, constants: Efficiency) -> Array:
-    """A measure other than a kernel, by shape."""
+def evaluate(measure: Share, degrees: Degrees, constants: Efficiency) -> Array:
+    """A measure other than a kernel, by degrees."""
     values = local(
         Amount(
             total=1.0,
@@ -311,10 +312,10 @@ def evaluate(measure: Share, shapes: Shapes, constants: Efficiency) -> Array:
             context=measure.context,
             expert=measure.expert,
         ),
-        shapes,
+        degrees,
     )
     for factor in measure.factors:
-        values = values * _factor(factor, shapes, constants)
+        values = values * _factor(factor, degrees, constants)
     return values
 
 
@@ -322,7 +323,7 @@ def divides_stored(
     shape: tuple[int, ...],
     spec: Spec,
     frozen: frozenset[int],
-    shapes: Shapes,
+    degrees: Degrees,
     *,
     flat: bool = False,
 ) -> Array:
@@ -332,51 +333,51 @@ def divides_stored(
     A flat buffer of all parameters, padded at its end, is sharded over any number of devices.
     """
     if flat:
-        return shapes.stored_ways(spec) > 1
-    divides, expert = np.zeros(len(shapes), dtype=bool), sharded_by(spec, "expert")
+        return degrees.stored_shards(spec) > 1
+    divides, expert = np.zeros(len(degrees), dtype=bool), sharded_by(spec, "expert")
     dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
     for dim in dims if len(dims) > 1 else ():
         part = spec[dim] or ""
-        divides |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), shapes)
+        divides |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), degrees)
     return divides
 
 
-def _divides(key: tuple[int, bool, bool, bool], shapes: Shapes) -> Array:
-    if key not in shapes.divides:
+def _divides(key: tuple[int, bool, bool, bool], degrees: Degrees) -> Array:
+    if key not in degrees.divides:
         size, expert, over_tensor, over_expert = key
-        degree = shapes.stored_ways(("expert",) if expert else ())
-        inner = (shapes.tensor if over_tensor else 1) * (shapes.expert if over_expert else 1)
-        shapes.divides[key] = (size % (degree * inner) == 0) & (degree > 1)
-    return shapes.divides[key]
+        degree = degrees.stored_shards(("expert",) if expert else ())
+        inner = (degrees.tensor if over_tensor else 1) * (degrees.expert if over_expert else 1)
+        degrees.divides[key] = (size % (degree * inner) == 0) & (degree > 1)
+    return degrees.divides[key]
 
 
-def _factor(factor: Factor, shapes: Shapes, constants: Efficiency) -> Array | float:
+def _factor(factor: Factor, degrees: Degrees, constants: Efficiency) -> Array | float:
     match factor:
-        case Ways("tensor"):
-            return 1.0 / shapes.tensor
-        case Ways("context"):
-            return 1.0 / shapes.context
-        case Ways(axis):
+        case OverAxis("tensor"):
+            return 1.0 / degrees.tensor
+        case OverAxis("context"):
+            return 1.0 / degrees.context
+        case OverAxis(axis):
             raise AssertionError(f"no measure is by the ways of {axis}")
-        case StoredWays(experts):
-            return 1.0 / shapes.stored_ways((EXPERT.name,) if experts else ())
+        case OverStoredShards(experts):
+            return 1.0 / degrees.stored_shards((EXPERT.name,) if experts else ())
         case DividesStored(shape, spec, frozen, flat, divides):
-            return divides_stored(shape, spec, frozen, shapes, flat=flat) == divides
-        case Launch():
+            return divides_stored(shape, spec, frozen, degrees, flat=flat) == divides
+        case LaunchSeconds():
             return constants.dispatch_s
         case BusiestLoad(routed):
-            return busiest(routed, lambda amount: local(amount, shapes), constants)
-        case Counts(heads):
-            return _counting(heads, shapes)
+            return busiest(routed, lambda amount: local(amount, degrees), constants)
+        case HeadsHold(heads):
+            return _holds(heads, degrees)
 
 
-def _counting(heads: HeadCondition, shapes: Shapes) -> Array:
-    """1.0 for each shape where terms of attention count (`Heads.counts`), else 0.0."""
-    degrees, which = np.unique(shapes.tensor, return_inverse=True)
-    return np.array([float(heads.counts(int(n))) for n in degrees])[which.reshape(-1)]
+def _holds(heads: HeadCondition, degrees: Degrees) -> Array:
+    """1.0 where the condition holds for the tensor degree, else 0.0."""
+    sizes, which = np.unique(degrees.tensor, return_inverse=True)
+    return np.array([float(heads.holds(int(n))) for n in sizes])[which.reshape(-1)]
 
 
-#: Number of sets of shapes whose measures an index caches.
+#: Number of tables of degrees whose measures an index caches.
 MAX_CACHED = 8
 
 
@@ -392,28 +393,28 @@ class MeasureIndex:
         self.measures: list[Measure] = []
         self.sizes: list[frozenset[str]] = []
         self._numbers: dict[Measure, int] = {}
-        self._kept: OrderedDict[Hashable, MeasureValues] = OrderedDict()
+        self._cached: OrderedDict[Hashable, MeasureValues] = OrderedDict()
 
     def on(
-        self, chip: Chip, constants: Efficiency, outside: Efficiency, shapes: Shapes
+        self, chip: Chip, constants: Efficiency, outside: Efficiency, degrees: Degrees
     ) -> MeasureValues:
-        """The measures on some shapes, cached for later searches: a topology with other links or
+        """The measures on some degrees, cached for later searches: a topology with other links or
         more memory has the same kernels.
         """
         key = (
             replace(chip, hbm_bytes=1, reserved_bytes=0),
             constants,
             outside,
-            tuple(getattr(shapes, name).tobytes() for name in SIZES),
+            tuple(getattr(degrees, name).tobytes() for name in SIZES),
         )
-        values = self._kept.pop(key, None)
+        values = self._cached.pop(key, None)
         if values is None:
             values = MeasureValues(
-                index=self, chip=chip, constants=constants, outside=outside, shapes=shapes
+                index=self, chip=chip, constants=constants, outside=outside, degrees=degrees
             )
-        self._kept[key] = values
-        if len(self._kept) > MAX_CACHED:
-            self._kept.popitem(last=False)
+        self._cached[key] = values
+        if len(self._cached) > MAX_CACHED:
+            self._cached.popitem(last=False)
         return values
 
     def number(self, measure: Measure) -> int:
@@ -421,7 +422,7 @@ class MeasureIndex:
         number = self._numbers.setdefault(measure, len(self.measures))
         if number == len(self.measures):
             self.measures.append(measure)
-            self.sizes.append(depends(measure))
+            self.sizes.append(sizes_of(measure))
         return number
 
 
@@ -453,7 +454,7 @@ class Table:
 
 @dataclass(kw_only=True)
 class MeasureValues:
-    """Measures evaluated on shapes, on demand.
+    """Measures evaluated on degrees, on demand.
 
     Few measures depend on all sizes, so each is evaluated only on the distinct combinations of the
     sizes that it depends on.
@@ -461,18 +462,18 @@ class MeasureValues:
     Attributes:
         index: the measures.
         chip, constants, outside: the chip, and its efficiencies in layers and outside of them.
-        shapes: the shapes.
-        work: distinct shapes ignoring fsdp, on which kernels do not depend; `which` is the index
-            into them by shape.
+        degrees: the degrees.
+        kernel_degrees: the distinct degrees ignoring fsdp, on which kernels do not depend;
+            `kernel_index` is the index into them by degrees.
     """
 
     index: MeasureIndex
     chip: Chip
     constants: Efficiency
     outside: Efficiency
-    shapes: Shapes
-    work: Shapes = field(init=False)
-    which: Array = field(init=False)
+    degrees: Degrees
+    kernel_degrees: Degrees = field(init=False)
+    kernel_index: Array = field(init=False)
     _tables: dict[frozenset[str], tuple[Table, Array]] = field(
         default_factory=dict[frozenset[str], tuple[Table, Array]], init=False, repr=False
     )
@@ -483,10 +484,10 @@ class MeasureValues:
     )
 
     def __post_init__(self) -> None:
-        self.work, self.which = _projected(self.shapes, frozenset(SIZES[:-1]))
+        self.kernel_degrees, self.kernel_index = _projected(self.degrees, frozenset(SIZES[:-1]))
 
     def stacked(self, numbers: tuple[int, ...], at: Array) -> Array:
-        """Some measures on some shapes, array [measures, shapes]."""
+        """Some measures on some degrees, array [measures, degrees]."""
         if numbers not in self._rows:
             self._rows[numbers] = self._by_sizes(numbers)
         values = np.empty((len(numbers), len(at)))
@@ -514,38 +515,38 @@ class MeasureValues:
         ]
 
     def _table(self, sizes: frozenset[str]) -> tuple[Table, Array]:
-        shapes, which = _projected(self.shapes, sizes)
-        return Table(lambda number: self._made(number, shapes), len(shapes)), which
+        degrees, which = _projected(self.degrees, sizes)
+        return Table(lambda number: self._made(number, degrees), len(degrees)), which
 
-    def _made(self, number: int, shapes: Shapes) -> Array:
+    def _made(self, number: int, degrees: Degrees) -> Array:
         measure = self.index.measures[number]
         if isinstance(measure, Share):
-            return evaluate(measure, shapes, self.constants)
+            return evaluate(measure, degrees, self.constants)
         seconds = kernel_seconds(
             measure.term,
-            lambda amount: local(amount, shapes),
+            lambda amount: local(amount, degrees),
             self.chip,
             self.outside if measure.outside else self.constants,
         )
         heads = measure.term.heads
-        return seconds if heads is None else seconds * _counting(heads, shapes)
+        return seconds if heads is None else seconds * _holds(heads, degrees)
 
 
-def _projected(shapes: Shapes, sizes: frozenset[str]) -> tuple[Shapes, Array]:
-    """The distinct shapes after all other sizes are set to 1, and the index into them by shape."""
+def _projected(degrees: Degrees, sizes: frozenset[str]) -> tuple[Degrees, Array]:
+    """The distinct degrees after all other sizes are set to 1, and the index into them."""
     first, which = distinct_rows(
-        [np.ones_like(shapes.batch), *(getattr(shapes, name) for name in SIZES if name in sizes)]
+        [np.ones_like(degrees.batch), *(getattr(degrees, name) for name in SIZES if name in sizes)]
     )
     batch, context, tensor, expert, fsdp = (
-        getattr(shapes, name)[first] if name in sizes else np.ones(len(first), dtype=np.int64)
+        getattr(degrees, name)[first] if name in sizes else np.ones(len(first), dtype=np.int64)
         for name in SIZES
     )
-    return Shapes(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which
+    return Degrees(batch=batch, context=context, tensor=tensor, expert=expert, fsdp=fsdp), which
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """A tally for any shapes: a matrix of coefficients times measures.
+    """A tally for any degrees: a matrix of coefficients times measures.
 
     Attributes:
         rows: indices of the non-empty rows, ascending.
@@ -592,7 +593,7 @@ class Tally:
         )
 
     def on(self, values: MeasureValues, which: Array) -> Array:
-        """The rows on some of the shapes, array [rows, shapes]."""
+        """The rows on some of the degrees, array [rows, degrees]."""
         return self.matrix @ values.stacked(self.measures, which)
 
 
@@ -608,7 +609,7 @@ def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
     return Tally(rows=rows, measures=tuple(measures.tolist()), matrix=matrix)
 
 
-class Q(IntEnum):
+class Quantity(IntEnum):
     """Additive quantities, per microbatch and device; those of collectives follow as counts and
     bytes by slot.
     """
@@ -618,40 +619,40 @@ class Q(IntEnum):
     FLOPS = 2  # executed FLOPs
     GATHERED = 3  # bytes of parameters in use, if they are stored sharded (ZeRO 3)
     PARAMETERS = 4  # bytes of trained parameters, sharded as in compute
-    PARAMETERS_CUT = 5  # the same, stored sharded where a dim divides
+    PARAMETERS_SHARDED = 5  # the same, stored sharded where a dim divides
     STATE = 6  # bytes of optimizer state, sharded as in compute
-    STATE_CUT = 7  # the same, stored sharded where a dim divides
+    STATE_SHARDED = 7  # the same, stored sharded where a dim divides
     EXPERTS = 8  # bytes of parameters that the expert axis shards, sharded as in compute
     SAVED = 9  # bytes that the forward pass saves for the backward pass
     TEMPORARY = 10  # bytes of other values alive
     GRADIENT = 11  # bytes of gradients alive, if they are stored replicated (ZeRO 0, 1)
-    GRADIENT_CUT = 12  # the same, if they are stored sharded (ZeRO 2, 3)
+    GRADIENT_SHARDED = 12  # the same, if they are stored sharded (ZeRO 2, 3)
     COPY = 13  # bytes of copies of parameters that are saved, sharded as in compute
-    COPY_CUT = 14  # the same, stored sharded where a dim divides
+    COPY_SHARDED = 14  # the same, stored sharded where a dim divides
     #: bytes of accumulated gradients over the microbatches of a step, sharded as in compute
     ACCUMULATED = 15
-    ACCUMULATED_CUT = 16  # the same, stored sharded where a dim divides
+    ACCUMULATED_SHARDED = 16  # the same, stored sharded where a dim divides
     HOST = 17  # host seconds to launch kernels
     #: bytes of layer parameters that are cast before the loop, all layers at once, sharded as in
     #: compute (ZeRO 0 to 2)
     CAST = 18
     FROZEN = 19  # bytes of parameters that are not trained, sharded as in compute
-    FROZEN_CUT = 20  # the same, stored sharded where a dim divides
-    CAST_CUT = 21  # bytes of the casts of `CAST`, stored sharded where a dim divides (ZeRO 3)
+    FROZEN_SHARDED = 20  # the same, stored sharded where a dim divides
+    CAST_SHARDED = 21  # bytes of the casts of `CAST`, stored sharded where a dim divides (ZeRO 3)
     #: bytes of gradients alive that are added at once to the sums over microbatches
     ADDED = 22
-    ADDED_CUT = 23  # the same, if they are stored sharded (ZeRO 2, 3)
+    ADDED_SHARDED = 23  # the same, if they are stored sharded (ZeRO 2, 3)
 
 
-#: Rows of an array of quantities: `Q`, then the counts and then the bytes of every slot.
-COUNTS, BYTES = len(Q), len(Q) + len(SLOTS)
-ROWS = len(Q) + 2 * len(SLOTS)
+#: Rows of an array of quantities: `Quantity`, then the counts and then the bytes of every slot.
+COUNTS, BYTES = len(Quantity), len(Quantity) + len(SLOTS)
+ROWS = len(Quantity) + 2 * len(SLOTS)
 #: Quantity of a correction -> rows.
-CORRECTED: dict[str, tuple[Q, ...]] = {
-    "compute": (Q.COMPUTE, Q.WEIGHTS),
-    "activations": (Q.SAVED, Q.COPY, Q.COPY_CUT),
-    "temporaries": (Q.TEMPORARY,),
-    "communication": (Q.GATHERED,),
+CORRECTED: dict[str, tuple[Quantity, ...]] = {
+    "compute": (Quantity.COMPUTE, Quantity.WEIGHTS),
+    "activations": (Quantity.SAVED, Quantity.COPY, Quantity.COPY_SHARDED),
+    "temporaries": (Quantity.TEMPORARY,),
+    "communication": (Quantity.GATHERED,),
     "margin": (),
 }
 
@@ -659,21 +660,21 @@ CORRECTED: dict[str, tuple[Q, ...]] = {
 # --------------------------------------------------------------------------------------------------
 # The coefficients of every term of a step: (row, measure, coefficient).
 #
-# A kernel of three executions adds three times its seconds to `Q.COMPUTE`; a gather of parameters
-# adds to the count and the bytes of its slot, by `transfer_measures`.
+# A kernel of three executions adds three times its seconds to `Quantity.COMPUTE`; a gather of
+# parameters adds to the count and the bytes of its slot, by `transfer_measures`.
 
 #: Part of a resident value -> its row; those that ZeRO shards have a row for the unsharded and one
 #: for the sharded bytes.
-_PARTS: dict[str, Q] = {
-    "saved": Q.SAVED,
-    "temporary": Q.TEMPORARY,
-    "gathered": Q.GATHERED,
+_PART_ROWS: dict[str, Quantity] = {
+    "saved": Quantity.SAVED,
+    "temporary": Quantity.TEMPORARY,
+    "gathered": Quantity.GATHERED,
 }
-_PIECES: dict[str, tuple[Q, Q]] = {
-    "gradient": (Q.GRADIENT, Q.GRADIENT_CUT),
-    "added": (Q.ADDED, Q.ADDED_CUT),
-    "copy": (Q.COPY, Q.COPY_CUT),
-    "cast": (Q.CAST, Q.CAST_CUT),
+_SHARDED_PART_ROWS: dict[str, tuple[Quantity, Quantity]] = {
+    "gradient": (Quantity.GRADIENT, Quantity.GRADIENT_SHARDED),
+    "added": (Quantity.ADDED, Quantity.ADDED_SHARDED),
+    "copy": (Quantity.COPY, Quantity.COPY_SHARDED),
+    "cast": (Quantity.CAST, Quantity.CAST_SHARDED),
 }
 #: Group of a transfer -> the role of its collectives, and their axis.
 _ROLES: dict[str, tuple[str, Axis]] = {
@@ -694,11 +695,11 @@ def transfer_measures(
     and over `term.trips`.
     """
     all_stages = segment == OUTSIDE_LAYERS and profile.ends_on_all_stages
-    size, once = share(term.bytes), Share().by(*_counts(term))
+    size, once = share(term.bytes), Share().times(*_condition(term))
     if term.group in _ROLES:
         role, axis = _ROLES[term.group]
         sharded = term.kind == "reduce-scatter"
-        moved = size.by(Ways(axis.name)) if sharded else size
+        moved = size.times(OverAxis(axis.name)) if sharded else size
         return [(Slot(role, axis_group(axis), term.kind), moved, once)]
     if term.group == "ends":
         return [(Slot("ends", axis_group(STAGE), term.kind), size, once)] if all_stages else []
@@ -707,12 +708,13 @@ def transfer_measures(
         return [(Slot(role, group, "all-reduce"), size, once)]
     experts, tensor = sharded_by(term.spec, EXPERT.name), term.over_tensor
     sharded, replicated = (
-        once.by(DividesStored(term.shape, term.spec, term.stack_dims, profile.flat, divides))
+        once.times(DividesStored(term.shape, term.spec, term.stack_dims, profile.flat, divides))
         for divides in (True, False)
     )
     if term.group == "gather":
         return [(Slot("gather", stored(experts=experts), "all-gather"), size, sharded)]
-    all_tokens, shard = tokens(experts=experts, tensor=tensor), size.by(StoredWays(experts))
+    all_tokens = tokens(experts=experts, tensor=tensor)
+    shard = size.times(OverStoredShards(experts))
     same_shard = replicas(tensor=tensor)
     if all_stages and not experts:
         all_tokens, same_shard = on_all_stages(all_tokens), on_all_stages(same_shard)
@@ -729,7 +731,7 @@ def transfer_measures(
 
 
 #: The host's launch of one kernel.
-_LAUNCH = Share(factors=(Launch(),))
+_LAUNCH = Share(factors=(LaunchSeconds(),))
 #: One entry of a tally: row, measure, coefficient.
 Coefficient = tuple[int, Measure, float]
 
@@ -751,23 +753,24 @@ def _compute(segment: int, term: Compute) -> Iterator[Coefficient]:
     kernel = KernelSeconds(
         term if term.trips == 1 else replace(term, trips=1), segment == OUTSIDE_LAYERS
     )
-    counting = _counts(term)
-    yield Q.COMPUTE, kernel, term.trips
+    condition = _condition(term)
+    yield Quantity.COMPUTE, kernel, term.trips
     if term.weight:
-        yield Q.WEIGHTS, kernel, term.trips
-    yield Q.FLOPS, share(term.flops).by(*counting), term.flops.total * term.trips
-    yield Q.HOST, _LAUNCH.by(*counting), term.trips
+        yield Quantity.WEIGHTS, kernel, term.trips
+    yield Quantity.FLOPS, share(term.flops).times(*condition), term.flops.total * term.trips
+    yield Quantity.HOST, _LAUNCH.times(*condition), term.trips
 
 
-def _counts(term: Compute | Transfer | Resident) -> tuple[Counts, ...]:
-    return () if term.heads is None else (Counts(term.heads),)
+def _condition(term: Compute | Transfer | Resident) -> tuple[HeadsHold, ...]:
+    return () if term.heads is None else (HeadsHold(term.heads),)
 
 
 def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterator[Coefficient]:
     load = (BusiestLoad(term.routed),) if term.routed is not None else ()
     for slot, size, count in transfer_measures(term, segment, profile):
-        yield COUNTS + INDEX[slot], count, term.trips
-        yield BYTES + INDEX[slot], size.by(*count.factors, *load), term.bytes.total * term.trips
+        number, size = SLOT_INDEX[slot], size.times(*count.factors, *load)
+        yield COUNTS + number, count, term.trips
+        yield BYTES + number, size, term.bytes.total * term.trips
 
 
 def _stored_shares(
@@ -780,18 +783,19 @@ def _stored_shares(
     """Two measures whose sum is that of a stored array: sharded if it divides, and replicated if
     not.
     """
-    degree = StoredWays(sharded_by(spec, EXPERT.name))
-    return unsharded.by(DividesStored(shape, spec, frozen, profile.flat), degree), unsharded.by(
-        DividesStored(shape, spec, frozen, profile.flat, divides=False)
+    sharded, replicated = (
+        unsharded.times(DividesStored(shape, spec, frozen, profile.flat, divides))
+        for divides in (True, False)
     )
+    return sharded.times(OverStoredShards(sharded_by(spec, EXPERT.name))), replicated
 
 
 def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Coefficient]:
-    unsharded, size = share(term.bytes).by(*_counts(term)), term.bytes.total
-    if term.part not in _PIECES:
-        yield _PARTS[term.part], unsharded, size
+    unsharded, size = share(term.bytes).times(*_condition(term)), term.bytes.total
+    if term.part not in _SHARDED_PART_ROWS:
+        yield _PART_ROWS[term.part], unsharded, size
         return
-    row, sharded = _PIECES[term.part]
+    row, sharded = _SHARDED_PART_ROWS[term.part]
     yield row, unsharded, size
     for shard in _stored_shares(unsharded, term.shape, term.spec, frozenset(), profile):
         yield sharded, shard, size
@@ -804,22 +808,22 @@ def _stored(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
     shards = _stored_shares(unsharded, term.shape, term.spec, term.stack_dims, profile)
     elements = float(term.elements * term.count)
     if not term.trained:
-        yield Q.FROZEN, unsharded, elements * term.itemsize
+        yield Quantity.FROZEN, unsharded, elements * term.itemsize
         for shard in shards:
-            yield Q.FROZEN_CUT, shard, elements * term.itemsize
+            yield Quantity.FROZEN_SHARDED, shard, elements * term.itemsize
         return
     state = term.state if profile.state_bytes is None else profile.state_bytes
     sizes = (
-        (Q.PARAMETERS, Q.PARAMETERS_CUT, term.itemsize),
-        (Q.STATE, Q.STATE_CUT, state),
-        (Q.ACCUMULATED, Q.ACCUMULATED_CUT, profile.gradient_bytes(term.itemsize)),
+        (Quantity.PARAMETERS, Quantity.PARAMETERS_SHARDED, term.itemsize),
+        (Quantity.STATE, Quantity.STATE_SHARDED, state),
+        (Quantity.ACCUMULATED, Quantity.ACCUMULATED_SHARDED, profile.gradient_bytes(term.itemsize)),
     )
     for row, sharded, size in sizes:
         yield row, unsharded, elements * size
         for shard in shards:
             yield sharded, shard, elements * size
     if sharded_by(term.spec, "expert"):
-        yield Q.EXPERTS, unsharded, elements * term.itemsize
+        yield Quantity.EXPERTS, unsharded, elements * term.itemsize
 
 
 # --------------------------------------------------------------------------------------------------
@@ -829,7 +833,7 @@ def _stored(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
 # forward pass again. So items with equal `key` share their entries.
 
 #: One entry of a tally: row, index of the measure, coefficient.
-Entry = tuple[int, int, float]
+TallyEntry = tuple[int, int, float]
 
 
 class ItemEntries:
@@ -845,7 +849,7 @@ class ItemEntries:
         self.index, self.segments, self._profile = index, segments, profile
         self._numbers: dict[Hashable, int] = {}
         self._items: list[Item] = []
-        self._entries: dict[Choice, dict[int, list[Entry]]] = {}
+        self._entries: dict[Choice, dict[int, list[TallyEntry]]] = {}
 
     def number(self, item: Item) -> int:
         """The index of an item; items of one segment with equal `key` share it."""
@@ -855,7 +859,7 @@ class ItemEntries:
             self._items.append(item)
         return number
 
-    def entries(self, choice: Choice, items: Iterable[tuple[int, int]]) -> Iterator[Entry]:
+    def entries(self, choice: Choice, items: Iterable[tuple[int, int]]) -> Iterator[TallyEntry]:
         """The entries of some items under a choice."""
         entries = self._entries.setdefault(choice, {})
         for offset, number in items:
@@ -864,7 +868,7 @@ class ItemEntries:
             for row, measure, amount in entries[number]:
                 yield offset * ROWS + row, measure, amount
 
-    def _made(self, item: Item, choice: Choice) -> Iterator[Entry]:
+    def _made(self, item: Item, choice: Choice) -> Iterator[TallyEntry]:
         offset = item.segment % self.segments * ROWS
         for term in item.terms(choice):
             for row, measure, amount in coefficients(item.segment, term, self._profile):
@@ -872,11 +876,11 @@ class ItemEntries:
 
 
 # --------------------------------------------------------------------------------------------------
-# Tallies of terms on one topology under one framework profile, for many shapes at once.
+# Tallies of terms on one topology under one framework profile, for many degrees at once.
 
 
 def transfer_collectives(
-    term: Transfer, segment: int, shapes: Shapes, pricer: Pricer
+    term: Transfer, segment: int, degrees: Degrees, pricer: Pricer
 ) -> list[tuple[Slot, Array, Array]]:
     """(slot, bytes of each result, count) of the collectives of a transfer per microbatch; the
     count is 0 if it has none in that role.
@@ -884,8 +888,8 @@ def transfer_collectives(
     return [
         (
             slot,
-            term.bytes.total * evaluate(size, shapes, pricer.constants),
-            term.trips * evaluate(count, shapes, pricer.constants),
+            term.bytes.total * evaluate(size, degrees, pricer.constants),
+            term.trips * evaluate(count, degrees, pricer.constants),
         )
         for slot, size, count in transfer_measures(term, segment, pricer.profile)
     ]
@@ -895,7 +899,7 @@ def transfer_collectives(
 #: scores in float32, which match the TPU compiler's cycles of a ring over 64 devices
 #: (`benchmarks/long_context.py`: 339 s for 8.8e12 scores, forward, again and backward, at 2.76e12
 #: bytes/s).
-BLOCKS: tuple[float, float] = (24.0, 58.0)
+BLOCKWISE_SCORES: dict[str, float] = {"scores": 24.0, "scores_backward": 58.0}
 
 
 class Pricer:
@@ -914,9 +918,7 @@ class Pricer:
         self.profile = profile
         constants = efficiency_of(chip.name, chip.vendor, profile.name, dict(topology.efficiency))
         self.constants: Efficiency = (
-            replace(constants, scores=BLOCKS[0], scores_backward=BLOCKS[1])
-            if profile.attention == "blocks"
-            else constants
+            replace(constants, **BLOCKWISE_SCORES) if profile.attention == "blocks" else constants
         )
         if profile.name == XLA.name and topology.chip.vendor == "nvidia":
             # jax.nn.dot_product_attention has one width for all heads
@@ -924,14 +926,14 @@ class Pricer:
         self.outside = replace(
             self.constants, unfused=max(self.constants.unfused, profile.unfused_loss)
         )
-        self.topology = linked(topology, self.constants)
+        self.topology = with_reached_rates(topology, self.constants)
         self.factors = {
             quantity: correction.factor
             for correction in applied(topology)
             for quantity in CORRECTED[correction.quantity]
         }
 
-    def waits(self, slots: Sequence[int]) -> Array:
+    def exposed_share(self, slots: Sequence[int]) -> Array:
         """Exposed share of the seconds of collectives, array [slots, 1]; the rest is hidden under
         adjacent matmuls, as the profile says.
         """
@@ -942,7 +944,7 @@ class Pricer:
         return np.array([[1.0 - hidden.get(SLOTS[slot].group, 0.0)] for slot in slots])
 
     def corrected(self, quantities: Array) -> Array:
-        """Quantities with the factors applied: array [..., `ROWS` or the first of them, shapes]."""
+        """Quantities with the factors applied: array [..., at most `ROWS`, degrees]."""
         if not self.factors:
             return quantities
         factors = np.ones((ROWS, 1))
@@ -950,26 +952,27 @@ class Pricer:
             factors[quantity] = factor
         return quantities * factors[: quantities.shape[-2]]
 
-    def values(self, index: MeasureIndex, shapes: Shapes) -> MeasureValues:
-        """The measures on some shapes."""
-        return index.on(self.topology.chip, self.constants, self.outside, shapes)
+    def values(self, index: MeasureIndex, degrees: Degrees) -> MeasureValues:
+        """The measures on some degrees."""
+        return index.on(self.topology.chip, self.constants, self.outside, degrees)
 
-    def tally(self, items: Iterable[Item], choice: Choice, shapes: Shapes, classes: int) -> Array:
-        """Quantities of some items under a choice: array [classes + 2, `ROWS`, shapes]; the last
-        two segments are `INSIDE` and `OUTSIDE_LAYERS`.
+    def tally(self, items: Iterable[Item], choice: Choice, degrees: Degrees, groups: int) -> Array:
+        """Quantities of some items under a choice: array [classes + 2, `ROWS`, degrees]; the
+        last two segments are `INSIDE_LAYER` and `OUTSIDE_LAYERS`.
         """
-        return self.tally_terms(
-            ((item.segment, term) for item in items for term in item.terms(choice)), shapes, classes
-        )
+        terms = ((item.segment, term) for item in items for term in item.terms(choice))
+        return self.tally_terms(terms, degrees, groups)
 
-    def tally_terms(self, terms: Iterable[tuple[int, Term]], shapes: Shapes, classes: int) -> Array:
+    def tally_terms(
+        self, terms: Iterable[tuple[int, Term]], degrees: Degrees, groups: int
+    ) -> Array:
         """Quantities of (segment, term) pairs, see `tally`."""
-        index, segments = MeasureIndex(), classes + 2
+        index, segments = MeasureIndex(), groups + 2
         tally = tallied(
             (segment % segments * ROWS + row, index.number(measure), amount)
             for segment, term in terms
             for row, measure, amount in coefficients(segment, term, self.profile)
         )
-        total = np.zeros((segments * ROWS, len(shapes)))
-        total[tally.rows] = tally.on(self.values(index, shapes), np.arange(len(shapes)))
-        return total.reshape(segments, ROWS, len(shapes))
+        total = np.zeros((segments * ROWS, len(degrees)))
+        total[tally.rows] = tally.on(self.values(index, degrees), np.arange(len(degrees)))
+        return total.reshape(segments, ROWS, len(degrees))

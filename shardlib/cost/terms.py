@@ -1,4 +1,4 @@
-"""The vocabulary of costs: items, their terms, and the shapes that divide them."""
+"""The vocabulary of costs: items, their terms, and the degrees that divide them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class HeadCondition:
     queries_per_group: int
     shardings: tuple[DividedHeads, ...]
 
-    def counts(self, degree: int) -> bool:
+    def holds(self, degree: int) -> bool:
         """True if the term counts for this degree of tensor parallelism."""
         return (
             divided_heads(
@@ -66,7 +66,7 @@ class HeadCondition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Routed:
+class RoutedRows:
     """Rows of tokens that a router distributes over experts.
 
     Attributes:
@@ -157,7 +157,7 @@ class Compute:
     weight: bool = False
     kind: str = ""
     category: str = ""
-    routed: Routed | None = None
+    routed: RoutedRows | None = None
     core: AttentionCore | None = None
     heads: HeadCondition | None = None
 
@@ -195,7 +195,7 @@ class Transfer:
     over_tensor: bool = False
     case: str = ""
     cause: str = ""
-    routed: Routed | None = None
+    routed: RoutedRows | None = None
     heads: HeadCondition | None = None
 
 
@@ -263,7 +263,7 @@ class Item:
     Attributes:
         colours: colours that its terms depend on.
         terms: choice -> terms.
-        segment: its layer group; `OUTSIDE_LAYERS`, or `WITHIN_LAYER` for values inside one layer.
+        segment: its layer group; `OUTSIDE_LAYERS`, or `INSIDE_LAYER` for values inside one layer.
         key: everything that determines its terms: items with equal values have equal terms
             except for causes. None if unknown.
     """
@@ -276,7 +276,7 @@ class Item:
 
 #: Segments of items outside of the layer groups: embedding, head and loss; and values that live
 #: within one layer.
-OUTSIDE_LAYERS, INSIDE = -1, -2
+OUTSIDE_LAYERS, INSIDE_LAYER = -1, -2
 
 
 def amount(total: float, spec: Spec) -> Amount:
@@ -291,14 +291,14 @@ def named(axes: LogicalAxes) -> frozenset[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Shapes: numbers of shards; candidates as arrays, and the local part of an amount.
+# Degrees: numbers of shards; candidates as arrays, and the local part of an amount.
 #
-# A *shape* is everything that the amounts of a step depend on: the sizes of the mesh axes, and the
-# number of microbatches. It is independent of links and stages; many candidates share one.
+# The *degrees* are everything that the amounts of a step depend on: the sizes of the mesh axes, and
+# the number of microbatches. They are independent of links and stages; many candidates share them.
 
 Array = np.ndarray
-#: Upper limit of the keys of rows.
-LARGEST = 2**62
+#: Upper limit of the integer keys by which rows of a table are compared.
+MAX_ROW_KEY = 2**62
 #: Metadata of an array field that all rows of an `ArrayTable` share.
 SHARED_BY_ROWS: dict[str, bool] = {"shared": True}
 
@@ -426,13 +426,13 @@ class BoundedTable(ArrayTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes(ArrayTable):
-    """Shapes as arrays of equal length.
+class Degrees(ArrayTable):
+    """Degrees of parallelism as arrays of equal length.
 
     Attributes:
         batch: number of parts of the batch: data, fsdp, expert and microbatches.
         context, tensor, expert, fsdp: sizes of these axes.
-        parts: cache of one over the number of parts, by the axes that divide an amount.
+        inverse_shards: cache of one over the number of parts, by the axes that divide an amount.
         divides: cache: True if a size divides over the stored axes besides those that shard it, by
             (size, whether these are an expert's, whether tensor and expert shard it).
     """
@@ -442,7 +442,7 @@ class Shapes(ArrayTable):
     tensor: Array
     expert: Array
     fsdp: Array
-    parts: dict[tuple[bool, bool, bool, bool], Array] = field(
+    inverse_shards: dict[tuple[bool, bool, bool, bool], Array] = field(
         default_factory=dict[tuple[bool, bool, bool, bool], Array],
         init=False,
         compare=False,
@@ -458,7 +458,7 @@ class Shapes(ArrayTable):
     def __len__(self) -> int:
         return len(self.batch)
 
-    def stored_ways(self, spec: Spec) -> Array:
+    def stored_shards(self, spec: Spec) -> Array:
         """Stored shards of a parameter per compute shard: over fsdp, context and expert; parameters
         of experts already use the expert axis.
         """
@@ -466,13 +466,13 @@ class Shapes(ArrayTable):
 
     @property
     def ones(self) -> Array:
-        """1.0 for each shape."""
+        """1.0 for each row."""
         return np.ones(len(self))
 
 
 _ONE = np.ones(1, dtype=np.int64)
-#: The shape of a program on one device.
-ONE = Shapes(batch=_ONE, context=_ONE, tensor=_ONE, expert=_ONE, fsdp=_ONE)
+#: The degrees of a program on one device.
+ONE = Degrees(batch=_ONE, context=_ONE, tensor=_ONE, expert=_ONE, fsdp=_ONE)
 
 
 def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
@@ -481,7 +481,7 @@ def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
     """
     key = np.zeros(len(columns[0]), dtype=np.int64)
     ends = [int(column.max(initial=0)) + 1 for column in columns]
-    small = math.prod(ends) < LARGEST and all(column.min(initial=0) >= 0 for column in columns)
+    small = math.prod(ends) < MAX_ROW_KEY and all(column.min(initial=0) >= 0 for column in columns)
     for column, end in zip(columns, ends, strict=True):
         if small:
             key = key * end + column
@@ -492,13 +492,13 @@ def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
     return first, which.reshape(-1)
 
 
-def local(amount: Amount, shapes: Shapes) -> Array:
+def local(amount: Amount, degrees: Degrees) -> Array:
     """The local part of an amount, per device and microbatch."""
     key = amount.batch, amount.tensor, amount.context, amount.expert
-    if key not in shapes.parts:
-        degree = (
-            shapes.batch if amount.batch else shapes.expert if amount.expert else 1
-        ) * shapes.ones
-        degree = degree * shapes.context if amount.context else degree
-        shapes.parts[key] = 1.0 / (degree * shapes.tensor if amount.tensor else degree)
-    return amount.total * shapes.parts[key]
+    if key not in degrees.inverse_shards:
+        shards = (
+            degrees.batch if amount.batch else degrees.expert if amount.expert else 1
+        ) * degrees.ones
+        shards = shards * degrees.context if amount.context else shards
+        degrees.inverse_shards[key] = 1.0 / (shards * degrees.tensor if amount.tensor else shards)
+    return amount.total * degrees.inverse_shards[key]

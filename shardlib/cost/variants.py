@@ -17,7 +17,7 @@ from shardlib.cost.facts import Facts
 from shardlib.cost.items import gathers_of, kernel_items, reductions_of
 from shardlib.cost.pricing import Totals, heap_share
 from shardlib.cost.stages import Meshes, Plans
-from shardlib.cost.tables import Pricer, Q, evaluate, share, transfer_collectives
+from shardlib.cost.tables import Pricer, Quantity, evaluate, share, transfer_collectives
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, Elements, Transfer, amount
 from shardlib.layout import TENSOR
 from shardlib.machines.topology import Placement
@@ -35,13 +35,13 @@ def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, shards
     op = facts.graph.ops[index]
     side = next((i for i, value in enumerate(op.operands) if value in facts.weights), 2)
     value = (*op.operands, *op.results)[side]
-    again_bytes = (
+    reread_bytes = (
         facts.graph.values[value].bytes
         if side < 2
         else 8.0 * math.prod(facts.graph.values[value].shape)
     )
-    again = Amount(
-        total=again_bytes * (1 - 1 / shards),
+    reread = Amount(
+        total=reread_bytes * (1 - 1 / shards),
         batch=False,
         tensor=sharded_by(facts.value_spec(value, choice), TENSOR.name),
         context=False,
@@ -50,25 +50,25 @@ def matmul_shard(facts: Facts, index: int, term: Compute, choice: Choice, shards
     matmul = term.matmul
     if matmul is not None:  # rows of the activation, or the contracted dim
         sharded = "depth" if side == 2 else ("columns", "rows")[side]
-        matmul = replace(matmul, **{sharded: _part(getattr(matmul, sharded), shards)})
+        matmul = replace(matmul, **{sharded: _shard(getattr(matmul, sharded), shards)})
     return replace(
         term,
-        flops=_part(term.flops, shards),
-        traffic=(*_parts(term.traffic, shards), again),
+        flops=_shard(term.flops, shards),
+        traffic=(*_shards(term.traffic, shards), reread),
         elements=Elements(
-            simple=_parts(term.elements.simple, shards),
-            transcendental=_parts(term.elements.transcendental, shards),
+            simple=_shards(term.elements.simple, shards),
+            transcendental=_shards(term.elements.transcendental, shards),
         ),
         matmul=matmul,
     )
 
 
-def _part(amount: Amount, shards: int) -> Amount:
+def _shard(amount: Amount, shards: int) -> Amount:
     return replace(amount, total=amount.total / shards)
 
 
-def _parts(amounts: Iterable[Amount], shards: int) -> tuple[Amount, ...]:
-    return tuple(_part(amount, shards) for amount in amounts)
+def _shards(amounts: Iterable[Amount], shards: int) -> tuple[Amount, ...]:
+    return tuple(_shard(amount, shards) for amount in amounts)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def _parts(amounts: Iterable[Amount], shards: int) -> tuple[Amount, ...]:
 # A gather of the sequence, or a scatter along it, over n devices becomes n - 1 messages of a shard
 # each, and its matmuls are computed shard by shard, while the next message is in transit (Wang et
 # al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
-# Models", ASPLOS 2023, section 5). With `turns` turns of `hop` seconds and matmuls of `work`
+# Models", ASPLOS 2023, section 5). With `steps` turns of `hop` seconds and matmuls of `work`
 # seconds in shards
 #
 #     exposed = hop + max(0, (turns - 1) hop - work)
@@ -179,54 +179,54 @@ def _of_weight(facts: Facts, index: int, choice: Choice) -> bool:
 
 
 def saving(
-    facts: Facts, choice: Choice, placement: Placement, c: Meshes, pricer: Pricer, classes: int
+    facts: Facts, choice: Choice, placement: Placement, meshes: Meshes, pricer: Pricer, groups: int
 ) -> Saving:
     """The saving of collective matmuls in one candidate without stages; zero if there are none."""
-    assert len(c) == 1
-    prices = _Prices(facts, choice, placement, c, pricer, classes)
+    assert len(meshes) == 1
+    costs = _LoopCosts(facts, choice, placement, meshes, pricer, groups)
     exposed = compute = 0.0
     spare: dict[int, float] = defaultdict(float)
     messages: dict[Transfer, tuple[float, int, float]] = {}
     for loop in sorted(
-        collective_matmuls(facts, choice) if prices.ways > 1 else [],
+        collective_matmuls(facts, choice) if costs.ways > 1 else [],
         key=lambda loop: not loop.matmuls,
     ):
         ((slot, size, count),) = transfer_collectives(
-            loop.transfer, facts.layers.segment(loop.region), c.shapes, pricer
+            loop.transfer, facts.layers.segment(loop.region), meshes.degrees, pricer
         )
         before = slot_cost(slot, placement, pricer.topology).seconds(float(size[0]))
-        shard = float(size[0]) / (prices.ways if slot.kind == "all-gather" else 1)
-        hop = prices.permute.seconds(shard)
+        shard = float(size[0]) / (costs.ways if slot.kind == "all-gather" else 1)
+        hop = costs.permute.seconds(shard)
         times = {
-            index: prices.matmul(index)
+            index: costs.matmul(index)
             for index in (*loop.matmuls, *loop.gradients)
-            if index in prices.kernels
+            if index in costs.kernels
         }
         work = sum(times[index][1] for index in loop.matmuls if index in times)
-        others = (prices.turns - 1) * hop
+        others = (costs.steps - 1) * hop
         if loop.matmuls:
             waits = hop + max(0.0, others - work)
             spare[loop.region] += max(0.0, work - others)
         else:
             waits = max(0.0, hop + others - spare[loop.region])
             spare[loop.region] = max(0.0, spare[loop.region] - hop - others)
-        runs = float(count[0]) * int(c.micro[0])
+        runs = float(count[0]) * int(meshes.micro[0])
         exposed += runs * (before - waits)
         compute += runs * (
             sum(max(0.0, sharded - unsharded) for unsharded, sharded in times.values())
-            + prices.moved(loop, slot, shard)
+            + costs.moved(loop, slot, shard)
         )
-        messages[loop.transfer] = shard, prices.ways - 1, hop
+        messages[loop.transfer] = shard, costs.ways - 1, hop
     return Saving(exposed_s=exposed, compute_s=compute, messages=messages)
 
 
-class _Prices:
+class _LoopCosts:
     """Seconds of messages and matmuls in one candidate; the arguments are those of `saving`.
 
     Attributes:
         ways: size of the tensor axis.
         torus: True if its devices are on a torus.
-        turns: turns of a loop.
+        steps: turns of a loop.
         permute: cost of a message to a neighbour.
         kernels: item of the kernel of an op.
     """
@@ -236,21 +236,21 @@ class _Prices:
         facts: Facts,
         choice: Choice,
         placement: Placement,
-        c: Meshes,
+        meshes: Meshes,
         pricer: Pricer,
-        classes: int,
+        groups: int,
     ) -> None:
         spans = spans_of(axis_group(TENSOR), placement)
         self.ways = math.prod(span.ways for span in spans)
         self.torus = all(pricer.topology.tiers[span.tier].kind == "torus" for span in spans)
-        self.turns = self.ways // 2 if self.torus else self.ways - 1
+        self.steps = self.ways // 2 if self.torus else self.ways - 1
         self.permute = collective_cost("collective-permute", spans, pricer.topology)
         self.kernels = {
             kernel.op: item
             for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True)
         }
-        self._facts, self._choice, self._c = facts, choice, c
-        self._pricer, self._classes = pricer, classes
+        self._facts, self._choice, self._c = facts, choice, meshes
+        self._pricer, self._classes = pricer, groups
 
     def matmul(self, index: int) -> tuple[float, float]:
         """Seconds of a matmul as a whole, and shard by shard."""
@@ -285,13 +285,15 @@ class _Prices:
             float(self._facts.graph.values[value].bytes),
             self._facts.value_spec(value, self._choice),
         )
-        return size.total * float(evaluate(share(size), self._c.shapes, self._pricer.constants)[0])
+        return size.total * float(evaluate(share(size), self._c.degrees, self._pricer.constants)[0])
 
     def _seconds(self, segment: int, terms: list[Compute]) -> float:
         return float(
             self._pricer.tally_terms(
-                [(segment, replace(term, trips=1)) for term in terms], self._c.shapes, self._classes
-            )[:, Q.COMPUTE].sum()
+                [(segment, replace(term, trips=1)) for term in terms],
+                self._c.degrees,
+                self._classes,
+            )[:, Quantity.COMPUTE].sum()
         )
 
 
@@ -312,15 +314,15 @@ Corner = tuple[str, ...]
 #: ("none", 0) without rematerialisation.
 RematLayers = tuple[tuple[str, int], ...]
 #: The policy without rematerialisation.
-NONE = "none"
+NO_REMAT = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tallies:
+class PolicyTallies:
     """The tallies of one policy's program.
 
     Attributes:
-        work: array [segments, rows, shapes].
+        work: array [segments, rows, degrees].
         points: by phase, the tallies of its points.
         stacks: by phase, the tally of the values that loops have saved.
     """
@@ -330,8 +332,8 @@ class Tallies:
     stacks: tuple[Array, ...]
 
 
-def composed(
-    corner: Corner, parts: Mapping[str, Tallies], phases: Sequence[int], counts: Sequence[int]
+def corner_tallies(
+    corner: Corner, parts: Mapping[str, PolicyTallies], phases: Sequence[int], counts: Sequence[int]
 ) -> tuple[Array, list[Array]]:
     """The tallies of a corner: of work, and of memory at each point where it may peak."""
     work = sum(
@@ -357,28 +359,28 @@ def composed(
     return work, points
 
 
-def corners(policies: Sequence[str], classes: int) -> list[Corner]:
+def corners(policies: Sequence[str], groups: int) -> list[Corner]:
     """Every corner: a remat policy for each layer group."""
-    return list(itertools.product(policies, repeat=classes))
+    return list(itertools.product(policies, repeat=groups))
 
 
-def blended(weighed: Sequence[tuple[Array, Totals]]) -> Totals:
+def interpolated_corners(weighted: Sequence[tuple[Array, Totals]]) -> Totals:
     """Prices between corners: weighted averages, except that parts of memory other than saved
     activations take the maximum.
     """
 
     def average(value: Callable[[Totals], Array]) -> Array:
         return sum(
-            (weight * value(totals) for weight, totals in weighed),
-            np.zeros_like(weighed[0][1].flops),
+            (weight * value(totals) for weight, totals in weighted),
+            np.zeros_like(weighted[0][1].flops),
         )
 
-    first = weighed[0][1]
+    first = weighted[0][1]
     memory = {
         name: (
             average(lambda totals, name=name: totals.device_bytes[name])
             if name == "activations"
-            else np.maximum.reduce([totals.device_bytes[name] for _, totals in weighed])
+            else np.maximum.reduce([totals.device_bytes[name] for _, totals in weighted])
         )
         for name in first.device_bytes
     }
@@ -394,28 +396,28 @@ def blended(weighed: Sequence[tuple[Array, Totals]]) -> Totals:
 
 
 def partly_rematerialised(
-    each: Sequence[tuple[str, Array | int]],
+    policies: Sequence[tuple[str, Array | int]],
     layers: Sequence[Array],
     price: Callable[[Corner], Totals],
 ) -> Totals:
     """The price of candidates in which only some layers of a group follow its policy."""
     options: list[list[tuple[str, Array]]] = []
-    for (policy, number), count in zip(each, layers, strict=True):
+    for (policy, number), count in zip(policies, layers, strict=True):
         share = number / count
         weighted = (
-            [(policy, share), (NONE, 1 - share)]
-            if policy != NONE
-            else [(NONE, np.ones_like(share))]
+            [(policy, share), (NO_REMAT, 1 - share)]
+            if policy != NO_REMAT
+            else [(NO_REMAT, np.ones_like(share))]
         )
         options.append([(name, weight) for name, weight in weighted if weight.any()])
-    weighed = [
+    weighted = [
         (
             np.multiply.reduce([weight for _, weight in combination]),
             price(tuple(name for name, _ in combination)),
         )
         for combination in itertools.product(*options)
     ]
-    return blended(weighed)
+    return interpolated_corners(weighted)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -454,23 +456,23 @@ class Pattern:
         return list(
             itertools.product(
                 *(
-                    ((NONE, policy) if partly else (policy,))
+                    ((NO_REMAT, policy) if partly else (policy,))
                     for policy, partly in zip(self.corner, self.partly, strict=True)
                 )
             )
         )
 
 
-def patterns(policies: Sequence[str], classes: int) -> list[Pattern]:
+def patterns(policies: Sequence[str], groups: int) -> list[Pattern]:
     """Every pattern, those with the fewest partly rematerialised groups first; corners with a
     single policy are not mixtures.
     """
     listed = [
         Pattern(corner=corner, partly=partly)
-        for corner in corners(policies, classes)
-        for partly in itertools.product((False, True), repeat=classes)
+        for corner in corners(policies, groups)
+        for partly in itertools.product((False, True), repeat=groups)
         if not any(
-            in_part and policy == NONE for policy, in_part in zip(corner, partly, strict=True)
+            in_part and policy == NO_REMAT for policy, in_part in zip(corner, partly, strict=True)
         )
         and (any(partly) or len(set(corner)) > 1)
     ]
@@ -518,7 +520,7 @@ def _of_pattern(
     active = {corner: prices[corner] for corner in pattern.active()}
     rematerialised = np.stack(
         [
-            np.where(policy == NONE, 0.0, count)
+            np.where(policy == NO_REMAT, 0.0, count)
             for policy, count in zip(pattern.corner, layers, strict=True)
         ]
     )
@@ -549,22 +551,22 @@ def _of_pattern(
             numbers[k] = count
         legal = np.logical_and.reduce([numbers[k] < layers[k] for k in outer] + [layers[last] > 1])
         if legal.any():
-            few, many = (
+            without, with_all = (
                 _at_end(active, pattern, numbers / layers, last, policy)
-                for policy in (NONE, pattern.corner[last])
+                for policy in (NO_REMAT, pattern.corner[last])
             )
             numbers[last] = (
                 total - np.delete(numbers, last, axis=0).sum(0)
                 if total is not None
-                else _number(few, many, layers[last], space)
+                else _best_number(without, with_all, layers[last], space)
             )
             share = numbers[last] / layers[last]
             legal &= (
-                (few[1] + (many[1] - few[1]) * share <= space)
+                (without[1] + (with_all[1] - without[1]) * share <= space)
                 & (numbers[last] >= 1)
                 & (numbers[last] < layers[last])
             )
-            yield numbers, np.where(legal, few[0] + (many[0] - few[0]) * share, np.inf)
+            yield numbers, np.where(legal, without[0] + (with_all[0] - without[0]) * share, np.inf)
 
 
 def _at_end(
@@ -589,30 +591,30 @@ def _at_end(
     return seconds, saved
 
 
-def _number(
-    few: tuple[Array, Array], many: tuple[Array, Array], layers: Array, space: Array
+def _best_number(
+    without: tuple[Array, Array], with_all: tuple[Array, Array], layers: Array, space: Array
 ) -> Array:
     """The fastest number of layers that fits, from 1 to one less than all: seconds and bytes are
     linear in it.
     """
-    bytes_per_layer = (many[1] - few[1]) / layers
+    bytes_per_layer = (with_all[1] - without[1]) / layers
     with np.errstate(divide="ignore", invalid="ignore"):
-        limit = np.clip((space - few[1]) / bytes_per_layer, -1.0, layers + 1)
+        limit = np.clip((space - without[1]) / bytes_per_layer, -1.0, layers + 1)
     smallest, largest = np.ones_like(layers), layers - 1
     smallest = np.where(bytes_per_layer < 0, np.maximum(1.0, np.ceil(limit - 1e-9)), smallest)
     largest = np.where(bytes_per_layer > 0, np.minimum(largest, np.floor(limit + 1e-9)), largest)
     smallest += (bytes_per_layer < 0) & (
-        few[1] + bytes_per_layer * smallest > space
+        without[1] + bytes_per_layer * smallest > space
     )  # if rounding went the wrong way
-    largest -= (bytes_per_layer > 0) & (few[1] + bytes_per_layer * largest > space)
-    return np.where(many[0] < few[0], largest, smallest)
+    largest -= (bytes_per_layer > 0) & (without[1] + bytes_per_layer * largest > space)
+    return np.where(with_all[0] < without[0], largest, smallest)
 
 
 # --------------------------------------------------------------------------------------------------
 # Prices with offloading, and with a part of the layers rematerialised.
 
 
-def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Meshes) -> Totals:
+def offloaded(totals: Totals, kinds: Sequence[str], pricer: Pricer, meshes: Meshes) -> Totals:
     """The price with offloading to host memory or disk: state is read and written during the
     update; transfers of activations hide behind compute.
 
@@ -624,29 +626,29 @@ def offloaded(totals: Totals, what: Sequence[str], pricer: Pricer, c: Meshes) ->
     """
     rate = pricer.topology.chip.host_bytes_per_s
     seconds, memory, stacks = dict(totals.seconds), dict(totals.device_bytes), totals.stacks
-    if "optimizer" in what:
+    if "optimizer" in kinds:
         seconds["optimizer"] = seconds["optimizer"] + 2 * memory["optimizer"] / rate
         memory["optimizer"] = np.zeros_like(stacks)
-    if "disk" in what:
+    if "disk" in kinds:
         disk = pricer.topology.chip.disk_bytes_per_s
         seconds["optimizer"] = seconds["optimizer"] + (
             2 * memory["optimizer"] / disk if disk else 0.0
         )
         memory["optimizer"] = np.zeros_like(stacks)
-    if "activations" in what:
-        outwards = stacks / heap_share(pricer, c.stage) / rate
-        moved = 2 * outwards / totals.in_flight * c.micro
+    if "activations" in kinds:
+        outwards = stacks / heap_share(pricer, meshes.stage) / rate
+        moved = 2 * outwards / totals.in_flight * meshes.micro
         seconds["exposed"] = seconds["exposed"] + np.maximum(
             0.0, moved - pricer.constants.overlap * seconds["compute"]
         )
         if pricer.profile.pipeline == "lockstep":
-            seconds["exposed"] = seconds["exposed"] + np.where(c.stage > 1, outwards, 0.0)
+            seconds["exposed"] = seconds["exposed"] + np.where(meshes.stage > 1, outwards, 0.0)
         memory["activations"] = memory["activations"] - stacks
         stacks = np.zeros_like(stacks)
     return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
 
 
-def mix(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
+def interpolated(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
     """The price if `share` of the layers rematerialise, as in `rematerialised`, and the others do
     not: interpolated, with the larger of the temporaries.
     """
@@ -678,5 +680,5 @@ def rematerialised_share(number: Array | int, plans: Plans) -> Array:
     """Share of the layers of the fullest stage that rematerialise, given their number: in lockstep,
     all chunks of a stage are one program, so each rematerialises equally many.
     """
-    alike = plans.chunks if plans.profile.pipeline == "lockstep" else np.ones(len(plans))
-    return np.ceil(number / alike) * alike / sum(plans.layers, np.zeros(len(plans)))
+    chunks = plans.chunks if plans.profile.pipeline == "lockstep" else np.ones(len(plans))
+    return np.ceil(number / chunks) * chunks / sum(plans.layers, np.zeros(len(plans)))

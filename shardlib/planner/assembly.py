@@ -24,15 +24,15 @@ from shardlib.cost.pricing import (
     tick_seconds,
 )
 from shardlib.cost.roofline import applied, kernel_seconds
-from shardlib.cost.stages import Meshes, Plans, quantities_of
-from shardlib.cost.tables import Pricer, Q
+from shardlib.cost.stages import Meshes, Plans, step_costs
+from shardlib.cost.tables import Pricer, Quantity
 from shardlib.cost.terms import Amount, Compute, Item, Term, local
 from shardlib.cost.variants import (
     Corner,
+    PolicyTallies,
     Saving,
-    Tallies,
-    composed,
-    mix,
+    corner_tallies,
+    interpolated,
     offloaded,
     partly_rematerialised,
     rematerialised_share,
@@ -95,7 +95,9 @@ class OnMachine:
     def plan(self) -> Plans:
         """The candidate under its decisions."""
         decisions = self.candidate.decisions
-        return Plans(decisions=decisions, model=self.workload.model, pricer=self.pricer, c=self.c)
+        return Plans(
+            decisions=decisions, model=self.workload.model, pricer=self.pricer, meshes=self.c
+        )
 
     def totals(self) -> Totals:
         """The price."""
@@ -126,7 +128,7 @@ class OnMachine:
     def tally(self, items: list[Item]) -> Array:
         """Quantities of items, see `Pricer.tally`."""
         return self.pricer.tally(
-            items, self.candidate.choice, self.c.shapes, len(self.workload.counts)
+            items, self.candidate.choice, self.c.degrees, len(self.workload.counts)
         )
 
     def programs(self) -> list[tuple[Program, Array]]:
@@ -163,19 +165,21 @@ class OnMachine:
         """Bytes per device that move once per step, by slot and cause: updated parameters, and
         layers that are redistributed to stages.
         """
-        stored_tally = self.tally(self.workload.rest)[..., self.c.shape]
+        stored_tally = self.tally(self.workload.rest)[..., self.c.degrees_index]
         decisions, shares = self.candidate.decisions, self.plan.shares_moved
         sizes_by_slot: dict[tuple[Slot, str], float] = {}
         if decisions.zero in (1, 2):
-            experts = float((stored_tally[:, Q.EXPERTS] * shares).sum())
-            sizes = float((stored_tally[:, Q.PARAMETERS] * shares).sum()) - experts, experts
+            experts = float((stored_tally[:, Quantity.EXPERTS] * shares).sum())
+            sizes = float((stored_tally[:, Quantity.PARAMETERS] * shares).sum()) - experts, experts
             for flag, size in zip((False, True), sizes, strict=True):
                 slot = Slot("gather", stored(experts=flag), "all-gather")
                 sizes_by_slot[slot, "updated parameters"] = size
         parameters = (
-            (Q.PARAMETERS_CUT, Q.FROZEN_CUT) if decisions.zero >= 3 else (Q.PARAMETERS, Q.FROZEN)
+            (Quantity.PARAMETERS_SHARDED, Quantity.FROZEN_SHARDED)
+            if decisions.zero >= 3
+            else (Quantity.PARAMETERS, Quantity.FROZEN)
         )
-        gradients = (Q.ACCUMULATED_CUT if decisions.zero >= 2 else Q.ACCUMULATED,)
+        gradients = (Quantity.ACCUMULATED_SHARDED if decisions.zero >= 2 else Quantity.ACCUMULATED,)
         kind = "all-gather" if decisions.virtual_stages % decisions.mesh["stage"] else "all-to-all"
         for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
             size = self.plan.interleaved_bytes(stored_tally[:, rows].sum(1))
@@ -187,7 +191,7 @@ class OnMachine:
         decisions = candidate.decisions
 
         def priced(work: Array, points: Sequence[Array]) -> Totals:
-            quantities = quantities_of(
+            quantities = step_costs(
                 work, self.tally(workload.rest), points, workload.model, self.pricer, c
             )
             totals = combine(quantities, self.plan)
@@ -203,7 +207,7 @@ class OnMachine:
             if len(programs) == 1:
                 return priced(self.tally(first.work), [self.tally(items) for items in first.points])
             parts = {
-                policy: Tallies(
+                policy: PolicyTallies(
                     work=self.tally(program.work),
                     stacks=tuple(self.tally(moment.stacks) for moment in program.moments),
                     points=tuple(
@@ -213,14 +217,14 @@ class OnMachine:
                 for policy, program in programs.items()
             }
             segments = [moment.segment for moment in first.moments]
-            return priced(*composed(policies, parts, segments, workload.counts))
+            return priced(*corner_tallies(policies, parts, segments, workload.counts))
 
         if candidate.groups:
             return partly_rematerialised(candidate.groups, self.plan.layers, corner)
         rematerialised = corner((decisions.remat,))
         if not decisions.remat_layers:
             return rematerialised
-        return mix(corner(("none",)), rematerialised, self.share())
+        return interpolated(corner(("none",)), rematerialised, self.share())
 
     def share(self) -> Array:
         """Share of the layers that rematerialise, where only a number of them does."""
@@ -271,7 +275,7 @@ def replicated(
                 if axes and isinstance(term, Compute):
                     seconds = kernel_seconds(
                         term,
-                        lambda amount: local(amount, c.shapes),
+                        lambda amount: local(amount, c.degrees),
                         pricer.topology.chip,
                         pricer.constants,
                     )
@@ -447,13 +451,11 @@ def stage_seconds(priced: OnMachine) -> StageSeconds | None:
 def _seconds(priced: OnMachine, program: Program) -> StageSeconds:
     stored = priced.tally(priced.workload.rest)
     both, ahead = (
-        quantities_of(
-            priced.tally(items), stored, [], priced.workload.model, priced.pricer, priced.c
-        )
+        step_costs(priced.tally(items), stored, [], priced.workload.model, priced.pricer, priced.c)
         for items in (program.work, program.forward)
     )
     # of the two messages of a microbatch, one goes forward
-    roles = replace(ahead.collectives, passes=ahead.collectives.passes / 2)
+    roles = replace(ahead.collectives, stage_sends=ahead.collectives.stage_sends / 2)
     ahead = replace(ahead, collectives=roles)
     total, forward = (float(tick_seconds(part, priced.plan)[0]) for part in (both, ahead))
     weights = float(both.kernels.weights[0]) / priced.candidate.mesh["stage"]

@@ -15,18 +15,18 @@ import numpy as np
 
 from shardlib.cost.collectives import (
     CONTEXT_ROLES,
-    INDEX,
+    SLOT_INDEX,
     SLOTS,
-    Links,
+    LinkCosts,
     Slot,
-    best_links,
-    least_hops,
+    least_link_costs,
+    least_stage_send,
     role_slots,
     stored,
 )
 from shardlib.cost.pricing import heap_share
 from shardlib.cost.stages import Meshes
-from shardlib.cost.tables import BYTES, COUNTS, ROWS, MeasureValues, Pricer, Q, Tally
+from shardlib.cost.tables import BYTES, COUNTS, ROWS, MeasureValues, Pricer, Quantity, Tally
 from shardlib.cost.terms import ArrayTable, BoundedTable, LazyTable, distinct_rows
 from shardlib.layout import MESH_AXES, STORED_AXES, TOKEN_AXES
 from shardlib.planner.space import (
@@ -47,12 +47,15 @@ from shardlib.schedules import NONE, Pipelines, Schedule, least_in_flight, named
 Array = np.ndarray
 
 #: Stored quantities: with everything that ZeRO may shard sharded, and replicated.
-_SHARDED = (Q.PARAMETERS_CUT, Q.STATE_CUT, Q.ACCUMULATED_CUT)
-RESTING = (*_SHARDED, Q.PARAMETERS, Q.STATE, Q.ACCUMULATED)
+_SHARDED = (Quantity.PARAMETERS_SHARDED, Quantity.STATE_SHARDED, Quantity.ACCUMULATED_SHARDED)
+RESTING = (*_SHARDED, Quantity.PARAMETERS, Quantity.STATE, Quantity.ACCUMULATED)
 #: Trained parameters, replicated: the resident copy of stages that all-gather once per step.
 TRAINED = len(RESTING)
 #: Frozen parameters count as parameters here.
-_FROZEN = {Q.PARAMETERS_CUT: Q.FROZEN_CUT, Q.PARAMETERS: Q.FROZEN}
+_FROZEN = {
+    Quantity.PARAMETERS_SHARDED: Quantity.FROZEN_SHARDED,
+    Quantity.PARAMETERS: Quantity.FROZEN,
+}
 #: Live bytes at a point, by what divides them: activation stacks (saved for every microbatch in
 #: flight), other arrays of layers, those of the ends (embedding and head), those of every stage;
 #: and the stack bytes minus those of the point that has the most (zero or negative).
@@ -67,7 +70,8 @@ def resting(segments: int) -> Array:
     for kind, quantity in enumerate(RESTING):
         for row in (quantity, _FROZEN.get(quantity, quantity)):
             coefficients[0, kind, :-1, row] = coefficients[1, kind, -1, row] = 1.0
-    coefficients[0, TRAINED, :-1, Q.PARAMETERS] = coefficients[1, TRAINED, -1, Q.PARAMETERS] = 1.0
+    coefficients[0, TRAINED, :-1, Quantity.PARAMETERS] = 1.0
+    coefficients[1, TRAINED, -1, Quantity.PARAMETERS] = 1.0
     return coefficients.reshape(2 * (len(RESTING) + 1), -1)
 
 
@@ -79,14 +83,14 @@ def occupying(tallies: ItemTallies, pricer: Pricer) -> Array:
     coefficients = np.zeros((tallies.lists, len(KINDS), tallies.lists, tallies.segments, ROWS))
     for point in range(tallies.lists):
         for quantity in (
-            Q.SAVED,
-            Q.TEMPORARY,
-            Q.COPY_CUT,
-            *(() if pricer.profile.gradient_buffer else (Q.GRADIENT_CUT,)),
+            Quantity.SAVED,
+            Quantity.TEMPORARY,
+            Quantity.COPY_SHARDED,
+            *(() if pricer.profile.gradient_buffer else (Quantity.GRADIENT_SHARDED,)),
         ):
             factor = factors[quantity]
             coefficients[
-                point, STACKS if quantity == Q.SAVED else LAYERS, point, :layers, quantity
+                point, STACKS if quantity == Quantity.SAVED else LAYERS, point, :layers, quantity
             ] = factor
             coefficients[point, EVERYWHERE, point, layers, quantity] = coefficients[
                 point, OUTSIDE_LAYERS, point, layers + 1, quantity
@@ -187,7 +191,7 @@ class Footprints:
                     weighed[id(tally)] = tally.weighed(weights)
                 return after(weighed[id(tally)].on(values, shapes))
 
-            return ComponentCosts(scope, tallies, values.shapes, measured, len(weights))
+            return ComponentCosts(scope, tallies, values.degrees, measured, len(weights))
 
         self._rest = parts(
             model_tallies.rest, resting(model_tallies.rest.segments), lambda quantities: quantities
@@ -295,7 +299,10 @@ class Footprints:
                 replicated[1] - state,
             ),
             once=np.where(stages > 1, once, 0.0)
-            * (profile.fragmentation * self._model.working * trained + keeps * replicated[2]),
+            * (
+                profile.fragmentation * self._model.matmul_dtype_ratio * trained
+                + keeps * replicated[2]
+            ),
             resting=profile.fragmentation * (parameters + batch)
             + keeps * gradients
             + (profile.fragmentation - 1) * state
@@ -435,9 +442,9 @@ class Bounds:
         self._layers = len(scope.workload.counts)
         lockstep = pricer.profile.pipeline == "lockstep"
         self._put_off = max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
-        work = values.work
+        work = values.kernel_degrees
         none = np.ones(len(work), dtype=np.int64)
-        self._links = best_links(
+        self._links = least_link_costs(
             {
                 **dict.fromkeys(MESH_AXES, none),
                 "expert": work.expert,
@@ -447,7 +454,7 @@ class Bounds:
             pricer.topology,
         )
         self._first = np.zeros(len(work), dtype=np.int64)
-        self._first[values.which[::-1]] = np.arange(len(values.which))[::-1]
+        self._first[values.kernel_index[::-1]] = np.arange(len(values.kernel_index))[::-1]
         self._parts = {
             policy: ComponentCosts(
                 scope,
@@ -478,7 +485,7 @@ class Bounds:
 
     def work_of(self, shapes: Array) -> Array:
         """Numbers of the distinct kernel shapes of the given shapes."""
-        return self._values.which[shapes]
+        return self._values.kernel_index[shapes]
 
     def tick(self, policy: str, choice: Choice, shapes: Array) -> Tick:
         """Lower bounds for one microbatch under one choice, on the given shapes."""
@@ -487,12 +494,12 @@ class Bounds:
     def ticks(self, policy: str, row_choices: RowChoices, shapes: Array) -> Tick:
         """Lower bounds for one microbatch under the given choices, on the given shapes."""
         if policy != EACH:
-            return Tick.of(self._parts[policy].total(row_choices, self._values.which[shapes]))
+            return Tick.of(self._parts[policy].total(row_choices, self.work_of(shapes)))
         return Tick.of(
             sum(
                 (
                     np.minimum.reduce(
-                        [parts.total(row_choices, self._values.which[shapes]) for parts in segment]
+                        [parts.total(row_choices, self.work_of(shapes)) for parts in segment]
                     )
                     for segment in self._by_class
                 ),
@@ -507,8 +514,8 @@ class Bounds:
         `ComponentCosts.least`.
         """
         if policy != EACH:
-            return Tick.of(self._parts[policy].least(self._values.which[shapes], first))
-        work, which = np.unique(self._values.which[shapes], return_inverse=True)
+            return Tick.of(self._parts[policy].least(self.work_of(shapes), first))
+        work, which = np.unique(self.work_of(shapes), return_inverse=True)
         return Tick.of(
             sum(
                 (
@@ -539,7 +546,7 @@ class Bounds:
 
         def waiting(rows: Array, slots: list[int]) -> Array:
             used = [slot for slot in slots if rows[COUNTS + slot].any()]
-            shares = self._pricer.waits(used)[:, 0] if used else ()
+            shares = self._pricer.exposed_share(used)[:, 0] if used else ()
             return sum(
                 (
                     share
@@ -555,23 +562,25 @@ class Bounds:
         rows = rows_of(
             self._layers + 2,
             [
-                Q.COMPUTE,
-                Q.WEIGHTS,
+                Quantity.COMPUTE,
+                Quantity.WEIGHTS,
                 *waits,
                 *(first + slot for first in (COUNTS, BYTES) for slot in (*ring, *stage)),
             ],
         )
         blocked = waiting(rows, block)
-        busy, layers = rows[Q.COMPUTE] + blocked, np.zeros(len(shapes))
+        busy, layers = rows[Quantity.COMPUTE] + blocked, np.zeros(len(shapes))
         if self._alike:
-            inside = rows_of(1, [Q.COMPUTE, *waits])
-            layers = inside[Q.COMPUTE] + waiting(inside, block)
-        (hop,), (share,) = stage, self._pricer.waits(stage)[:, 0]
+            inside = rows_of(1, [Quantity.COMPUTE, *waits])
+            layers = inside[Quantity.COMPUTE] + waiting(inside, block)
+        (hop,), (share,) = stage, self._pricer.exposed_share(stage)[:, 0]
         return np.stack(
             [
                 busy,
-                busy - self._put_off * rows[Q.WEIGHTS],
-                busy - self._pricer.constants.overlap * rows[Q.COMPUTE] + waiting(rows, ring),
+                busy - self._put_off * rows[Quantity.WEIGHTS],
+                busy
+                - self._pricer.constants.overlap * rows[Quantity.COMPUTE]
+                + waiting(rows, ring),
                 share * rows[COUNTS + hop],
                 share * rows[BYTES + hop],
                 blocked,
@@ -596,7 +605,7 @@ def passing(tick: Tick, stages: Array, pricer: Pricer) -> Array:
     """Lower bound on the seconds of the stage-to-stage messages of one microbatch and chunk of
     layers under any placement, by candidate; see `step_seconds`.
     """
-    latency, per_byte = least_hops(stages, pricer.topology)
+    latency, per_byte = least_stage_send(stages, pricer.topology)
     return np.where(
         np.isfinite(tick.messages),
         np.nan_to_num(tick.messages) * latency + np.nan_to_num(tick.message_bytes) * per_byte,
@@ -748,7 +757,7 @@ class Traffic:
         values: MeasureValues,
         shape: Array,
         sizes: Mapping[str, Array],
-        links: Links | None = None,
+        links: LinkCosts | None = None,
     ) -> None:
         profile, stages, model = pricer.profile, sizes["stage"], scope.workload.model
         self._values, self._shape, self._layers = values, shape, len(model.counts)
@@ -762,12 +771,12 @@ class Traffic:
         layers = [np.ceil(count / stages) / count for count in model.counts]
         self._shares = np.stack([*layers, np.ones(len(stages)), ends])
         if links is None:
-            links = best_links({axis: sizes[axis] for axis in MESH_AXES}, pricer.topology)
+            links = least_link_costs({axis: sizes[axis] for axis in MESH_AXES}, pricer.topology)
         waits = waited(scope)
         slots = sorted({*waits, *(role_slots(*_ROLES) if measured_here else ())})
-        factors = pricer.waits(slots) * np.array(
+        factors = pricer.exposed_share(slots) * np.array(
             [
-                [model.reduction if SLOTS[slot].role in ("reduce", "scatter") else 1.0]
+                [model.reduction_dtype_ratio if SLOTS[slot].role in ("reduce", "scatter") else 1.0]
                 for slot in slots
             ]
         )
@@ -789,18 +798,18 @@ class Traffic:
             whole=np.concatenate([unsharded, unsharded]),
         )
         dense, experts = (
-            links.per_byte[INDEX[Slot("gather", stored(experts=flag), "all-gather")]]
+            links.per_byte[SLOT_INDEX[Slot("gather", stored(experts=flag), "all-gather")]]
             for flag in (False, True)
         )
         if not measured_here:
             dense, experts = np.zeros_like(dense), np.zeros_like(dense)
         self._updates = _Weights(
-            rows=np.array([Q.PARAMETERS, Q.EXPERTS]),
+            rows=np.array([Quantity.PARAMETERS, Quantity.EXPERTS]),
             rates=np.stack([dense, experts - dense]),
             into=np.ones((1, 2)),
             whole=np.zeros(2, dtype=bool),
         )
-        model_tallies, shapes = scope.model_tallies, values.shapes.take(shape)
+        model_tallies, shapes = scope.model_tallies, values.degrees.take(shape)
         self._work = {
             policy: ComponentCosts(
                 scope,
@@ -1296,7 +1305,7 @@ class Entries:
 
     def _traffic_on(self, c: Meshes) -> Traffic:
         sizes = {**c.sizes, "micro": c.micro}
-        return Traffic(self.scope, self._pricer, self.values, c.shape, sizes, c.links)
+        return Traffic(self.scope, self._pricer, self.values, c.degrees_index, sizes, c.links)
 
     def _least(self, shape: Array, sizes: Mapping[str, Array]) -> dict[str, Footprint]:
         """The minimum footprint over all choices, by policy; infinite where no choice fits."""
@@ -1337,7 +1346,9 @@ class Entries:
     def seconds_on(self, c: Meshes) -> Array:
         """The same for placed candidates, whose links are known."""
         moved = self._traffic_on(c).least(np.arange(len(c)))
-        return self._least_seconds(c.shape, {**c.sizes, "micro": c.micro}, moved, waits=True)
+        return self._least_seconds(
+            c.degrees_index, {**c.sizes, "micro": c.micro}, moved, waits=True
+        )
 
     def _least_seconds(
         self,
@@ -1409,7 +1420,8 @@ class Entries:
         known.
         """
         sizes, row_choices = {**c.sizes, "micro": c.micro}, RowChoices(self.scope.chosen, choices)
-        shape, sizes = c.shape[positions], {axis: size[positions] for axis, size in sizes.items()}
+        shape = c.degrees_index[positions]
+        sizes = {axis: size[positions] for axis, size in sizes.items()}
         moved = self._traffic_on(c).total(row_choices, positions)
         return self._fitting.by_kind(
             {

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from shardlib.cost import experts as capped
-from shardlib.cost.roofline import BALANCED, dropped_share
+from shardlib.cost.roofline import BALANCED_SKEW, dropped_share
 from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import Pins
 from shardlib.findings import Finding, diagnostic
@@ -590,7 +590,7 @@ def _dropping(workload: Workload, topology: Topology, plan: Plan) -> list[Findin
     depend on it.
     """
     known = Pricer(topology, workload.profile).constants.skew
-    skew = BALANCED if known is None else known
+    skew = BALANCED_SKEW if known is None else known
 
     def dropped(layer: capped.CapacityLayer) -> float:
         assignments = layer.assignments / plan.microbatches

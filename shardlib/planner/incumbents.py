@@ -38,19 +38,19 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import numpy as np
 
 from shardlib.cost.pricing import Totals, combine, exposed, least_bytes, least_seconds
-from shardlib.cost.stages import Meshes, Plans, Quantities, quantities_of
+from shardlib.cost.stages import Meshes, Plans, StepCosts, step_costs
 from shardlib.cost.tables import MeasureValues, Pricer
 from shardlib.cost.terms import ArrayTable, LazyTable
 from shardlib.cost.variants import (
-    NONE,
+    NO_REMAT,
     Corner,
     Pattern,
+    PolicyTallies,
     RematLayers,
-    Tallies,
     best_mixture,
-    composed,
+    corner_tallies,
     corners,
-    mix,
+    interpolated,
     offloaded,
     partly_rematerialised,
     patterns,
@@ -625,7 +625,7 @@ class Rows(LazyTable):
     candidates: Array
     choices: Array
     c: Meshes
-    quantities: dict[str, Quantities]
+    quantities: dict[str, StepCosts]
     ticks: dict[str, Tick]
     kinds: Mapping[Kind, Array]
 
@@ -655,7 +655,7 @@ class Rows(LazyTable):
         )
 
 
-#: Fields of `Quantities` that only ever add to the step time.
+#: Fields of `StepCosts` that only ever add to the step time.
 _SLOWER: Mapping[str, tuple[str, ...]] = {
     "kernels": ("compute", "host"),
     "collectives": ("block", "context", "reduce", "scatter", "gather"),
@@ -673,7 +673,7 @@ class Setting:
 
     def plans(self, decisions: Decisions, c: Meshes) -> Plans:
         """Candidates under the same decisions."""
-        return Plans(decisions=decisions, model=self.workload.model, pricer=self.pricer, c=c)
+        return Plans(decisions=decisions, model=self.workload.model, pricer=self.pricer, meshes=c)
 
     @cached_property
     def offloads(self) -> list[tuple[str, ...]]:
@@ -710,12 +710,12 @@ def rates(seconds: Array, sizes: Array) -> Array:
     return np.where(smaller > 0, slower / np.where(smaller > 0, smaller, 1.0), 0.0)
 
 
-def _joined(parts: Sequence[Quantities]) -> Quantities:
+def _joined(parts: Sequence[StepCosts]) -> StepCosts:
     """The concatenated candidates. A part with fewer memory points than the others repeats its
     first.
     """
     count = max(len(part.points) for part in parts)
-    return Quantities.joined(
+    return StepCosts.joined(
         replace(part, points=(*part.points, *part.points[:1] * (count - len(part.points))))
         for part in parts
     )
@@ -761,7 +761,7 @@ class GroupPricer(Setting):
 
     def _wanted(
         self,
-        quantities: Mapping[str, Quantities],
+        quantities: Mapping[str, StepCosts],
         c: Meshes,
         alternatives: Sequence[Decisions],
         results: Incumbents,
@@ -775,7 +775,7 @@ class GroupPricer(Setting):
             [
                 (
                     getattr(getattr(s, part), name)
-                    >= getattr(getattr(quantities[NONE], part), name)
+                    >= getattr(getattr(quantities[NO_REMAT], part), name)
                 ).all(0)
                 for s in quantities.values()
                 for part, names in _SLOWER.items()
@@ -783,12 +783,12 @@ class GroupPricer(Setting):
             ]
         )
         hopeful = ~plain | (
-            least_seconds(quantities[NONE], self.plans(alternatives[0], c)) < results.limit
+            least_seconds(quantities[NO_REMAT], self.plans(alternatives[0], c)) < results.limit
         )
         alive: dict[Decisions, tuple[Array, Totals]] = {}
         for decisions in alternatives:
             legal = np.flatnonzero(hopeful & self.space.legal_zero(decisions.zero, c))
-            none = combine(quantities[NONE].take(legal), self.plans(decisions, c.take(legal)))
+            none = combine(quantities[NO_REMAT].take(legal), self.plans(decisions, c.take(legal)))
             left = np.flatnonzero(
                 ~plain[legal]
                 | ((none.step_seconds < results.limit) & (none.peak_bytes > self.capacity))
@@ -826,7 +826,7 @@ class GroupPricer(Setting):
             hopeful_rows[decisions] = own_rows[bound < results.limit]
         return hopeful_rows
 
-    def _busy(self, corner: Corner, quantities: Mapping[str, Quantities]) -> Quantities:
+    def _busy(self, corner: Corner, quantities: Mapping[str, StepCosts]) -> StepCosts:
         """The quantities of a corner that `least_seconds` reads (no memory, no weight
         gradients).
         """
@@ -858,7 +858,7 @@ class GroupPricer(Setting):
 
     def _floor(
         self,
-        quantities: Mapping[str, Quantities],
+        quantities: Mapping[str, StepCosts],
         minima: Mapping[Corner, tuple[Array, Array]],
         none: Totals,
         plain: Array,
@@ -872,11 +872,11 @@ class GroupPricer(Setting):
         Args:
             minima: by corner, the seconds of `least_seconds` and the seconds of kernels.
         """
-        c, (first, compute) = plans.c, minima[(NONE,) * len(self.workload.counts)]
+        c, (first, compute) = plans.meshes, minima[(NO_REMAT,) * len(self.workload.counts)]
         # not counted by `least_seconds`: exposed communication, the optimizer, and fixed costs
         beside = np.where(plain, none.step_seconds - first, 0.0)
         constant = none.seconds["optimizer"] + self.pricer.constants.step_s
-        resting, state, _ = least_bytes(quantities[NONE], plans)
+        resting, state, _ = least_bytes(quantities[NO_REMAT], plans)
         saves = {policy: least_bytes(s, plans)[2] for policy, s in quantities.items()}
         seconds: list[Array] = []
         sizes: list[Array] = []
@@ -902,7 +902,7 @@ class GroupPricer(Setting):
                 the seconds of transfers that compute hides.
             resting, state: stored bytes, and those of the optimizer state.
         """
-        rate, c = self.pricer.topology.chip.host_bytes_per_s, plans.c
+        rate, c = self.pricer.topology.chip.host_bytes_per_s, plans.meshes
         moves = {part for parts in self.offloads for part in parts} | set(
             self.space.pins.offload or ()
         )
@@ -940,16 +940,16 @@ class GroupPricer(Setting):
 
     def _quantities(
         self,
-        uniform: Mapping[str, Quantities],
+        uniform: Mapping[str, StepCosts],
         choices: Array,
         c: Meshes,
         listed: Sequence[tuple[Choice, bool]],
-    ) -> dict[Corner, Quantities]:
+    ) -> dict[Corner, StepCosts]:
         """Quantities of every corner, by row."""
         all_corners = corners(self.space.policies, len(self.workload.counts))
         mixed = [corner for corner in all_corners if len(set(corner)) > 1]
         order = np.argsort(choices, kind="stable")
-        parts: dict[Corner, list[Quantities]] = {corner: [] for corner in mixed}
+        parts: dict[Corner, list[StepCosts]] = {corner: [] for corner in mixed}
         for number in np.unique(choices):
             rows = np.flatnonzero(choices == number)
             for corner, s in self._of_choice(mixed, *listed[int(number)], c.take(rows)).items():
@@ -962,26 +962,26 @@ class GroupPricer(Setting):
 
     def _of_choice(
         self, mixed: Sequence[Corner], choice: Choice, routes: bool, c: Meshes
-    ) -> dict[Corner, Quantities]:
+    ) -> dict[Corner, StepCosts]:
         """Quantities of the corners whose layer groups differ, under one choice."""
-        shapes = np.unique(c.shape)
-        local = replace(c, shape=np.searchsorted(shapes, c.shape))
-        segments = [moment.segment for moment in self.workload.programs[NONE, routes].moments]
+        shapes = np.unique(c.degrees_index)
+        local = replace(c, degrees_index=np.searchsorted(shapes, c.degrees_index))
+        segments = [moment.segment for moment in self.workload.programs[NO_REMAT, routes].moments]
         parts = {
             policy: self._tallies(policy, routes, choice, shapes) for policy in self.space.policies
         }
         resting = self._model_tallies.rest.on(self.values, shapes).columns(
             [(choice, np.arange(len(shapes)))]
         )[0]
-        by_corner: dict[Corner, Quantities] = {}
+        by_corner: dict[Corner, StepCosts] = {}
         for corner in mixed:
-            work, points = composed(corner, parts, segments, self.workload.counts)
-            by_corner[corner] = quantities_of(
+            work, points = corner_tallies(corner, parts, segments, self.workload.counts)
+            by_corner[corner] = step_costs(
                 work, resting, points, self.workload.model, self.pricer, local
             )
         return by_corner
 
-    def _tallies(self, policy: str, routes: bool, choice: Choice, shapes: Array) -> Tallies:
+    def _tallies(self, policy: str, routes: bool, choice: Choice, shapes: Array) -> PolicyTallies:
         """The tallies of a program on some shapes, in the order of `Workload.moments`."""
         columns = [(choice, np.arange(len(shapes)))]
         work = self._model_tallies.work[policy, routes].on(self.values, shapes).columns(columns)[0]
@@ -993,7 +993,7 @@ class GroupPricer(Setting):
             stacks.append(first)
             points.append(tuple(lists[: len(moment.points)]))
             lists = lists[len(moment.points) :]
-        return Tallies(work=work, points=tuple(points), stacks=tuple(stacks))
+        return PolicyTallies(work=work, points=tuple(points), stacks=tuple(stacks))
 
     @cached_property
     def _patterns(self) -> list[Pattern]:
@@ -1001,7 +1001,7 @@ class GroupPricer(Setting):
 
     def price(
         self,
-        uniform: Mapping[str, Quantities],
+        uniform: Mapping[str, StepCosts],
         choices: Array,
         candidates: Array,
         c: Meshes,
@@ -1036,7 +1036,7 @@ class GroupPricer(Setting):
                     },
                     offer=Offer(decisions=decisions, choices=choices[own_rows]),
                     candidates=candidates[own_rows],
-                    c=plans.c,
+                    c=plans.meshes,
                 )
                 self._offer(priced, results)
 
@@ -1084,7 +1084,7 @@ class GroupPricer(Setting):
         numbers = [
             (
                 np.zeros(len(priced.c))
-                if policy == NONE
+                if policy == NO_REMAT
                 else count
                 if number is None
                 else np.full(len(priced.c), float(number))
@@ -1146,11 +1146,11 @@ class GroupPricer(Setting):
 # Many rows are priced at once, whatever their choices and meshes, one decision after another.
 
 
-def saved_by_gathering_once(s: Quantities, plans: Plans) -> Array:
+def saved_by_gathering_once(s: StepCosts, plans: Plans) -> Array:
     """Seconds per step that a pipeline with ZeRO 3 saves if it gathers weights and reduces
     gradients once for all microbatches, and not at every use.
     """
-    compute = s.kernels.compute.sum(0) / plans.c.stage
+    compute = s.kernels.compute.sum(0) / plans.meshes.stage
     use, once = (
         exposed(s, plans.with_decisions(gather=gather), compute) for gather in ("use", "once")
     )
@@ -1488,6 +1488,6 @@ class RowPricer(Setting):
             share = rematerialised_share(needed, plans)[mixed]
             results.offer(
                 replace(offer.take(mixed), layers=needed[mixed].astype(np.int64)),
-                mix(fast.take(mixed), rematerialised.take(mixed), share),
+                interpolated(fast.take(mixed), rematerialised.take(mixed), share),
                 rows[mixed],
             )

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, cast
 
 from shardlib.compact import compact
-from shardlib.cost.pricing import LARGEST, Estimate
+from shardlib.cost.pricing import MAX_PLAN_NUMBER, Estimate
 from shardlib.decisions.pins import PinMapping, Pins, full_names
 from shardlib.decisions.table import Decisions, PinValue, identity, illegal, plain_data
 from shardlib.errors import (
@@ -783,7 +783,7 @@ def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
             PlanError,
             forms=FORMS,
             least=0.0,
-            most=LARGEST,
+            most=MAX_PLAN_NUMBER,
             hint=AGAIN,
         )
     )

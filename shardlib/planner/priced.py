@@ -14,9 +14,9 @@ import numpy as np
 
 from shardlib.cost.framework import ANYTHING, Framework
 from shardlib.cost.roofline import fitting_bytes
-from shardlib.cost.stages import Meshes, distinct, quantities_of
-from shardlib.cost.tables import MeasureValues, Pricer, Q
-from shardlib.cost.terms import ONE, BoundedTable, Shapes
+from shardlib.cost.stages import Meshes, distinct, step_costs
+from shardlib.cost.tables import MeasureValues, Pricer, Quantity
+from shardlib.cost.terms import ONE, BoundedTable, Degrees
 from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError, raise_all
@@ -152,7 +152,7 @@ class PairPricer(Setting):
         """Prices the candidates of a block, each under a choice. Those with the same choice and
         shape share their quantities, so they are sorted by both.
         """
-        order = np.lexsort((placed.block.c.shape[placed.at], placed.choices))
+        order = np.lexsort((placed.block.c.degrees_index[placed.at], placed.choices))
         pricer = self._row_pricer(entries)
         for part in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
             pricer.price(self._rows(entries, placed.take(part)), results)
@@ -175,7 +175,7 @@ class PairPricer(Setting):
         routes = entries.scope.routes
         by_group = self.space.by_group
         bounds = (*policies, EACH) if by_group else policies
-        shapes, shape_of_row = np.unique(c.shape, return_inverse=True)
+        shapes, shape_of_row = np.unique(c.degrees_index, return_inverse=True)
         keys, column = np.unique(
             np.stack([choices, shape_of_row.reshape(-1)]), axis=1, return_inverse=True
         )
@@ -187,10 +187,15 @@ class PairPricer(Setting):
         def columns(tallies: ItemTallies) -> Array:
             return tallies.on(entries.values, shapes).columns(columns_needed)
 
-        local, resting = replace(c, shape=column.reshape(-1)), columns(model_tallies.rest)[0]
+        local, resting = (
+            replace(c, degrees_index=column.reshape(-1)),
+            columns(model_tallies.rest)[0],
+        )
         row_choices = RowChoices(entries.scope.chosen, keys[0])
         ticks = {
-            policy: entries.bounds.ticks(policy, row_choices, shapes[keys[1]]).take(local.shape)
+            policy: entries.bounds.ticks(policy, row_choices, shapes[keys[1]]).take(
+                local.degrees_index
+            )
             for policy in bounds
         }
         saved = (
@@ -204,7 +209,7 @@ class PairPricer(Setting):
             else dict[str, Array]()
         )
         by_policy = {
-            policy: quantities_of(
+            policy: step_costs(
                 columns(model_tallies.work[policy, routes])[0],
                 resting,
                 list(columns(model_tallies.points[policy, routes])),
@@ -249,7 +254,7 @@ class PairPricer(Setting):
         )
         block = Block(
             places=places,
-            c=replace(c, shapes=entries.values.shapes, shape=entries.shape[rows]),
+            c=replace(c, degrees=entries.values.degrees, degrees_index=entries.shape[rows]),
             choices=[(choice, entries.scope.routes) for choice in entries.choices],
             unsupported=self.space.unsupported,
         )
@@ -315,7 +320,9 @@ class Unsharded:
         largest kernels are the most efficient.
         """
         totals = [
-            self.pricer.corrected(self._total((policy, routes), routes=routes))[:, Q.COMPUTE, 0]
+            self.pricer.corrected(self._total((policy, routes), routes=routes))[
+                :, Quantity.COMPUTE, 0
+            ]
             for routes in self.space.routes
             for policy in self.space.policies
         ]
@@ -332,7 +339,7 @@ class Unsharded:
         share.
         """
         total = self._total(None, routes=False)[:, :, 0].sum(0)
-        return float(total[Q.PARAMETERS] + total[Q.FROZEN]) * min(
+        return float(total[Quantity.PARAMETERS] + total[Quantity.FROZEN]) * min(
             1.0, self.pricer.profile.fragmentation
         )
 
@@ -349,7 +356,7 @@ class Unsharded:
             context=colouring.sequence_colour,
             expert=self.workload.expert if routes else None,
         )
-        last = np.array([len(values.shapes) - 1])
+        last = np.array([len(values.degrees) - 1])
         return self.workload.tallies.uncut(key).on(values, last).total(choice)[0]
 
 
@@ -543,7 +550,7 @@ class Explorer:
             for axis in mesh_sizes[0]
         }
         shapes, shape = distinct(sizes)
-        values = self.pricer.values(self.workload.tallies.index, Shapes.joined([shapes, ONE]))
+        values = self.pricer.values(self.workload.tallies.index, Degrees.joined([shapes, ONE]))
         self._uncut = replace(self._uncut, values=values)
         return [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)

@@ -16,7 +16,7 @@ import numpy as np
 from shardlib.cost.framework import ANYTHING
 from shardlib.cost.items import kernel_items
 from shardlib.cost.roofline import fitting_bytes, kernel_seconds, margin
-from shardlib.cost.tables import Pricer, Q
+from shardlib.cost.tables import Pricer, Quantity
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, local
 from shardlib.decisions.pins import Pins
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
@@ -417,14 +417,14 @@ class _Local:
     at: OnMachine
 
     def __call__(self, amount: Amount) -> Array:
-        return local(amount, self.at.c.shapes)
+        return local(amount, self.at.c.degrees)
 
 
 def _of(program: Program, shares: Array, machine: OnMachine) -> Iterator[KernelTime]:
     """The kernels of a program, scaled to the share of the layers that run it."""
     facts, pricer, decisions = program.facts, machine.pricer, machine.candidate.decisions
     here = _Local(at=machine)
-    factor = pricer.factors.get(Q.COMPUTE, 1.0)
+    factor = pricer.factors.get(Quantity.COMPUTE, 1.0)
     for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
         part = float(shares[item.segment])
         if not part:
@@ -434,7 +434,7 @@ def _of(program: Program, shares: Array, machine: OnMachine) -> Iterator[KernelT
         for term in item.terms(machine.candidate.choice):
             if not isinstance(term, Compute):
                 continue
-            if term.heads is not None and not term.heads.counts(decisions.mesh["tensor"]):
+            if term.heads is not None and not term.heads.holds(decisions.mesh["tensor"]):
                 continue
             once = replace(term, trips=1)
             times = term.trips * part * decisions.microbatches / decisions.mesh["stage"]

@@ -15,7 +15,7 @@ import numpy as np
 from shardlib.cost.framework import ANYTHING, XLA, Abilities, FrameworkProfile
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Tally
-from shardlib.cost.terms import Shapes
+from shardlib.cost.terms import Degrees
 from shardlib.decisions.lowerings import (
     Unsupported,
     facts_of_mesh,
@@ -1052,7 +1052,7 @@ class ComponentCosts:
     """
 
     def __init__(
-        self, scope: Scope, tallies: ItemTallies, shapes: Shapes, measured: Measured, count: int
+        self, scope: Scope, tallies: ItemTallies, shapes: Degrees, measured: Measured, count: int
     ) -> None:
         self._scope, self._tallies, self._measured, self._count = scope, tallies, measured, count
         self._tensor = shapes.tensor

@@ -22,7 +22,7 @@ from typing import cast
 
 from shardlib.compact import plain_fields
 from shardlib.cost.framework import FrameworkProfile
-from shardlib.cost.pricing import LARGEST, Seconds
+from shardlib.cost.pricing import MAX_PLAN_NUMBER, Seconds
 from shardlib.cost.variants import RematLayers
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import DTYPES, TABLE, Allowed, Decisions, Dtypes
@@ -390,7 +390,7 @@ class Refined:
             PlanError,
             forms={MeshShape: MESH},
             least=0.0,
-            most=LARGEST,
+            most=MAX_PLAN_NUMBER,
         )
 
 

@@ -21,11 +21,11 @@ from shardlib.cost.memory import Peaks, parameter_segments, peaks, stored_items
 from shardlib.cost.stages import ModelFacts
 from shardlib.cost.tables import (
     ROWS,
-    Entry,
     ItemEntries,
     MeasureIndex,
     MeasureValues,
     Tally,
+    TallyEntry,
     tallied,
 )
 from shardlib.cost.terms import Item
@@ -166,7 +166,7 @@ class Program:
     @property
     def moments(self) -> tuple[Phase, ...]:
         """Memory by moment of the step, where layer groups can follow different policies."""
-        return self._peaks.moments
+        return self._peaks.phases
 
     @property
     def loops(self) -> tuple[int, ...]:
@@ -307,9 +307,9 @@ class Group:
         self.colours = colours
         self.items: list[tuple[int, int]] = []
         self._item_entries = item_entries
-        self._entries: dict[Choice, list[Entry]] = {}
+        self._entries: dict[Choice, list[TallyEntry]] = {}
 
-    def entries(self, choice: Choice) -> list[Entry]:
+    def entries(self, choice: Choice) -> list[TallyEntry]:
         """(row, number of the measure, amount) of all items under a choice."""
         key = choice.restrict(self.colours)
         if key not in self._entries:
@@ -734,8 +734,8 @@ def prepare(
             batch_bytes=batch_bytes,
             state_bytes=problem.state_bytes,
             largest_end=_largest_end(problem, segments),
-            reduction=_reduction(profile, problem),
-            working=_working(problem),
+            reduction_dtype_ratio=_reduction(profile, problem),
+            matmul_dtype_ratio=_working(problem),
             head_layers=_head_layers(facts),
         ),
     )

@@ -13,7 +13,7 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.cost.collectives import FREE, LinearCost, collective_cost
+from shardlib.cost.collectives import NO_COST, LinearCost, collective_cost
 from shardlib.cost.terms import ArrayTable
 from shardlib.errors import ArgumentError, PinError, raise_all
 from shardlib.graph import Problem
@@ -249,7 +249,7 @@ class ServingProblem:
         devices = self.topology.devices
         if self.pins.page is not None and self.pins.page % self.shared(tensor):
             return None
-        reduce = FREE
+        reduce = NO_COST
         if tensor > 1:
             spans = place(MeshShape(data=devices // tensor, tensor=tensor), self.topology)
             if spans is None:

@@ -461,11 +461,7 @@ class _Free:
         self._jitted: dict[int, tuple[Any, Function]] = {}
 
     def run(
-        self,
-        jaxpr: Jaxpr,
-        constants: Sequence[Value],
-        arguments: Sequence[Value],
-        manual: _Manual,
+        self, jaxpr: Jaxpr, constants: Sequence[Value], arguments: Sequence[Value], manual: _Manual
     ) -> list[Value]:
         """The results of an open jaxpr."""
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, map(_on_host, constants), strict=True))

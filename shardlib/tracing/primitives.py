@@ -491,14 +491,7 @@ def tile(step: Step, kinds: list[Kind]) -> Kind:
 #: Operations by which jax.numpy's indexing prepares positions; they keep the tag.
 _KEEPING = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"})
 LOOKUPS: frozenset[str] = frozenset(
-    {
-        "gather",
-        "scatter",
-        "scatter-add",
-        "scatter-mul",
-        "scatter-max",
-        "scatter-min",
-    }
+    {"gather", "scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min"}
 )
 
 
@@ -889,9 +882,7 @@ def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
 
 
 def _shared(kinds: list[Kind]) -> dict[str, bool]:
-    return {
-        "learned": any(kind.descent.learned for kind in kinds),
-    }
+    return {"learned": any(kind.descent.learned for kind in kinds)}
 
 
 def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
@@ -1436,10 +1427,7 @@ def _dims(step: Step) -> tuple[list[dict[int, int]], list[dict[int, int]], list[
     }
     pairs = (
         [dict(zip(lc, rc, strict=True)), dict(zip(rc, lc, strict=True))],
-        [
-            dict(zip(lb, rb, strict=True)),
-            dict(zip(rb, lb, strict=True)),
-        ],
+        [dict(zip(lb, rb, strict=True)), dict(zip(rb, lb, strict=True))],
     )
     return *pairs, [left, right]
 
@@ -1600,8 +1588,7 @@ TABLE: Mapping[str, Primitive] = {
     # lookups
     "gather": Primitive(factors=rules.gather, rows=gather, linear=_FIRST),
     **_alike(
-        ("scatter", "scatter-add"),
-        Primitive(factors=rules.scatter, rows=scatter, linear=_WRITTEN),
+        ("scatter", "scatter-add"), Primitive(factors=rules.scatter, rows=scatter, linear=_WRITTEN)
     ),
     **_alike(
         ("scatter-max", "scatter-min", "scatter-mul"),
@@ -1617,8 +1604,7 @@ TABLE: Mapping[str, Primitive] = {
         ("random_bits", "random_split"), Primitive(factors=rules.drawn, rows=shaped, keys=True)
     ),
     **_alike(
-        ("random_unwrap", "random_wrap"),
-        Primitive(factors=rules.same_bits, rows=alike, keys=True),
+        ("random_unwrap", "random_wrap"), Primitive(factors=rules.same_bits, rows=alike, keys=True)
     ),
     **_alike(
         ("random_fold_in", "random_seed", "threefry2x32"),
@@ -1775,10 +1761,7 @@ def _scan(equation: Equation, kinds: list[int]) -> list[int]:
     constants, carried = scan_counts(equation.params)
     body, (first, scanned) = (
         equation.inside("body"),
-        (
-            kinds[:constants],
-            kinds[constants + carried :],
-        ),
+        (kinds[:constants], kinds[constants + carried :]),
     )
     carry = _settled(
         lambda carry: _dependences(body, [*first, *carry, *scanned])[:carried],

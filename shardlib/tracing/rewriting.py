@@ -341,10 +341,7 @@ LAYER_INPUT = "layer_input"
 
 
 #: Values saved for the backward pass, per remat policy; "none" leaves the program as written.
-POLICIES: Mapping[str, Callable[..., Any] | None] = {
-    "full": None,
-    "dots": _MATMULS,
-}
+POLICIES: Mapping[str, Callable[..., Any] | None] = {"full": None, "dots": _MATMULS}
 
 
 def check_policy(remat: str | None) -> str:

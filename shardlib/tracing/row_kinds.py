@@ -178,11 +178,7 @@ def total(*, power: Fraction | None = Fraction(0), **more: Trait) -> Kind:
 
 def mixed(why: str, location: str) -> Kind:
     """A learned value in which rows are mixed."""
-    return Kind(
-        family="mixed",
-        descent=Descent(learned=True),
-        cause=Cause(why=why, where=location),
-    )
+    return Kind(family="mixed", descent=Descent(learned=True), cause=Cause(why=why, where=location))
 
 
 def data(*, tag: Tag = None, cause: Cause | None = None) -> Kind:

@@ -403,19 +403,11 @@ def _linear_solve(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
         kinds[sum(lengths[:index]) : sum(lengths[: index + 1])] for index in range(4)
     )
     right_sides = kinds[sum(lengths) :]
-    solutions = walk.run(
-        step.inside("solve"),
-        [*solver, *right_sides],
-        editable=False,
-    )
+    solutions = walk.run(step.inside("solve"), [*solver, *right_sides], editable=False)
     for name, captured in (("matvec", product), ("vecmat", transposed)):
         if step.params["jaxprs"]._asdict()[name] is None:
             continue
-        products = walk.run(
-            step.inside(name),
-            [*captured, *solutions],
-            editable=False,
-        )
+        products = walk.run(step.inside(name), [*captured, *solutions], editable=False)
         coupled = next((kind for kind in products if kind.family == "mixed"), None)
         if coupled is not None:
             return [coupled] * len(solutions)

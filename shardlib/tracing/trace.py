@@ -147,10 +147,7 @@ def translated(program: Program, inputs: Sequence[tuple[str, str]]) -> Translate
     )
     check(graph)
     return Translated(
-        graph=graph,
-        calls=builder.calls,
-        values=builder.numbers,
-        layouts=tuple(builder.layouts),
+        graph=graph, calls=builder.calls, values=builder.numbers, layouts=tuple(builder.layouts)
     )
 
 

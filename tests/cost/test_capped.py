@@ -11,7 +11,7 @@ import pytest
 
 from shardlib import models
 from shardlib.cost.roofline import busiest, dropped_share, efficiency_of
-from shardlib.cost.terms import Amount, Routed
+from shardlib.cost.terms import Amount, RoutedRows
 from shardlib.frontend.model import problem
 from shardlib.graph import Problem
 from shardlib.models.config import Experts, TransformerConfig
@@ -67,7 +67,7 @@ def test_no_expert_takes_more_than_its_capacity():
     def load(most: float | None) -> float:
         return float(
             busiest(
-                Routed(assignments=whole, experts=cut, capacity_factor=most),
+                RoutedRows(assignments=whole, experts=cut, capacity_factor=most),
                 lambda amount: np.array([amount.total / (64 if amount.expert else 1)]),
                 SKEWED,
             )[0]

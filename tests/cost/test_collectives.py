@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardlib.cost.collectives import (
-    FREE,
+    NO_COST,
     SLOTS,
     Slot,
-    best_links,
+    least_link_costs,
     collective_cost,
-    links,
+    link_costs,
     slot_cost,
     stored,
 )
-from shardlib.cost.roofline import efficiency, linked
+from shardlib.cost.roofline import efficiency, with_reached_rates
 from shardlib.layout import KINDS, MESH_AXES, MeshShape
 from shardlib.machines.chips import Chip, Tier
 from shardlib.machines.topology import Span, Topology, place, placements, topology
@@ -92,7 +92,7 @@ def test_laws_hold_on_every_group(spelling: str):
         cost = {kind: collective_cost(kind, spans, machine) for kind in KINDS}
         n = ways(spans)
         if n == 1:
-            assert set(cost.values()) == {FREE}
+            assert set(cost.values()) == {NO_COST}
             continue
         assert all(c.latency_s > 0 and c.seconds_per_byte > 0 for c in cost.values())
         for array in (1e3, 1e9):  # bytes of the whole array
@@ -430,8 +430,8 @@ def test_the_best_links_are_a_bound(where: str, data: st.DataObject) -> None:
         sizes[axis] = data.draw(st.sampled_from([n for n in range(1, left + 1) if left % n == 0]))
         left //= sizes[axis]
     placed = placements(MeshShape(sizes), machine)
-    real = links([placement for _, placement in placed], machine)
-    best = best_links({axis: np.array([size]) for axis, size in sizes.items()}, machine)
+    real = link_costs([placement for _, placement in placed], machine)
+    best = least_link_costs({axis: np.array([size]) for axis, size in sizes.items()}, machine)
     assert placed and real.latency.shape == (len(SLOTS), len(placed))
     assert (best.latency <= real.latency * (1 + 1e-9)).all()
     assert (best.per_byte <= real.per_byte * (1 + 1e-9)).all()
@@ -447,7 +447,7 @@ def test_groups_that_are_priced_together_cost_the_same(where: str) -> None:
             sizes[draw.choice(MESH_AXES)] *= 2
         meshes.append(MeshShape(sizes))
     places = [placed for mesh in meshes for _, placed in placements(mesh, machine)]
-    real = links(places, machine)
+    real = link_costs(places, machine)
     for at, placed in enumerate(places):
         costs = [slot_cost(slot, placed, machine) for slot in SLOTS]
         assert real.latency[:, at].tolist() == [cost.latency_s for cost in costs]
@@ -457,8 +457,8 @@ def test_groups_that_are_priced_together_cost_the_same(where: str) -> None:
 def test_the_bound_is_reached_where_an_axis_is_alone() -> None:
     machine = topology("16*h100:8")
     mesh = MeshShape(tensor=8)
-    real = links([placements(mesh, machine)[0][1]], machine)
-    best = best_links({axis: np.array([mesh[axis]]) for axis in MESH_AXES}, machine)
+    real = link_costs([placements(mesh, machine)[0][1]], machine)
+    best = least_link_costs({axis: np.array([mesh[axis]]) for axis in MESH_AXES}, machine)
     assert best.per_byte[0, 0] == real.per_byte[0, 0] > 0
     assert best.latency[0, 0] == real.latency[0, 0] > 0
 
@@ -487,7 +487,9 @@ def test_the_network_between_slices_carries_pieces(inside: str, both: str) -> No
 
 @pytest.mark.parametrize(("nodes", "inside"), [(2, 8), (4, 2), (16, 1)])
 def test_each_step_of_a_ring_between_nodes_waits_for_the_network(nodes: int, inside: int):
-    machine = linked(topology(f"{nodes}*h100:8"), efficiency("nvidia").with_values(RING))
+    machine = with_reached_rates(
+        topology(f"{nodes}*h100:8"), efficiency("nvidia").with_values(RING)
+    )
     spans = (Span(0, 0, nodes), *((Span(1, 0, inside),) if inside > 1 else ()))
     for kind in ("all-gather", "reduce-scatter"):
         assert collective_cost(kind, spans, machine).latency_s == pytest.approx(

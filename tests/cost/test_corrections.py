@@ -35,8 +35,8 @@ from shardlib.cost.roofline import (
     margin,
     without_margin,
 )
-from shardlib.cost.stages import Meshes, ModelFacts, Plans, quantities_of
-from shardlib.cost.tables import ROWS, Pricer, Q
+from shardlib.cost.stages import Meshes, ModelFacts, Plans, step_costs
+from shardlib.cost.tables import ROWS, Pricer, Quantity
 from shardlib.cost.terms import OUTSIDE_LAYERS
 from shardlib.decisions.table import Decisions
 from shardlib.errors import TopologyError
@@ -340,18 +340,18 @@ def priced(
     assert placed is not None
     c, tally = Meshes.placed([(mesh, placed)], [1], where), np.zeros((2, ROWS, 1))
     for name, value in quantities.items():
-        if name in Q.__members__:
-            tally[OUTSIDE_LAYERS, Q[name]] = value
+        if name in Quantity.__members__:
+            tally[OUTSIDE_LAYERS, Quantity[name]] = value
     model, pricer = ModelFacts(counts=(), batch_bytes=0.0, state_bytes=0.0), Pricer(where)
-    known = quantities_of(tally, tally, [tally], model, pricer, c)
+    known = step_costs(tally, tally, [tally], model, pricer, c)
     roles = {
         name: np.array([[0.0], [value]])
         for name, value in quantities.items()
-        if name not in Q.__members__
+        if name not in Quantity.__members__
     }
     known = replace(known, collectives=replace(known.collectives, **roles))
     decisions = Decisions(zero=3, context="all-gather")
-    totals = combine(known, Plans(decisions=decisions, model=model, pricer=pricer, c=c))
+    totals = combine(known, Plans(decisions=decisions, model=model, pricer=pricer, meshes=c))
     return {name: float(found[0]) for name, found in totals.seconds.items()}, {
         name: float(found[0]) for name, found in totals.device_bytes.items()
     }
@@ -362,7 +362,7 @@ def priced(
     [
         ("temporaries", "TEMPORARY"),
         ("activations", "SAVED"),
-        ("activations", "COPY_CUT"),
+        ("activations", "COPY_SHARDED"),
         ("communication", "GATHERED"),
     ],
 )
@@ -371,9 +371,9 @@ def test_memory_is_multiplied_where_the_factor_says(part: str, quantity: str):
         "TEMPORARY": 10.0,
         "SAVED": 20.0,
         "GATHERED": 40.0,
-        "GRADIENT_CUT": 80.0,
-        "PARAMETERS_CUT": 160.0,
-        "STATE_CUT": 320.0,
+        "GRADIENT_SHARDED": 80.0,
+        "PARAMETERS_SHARDED": 160.0,
+        "STATE_SHARDED": 320.0,
     } | {quantity: 1000.0}
     (seconds, before), (same, after) = (
         priced((part, 1.0), **quantities),

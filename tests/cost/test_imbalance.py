@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shardlib.cost.roofline import BALANCED, load_factor
-from shardlib.cost.tables import BYTES, Pricer, Q
-from shardlib.cost.terms import Compute, Shapes, Transfer, local
+from shardlib.cost.roofline import BALANCED_SKEW, load_factor
+from shardlib.cost.tables import BYTES, Pricer, Quantity
+from shardlib.cost.terms import Compute, Degrees, Transfer, local
 from shardlib.machines.topology import topology
 from shardlib.planner.workload import prepare
 from shardlib.propagation.colours import Choice
@@ -37,7 +37,7 @@ def simulated(assignments: int, devices: int, experts: int, skew: float) -> floa
     ("assignments", "devices", "experts"),
     [(500, 8, 8), (4096, 8, 64), (4096, 64, 256), (20000, 32, 128), (8192, 2, 8)],
 )
-@pytest.mark.parametrize("skew", [0.0, 0.1, BALANCED])
+@pytest.mark.parametrize("skew", [0.0, 0.1, BALANCED_SKEW])
 def test_busiest_device(assignments: int, devices: int, experts: int, skew: float) -> None:
     predicted = float(
         load_factor(np.array([float(assignments)]), np.array([devices]), experts, skew)[0]
@@ -58,7 +58,7 @@ def test_grouped_matmuls_and_all_to_alls_of_a_model_grow_with_the_skew() -> None
     assert load.expert is not None
     choice = Choice(batch=load.colouring.batch_colour, expert=load.expert)
     four, one = np.array([4]), np.array([1])
-    shapes = Shapes(batch=four, context=one, tensor=one, expert=four, fsdp=one)
+    shapes = Degrees(batch=four, context=one, tensor=one, expert=four, fsdp=one)
     terms = [
         term
         for item in load.programs["none", True].work
@@ -81,7 +81,7 @@ def test_grouped_matmuls_and_all_to_alls_of_a_model_grow_with_the_skew() -> None
         )[0]
 
     factor = float(load_factor(np.array([512.0]), four, 4, 0.25)[0])
-    seconds = [float(tallied(skew, Compute)[Q.COMPUTE, 0]) for skew in (None, 0.25)]
+    seconds = [float(tallied(skew, Compute)[Quantity.COMPUTE, 0]) for skew in (None, 0.25)]
     assert 1 < seconds[1] / seconds[0] <= factor * (1 + 1e-9)
     moved = [float(tallied(skew, Transfer)[BYTES:].sum()) for skew in (None, 0.25)]
     assert moved[1] / moved[0] == pytest.approx(factor)

@@ -27,11 +27,11 @@ from shardlib.cost.roofline import (
     efficiency,
     efficiency_of,
     kernel_seconds,
-    linked,
+    with_reached_rates,
     load_factor,
     matmul_seconds,
 )
-from shardlib.cost.terms import Amount, AttentionCore, Compute, Elements, Matmul, Routed
+from shardlib.cost.terms import Amount, AttentionCore, Compute, Elements, Matmul, RoutedRows
 from shardlib.errors import PinError, TopologyError
 from shardlib.lowering.experts import ExpertSharding
 from shardlib.machines.catalog import CATALOG
@@ -278,7 +278,7 @@ def test_alignment_is_that_of_whole_numbers() -> None:
 
 def test_all_wait_for_the_busiest_device_of_experts() -> None:
     curve = replace(efficiency_of("h100", "nvidia", ""), skew=0.25)
-    routed = Routed(assignments=whole(4096.0), experts=cut(64.0))
+    routed = RoutedRows(assignments=whole(4096.0), experts=cut(64.0))
     term = Compute(
         flops=whole(1e15),
         dtype="bfloat16",
@@ -343,13 +343,16 @@ def test_measured_figures_come_last() -> None:
 
 def test_links_of_a_stack() -> None:
     place = topology("2*h100:8")
-    assert linked(place, efficiency("nvidia")) is place
-    slower = linked(place, replace(efficiency("nvidia"), fast=0.5, slow=0.8))
+    assert with_reached_rates(place, efficiency("nvidia")) is place
+    slower = with_reached_rates(place, replace(efficiency("nvidia"), fast=0.5, slow=0.8))
     assert [
         after.efficiency / before.efficiency
         for before, after in zip(place.tiers, slower.tiers, strict=True)
     ] == pytest.approx([0.8, 0.5])
-    assert linked(place, replace(efficiency("nvidia"), fast=9.0)).tiers[1].efficiency == 1.0
+    assert (
+        with_reached_rates(place, replace(efficiency("nvidia"), fast=9.0)).tiers[1].efficiency
+        == 1.0
+    )
 
 
 def test_a_topology_brings_its_own_figures(tmp_path: Path) -> None:

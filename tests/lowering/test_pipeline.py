@@ -549,7 +549,7 @@ def test_as_many_layers_are_priced_as_are_rematerialised(pipeline):
                 decisions=Decisions(virtual_stages=virtual),
                 model=ModelFacts(counts=(layers,), batch_bytes=0.0, state_bytes=0.0),
                 pricer=SimpleNamespace(profile=SimpleNamespace(pipeline=pipeline)),
-                c=c,
+                meshes=c,
             ),
         )
         for stages, part in zip(c.stage, share, strict=True):

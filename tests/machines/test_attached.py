@@ -22,7 +22,7 @@ from shardlib.calibration.attached import (
     require_attached,
 )
 from shardlib.cost.collectives import collective_cost
-from shardlib.cost.roofline import efficiency_of, linked
+from shardlib.cost.roofline import efficiency_of, with_reached_rates
 from shardlib.errors import TopologyError
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, place, topology
@@ -64,7 +64,7 @@ def test_plans_price_collectives_as_they_were_measured(stack: str):
     base, truth = topology("2*h100:8"), made_up(topology("2*h100:8"))
     found = machine(base, figures_of(truth))
     constants = efficiency_of("h100", "nvidia", stack, dict(found.efficiency))
-    priced = linked(found, constants)
+    priced = with_reached_rates(found, constants)
     spans = place(MeshShape(data=2, tensor=8), truth)
     assert spans is not None
     for axis in ("data", "tensor"):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shardlib.cost.pricing import Totals
-from shardlib.cost.variants import NONE, best_mixture, corners, partly_rematerialised, patterns
+from shardlib.cost.variants import NO_REMAT, best_mixture, corners, partly_rematerialised, patterns
 from shardlib.machines.topology import Topology, topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
@@ -170,7 +170,7 @@ def _random_prices(seed: int, classes: int, rows: int) -> dict[tuple[str, ...], 
                 "temporaries": rng.uniform(0, 2, rows),
             },
         )
-        for corner in corners((NONE, "dots", "full"), classes)
+        for corner in corners((NO_REMAT, "dots", "full"), classes)
     }
 
 
@@ -184,10 +184,10 @@ def test_the_best_mixture_is_that_of_an_enumeration(
     layers = [np.full(rows, float(n)) for n in most]
     capacity = 6.0
     found = best_mixture(
-        prices, patterns((NONE, "dots", "full"), classes), layers, capacity, total=total
+        prices, patterns((NO_REMAT, "dots", "full"), classes), layers, capacity, total=total
     )
     options = [
-        [(NONE, 0), *((policy, n) for policy in ("dots", "full") for n in range(1, count + 1))]
+        [(NO_REMAT, 0), *((policy, n) for policy in ("dots", "full") for n in range(1, count + 1))]
         for count in most
     ]
     best = np.full(rows, np.inf)

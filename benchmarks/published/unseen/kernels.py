@@ -11,9 +11,9 @@ import numpy as np
 
 from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.experts import GROUPED
-from shardlib.cost.roofline import CHAINS, kernel_parts
+from shardlib.cost.roofline import FUSIBLE, kernel_parts
 from shardlib.cost.tables import KernelSeconds, Pricer
-from shardlib.cost.terms import Compute, Shapes, local
+from shardlib.cost.terms import Compute, Degrees, local
 
 Array = np.ndarray
 #: Figures that divide the seconds of matrix work, all 1 where a table is made.
@@ -83,7 +83,7 @@ class Kernels:
 
 def kernels_of(
     found: Mapping[KernelSeconds, list[tuple[int, float]]],
-    shapes: Shapes,
+    shapes: Degrees,
     pricer: Pricer,
     rows: int,
 ) -> Kernels:
@@ -110,7 +110,7 @@ def kernels_of(
         kind=np.array([_kind(term) for term in terms]),
         grouped=np.array([term.kind in GROUPED for term in terms]),
         misaligned=slow > 1.5 * parts[:, 1],
-        chain=np.array([term.category in CHAINS for term in terms]),
+        chain=np.array([term.category in FUSIBLE for term in terms]),
         outside=np.array([one.outside for one in found]),
         indexed=np.array([term.category in ("gather", "scatter") for term in terms]),
         times=times,

@@ -19,20 +19,20 @@ import numpy as np
 
 from benchmarks.published.pricing import Quote
 from benchmarks.published.unseen.kernels import FITTED, UNIT, Columns, Kernels, kernels_of
-from shardlib.cost.collectives import Links
+from shardlib.cost.collectives import LinkCosts
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.pricing import combine
-from shardlib.cost.stages import Meshes, ModelFacts, Plans, quantities_of
+from shardlib.cost.stages import Meshes, ModelFacts, Plans, step_costs
 from shardlib.cost.tables import (
     ROWS,
     KernelSeconds,
-    Launch,
+    LaunchSeconds,
     Measure,
     Pricer,
     coefficients,
     evaluate,
 )
-from shardlib.cost.terms import Item, Shapes
+from shardlib.cost.terms import Degrees, Item
 from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import Topology, place
 from shardlib.propagation.colours import Choice
@@ -84,10 +84,10 @@ class Tallied:
         work = work + (self.kernels.times @ kernels).reshape(work.shape)
         c = self._places(of)
         totals = combine(
-            quantities_of(
+            step_costs(
                 work, self.rest[..., np.zeros(len(c), dtype=np.int64)], [], self.model, pricer, c
             ),
-            Plans(decisions=self.how, model=self.model, pricer=pricer, c=c),
+            Plans(decisions=self.how, model=self.model, pricer=pricer, meshes=c),
         )
         parts, figures = totals.seconds, pricer.constants
         slots = c.micro + self.how.accumulation * (c.stage - 1)
@@ -108,8 +108,8 @@ class Tallied:
             found.append(self._links[key])
         first, count = found[0], len(found)
         at = np.zeros(count, dtype=np.int64)
-        shapes = first.shapes.take(at)
-        joined = Links(
+        degrees = first.degrees.take(at)
+        joined = LinkCosts(
             latency=np.concatenate([one.links.latency for one in found], axis=1),
             per_byte=np.concatenate([one.links.per_byte for one in found], axis=1),
         )
@@ -117,8 +117,8 @@ class Tallied:
             sizes={axis: size[at] for axis, size in first.sizes.items()},
             micro=first.micro[at],
             links=joined,
-            shapes=shapes,
-            shape=np.arange(count),
+            degrees=degrees,
+            degrees_index=np.arange(count),
         )
 
     def figures(self) -> tuple[str, ...]:
@@ -160,7 +160,7 @@ def tallied(quote: Quote, figures: Mapping[str, Any]) -> Tallied:
     kernels, parts, hosts = _split(work, choice, load.profile, classes)
     fixed, launches = (np.zeros((classes + 2) * ROWS) for _ in range(2))
     for row, measure, amount in parts:
-        fixed[row] += amount * _value(measure, c.shapes, pricer)
+        fixed[row] += amount * _value(measure, c.degrees, pricer)
     for row, amount in hosts:
         launches[row] += amount
     shape = classes + 2, ROWS, 1
@@ -169,10 +169,10 @@ def tallied(quote: Quote, figures: Mapping[str, Any]) -> Tallied:
         stack=load.profile,
         model=load.model,
         how=how,
-        kernels=kernels_of(kernels, c.shapes, pricer, (classes + 2) * ROWS),
+        kernels=kernels_of(kernels, c.degrees, pricer, (classes + 2) * ROWS),
         fixed=fixed.reshape(shape),
         launches=launches.reshape(shape),
-        rest=pricer.tally(load.rest, choice, c.shapes, classes),
+        rest=pricer.tally(load.rest, choice, c.degrees, classes),
         used=quote.figures(),
     )
 
@@ -202,13 +202,13 @@ def _split(
                 at = item.segment % (classes + 2) * ROWS + row
                 if isinstance(measure, KernelSeconds):
                     kernels.setdefault(measure, []).append((at, amount))
-                elif any(isinstance(factor, Launch) for factor in measure.factors):
+                elif any(isinstance(factor, LaunchSeconds) for factor in measure.factors):
                     hosts.append((at, amount))
                 else:
                     parts.append((at, measure, amount))
     return kernels, parts, hosts
 
 
-def _value(measure: Measure, shapes: Shapes, pricer: Pricer) -> float:
+def _value(measure: Measure, degrees: Degrees, pricer: Pricer) -> float:
     assert not isinstance(measure, KernelSeconds)
-    return float(evaluate(measure, shapes, pricer.constants)[0])
+    return float(evaluate(measure, degrees, pricer.constants)[0])
