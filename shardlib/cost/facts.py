@@ -524,7 +524,7 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> LayerGroups:
     Args:
         weights: value -> the parameter that it is a copy, cast or slice of.
     """
-    top = _top_regions(graph)
+    top = [_top(graph, region) for region in range(len(graph.regions))]
     reads: dict[int, set[int]] = {}
     for op in graph.ops:
         if (
@@ -567,26 +567,16 @@ def repeated_calls(graph: Graph, layers: LayerGroups, weights: Mapping[int, int]
     Args:
         weights: value -> the parameter that it is a copy, cast or slice of.
     """
-    top, repeats = _top_regions(graph), 1
+    repeats = 1
     for op in graph.ops:
         read = [value for value in op.operands if value in weights]
         outside = layers.segment(op.region) == OUTSIDE_LAYERS
-        if op.category == "matmul" and read and outside and top[op.region] > 0:
-            repeats = max(repeats, graph.regions[top[op.region]].trips)
+        top = _top(graph, op.region)
+        if op.category == "matmul" and read and outside and top > 0:
+            repeats = max(repeats, graph.regions[top].trips)
         elif op.kind == "stack" and read:
             repeats = max(repeats, *Counter(read).values())
     return repeats
-
-
-def _top_regions(graph: Graph) -> list[int]:
-    """For every region, its enclosing region directly below the root; 0 for the root."""
-    outermost: list[int] = []
-    for region in range(len(graph.regions)):
-        current = region
-        while current > 0 and graph.regions[current].parent > 0:
-            current = graph.regions[current].parent
-        outermost.append(current)
-    return outermost
 
 
 def _carried(graph: Graph, region: int) -> int:
@@ -683,7 +673,7 @@ def phases(graph: Graph, layers: LayerGroups) -> tuple[PhaseOps, ...]:
 
 
 def _top(graph: Graph, region: int) -> int:
-    """The enclosing region directly below the root."""
+    """The enclosing region directly below the root; 0 for the root."""
     while graph.regions[region].parent > 0:
         region = graph.regions[region].parent
     return region

@@ -89,8 +89,8 @@ from shardlib.tracing.layouts import (
 )
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Walk, bind, evaluate_program
-from shardlib.tracing.steps import Step, TracedStep, abstract_leaf, same_form, trace_step
-from shardlib.tracing.trace import describe_batch, rows_of
+from shardlib.tracing.steps import Step, TracedStep, same_form, trace_step
+from shardlib.tracing.trace import abstract, abstract_leaf, describe_batch, rows_of
 from shardlib.verification.isolation import (
     Limits,
     compile_apart,
@@ -861,7 +861,7 @@ class Parallel:
     def _made(self, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
         ambient = ambient_mesh()
         with no_mesh(), names_alone():
-            shapes = jax.tree.map(abstract_leaf, (state, batch))
+            shapes = abstract((state, batch))
             out = self._results(shapes, ambient)
             alone = same_form(out, shapes[0])
             pair = isinstance(out, tuple) and len(out) == 2 and same_form(out[0], shapes[0])

@@ -875,14 +875,10 @@ def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
         for dim in kind.rows.dims
     )
     return (
-        kind.with_(**_shared(kinds))
+        kind.with_(learned=any(kind.descent.learned for kind in kinds))
         if complete
         else step.mixed("rows are picked by their position", kinds)
     )
-
-
-def _shared(kinds: list[Kind]) -> dict[str, bool]:
-    return {"learned": any(kind.descent.learned for kind in kinds)}
 
 
 def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
@@ -982,7 +978,7 @@ def folded_scalar(step: Step, kinds: list[Kind]) -> Kind | None:
         power=exponent((pair[0], pair[1]), step.sizes),
         zero=not pair[0] and not pair[1],
         splat=True,
-        **_kept(kinds),
+        learned=any(kind.descent.learned for kind in kinds),
     )
 
 
@@ -1029,10 +1025,6 @@ def result_power(step: Step, kinds: list[Kind]) -> Fraction | None:
     ):
         return next(iter(powers))
     return Fraction(0) if all(kind.power == 0 for kind in kinds) else None
-
-
-def _kept(kinds: list[Kind]) -> dict[str, Any]:
-    return {name: value for name, value in common(kinds).items() if name == "learned"}
 
 
 # --------------------------------------------------------------------------------------------------

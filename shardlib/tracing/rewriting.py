@@ -396,7 +396,7 @@ def _offloading(remat: str) -> Callable[..., Any]:
     if remat == "none":
         moved = matmuls(jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
         return lambda primitive, *avals, **params: (
-            moved if _saved_whole(primitive, avals, params) else False
+            moved if _saves(primitive, *avals, **params) else False
         )
 
     def policy(primitive: Any, *avals: Any, **params: Any) -> Any:
@@ -405,13 +405,6 @@ def _offloading(remat: str) -> Callable[..., Any]:
         )
 
     return policy
-
-
-def _saved_whole(primitive: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
-    """True if a layer without recomputation saves the result of an operation: not a slice read from
-    a stack, nor the result of a layout constraint, whose input is saved (see `keeping`).
-    """
-    return primitive.name != "sharding_constraint" and bool(_ANYTHING(primitive, *avals, **params))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -444,14 +437,17 @@ def keeping(body: Function) -> Function:
     constraint again: JAX rounds saved values, and the rounded value has no layout of its own, so
     XLA's partitioner would take the layout of its only constrained reader, gathered for a matmul.
     """
-    return jax.checkpoint(body, policy=_made, prevent_cse=False)
+    return jax.checkpoint(body, policy=_saves, prevent_cse=False)
 
 
-_ANYTHING = jax.checkpoint_policies.save_anything_except_these_names(READ)
+_NOT_READ = jax.checkpoint_policies.save_anything_except_these_names(READ)
 
 
-def _made(primitive: Any, *avals: Any, **params: Any) -> Any:
-    return primitive.name != "sharding_constraint" and _ANYTHING(primitive, *avals, **params)
+def _saves(primitive: Any, *avals: Any, **params: Any) -> Any:
+    """True if a layer without recomputation saves the result of an operation: not a slice read from
+    a stack, nor the result of a layout constraint, whose input is saved (see `keeping`).
+    """
+    return primitive.name != "sharding_constraint" and _NOT_READ(primitive, *avals, **params)
 
 
 def in_parts(

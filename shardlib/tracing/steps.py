@@ -54,6 +54,8 @@ from shardlib.tracing.trace import (
     Described,
     PlacedCall,
     PlacedLayout,
+    abstract,
+    compute_dtype,
     describe_batch,
     require_rows,
     tokens_of,
@@ -879,7 +881,7 @@ def trace_step(
             " itself and the whole batch; lax.pmean and the like may stay"
         )
     step = names_alone()(step)
-    shapes = jax.tree.map(abstract_leaf, (state, batch))
+    shapes = abstract((state, batch))
     described = describe_batch(shapes[1], batch_axes)
     if not described:
         raise BatchError("the batch has no rows: it holds no arrays\nTry: at least one array")
@@ -928,16 +930,6 @@ def trace_step(
         ),
         layouts=translation.layouts,
     )
-
-
-def abstract_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array, or of a number, as JAX takes it: 64-bit numbers of NumPy become
-    32-bit.
-    """
-    array = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
-    typed_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
-    dtype = array.dtype if typed_key else jax.dtypes.canonicalize_dtype(array.dtype)
-    return jax.ShapeDtypeStruct(array.shape, dtype)
 
 
 def _traced(
@@ -1084,7 +1076,7 @@ def _problem(
             if number not in kind and number not in roles.followers
         ),
         tokens=tokens_of(described),
-        compute_dtype=_compute_dtype(step),
+        compute_dtype=compute_dtype(step),
     )
 
 
@@ -1111,12 +1103,3 @@ def _bytes_kept(graph: Graph, roles: StateRoles) -> Mapping[int, float]:
         number: each + (remaining / elements if elements else 0.0)
         for number, each in bytes_per_element.items()
     }
-
-
-def _compute_dtype(graph: Graph) -> str:
-    flops: dict[str, float] = {}
-    for op in graph.ops:
-        if op.category in ("matmul", "convolution"):
-            dtype = graph.values[op.operands[0]].dtype
-            flops[dtype] = flops.get(dtype, 0.0) + op.flops * graph.trips(op.region)
-    return max(flops, key=lambda one: flops[one], default="float32")

@@ -964,17 +964,18 @@ def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[st
 
 
 def abstract(tree: Tree) -> Tree:
-    """Shapes and dtypes of a tree of arrays without shardings, as JAX takes them: 64-bit numbers of
-    NumPy become 32-bit.
+    """The `abstract_leaf` of each leaf of a tree."""
+    return jax.tree.map(abstract_leaf, tree)
+
+
+def abstract_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, or of a number, as JAX takes it and without sharding: 64-bit
+    numbers of NumPy become 32-bit.
     """
-
-    def leaf(x: Any) -> jax.ShapeDtypeStruct:
-        x = x if hasattr(x, "dtype") else jnp.asarray(x)
-        typed_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
-        dtype = x.dtype if typed_key else jax.dtypes.canonicalize_dtype(x.dtype)
-        return jax.ShapeDtypeStruct(x.shape, dtype)
-
-    return jax.tree.map(leaf, tree)
+    array = leaf if hasattr(leaf, "dtype") and hasattr(leaf, "shape") else jnp.asarray(leaf)
+    typed_key = jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended)
+    dtype = array.dtype if typed_key else jax.dtypes.canonicalize_dtype(array.dtype)
+    return jax.ShapeDtypeStruct(array.shape, dtype)
 
 
 def constant_state(jaxpr: Jaxpr, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
@@ -1281,7 +1282,7 @@ def trace(
         batch=described,
         state_bytes=sum(forward.values[i].bytes for i in forward.inputs_of("state")),
         tokens=tokens_of(described),
-        compute_dtype=_compute_dtype(forward),
+        compute_dtype=compute_dtype(forward),
         functions=frozenset(form.kind for form, _ in called(closed)),
         attention=_attention_calls(closed),
         rows=proven(1),
@@ -1395,7 +1396,7 @@ def _step(folded: Folded, inputs: Sequence[tuple[str, str]], policy: str) -> Ste
     )
 
 
-def _compute_dtype(graph: Graph) -> str:
+def compute_dtype(graph: Graph) -> str:
     """Dtype of the operands of the matmuls and convolutions with the most FLOPs."""
     flops: Counter[str] = Counter()
     for op in graph.ops:

@@ -27,9 +27,9 @@ from shardlib.cost.roofline import (
     efficiency,
     efficiency_of,
     kernel_seconds,
-    with_reached_rates,
     load_factor,
     matmul_seconds,
+    with_reached_rates,
 )
 from shardlib.cost.terms import Amount, AttentionCore, Compute, Elements, Matmul, RoutedRows
 from shardlib.errors import PinError, TopologyError
