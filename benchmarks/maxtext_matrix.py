@@ -49,7 +49,7 @@ from benchmarks.environment import RESULTS, command_line, show, source_digest, s
 from shardlib import models
 from shardlib.layout import STORED_AXES, MeshShape
 from shardlib.models.config import Experts, LatentAttention, RopeScaling
-from shardlib.planner.layouts import LANES, ROWS
+from shardlib.planner.layouts import TILE_LANES, TILE_ROWS
 from shardlib.verification.hlo import parse
 from shardlib.verification.report import totals
 from shardlib.verification.traffic import read_traffic
@@ -336,7 +336,7 @@ def _reason(
 def _whole(shape: tuple[int, ...], dim: int, ways: int) -> bool:
     """Whether shards of a dim are whole tiles of a TPU's memory."""
     last = len(shape) - 1
-    return dim < last - 1 or shape[dim] // ways % (LANES if dim == last else ROWS) == 0
+    return dim < last - 1 or shape[dim] // ways % (TILE_LANES if dim == last else TILE_ROWS) == 0
 
 
 def test_cases(maxtext: Path) -> dict[str, dict[str, str]]:

@@ -90,7 +90,7 @@ class Quote:
         c = Meshes.placed([(how.mesh, placed)], [how.microbatches], pricer.topology)
         work, rest = (
             pricer.tally(items, one.choice, c.degrees, len(load.counts))
-            for items in (load.programs[how.remat, one.routes].work, load.rest)
+            for items in (load.programs[how.remat, one.routes].work, load.stored)
         )
         plan = Plans(decisions=how, model=load.model, pricer=pricer, meshes=c)
         return float(

@@ -46,9 +46,9 @@ from shardlib.decisions.table import (
     DTYPES,
     TABLE,
     Allowed,
+    DecisionEntry,
     Decisions,
     Dtypes,
-    Entry,
     GroupPolicies,
     PinValue,
     ordered,
@@ -71,13 +71,13 @@ from shardlib.schedules import Schedule, named, pipelines
 from shardlib.untrusted.data import Json, JsonObject, shown
 
 #: Everything that can be pinned: decisions, single dtypes, and dtypes that the planner may choose.
-ENTRIES: Mapping[str, Entry] = {
+ENTRIES: Mapping[str, DecisionEntry] = {
     **TABLE,
     **{
-        key: Entry(default=None, meaning="one of `dtypes`", choices={}, read=read_dtype)
+        key: DecisionEntry(default=None, meaning="one of `dtypes`", choices={}, read=read_dtype)
         for key in DTYPES
     },
-    "allow": Entry(
+    "allow": DecisionEntry(
         default=(),
         meaning="dtypes that the planner may choose",
         choices={},

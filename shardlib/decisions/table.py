@@ -19,7 +19,7 @@ Readers convert what a user or a stored plan says, or raise an error with the le
 Traceback (most recent call last):
 shardlib.errors.PinError: microbatches is 0; it is an integer of at least 1
 
-The `Entry` of a field defines how the decision is read, checked, written and described:
+The `DecisionEntry` of a field defines how the decision is read, checked, written and described:
 
 >>> from dataclasses import dataclass
 >>> @dataclass(frozen=True, kw_only=True)
@@ -310,13 +310,11 @@ def read_offload(key: str, value: Json) -> tuple[str, ...]:
     """Reads the offloaded arrays, in the order of `OFFLOAD`; "none" or [] for nothing."""
     words = cast(
         "list[Any]",
-        (
-            [value]
-            if isinstance(value, str)
-            else list(cast("list[Any]", value))
-            if isinstance(value, list | tuple)
-            else [None]
-        ),
+        [value]
+        if isinstance(value, str)
+        else list(cast("list[Any]", value))
+        if isinstance(value, list | tuple)
+        else [None],
     )
     if any(part not in (*OFFLOAD, "none") for part in words):
         raise PinError(f"{key} is {value!r}; it is a list of {', '.join(map(repr, OFFLOAD))}")
@@ -362,7 +360,7 @@ def _unchanged(value: Any, mesh: MeshShape) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class DecisionEntry:
     """The definition of a decision.
 
     Attributes:
@@ -394,7 +392,7 @@ class Entry:
 
 
 class _EntryOptions(TypedDict, total=False):
-    """The other fields of an `Entry`."""
+    """The other fields of an `DecisionEntry`."""
 
     write: Writer
     values: str
@@ -416,7 +414,7 @@ def decision(
     """A dataclass field with its entry."""
     assert choices or read, "something says which values are legal"
     allows_any = (ANY,) if others.get("allows_any") else ()
-    entry = Entry(
+    entry = DecisionEntry(
         default=default,
         meaning=meaning,
         choices=choices or {},
@@ -426,7 +424,7 @@ def decision(
     return field(default=default, metadata={"decision": entry})
 
 
-def entries(kind: type[DataclassInstance]) -> dict[str, Entry]:
+def entries(kind: type[DataclassInstance]) -> dict[str, DecisionEntry]:
     """The entries of a dataclass by name, in order; fields without one are left out."""
     return {
         field.name: field.metadata["decision"]
@@ -684,7 +682,7 @@ class Decisions:
 
 
 #: Every decision by its name.
-TABLE: Mapping[str, Entry] = entries(Decisions)
+TABLE: Mapping[str, DecisionEntry] = entries(Decisions)
 
 
 def plain_data(decisions: Decisions) -> JsonObject:
@@ -741,7 +739,7 @@ def illegal(decisions: JsonMapping) -> list[str]:
 BEGIN, END = "<!-- table of decisions -->", "<!-- end of the table -->"
 
 
-def rows(table: Mapping[str, Entry] = TABLE) -> Iterator[tuple[str, str, str]]:
+def rows(table: Mapping[str, DecisionEntry] = TABLE) -> Iterator[tuple[str, str, str]]:
     """(pin, values, meaning) of every decision, in Markdown."""
     for key, entry in table.items():
         legal = [*entry.choices, *((ANY,) if entry.allows_any else ())]
@@ -750,13 +748,13 @@ def rows(table: Mapping[str, Entry] = TABLE) -> Iterator[tuple[str, str, str]]:
         yield from entry.more_rows
 
 
-def table_text(table: Mapping[str, Entry] = TABLE) -> str:
+def table_text(table: Mapping[str, DecisionEntry] = TABLE) -> str:
     """The table in Markdown."""
     head = [("pin", "values", "meaning"), ("---", "---", "---")]
     return "\n".join(f"| {' | '.join(row)} |" for row in [*head, *rows(table)])
 
 
-def page(text: str, table: Mapping[str, Entry] = TABLE) -> str:
+def page(text: str, table: Mapping[str, DecisionEntry] = TABLE) -> str:
     """The page with the table regenerated."""
     before, _, remainder = text.partition(BEGIN)
     _, _, after = remainder.partition(END)

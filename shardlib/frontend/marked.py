@@ -28,7 +28,7 @@ from shardlib.lowering.collectives import cast_like
 from shardlib.lowering.mesh import constrain_tree
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology
-from shardlib.planner.layouts import at_rest
+from shardlib.planner.layouts import stored_layout
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.planner.search import search
 from shardlib.propagation.colours import Colouring, colour
@@ -758,7 +758,7 @@ def layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> StepLayouts
 
 def _follower(plan: Plan, names: LogicalAxes, shape: tuple[int, ...]) -> Layout:
     layout = plan.rules.resolve(names, shape, plan.mesh).layout
-    return at_rest(layout, shape, plan.mesh, frozenset()) if plan.zero else layout
+    return stored_layout(layout, shape, plan.mesh, frozenset()) if plan.zero else layout
 
 
 def _gradients(traced: TracedStep, plan: Plan) -> Pinned:

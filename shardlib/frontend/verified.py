@@ -37,7 +37,7 @@ from shardlib.lowering.program import Options
 from shardlib.lowering.training_program import TrainingProgram
 from shardlib.machines.topology import Topology, TopologyLike, of_size
 from shardlib.planner.plan import Plan, Ranked
-from shardlib.planner.questions import pinned, priced_on, roomy
+from shardlib.planner.questions import pinned, priced_on, with_unlimited_memory
 from shardlib.planner.scaling import Curve, curve
 from shardlib.planner.search import ranked, search
 from shardlib.planner.stored import CHOSEN, SLOWER, Refined, Trial
@@ -154,7 +154,7 @@ def priced_as_compiled(model: TracedModel, plan: Plan, machine: Topology) -> Pla
         return plan
     pins = pinned(plan).replace(attention="blocks")
     try:
-        listed = search(model.traced.problem, roomy(machine), pins)
+        listed = search(model.traced.problem, with_unlimited_memory(machine), pins)
     except (InfeasibleError, PinError):
         return plan
     return replace(plan, estimate=listed.estimate)

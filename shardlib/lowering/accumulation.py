@@ -43,7 +43,7 @@ from shardlib.lowering.random_keys import BatchDims, KeyFold, is_key, with_same_
 from shardlib.lowering.uses import LossFacts, LossJaxpr, view_of_result
 from shardlib.lowering.weights import LAST_MICROBATCH, DeferredOp, GradientReductions
 from shardlib.planner.plan import Plan
-from shardlib.planner.space import require_unstaged
+from shardlib.planner.space import require_no_row_results
 from shardlib.tracing.program import INLINED, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rewriting import Walk, evaluate_equations, needed, strong
 from shardlib.tracing.row_kinds import Draw, Kind, Unlike, WholeBatchValue, draws
@@ -1208,7 +1208,7 @@ def contribution(
             list(whole.rows.reasons),
             hint="a plan with one microbatch",
         )
-    require_unstaged(whole.rows, plan.microbatches, plan.mesh["stage"])
+    require_no_row_results(whole.rows, plan.microbatches, plan.mesh["stage"])
     try:
         proof = compare(
             whole.traced.closed_jaxpr,

@@ -28,7 +28,7 @@ from shardlib.lowering.contractions import (
 from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
 from shardlib.lowering.uses import LossFacts, LossJaxpr, stacked_parameters
 from shardlib.planner.plan import Plan
-from shardlib.planner.workload import names_of_classes
+from shardlib.planner.workload import names_of_groups
 from shardlib.propagation.contractions import layouts_from_inputs
 from shardlib.tracing.program import (
     CUSTOM,
@@ -408,7 +408,7 @@ def layer_policies(
             group.path: (plan.remat, math.ceil(fraction * count - 1e-9))
             for group, count in zip(groups, here, strict=True)
         }
-    names = names_of_classes([[paths[i] for i in sorted(group.parameters)] for group in groups])
+    names = names_of_groups([[paths[i] for i in sorted(group.parameters)] for group in groups])
     classes = {name: (policy, count) for name, policy, count in plan.remat_classes}
     lost = sorted(classes.keys() ^ set(names))
     if lost:

@@ -106,11 +106,11 @@ def alternatives_text(alternatives: Iterable[Alternative]) -> str:
 # Constraints of a plan: memory, pins, and sizes that do not divide further.
 
 #: Rows of the table of plans that do not fit.
-_MOST_ROWS = 8
+_MAX_UNFIT_PLANS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutOfReach:
+class UnfitPlan:
     """A faster plan that does not fit.
 
     No plan that needs less memory is as fast, except ones that rematerialise only some of the
@@ -168,7 +168,7 @@ class Constraints:
 
     step_seconds: float
     binding: tuple[Binding, ...]
-    staircase: tuple[OutOfReach, ...]
+    staircase: tuple[UnfitPlan, ...]
 
     def to_json(self) -> JsonObject:
         """The constraints as plain data."""
@@ -189,9 +189,9 @@ class Constraints:
                     str(constraint.mesh),
                     constraint.summary or "-",
                 )
-                for constraint in self.staircase[:_MOST_ROWS]
+                for constraint in self.staircase[:_MAX_UNFIT_PLANS]
             ]
-            more = len(self.staircase) - _MOST_ROWS
+            more = len(self.staircase) - _MAX_UNFIT_PLANS
             lines += [
                 "",
                 "Faster plans that do not fit",
@@ -210,7 +210,7 @@ class Constraints:
 
 KERNEL_HEAD = ("kernel", "phase", "count", "FLOP", "FLOP/byte", "time", "of roofline")
 #: Rows that a text lists.
-_MOST = 16
+_MAX_KERNELS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -287,8 +287,8 @@ class Kernels:
         return "\n".join(
             [
                 f"Kernels: {seconds_text(self.seconds)} per step on one {self.chip}",
-                *aligned([KERNEL_HEAD, *kernel_rows(self, _MOST)], right={2, 3, 4, 5, 6}),
-                *and_more(len(self.kernels) - _MOST, "kinds of kernel"),
+                *aligned([KERNEL_HEAD, *kernel_rows(self, _MAX_KERNELS)], right={2, 3, 4, 5, 6}),
+                *and_more(len(self.kernels) - _MAX_KERNELS, "kinds of kernel"),
                 "",
             ]
         )
@@ -333,59 +333,59 @@ class Shards:
 
     def ranges(self, device: int) -> Ranges | None:
         """The shard of a device; None where it is not on the mesh."""
-        (places,) = np.nonzero(self.order == device)
-        if not len(places):
+        (positions,) = np.nonzero(self.order == device)
+        if not len(positions):
             return None
-        parts = self._parts()[:, places[0]]
+        numbers = self._shard_numbers()[:, positions[0]]
         sizes = self._sizes()
         return tuple(
-            (int(part * size), int((part + 1) * size))
-            for part, size in zip(parts, sizes, strict=True)
+            (int(number * size), int((number + 1) * size))
+            for number, size in zip(numbers, sizes, strict=True)
         )
 
     def starts(self, devices: int) -> tuple[Ints, Ints]:
         """First element per dim and device, and the shard size per dim."""
         sizes = np.array(self._sizes(), np.int64)
         first = np.full((len(self.shape), devices), -1, np.int64)
-        first[:, self.order] = self._parts() * sizes[:, None]
+        first[:, self.order] = self._shard_numbers() * sizes[:, None]
         return first, sizes
 
     def _sizes(self) -> tuple[int, ...]:
         return self.layout.local_shape(self.shape, self.mesh)
 
-    def _parts(self) -> Ints:
+    def _shard_numbers(self) -> Ints:
         """Shard number of each dim by mesh position: integers of shape (dims, positions)."""
         sizes = tuple(self.mesh[axis] for axis in MESH_AXES)
-        places = dict(
+        positions = dict(
             zip(MESH_AXES, np.unravel_index(np.arange(math.prod(sizes)), sizes), strict=True)
         )
         return (
-            np.stack([self._part(axes, places) for axes in self.layout])
+            np.stack([self._shard_number(axes, positions) for axes in self.layout])
             if self.layout
             else np.zeros((0, math.prod(sizes)), np.int64)
         )
 
-    def _part(self, axes: tuple[str, ...], places: Mapping[str, NDArray[np.intp]]) -> Ints:
-        part = np.zeros(self.mesh.devices, np.int64)
+    def _shard_number(
+        self, axes: tuple[str, ...], positions: Mapping[str, NDArray[np.intp]]
+    ) -> Ints:
+        number = np.zeros(self.mesh.devices, np.int64)
         for axis in axes:  # the major axis first
-            part = part * self.mesh[axis] + places[axis]
-        return part
+            number = number * self.mesh[axis] + positions[axis]
+        return number
 
 
 def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
     """Elements that each device receives when the layout changes."""
-    reach = int(new.order.max()) + 1
-    want, want_sizes = new.starts(reach)
-    old_starts, held_sizes = old.starts(
-        max(int(old.order.max()), int(survivors.max(initial=0))) + 1
-    )
-    needed = np.zeros(reach, np.int64)
-    needed[new.order] = math.prod(want_sizes.tolist())
-    surviving = survivors[:reach]
-    wanted_starts, theirs = want[:, : len(surviving)], old_starts[:, surviving]
+    device_count = int(new.order.max()) + 1
+    new_starts, new_sizes = new.starts(device_count)
+    old_starts, old_sizes = old.starts(max(int(old.order.max()), int(survivors.max(initial=0))) + 1)
+    needed = np.zeros(device_count, np.int64)
+    needed[new.order] = math.prod(new_sizes.tolist())
+    surviving = survivors[:device_count]
+    new_of_survivors, old_of_survivors = new_starts[:, : len(surviving)], old_starts[:, surviving]
     common = np.minimum(
-        wanted_starts + want_sizes[:, None], theirs + held_sizes[:, None]
-    ) - np.maximum(wanted_starts, theirs)
+        new_of_survivors + new_sizes[:, None], old_of_survivors + old_sizes[:, None]
+    ) - np.maximum(new_of_survivors, old_of_survivors)
     overlap = np.prod(np.maximum(common, 0), axis=0)
     on_both = np.isin(np.arange(len(surviving)), new.order) & np.isin(surviving, old.order)
     needed[: len(surviving)] -= np.where(on_both, overlap, 0)
@@ -406,11 +406,11 @@ def lost_elements(old: Shards, survivors: Ints) -> int:
 # A plan for another machine, and what must move to get there.
 
 #: Parts that the text lists.
-_MOST_PARTS = 12
+_MAX_ARRAYS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class MovedArray:
     """One parameter, or its optimizer state, with its old and new layout.
 
     Attributes:
@@ -468,18 +468,18 @@ class Replan:
         parts: every parameter and its optimizer state.
         changed: decisions that differ, such as "microbatches 8 -> 16".
         notes: sentences about pins that were dropped and other caveats.
-        elsewhere: True if its chips are different ones, so that no device has any data yet.
+        other_chips: True if its chips are different ones, so that no device has any data yet.
     """
 
     old: Plan
     plan: Plan
     survivors: tuple[int, ...]
     moved_bytes_per_device: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[MovedArray, ...]
     changed: tuple[str, ...]
     notes: tuple[str, ...]
     machine: Topology
-    elsewhere: bool = False
+    other_chips: bool = False
 
     __repr__ = compact
 
@@ -536,12 +536,10 @@ def replan_text(change: Replan) -> str:
     moved = np.array(change.moved_bytes_per_device, np.int64)
     lines = [
         f"{new.model}: {old.topology} ({old.mesh}) -> {new.topology} ({new.mesh})",
-        (
-            f"{seconds_text(old.estimate.step_seconds)} ->"
-            f" {seconds_text(new.estimate.step_seconds)} per step, {ratio_text(change.slowdown)}"
-            f" the time · {count_text(new.estimate.tokens_per_second)} tokens/s ·"
-            f" {bytes_text(new.estimate.device_bytes.peak)} per device"
-        ),
+        f"{seconds_text(old.estimate.step_seconds)} ->"
+        f" {seconds_text(new.estimate.step_seconds)} per step, {ratio_text(change.slowdown)}"
+        f" the time · {count_text(new.estimate.tokens_per_second)} tokens/s ·"
+        f" {bytes_text(new.estimate.device_bytes.peak)} per device",
         "",
         "What changes",
     ]
@@ -558,13 +556,13 @@ def replan_text(change: Replan) -> str:
         f" one device: {seconds_text(change.moving_seconds)} if all of it comes over the slowest"
         " links.",
     )
-    lines += wrapped("  - ", _whence(change, needed))
+    lines += wrapped("  - ", _sources_text(change, needed))
     return "\n".join([*lines, *_part_lines(change.parts)]) + "\n"
 
 
-def _whence(change: Replan, needed: int) -> str:
+def _sources_text(change: Replan, needed: int) -> str:
     """The sources of the bytes that the new machine needs, as a sentence."""
-    if change.elsewhere:
+    if change.other_chips:
         return (
             f"No device of the new machine holds any of {bytes_text(needed)}: they come from a"
             " checkpoint, or from the old machine while it is still there."
@@ -580,20 +578,20 @@ def _whence(change: Replan, needed: int) -> str:
     )
 
 
-def _part_lines(parts: Sequence[Part]) -> list[str]:
+def _part_lines(parts: Sequence[MovedArray]) -> list[str]:
     """Text lines for the parts that move most, with equal ones folded."""
 
     def pattern(path: str) -> str:
         return ".".join("*" if word.isdigit() else word for word in path.split("."))
 
-    groups: dict[tuple[object, ...], list[Part]] = {}
+    groups: dict[tuple[object, ...], list[MovedArray]] = {}
     for part in parts:
         if part.received_bytes:
             groups.setdefault((pattern(part.path), part.what, part.old, part.new), []).append(part)
     if not groups:
         return []
 
-    def size(group: list[Part]) -> int:
+    def size(group: list[MovedArray]) -> int:
         return sum(part.received_bytes for part in group)
 
     ranked = sorted(groups.values(), key=lambda group: -size(group))
@@ -606,9 +604,9 @@ def _part_lines(parts: Sequence[Part]) -> list[str]:
             bytes_text(sum(part.most_bytes for part in group)),
             str(group[0].old) + (f" -> {group[0].new}" if group[0].new != group[0].old else ""),
         )
-        for group in ranked[:_MOST_PARTS]
+        for group in ranked[:_MAX_ARRAYS]
     ]
-    more = len(ranked) - _MOST_PARTS
+    more = len(ranked) - _MAX_ARRAYS
     return [
         "",
         *aligned(rows, right={2, 3}),
@@ -631,7 +629,7 @@ def _part_lines(parts: Sequence[Part]) -> list[str]:
 # interval", CACM 17, 1974).
 
 #: Least seconds between two saves: storage is slow, although writing overlaps with training.
-LEAST_EVERY_S = 300.0
+MIN_SAVE_INTERVAL_S = 300.0
 DAY = 86400.0
 
 
@@ -695,10 +693,10 @@ class RunCost:
     def __str__(self) -> str:
         rows = [
             ["tokens", f"{count_text(self.tokens)} in {count_text(self.steps)} steps"],
-            ["work", _long(self.work_seconds)],
+            ["work", _time(self.work_seconds)],
             [
                 "time",
-                _long(self.wall_seconds)
+                _time(self.wall_seconds)
                 + (f", {percent_text(self.goodput)} of it work" if self.mtbf_seconds else ""),
             ],
             ["device-hours", f"{count_text(self.device_hours)} of {self.devices} devices"],
@@ -716,19 +714,15 @@ class RunCost:
             rows.append(
                 [
                     "saves",
-                    (
-                        f"every {_long(self.every_seconds)}, holding it up for"
-                        f" {seconds_text(self.save_seconds)}"
-                    ),
+                    f"every {_time(self.every_seconds)}, holding it up for"
+                    f" {seconds_text(self.save_seconds)}",
                 ]
             )
             rows.append(
                 [
                     "failures",
-                    (
-                        f"every {_long(self.mtbf_seconds)}, {_long(self.restart_seconds)} to the"
-                        f" next step; {self.wall_seconds / self.mtbf_seconds:,.0f} in all"
-                    ),
+                    f"every {_time(self.mtbf_seconds)}, {_time(self.restart_seconds)} to the"
+                    f" next step; {self.wall_seconds / self.mtbf_seconds:,.0f} in all",
                 ]
             )
         return "\n".join(["Run", *aligned(rows)]) + "\n"
@@ -771,11 +765,11 @@ def run_cost(
     work = tokens / estimate.tokens_per_second
     save, interval, wall = save_seconds(plan, topology), None, work
     if mtbf is not None:
-        interval = max(LEAST_EVERY_S, best_interval(save, mtbf))
+        interval = max(MIN_SAVE_INTERVAL_S, best_interval(save, mtbf))
         wall = expected_seconds(work, interval, save, mtbf, restart)
         if not math.isfinite(wall) or wall > 1e4 * work:
             raise ArgumentError(
-                f"with a failure every {_long(mtbf)} and {_long(restart)} to start again no run"
+                f"with a failure every {_time(mtbf)} and {_time(restart)} to start again no run"
                 " ends\nTry: a longer mtbf, a shorter restart, or fewer devices"
             )
     power = BOARD_POWER.get(topology.chip.name)
@@ -834,7 +828,7 @@ def best_interval(save: float, mtbf: float) -> float:
     return max((low + high) / 2, 1e-9)
 
 
-def _long(seconds: float) -> str:
+def _time(seconds: float) -> str:
     """Seconds in a readable unit."""
     for size, name in ((DAY, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if seconds >= size:
@@ -847,7 +841,7 @@ def _long(seconds: float) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Price:
+class ShadowPrice:
     """The shadow price of a resource.
 
     Attributes:
@@ -923,7 +917,7 @@ class Sensitivity:
 
     step_seconds: float
     best_seconds: float
-    prices: tuple[Price, ...]
+    prices: tuple[ShadowPrice, ...]
     shocks: tuple[Shock, ...]
 
     __repr__ = compact
@@ -983,7 +977,7 @@ def shock_row(shock: Shock) -> tuple[str, ...]:
     )
 
 
-def price_row(price: Price) -> tuple[str, str, str, str]:
+def price_row(price: ShadowPrice) -> tuple[str, str, str, str]:
     """A table row: resource, current amount, one unit more, and what that saves."""
     if price.kind == "hbm":
         return (
@@ -1000,7 +994,7 @@ def price_row(price: Price) -> tuple[str, str, str, str]:
     )
 
 
-def break_text(price: Price) -> str:
+def break_text(price: ShadowPrice) -> str:
     """A sentence that names the amount at which another plan becomes the best."""
 
     name = price.resource if price.kind == "hbm" else link_name(price.resource, price.kind)
@@ -1009,8 +1003,8 @@ def break_text(price: Price) -> str:
         return bytes_text(value) if price.kind == "hbm" else count_text(value, "B/s")
 
     if not price.break_amount:
-        reach = f" up to {amount(price.limit)}" if price.limit and price.kind != "hbm" else ""
-        return f"{name}: no amount{reach} changes the plan."
+        up_to = f" up to {amount(price.limit)}" if price.limit and price.kind != "hbm" else ""
+        return f"{name}: no amount{up_to} changes the plan."
     same_mesh = "" if price.break_mesh is None else f"{price.break_mesh}, "
     return (
         f"{name}: from {amount(price.break_amount)} on another plan is the best,"

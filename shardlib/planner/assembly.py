@@ -46,9 +46,9 @@ from shardlib.machines.topology import Placement, Topology, place
 from shardlib.planner import findings, layouts
 from shardlib.planner.layouts import activation_layouts
 from shardlib.planner.plan import FrameworkJob, Link, Plan, Search
-from shardlib.planner.stored import Candidate, completed
+from shardlib.planner.stored import Candidate, decisions_of
 from shardlib.planner.workload import (
-    Program,
+    CostProgram,
     Workload,
     batch_size,
     experts_form,
@@ -65,49 +65,55 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnMachine:
+class PricedCandidate:
     """One candidate on a machine.
 
     Attributes:
         workload: the model with the candidate's dtypes and attention kernel.
-        placed: placement of its mesh axes on the links.
-        c: the candidate as an array of one.
+        placement: placement of its mesh axes on the links.
+        meshes: the candidate as an array of one.
     """
 
     workload: Workload
     candidate: Candidate
     pricer: Pricer
-    placed: Placement
-    c: Meshes
+    placement: Placement
+    meshes: Meshes
 
     @classmethod
-    def of(cls, workload: Workload, topology: Topology, candidate: Candidate) -> OnMachine:
+    def of(cls, workload: Workload, topology: Topology, candidate: Candidate) -> PricedCandidate:
         """A candidate of a model on a topology."""
-        decisions = candidate.decisions
-        workload = workload.under(decisions.dtypes, decisions.attention_kernel)
-        pricer = Pricer(topology.in_use(decisions.mesh.devices), workload.profile)
-        placed = place(decisions.mesh, topology, decisions.axis_order)
-        assert placed is not None, f"{decisions.mesh} does not fit {topology.name}"
-        c = Meshes.placed([(decisions.mesh, placed)], [decisions.microbatches], pricer.topology)
-        return cls(workload=workload, candidate=candidate, pricer=pricer, placed=placed, c=c)
+        decisions, mesh = candidate.decisions, candidate.mesh
+        workload = workload.variant(decisions.dtypes, decisions.attention_kernel)
+        pricer = Pricer(topology.in_use(mesh.devices), workload.profile)
+        placement = place(mesh, topology, decisions.axis_order)
+        assert placement is not None, f"{mesh} does not fit {topology.name}"
+        meshes = Meshes.placed([(mesh, placement)], [decisions.microbatches], pricer.topology)
+        return cls(
+            workload=workload,
+            candidate=candidate,
+            pricer=pricer,
+            placement=placement,
+            meshes=meshes,
+        )
 
     @cached_property
     def plan(self) -> Plans:
         """The candidate under its decisions."""
         decisions = self.candidate.decisions
         return Plans(
-            decisions=decisions, model=self.workload.model, pricer=self.pricer, meshes=self.c
+            decisions=decisions, model=self.workload.model, pricer=self.pricer, meshes=self.meshes
         )
 
     def totals(self) -> Totals:
         """The price."""
-        totals, saved = self._without_loops(), self.saving()
-        if saved is None:
+        totals, loop_saving = self._totals_without_loops(), self.saving()
+        if loop_saving is None:
             return totals
         seconds = {
             **totals.seconds,
-            "exposed": totals.seconds["exposed"] - saved.exposed_s,
-            "compute": totals.seconds["compute"] + saved.compute_s,
+            "exposed": totals.seconds["exposed"] - loop_saving.exposed_s,
+            "compute": totals.seconds["compute"] + loop_saving.compute_s,
         }
         return replace(totals, seconds=seconds)
 
@@ -119,8 +125,8 @@ class OnMachine:
         return saving(
             workload.programs[candidate.decisions.remat, candidate.routes].facts,
             candidate.choice,
-            self.placed,
-            self.c,
+            self.placement,
+            self.meshes,
             self.pricer,
             len(workload.counts),
         )
@@ -128,15 +134,15 @@ class OnMachine:
     def tally(self, items: list[Item]) -> Array:
         """Quantities of items, see `Pricer.tally`."""
         return self.pricer.tally(
-            items, self.candidate.choice, self.c.degrees, len(self.workload.counts)
+            items, self.candidate.choice, self.meshes.degrees, len(self.workload.counts)
         )
 
-    def programs(self) -> list[tuple[Program, Array]]:
+    def programs(self) -> list[tuple[CostProgram, Array]]:
         """The program of every remat policy in use, with the share of each segment that runs it:
         layer groups, then ops outside the layers, then embedding and head.
         """
         decisions, groups = self.candidate.decisions, self.candidate.groups
-        layers = [float(each[0]) for each in self.plan.layers]
+        layers = [float(counts[0]) for counts in self.plan.layers]
         if groups:
             shares = [
                 (policy, number / count)
@@ -145,27 +151,27 @@ class OnMachine:
         else:
             share = float(self.share()[0]) if decisions.remat_layers else 1.0
             shares = [(decisions.remat, share)] * len(layers)
-        parts = {
+        shares_by_policy = {
             policy: np.zeros(len(layers) + 2)
             for policy in dict.fromkeys(
                 (decisions.remat, *(policy for policy, _ in shares), "none")
             )
         }
-        parts[decisions.remat][len(layers) :] = 1.0
+        shares_by_policy[decisions.remat][len(layers) :] = 1.0
         for k, (policy, share) in enumerate(shares):
-            parts[policy][k] += share
-            parts["none"][k] += 1 - share
+            shares_by_policy[policy][k] += share
+            shares_by_policy["none"][k] += 1 - share
         return [
-            (self.workload.programs[policy, self.candidate.routes], part)
-            for policy, part in parts.items()
-            if part.any()
+            (self.workload.programs[policy, self.candidate.routes], segment_shares)
+            for policy, segment_shares in shares_by_policy.items()
+            if segment_shares.any()
         ]
 
-    def once_a_step(self) -> dict[tuple[Slot, str], float]:
+    def bytes_once_per_step(self) -> dict[tuple[Slot, str], float]:
         """Bytes per device that move once per step, by slot and cause: updated parameters, and
         layers that are redistributed to stages.
         """
-        stored_tally = self.tally(self.workload.rest)[..., self.c.degrees_index]
+        stored_tally = self.tally(self.workload.stored)[..., self.meshes.degrees_index]
         decisions, shares = self.candidate.decisions, self.plan.shares_moved
         sizes_by_slot: dict[tuple[Slot, str], float] = {}
         if decisions.zero in (1, 2):
@@ -186,17 +192,17 @@ class OnMachine:
             sizes_by_slot[Slot("deal", axis_group(STAGE), kind), cause] = float(size[0])
         return sizes_by_slot
 
-    def _without_loops(self) -> Totals:
-        candidate, workload, c = self.candidate, self.workload, self.c
+    def _totals_without_loops(self) -> Totals:
+        candidate, workload, meshes = self.candidate, self.workload, self.meshes
         decisions = candidate.decisions
 
         def priced(work: Array, points: Sequence[Array]) -> Totals:
             quantities = step_costs(
-                work, self.tally(workload.rest), points, workload.model, self.pricer, c
+                work, self.tally(workload.stored), points, workload.model, self.pricer, meshes
             )
             totals = combine(quantities, self.plan)
             return (
-                offloaded(totals, decisions.offload, self.pricer, c)
+                offloaded(totals, decisions.offload, self.pricer, meshes)
                 if decisions.offload
                 else totals
             )
@@ -237,7 +243,7 @@ def price(workload: Workload, topology: Topology, candidate: Candidate) -> Total
     Returns:
         Seconds and bytes, arrays of one candidate.
     """
-    return OnMachine.of(workload, topology, candidate).totals()
+    return PricedCandidate.of(workload, topology, candidate).totals()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -248,39 +254,39 @@ def price(workload: Workload, topology: Topology, candidate: Candidate) -> Total
 # reason: a dim that the axis does not divide, a dim without a colour, a rule that leaves it out.
 
 #: Share of a step from which they are reported.
-WORTH = 0.01
+MIN_REPLICATED_SHARE = 0.01
 #: Most ops that are named.
-NAMED = 4
+MAX_NAMED_OPS = 4
 
 
 def replicated(
-    priced: OnMachine, programs: Sequence[tuple[Program, Array]]
+    priced: PricedCandidate, programs: Sequence[tuple[CostProgram, Array]]
 ) -> Mapping[tuple[str, ...], Mapping[str, float]]:
     """Seconds per step and device of matmuls and convolutions, by the mesh axes that do not divide
     them and by name.
     """
-    c, pricer, shares = priced.c, priced.pricer, priced.plan.shares[:, 0]
+    meshes, pricer, shares = priced.meshes, priced.pricer, priced.plan.shares[:, 0]
     mesh, choice = priced.candidate.mesh, priced.candidate.choice
     by_axes: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for program, parts in programs:
+    for program, segment_shares in programs:
         facts = program.facts
         names = _parameters(facts)
         for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
             op = facts.graph.ops[kernel.op]
-            part = float(parts[item.segment]) * float(shares[item.segment])
-            if op.category not in ("matmul", "convolution") or not part:
+            share = float(segment_shares[item.segment]) * float(shares[item.segment])
+            if op.category not in ("matmul", "convolution") or not share:
                 continue
             for term in item.terms(choice):
                 axes = _undivided(term, mesh)
                 if axes and isinstance(term, Compute):
                     seconds = kernel_seconds(
                         term,
-                        lambda amount: local(amount, c.degrees),
+                        lambda amount: local(amount, meshes.degrees),
                         pricer.topology.chip,
                         pricer.constants,
                     )
                     by_axes[axes][_name(op, facts, names)] += (
-                        float(seconds[0]) * term.trips * part * int(c.micro[0])
+                        float(seconds[0]) * term.trips * share * int(meshes.micro[0])
                     )
     return by_axes
 
@@ -318,7 +324,7 @@ def _name(op: Op, facts: Facts, parameters: Mapping[int, str]) -> str:
 
 
 @diagnostic
-def of_replicated(
+def replicated_findings(
     seconds_by_axes: Mapping[tuple[str, ...], Mapping[str, float]],
     mesh: MeshShape,
     step_seconds: float,
@@ -329,12 +335,12 @@ def of_replicated(
     Args:
         seconds_by_axes: seconds by axes and op, see `replicated`.
     """
-    worth = {
+    reported = {
         axes: ops
         for axes, ops in sorted(seconds_by_axes.items())
-        if sum(ops.values()) > WORTH * step_seconds
+        if sum(ops.values()) > MIN_REPLICATED_SHARE * step_seconds
     }
-    return tuple(_finding(axes, ops, mesh, step_seconds) for axes, ops in worth.items())
+    return tuple(_finding(axes, ops, mesh, step_seconds) for axes, ops in reported.items())
 
 
 def _finding(
@@ -342,8 +348,8 @@ def _finding(
 ) -> Finding:
     total, sorted_ops = sum(ops.values()), sorted(ops.items(), key=lambda op: (-op[1], op[0]))
     listed = ", ".join(
-        f"{name} {seconds_text(seconds)}" for name, seconds in sorted_ops[:NAMED]
-    ) + (f" and {len(sorted_ops) - NAMED} more" if len(sorted_ops) > NAMED else "")
+        f"{name} {seconds_text(seconds)}" for name, seconds in sorted_ops[:MAX_NAMED_OPS]
+    ) + (f" and {len(sorted_ops) - MAX_NAMED_OPS} more" if len(sorted_ops) > MAX_NAMED_OPS else "")
     over = " x ".join(f"{axis}={mesh[axis]}" for axis in axes)
     return Finding(
         code="replicated-compute",
@@ -367,7 +373,7 @@ def _finding(
 # unasked: a finding reports what they would save.
 
 #: Share of a step below which a difference of predictions is not reported.
-TOLD = 0.05
+MIN_REPORTED_GAIN = 0.05
 
 
 @diagnostic
@@ -389,7 +395,7 @@ def faster_as_programs(
     profile = replace(workload.profile, pipeline="asynchronous")
     asynchronous = prepare(workload.problem, workload.vendor, profile, workload.framework)
     seconds = float(price(asynchronous, topology, per_stage).step_seconds[0])
-    if seconds > (1 - TOLD) * plan.estimate.step_seconds:
+    if seconds > (1 - MIN_REPORTED_GAIN) * plan.estimate.step_seconds:
         return ()
     return (
         Finding(
@@ -426,7 +432,7 @@ def _can_be_programs(plan: Plan) -> bool:
 # program that ends where the backward pass begins. The rest is backward.
 
 
-def stage_seconds(priced: OnMachine) -> StageSeconds | None:
+def stage_seconds(priced: PricedCandidate) -> StageSeconds | None:
     """Seconds of one microbatch on the slowest stage; None without stages, and where layer groups
     follow different policies.
     """
@@ -448,20 +454,22 @@ def stage_seconds(priced: OnMachine) -> StageSeconds | None:
     )
 
 
-def _seconds(priced: OnMachine, program: Program) -> StageSeconds:
-    stored = priced.tally(priced.workload.rest)
-    both, ahead = (
-        step_costs(priced.tally(items), stored, [], priced.workload.model, priced.pricer, priced.c)
+def _seconds(priced: PricedCandidate, program: CostProgram) -> StageSeconds:
+    stored = priced.tally(priced.workload.stored)
+    step, forward = (
+        step_costs(
+            priced.tally(items), stored, [], priced.workload.model, priced.pricer, priced.meshes
+        )
         for items in (program.work, program.forward)
     )
     # of the two messages of a microbatch, one goes forward
-    roles = replace(ahead.collectives, stage_sends=ahead.collectives.stage_sends / 2)
-    ahead = replace(ahead, collectives=roles)
-    total, forward = (float(tick_seconds(part, priced.plan)[0]) for part in (both, ahead))
-    weights = float(both.kernels.weights[0]) / priced.candidate.mesh["stage"]
+    roles = replace(forward.collectives, stage_sends=forward.collectives.stage_sends / 2)
+    forward = replace(forward, collectives=roles)
+    step_s, forward_s = (float(tick_seconds(part, priced.plan)[0]) for part in (step, forward))
+    weights = float(step.kernels.weights[0]) / priced.candidate.mesh["stage"]
     return StageSeconds(
-        forward=forward,
-        backward=total - forward - weights,
+        forward=forward_s,
+        backward=step_s - forward_s - weights,
         weights=weights,
         lockstep=priced.pricer.profile.pipeline == "lockstep",
     )
@@ -483,11 +491,11 @@ def assemble(
     pinned: bool = False,
 ) -> Plan:
     """Builds the plan of a candidate."""
-    priced = OnMachine.of(workload, topology, candidate)
+    priced = PricedCandidate.of(workload, topology, candidate)
     original = workload
     workload = priced.workload
     chosen = candidate.decisions
-    saved = priced.saving()
+    loop_saving = priced.saving()
     problem, colouring = workload.problem, workload.colouring
     compute, stored = (
         (candidate.choice.rules(), None)
@@ -499,10 +507,10 @@ def assemble(
         [(program.work, part) for program, part in programs],
         candidate.choice,
         priced.plan,
-        priced.once_a_step(),
+        priced.bytes_once_per_step(),
         chosen.mesh,
-        priced.placed,
-        saved.messages if saved else {},
+        priced.placement,
+        loop_saving.messages if loop_saving else {},
     )
     cost = estimate(
         priced.totals(),
@@ -513,16 +521,16 @@ def assemble(
         mesh=chosen.mesh,
         peak_flops_per_s=topology.in_use(chosen.mesh.devices).chip.peak(problem.compute_dtype),
     )
-    decisions = completed(candidate, experts_form(problem), workload.class_names, rules=compute)
+    decisions = decisions_of(candidate, experts_form(problem), workload.group_names, rules=compute)
     plan = Plan(
         **values_of(decisions),
         model=problem.model,
         topology=topology.name,
-        placement=_placement(priced.placed, topology),
+        placement=_placement(priced.placement, topology),
         parameters=layouts.parameter_layouts(
             problem,
             colouring.parameters,
-            workload.frozen,
+            workload.stack_dims,
             chosen.mesh,
             compute,
             chosen.zero,
@@ -533,7 +541,7 @@ def assemble(
             candidate.choice,
             chosen.mesh,
             chosen.context if chosen.mesh["context"] > 1 else "none",
-            workload.class_names,
+            workload.group_names,
         ),
         batch_layouts=layouts.batch_layouts(problem, colouring.batch, chosen.mesh, compute),
         estimate=replace(
@@ -548,10 +556,10 @@ def assemble(
     )
     return plan.with_findings(
         *findings.notes(workload, topology, plan, left_out, devices, pinned),
-        *findings.unused_loops(plan, len(saved.messages) if saved else 0),
+        *findings.unused_loops(plan, len(loop_saving.messages) if loop_saving else 0),
         *findings.unpriced(plan, topology),
         *faster_as_programs(original, topology, candidate, plan),
-        *of_replicated(replicated(priced, programs), chosen.mesh, plan.estimate.step_seconds),
+        *replicated_findings(replicated(priced, programs), chosen.mesh, plan.estimate.step_seconds),
     )
 
 
@@ -572,7 +580,7 @@ def _framework(workload: Workload) -> FrameworkJob | None:
     )
 
 
-def _offloaded(workload: Workload, topology: Topology, priced: OnMachine) -> Offloaded | None:
+def _offloaded(workload: Workload, topology: Topology, priced: PricedCandidate) -> Offloaded | None:
     """Device memory that offloading saves and seconds that it adds, against the same plan without
     it.
     """
@@ -585,10 +593,12 @@ def _offloaded(workload: Workload, topology: Topology, priced: OnMachine) -> Off
     )
 
 
-def _placement(placed: Placement, topology: Topology) -> tuple[tuple[str, tuple[Link, ...]], ...]:
+def _placement(
+    placement: Placement, topology: Topology
+) -> tuple[tuple[str, tuple[Link, ...]], ...]:
     return tuple(
         (axis, tuple(Link(kind=topology.tiers[span.tier].kind, ways=span.ways) for span in parts))
-        for axis, parts in placed.items()
+        for axis, parts in placement.items()
     )
 
 

@@ -30,57 +30,57 @@ from shardlib.cost.tables import BYTES, COUNTS, ROWS, MeasureValues, Pricer, Qua
 from shardlib.cost.terms import ArrayTable, BoundedTable, LazyTable, distinct_rows
 from shardlib.layout import MESH_AXES, STORED_AXES, TOKEN_AXES
 from shardlib.planner.space import (
-    FEWEST,
-    MAX_VIRTUAL,
+    MAX_CHUNKS,
+    MIN_CHUNKS,
     ComponentCosts,
     LazyColumns,
     RowChoices,
     Scope,
     Space,
-    alone,
+    TallyValues,
     forward_first,
 )
 from shardlib.planner.workload import ItemTallies
-from shardlib.propagation.colours import Choice
 from shardlib.schedules import NONE, Pipelines, Schedule, least_in_flight, named, pipelines
 
 Array = np.ndarray
 
 #: Stored quantities: with everything that ZeRO may shard sharded, and replicated.
 _SHARDED = (Quantity.PARAMETERS_SHARDED, Quantity.STATE_SHARDED, Quantity.ACCUMULATED_SHARDED)
-RESTING = (*_SHARDED, Quantity.PARAMETERS, Quantity.STATE, Quantity.ACCUMULATED)
+STORED = (*_SHARDED, Quantity.PARAMETERS, Quantity.STATE, Quantity.ACCUMULATED)
 #: Trained parameters, replicated: the resident copy of stages that all-gather once per step.
-TRAINED = len(RESTING)
+TRAINED = len(STORED)
 #: Frozen parameters count as parameters here.
 _FROZEN = {
     Quantity.PARAMETERS_SHARDED: Quantity.FROZEN_SHARDED,
     Quantity.PARAMETERS: Quantity.FROZEN,
 }
 #: Live bytes at a point, by what divides them: activation stacks (saved for every microbatch in
-#: flight), other arrays of layers, those of the ends (embedding and head), those of every stage;
+#: flight), other arrays of layers, those of the embedding and the head, those of every stage;
 #: and the stack bytes minus those of the point that has the most (zero or negative).
-STACKS, LAYERS, OUTSIDE_LAYERS, EVERYWHERE, LACKING = KINDS = range(5)
+STACKS, LAYERS, OUTSIDE_LAYERS, EVERYWHERE, STACK_DEFICIT = LIVE_KINDS = range(5)
 
 
-def resting(segments: int) -> Array:
-    """Coefficients that turn a tally of stored arrays into `RESTING` and `TRAINED`, for the layers
+def stored_coefficients(segments: int) -> Array:
+    """Coefficients that turn a tally of stored arrays into `STORED` and `TRAINED`, for the layers
     and for the embedding and head: array [2 x 7, rows].
     """
-    coefficients = np.zeros((2, len(RESTING) + 1, segments, ROWS))
-    for kind, quantity in enumerate(RESTING):
+    coefficients = np.zeros((2, len(STORED) + 1, segments, ROWS))
+    for kind, quantity in enumerate(STORED):
         for row in (quantity, _FROZEN.get(quantity, quantity)):
             coefficients[0, kind, :-1, row] = coefficients[1, kind, -1, row] = 1.0
-    coefficients[0, TRAINED, :-1, Quantity.PARAMETERS] = 1.0
-    coefficients[1, TRAINED, -1, Quantity.PARAMETERS] = 1.0
-    return coefficients.reshape(2 * (len(RESTING) + 1), -1)
+    coefficients[0, TRAINED, :-1, Quantity.PARAMETERS] = coefficients[
+        1, TRAINED, -1, Quantity.PARAMETERS
+    ] = 1.0
+    return coefficients.reshape(2 * (len(STORED) + 1), -1)
 
 
-def occupying(tallies: ItemTallies, pricer: Pricer) -> Array:
-    """Coefficients that turn a tally of memory into the `KINDS` at every point of the live range:
-    array [points x 5, rows].
+def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
+    """Coefficients that turn a tally of memory into the `LIVE_KINDS` at every point of the live
+    range: array [points x 5, rows].
     """
     factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], tallies.segments - 2
-    coefficients = np.zeros((tallies.lists, len(KINDS), tallies.lists, tallies.segments, ROWS))
+    coefficients = np.zeros((tallies.lists, len(LIVE_KINDS), tallies.lists, tallies.segments, ROWS))
     for point in range(tallies.lists):
         for quantity in (
             Quantity.SAVED,
@@ -95,17 +95,18 @@ def occupying(tallies: ItemTallies, pricer: Pricer) -> Array:
             coefficients[point, EVERYWHERE, point, layers, quantity] = coefficients[
                 point, OUTSIDE_LAYERS, point, layers + 1, quantity
             ] = factor
-    return coefficients.reshape(tallies.lists * len(KINDS), -1)
+    return coefficients.reshape(tallies.lists * len(LIVE_KINDS), -1)
 
 
-def with_lacking(points: Array) -> Array:
-    """Fills in `LACKING`: the stack bytes of each point minus those of the point with the most.
+def with_stack_deficits(points: Array) -> Array:
+    """Fills in `STACK_DEFICIT`: the stack bytes of each point minus those of the point with the
+    most.
 
     Offloading all stacks takes at most the largest ones off the peak, so every point still needs at
     least its own bytes less those.
     """
-    by_point = points.reshape(len(points) // len(KINDS), len(KINDS), points.shape[-1])
-    by_point[:, LACKING] = by_point[:, STACKS] - by_point[:, STACKS].max(0)
+    by_point = points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), points.shape[-1])
+    by_point[:, STACK_DEFICIT] = by_point[:, STACKS] - by_point[:, STACKS].max(0)
     return points
 
 
@@ -123,37 +124,41 @@ class Footprint:
     """Lower bounds on the bytes per device of candidates; arrays of equal length.
 
     Attributes:
-        resting: parameters, the batch, and gradients that are accumulated over microbatches.
+        stored: parameters, the batch, and gradients that are accumulated over microbatches.
         state: optimizer state.
-        occupied: live arrays of a step (activations, temporaries, copies).
-        bare: the same with all activation stacks offloaded to host memory.
-        turns: minimum number of times per step that the resident activation stacks are produced,
-            divided by their share of the heap.
+        live: live arrays of a step (activations, temporaries, copies).
+        live_without_stacks: the same with all activation stacks offloaded to host memory.
+        stack_fills: minimum number of times per step that the resident activation stacks are
+            produced, divided by their share of the heap.
         breadth_first: the footprint of breadth-first pipelines, whose stages keep the activations
             of all microbatches that are in the pipeline together; None where no pipeline works
             breadth first unless that is pinned.
-        whole: extra bytes where parameters, accumulated gradients, and state are stored replicated.
-        once: extra bytes where stages all-gather sharded parameters once for all microbatches.
+        replicated: extra bytes where parameters, accumulated gradients, and state are stored
+            replicated.
+        gathered_once: extra bytes where stages all-gather sharded parameters once for all
+            microbatches.
     """
 
-    resting: Array
+    stored: Array
     state: Array
-    occupied: Array
-    bare: Array
-    turns: Array
-    whole: tuple[Array, ...]
-    once: Array
+    live: Array
+    live_without_stacks: Array
+    stack_fills: Array
+    replicated: tuple[Array, ...]
+    gathered_once: Array
     breadth_first: Footprint | None = None
 
-    def under(self, zero: int, gather: str = "use") -> Footprint:
+    def with_zero(self, zero: int, gather: str = "use") -> Footprint:
         """The footprint under a ZeRO stage."""
         if zero == 3:
-            return replace(self, resting=self.resting + self.once) if gather == "once" else self
-        parameters, gradients, state = self.whole
+            return (
+                replace(self, stored=self.stored + self.gathered_once) if gather == "once" else self
+            )
+        parameters, gradients, state = self.replicated
         more = sum((parameters, gradients)[: 3 - zero], np.zeros(1))
         return replace(
             self,
-            resting=self.resting + more,
+            stored=self.stored + more,
             state=self.state + state if zero == 0 else self.state,
             breadth_first=None,
         )
@@ -163,8 +168,8 @@ class Footprint:
         to disk ("disk").
         """
         return (
-            self.resting
-            + (self.bare if "activations" in offload else self.occupied)
+            self.stored
+            + (self.live_without_stacks if "activations" in offload else self.live)
             + (0.0 if {"optimizer", "disk"}.intersection(offload) else self.state)
         )
 
@@ -181,78 +186,86 @@ class Footprints:
         self._model, self._pricer, self._profile = scope.workload.model, pricer, pricer.profile
         self._space, model_tallies = scope.space, scope.model_tallies
 
-        def parts(
+        def costs_of(
             tallies: ItemTallies, weights: Array, after: Callable[[Array], Array]
         ) -> ComponentCosts:
             weighed: dict[int, Tally] = {}
 
-            def measured(tally: Tally, shapes: Array) -> Array:
+            def evaluate(tally: Tally, shapes: Array) -> Array:
                 if id(tally) not in weighed:  # the tallies keep it
                     weighed[id(tally)] = tally.weighed(weights)
                 return after(weighed[id(tally)].on(values, shapes))
 
-            return ComponentCosts(scope, tallies, values.degrees, measured, len(weights))
+            return ComponentCosts(scope, tallies, values.degrees, evaluate, len(weights))
 
-        self._rest = parts(
-            model_tallies.rest, resting(model_tallies.rest.segments), lambda quantities: quantities
+        self._stored = costs_of(
+            model_tallies.stored,
+            stored_coefficients(model_tallies.stored.segments),
+            lambda quantities: quantities,
         )
         self._points = {
-            policy: parts(tallies, occupying(tallies, pricer), with_lacking)
+            policy: costs_of(tallies, live_coefficients(tallies, pricer), with_stack_deficits)
             for policy in scope.space.policies
             for tallies in [model_tallies.points[policy, scope.routes]]
         }
 
     def least(self, shapes: Array) -> tuple[Array, dict[str, Array]]:
         """Minimum bytes over all choices on the given shapes (numbers): stored bytes, and live
-        bytes by remat policy; see `of`.
+        bytes by remat policy; see `footprint`.
         """
-        return self._rest.least(shapes), {
-            policy: parts.least(shapes) for policy, parts in self._points.items()
+        return self._stored.least(shapes), {
+            policy: costs.least(shapes) for policy, costs in self._points.items()
         }
 
     def total(self, row_choices: RowChoices, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """Bytes of the given choices on the given shapes (numbers); see `of`."""
-        return self._rest.total(row_choices, shapes), {
-            policy: parts.total(row_choices, shapes) for policy, parts in self._points.items()
+        """Bytes of the given choices on the given shapes (numbers); see `footprint`."""
+        return self._stored.total(row_choices, shapes), {
+            policy: costs.total(row_choices, shapes) for policy, costs in self._points.items()
         }
 
-    def of(self, resting: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
+    def footprint(self, stored: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
         """The footprint of candidates.
 
         Args:
-            resting: bytes of `RESTING` and `TRAINED` summed over all stages, in layers and in the
-                ends (embedding and head), by candidate: array [2 x 7, candidates].
-            points: bytes of `KINDS` at every point: array [points x 5, candidates].
+            stored: bytes of `STORED` and `TRAINED` summed over all stages, in layers and in
+                embedding and head, by candidate: array [2 x 7, candidates].
+            points: bytes of `LIVE_KINDS` at every point: array [points x 5, candidates].
         """
-        stages, together = sizes["stage"], sizes["micro"] // self._space.accumulation_groups
+        stages, concurrent = sizes["stage"], sizes["micro"] // self._space.accumulation_groups
 
-        def shape(chunks: int) -> Pipelines:
+        def pipelines_of(chunks: int) -> Pipelines:
             return Pipelines(
                 stages=stages,
                 chunks=np.full_like(stages, chunks),
-                microbatches=together,
+                microbatches=concurrent,
                 lockstep=self._profile.pipeline == "lockstep",
             )
 
-        longest = np.maximum.reduce(
-            [schedule.in_flight(shape(chunks)) for schedule, chunks in self._in_flight()]
+        max_in_flight = np.maximum.reduce(
+            [
+                schedule.in_flight(pipelines_of(chunks))
+                for schedule, chunks in self._extreme_schedules()
+            ]
         )
-        in_flight, pinned = least_in_flight(shape(1)), self._space.pins.schedule
-        rounds = pinned is not None and named(pinned).forward_first
-        footprint = self._holding(
-            resting, points, sizes, in_flight, longest, 0.0 if rounds else 1.0
+        in_flight, pinned = least_in_flight(pipelines_of(1)), self._space.pins.schedule
+        forward_first_pinned = pinned is not None and named(pinned).forward_first
+        footprint = self._with_in_flight(
+            stored, points, sizes, in_flight, max_in_flight, 0.0 if forward_first_pinned else 1.0
         )
         if not self._space.breadth_first_chunks:
             return footprint
-        longest_in_flight = np.maximum.reduce(
-            [schedule.in_flight(shape(1)) for schedule in forward_first()]
+        max_forward_first = np.maximum.reduce(
+            [schedule.in_flight(pipelines_of(1)) for schedule in forward_first()]
         )
-        chunks = self._space.most_rounds(sizes)
-        whole_share = np.minimum(1.0, 2 / np.maximum(chunks, 1))  # two chunks are whole at a time
-        first = self._holding(resting, points, sizes, together, longest_in_flight, whole_share)
-        return replace(footprint, breadth_first=first.under(3, "once"))
+        chunks = self._space.max_breadth_first_chunks(sizes)
+        # two chunks are all-gathered at a time
+        gathered_share = np.minimum(1.0, 2 / np.maximum(chunks, 1))
+        breadth_first = self._with_in_flight(
+            stored, points, sizes, concurrent, max_forward_first, gathered_share
+        )
+        return replace(footprint, breadth_first=breadth_first.with_zero(3, "once"))
 
-    def _in_flight(self) -> list[tuple[Schedule, int]]:
+    def _extreme_schedules(self) -> list[tuple[Schedule, int]]:
         """Schedules with chunks per stage, one of which has the most microbatches in flight."""
         if self._space.pins.schedule:
             return [(named(self._space.pins.schedule), chunks) for chunks in (1, 2)]
@@ -262,65 +275,67 @@ class Footprints:
             for chunks in schedule.tried(pinned=False, chunks=None, policy="none", limit=2)
         ]
 
-    def _holding(
+    def _with_in_flight(
         self,
-        resting: Array,
+        stored: Array,
         points: Array,
         sizes: Mapping[str, Array],
         in_flight: Array,
-        longest: Array,
-        once: Array | float,
+        max_in_flight: Array,
+        gathered_share: Array | float,
     ) -> Footprint:
-        """The footprint for a least (`in_flight`) and a most (`longest`) number of microbatches in
-        flight; `once` is the least share of the parameters that is resident where stages all-gather
-        them once for all microbatches.
+        """The footprint for a least (`in_flight`) and a most (`max_in_flight`) number of
+        microbatches in flight; `gathered_share` is the least share of the parameters that is
+        resident where stages all-gather them once for all microbatches.
         """
         profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
         spread = profile.embedding_and_head == "spread"
-        layers, ends = resting.reshape(2, len(RESTING) + 1, -1)
-        parameters, state, gradients, *replicated, trained = layers / stages + ends * (
+        layers, outside_layers = stored.reshape(2, len(STORED) + 1, -1)
+        parameters, state, gradients, *replicated, trained = layers / stages + outside_layers * (
             1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0)
         )
-        stacks, others, at_ends, everywhere, lacking = np.moveaxis(
-            points.reshape(len(points) // len(KINDS), len(KINDS), len(stages)), 1, 0
+        stacks, others, outside, everywhere, deficits = np.moveaxis(
+            points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), len(stages)), 1, 0
         )
-        flying = in_flight / stages
-        others = others / stages + everywhere + at_ends * (1 / stages if spread else stages == 1)
+        others = others / stages + everywhere + outside * (1 / stages if spread else stages == 1)
         batch = (
             self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
         )
         heap = profile.fragmentation * heap_share(self._pricer, stages)
-        keeps = heap * ((micro > 1) | profile.gradient_buffer)
+        accumulating = heap * ((micro > 1) | profile.gradient_buffer)
         return Footprint(
-            whole=(
+            replicated=(
                 profile.fragmentation * (replicated[0] - parameters),
-                keeps * (replicated[2] - gradients),
+                accumulating * (replicated[2] - gradients),
                 replicated[1] - state,
             ),
-            once=np.where(stages > 1, once, 0.0)
+            gathered_once=np.where(stages > 1, gathered_share, 0.0)
             * (
                 profile.fragmentation * self._model.matmul_dtype_ratio * trained
-                + keeps * replicated[2]
+                + accumulating * replicated[2]
             ),
-            resting=profile.fragmentation * (parameters + batch)
-            + keeps * gradients
+            stored=profile.fragmentation * (parameters + batch)
+            + accumulating * gradients
             + (profile.fragmentation - 1) * state
             + profile.runtime_bytes,
             state=state,
-            occupied=heap * (stacks * flying + others).max(0),
-            bare=heap * (lacking * longest * self._fullest(stages) + others).max(0),
-            turns=micro / longest / heap_share(self._pricer, stages),
+            live=heap * (stacks * (in_flight / stages) + others).max(0),
+            live_without_stacks=heap
+            * (deficits * max_in_flight * self._max_layer_share(stages) + others).max(0),
+            stack_fills=micro / max_in_flight / heap_share(self._pricer, stages),
         )
 
-    def _fullest(self, stages: Array) -> Array:
-        """Upper bound on the share of a class's layers that one stage has.
+    def _max_layer_share(self, stages: Array) -> Array:
+        """Upper bound on the share of a group's layers that one stage has.
 
         Every chunk has whole layers, and stages that are balanced by work can have more of them.
         """
-        fewest = min(self._model.counts, default=1)
+        fewest_layers = min(self._model.counts, default=1)
         return np.where(
-            stages > 1, (1 + self._model.head_layers / fewest) / stages + MAX_VIRTUAL / fewest, 1.0
+            stages > 1,
+            (1 + self._model.head_layers / fewest_layers) / stages + MAX_CHUNKS / fewest_layers,
+            1.0,
         )
 
 
@@ -328,7 +343,7 @@ class Footprints:
 # The least time of a mixture of remat policies that fits.
 
 
-def mixed(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
+def fastest_mixture(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
     """The least seconds of any mixture of the points whose bytes are within the capacity, by
     candidate; infinite where there is none.
 
@@ -370,14 +385,14 @@ class Pairs(BoundedTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tick(LazyTable):
+class MicrobatchBounds(LazyTable):
     """Lower bounds for one microbatch, summed over all stages; arrays [candidates].
 
     Attributes:
         busy: seconds of kernels and of collectives that block compute.
         free: `busy` less the weight-gradient work with which zero-bubble schedules can fill
             bubbles.
-        loaded: `busy` with ring transfers in place of the compute that could hide them.
+        ring_exposed: `busy` with ring transfers in place of the compute that could hide them.
         messages: number of messages between stages, per microbatch and chunk of layers.
         message_bytes: bytes of these messages.
         blocked: those seconds of `busy` that are collectives.
@@ -387,30 +402,30 @@ class Tick(LazyTable):
 
     busy: Array
     free: Array
-    loaded: Array
+    ring_exposed: Array
     messages: Array
     message_bytes: Array
     blocked: Array
     layers: Array
 
     @classmethod
-    def of(cls, rows: Array) -> Tick:
-        """The bounds from an array [QUANTITIES, candidates]."""
+    def of(cls, rows: Array) -> MicrobatchBounds:
+        """The bounds from an array [BOUND_COUNT, candidates]."""
         return cls(**{f.name: row for f, row in zip(fields(cls), rows, strict=True)})
 
-    def waiting(self, blocked: Array) -> Tick:
+    def with_blocked(self, blocked: Array) -> MicrobatchBounds:
         """The same bounds with `blocked` seconds of blocking collectives."""
         more = blocked - self.blocked
         return replace(
             self,
             busy=self.busy + more,
             free=self.free + more,
-            loaded=self.loaded + more,
+            ring_exposed=self.ring_exposed + more,
             blocked=blocked,
         )
 
 
-QUANTITIES = len(fields(Tick))
+BOUND_COUNT = len(fields(MicrobatchBounds))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -423,10 +438,10 @@ QUANTITIES = len(fields(Tick))
 # bound is a sum over the components of the colours (`planner/space.py`).
 
 #: In place of a policy: the least of all policies for each layer group.
-EACH = "each"
+BEST_PER_GROUP = "each"
 
 
-class Bounds:
+class ComputeBounds:
     """Lower bounds on step time.
 
     Args:
@@ -435,13 +450,13 @@ class Bounds:
 
     def __init__(self, scope: Scope, pricer: Pricer, values: MeasureValues) -> None:
         self._pricer, self._values = pricer, values
-        self._waiting, self._ring = waited(scope), hidden(scope)
-        self._alike = (
+        self._blocking, self._ring = blocking_slots(scope), ring_slots(scope)
+        self._equal_layers = (
             len(scope.workload.counts) == 1 and pricer.profile.embedding_and_head != "owners"
         )
-        self._layers = len(scope.workload.counts)
+        self._group_count = len(scope.workload.counts)
         lockstep = pricer.profile.pipeline == "lockstep"
-        self._put_off = max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
+        self._deferrable = max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
         work = values.kernel_degrees
         none = np.ones(len(work), dtype=np.int64)
         self._links = least_link_costs(
@@ -455,87 +470,63 @@ class Bounds:
         )
         self._first = np.zeros(len(work), dtype=np.int64)
         self._first[values.kernel_index[::-1]] = np.arange(len(values.kernel_index))[::-1]
-        self._parts = {
-            policy: ComponentCosts(
-                scope,
-                scope.model_tallies.work[policy, scope.routes],
-                work,
-                self._seconds,
-                QUANTITIES,
-            )
-            for policy in scope.space.policies
-        }
-        self._by_class = (
-            [
-                [
-                    ComponentCosts(
-                        scope,
-                        scope.model_tallies.work[policy, scope.routes],
-                        work,
-                        partial(self._of_segment, segment),
-                        QUANTITIES,
-                    )
-                    for policy in scope.space.policies
-                ]
-                for segment in range(self._layers + 2)
-            ]
-            if scope.space.by_group
-            else []
-        )
+        policies = scope.space.policies
 
-    def work_of(self, shapes: Array) -> Array:
+        def costs(policy: str, evaluate: TallyValues) -> ComponentCosts:
+            tallies = scope.model_tallies.work[policy, scope.routes]
+            return ComponentCosts(scope, tallies, work, evaluate, BOUND_COUNT)
+
+        self._costs = {policy: costs(policy, self._seconds) for policy in policies}
+        segments = range(self._group_count + 2) if scope.space.mixes_remat else ()
+        self._by_group = [
+            [costs(policy, partial(self._segment_seconds, segment)) for policy in policies]
+            for segment in segments
+        ]
+
+    def work_shapes(self, shapes: Array) -> Array:
         """Numbers of the distinct kernel shapes of the given shapes."""
         return self._values.kernel_index[shapes]
 
-    def tick(self, policy: str, choice: Choice, shapes: Array) -> Tick:
-        """Lower bounds for one microbatch under one choice, on the given shapes."""
-        return self.ticks(policy, alone(choice, len(shapes)), shapes)
-
-    def ticks(self, policy: str, row_choices: RowChoices, shapes: Array) -> Tick:
+    def of_choices(self, policy: str, row_choices: RowChoices, shapes: Array) -> MicrobatchBounds:
         """Lower bounds for one microbatch under the given choices, on the given shapes."""
-        if policy != EACH:
-            return Tick.of(self._parts[policy].total(row_choices, self.work_of(shapes)))
-        return Tick.of(
-            sum(
-                (
-                    np.minimum.reduce(
-                        [parts.total(row_choices, self.work_of(shapes)) for parts in segment]
-                    )
-                    for segment in self._by_class
-                ),
-                np.zeros((QUANTITIES, len(shapes))),
+        if policy != BEST_PER_GROUP:
+            return MicrobatchBounds.of(
+                self._costs[policy].total(row_choices, self._values.kernel_index[shapes])
             )
+        work = self._values.kernel_index[shapes]
+        minima = (
+            np.minimum.reduce([costs.total(row_choices, work) for costs in segment])
+            for segment in self._by_group
         )
+        return MicrobatchBounds.of(sum(minima, np.zeros((BOUND_COUNT, len(shapes)))))
 
-    def least(self, policy: str, shapes: Array, first: int | None = None) -> Tick:
+    def least(self, policy: str, shapes: Array, stop: int | None = None) -> MicrobatchBounds:
         """The minimum over all choices on the given shapes; infinite where no choice fits.
 
-        With `first`, a bound on that minimum from only some of the components; see
+        With `stop`, a bound on that minimum from the components before that index; see
         `ComponentCosts.least`.
         """
-        if policy != EACH:
-            return Tick.of(self._parts[policy].least(self.work_of(shapes), first))
-        work, which = np.unique(self.work_of(shapes), return_inverse=True)
-        return Tick.of(
-            sum(
-                (
-                    np.minimum.reduce([parts.least(work, first) for parts in segment])
-                    for segment in self._by_class
-                ),
-                np.zeros(1),
-            )[:, which]
+        if policy != BEST_PER_GROUP:
+            return MicrobatchBounds.of(
+                self._costs[policy].least(self._values.kernel_index[shapes], stop)
+            )
+        work, which = np.unique(self._values.kernel_index[shapes], return_inverse=True)
+        minima = (
+            np.minimum.reduce([costs.least(work, stop) for costs in segment])
+            for segment in self._by_group
         )
+        return MicrobatchBounds.of(sum(minima, np.zeros(1))[:, which])
 
-    def _of_segment(self, segment: int, tally: Tally, shapes: Array) -> Array:
-        """The rows of a `Tick` for one segment; see `_seconds`."""
+    def _segment_seconds(self, segment: int, tally: Tally, shapes: Array) -> Array:
+        """The rows of a `MicrobatchBounds` for one segment; see `_seconds`."""
         of_segment = tally.rows // ROWS == segment
         return self._seconds(
             replace(tally, rows=tally.rows[of_segment], matrix=tally.matrix[of_segment]), shapes
         )
 
     def _seconds(self, tally: Tally, shapes: Array) -> Array:
-        """The rows of a `Tick` on the given shapes, whatever fsdp is."""
-        block, ring, stage = self._waiting, self._ring, role_slots("stage")
+        """The rows of a `MicrobatchBounds` on the given shapes, whatever fsdp is."""
+        block, ring, stage = self._blocking, self._ring, role_slots("stage")
         waits = [first + slot for first in (COUNTS, BYTES) for slot in block]
 
         def rows_of(segments: int, quantities: list[int]) -> Array:
@@ -560,7 +551,7 @@ class Bounds:
             )
 
         rows = rows_of(
-            self._layers + 2,
+            self._group_count + 2,
             [
                 Quantity.COMPUTE,
                 Quantity.WEIGHTS,
@@ -570,14 +561,14 @@ class Bounds:
         )
         blocked = waiting(rows, block)
         busy, layers = rows[Quantity.COMPUTE] + blocked, np.zeros(len(shapes))
-        if self._alike:
+        if self._equal_layers:
             inside = rows_of(1, [Quantity.COMPUTE, *waits])
             layers = inside[Quantity.COMPUTE] + waiting(inside, block)
         (hop,), (share,) = stage, self._pricer.exposed_share(stage)[:, 0]
         return np.stack(
             [
                 busy,
-                busy - self._put_off * rows[Quantity.WEIGHTS],
+                busy - self._deferrable * rows[Quantity.WEIGHTS],
                 busy
                 - self._pricer.constants.overlap * rows[Quantity.COMPUTE]
                 + waiting(rows, ring),
@@ -589,77 +580,78 @@ class Bounds:
         )
 
 
-def waited(scope: Scope) -> list[int]:
+def blocking_slots(scope: Scope) -> list[int]:
     """Slots of collectives that block compute."""
-    along = CONTEXT_ROLES[scope.space.strategy.decisions.context]
-    return role_slots("block", *(role for role in along if role != "ring"))
+    context_roles = CONTEXT_ROLES[scope.space.strategy.decisions.context]
+    return role_slots("block", *(role for role in context_roles if role != "ring"))
 
 
-def hidden(scope: Scope) -> list[int]:
+def ring_slots(scope: Scope) -> list[int]:
     """Slots of ring transfers, which overlap with compute."""
-    along = CONTEXT_ROLES[scope.space.strategy.decisions.context]
-    return role_slots(*(role for role in along if role == "ring"))
+    context_roles = CONTEXT_ROLES[scope.space.strategy.decisions.context]
+    return role_slots(*(role for role in context_roles if role == "ring"))
 
 
-def passing(tick: Tick, stages: Array, pricer: Pricer) -> Array:
+def message_seconds(bounds: MicrobatchBounds, stages: Array, pricer: Pricer) -> Array:
     """Lower bound on the seconds of the stage-to-stage messages of one microbatch and chunk of
     layers under any placement, by candidate; see `step_seconds`.
     """
     latency, per_byte = least_stage_send(stages, pricer.topology)
     return np.where(
-        np.isfinite(tick.messages),
-        np.nan_to_num(tick.messages) * latency + np.nan_to_num(tick.message_bytes) * per_byte,
+        np.isfinite(bounds.messages),
+        np.nan_to_num(bounds.messages) * latency + np.nan_to_num(bounds.message_bytes) * per_byte,
         0.0,
     ) * (1 - pricer.profile.send_overlap)
 
 
 def step_seconds(
-    tick: Tick,
+    bounds: MicrobatchBounds,
     stages: Array,
     micro: Array,
-    rounds: Array | None,
+    bubble: Array | None,
     layers: int,
     groups: int = 1,
-    passes: Array | float = 0.0,
-    hiding: Array | float = 0.0,
+    messages: Array | float = 0.0,
+    overlappable: Array | float = 0.0,
     exposed: float = 0.0,
 ) -> Array:
     """A lower bound on the step time.
 
     Args:
-        rounds: lower bound on a stage's waiting time in units of its busy time per microbatch
+        bubble: lower bound on a stage's waiting time in units of its busy time per microbatch
             (`Schedule.rounds`), by candidate, for one accumulation group; None for a schedule that
             fills the bubble with weight gradients.
-        passes: seconds of the messages of one microbatch.
-        hiding: seconds per step of transfers that overlap with compute.
+        messages: seconds of the messages of one microbatch.
+        overlappable: seconds per step of transfers that overlap with compute.
         exposed: least share of them that does not.
     """
-    finite = np.isfinite(tick.busy)
-    fuller = np.where(finite, tick.layers, 0.0) * (
+    finite = np.isfinite(bounds.busy)
+    imbalance = np.where(finite, bounds.layers, 0.0) * (
         np.ceil(layers / stages) / max(layers, 1) - 1 / stages
     )
-    busy, free, loaded = (
-        seconds / stages + fuller + passes for seconds in (tick.busy, tick.free, tick.loaded)
+    busy, free, ring_exposed = (
+        seconds / stages + imbalance + messages
+        for seconds in (bounds.busy, bounds.free, bounds.ring_exposed)
     )
     waiting = (
         (stages - 1) * np.maximum(0.0, np.where(finite, free, 0.0))
-        if rounds is None
-        else rounds * np.where(finite, busy, 0.0)
+        if bubble is None
+        else bubble * np.where(finite, busy, 0.0)
     )
-    return np.maximum(busy * micro + exposed * hiding, loaded * micro + hiding) + np.where(
-        finite, groups * waiting, 0.0
-    )
+    return np.maximum(
+        busy * micro + exposed * overlappable, ring_exposed * micro + overlappable
+    ) + np.where(finite, groups * waiting, 0.0)
 
 
 def breadth_first_seconds(
-    tick: Tick,
+    bounds: MicrobatchBounds,
     stages: Array,
     micro: Array,
     chunks: Array,
     layers: int,
     groups: int,
-    passes: Array,
-    hiding: Array | float = 0.0,
+    messages: Array,
+    overlappable: Array | float = 0.0,
     exposed: float = 0.0,
     *,
     pinned: bool,
@@ -668,39 +660,30 @@ def breadth_first_seconds(
     layers before the next; more chunks give a smaller bubble and more messages.
 
     Args:
-        tick, stages, micro, layers, groups: see `step_seconds`.
-        passes: seconds of the messages of one microbatch and chunk.
-        hiding, exposed: see `step_seconds`.
+        bounds, stages, micro, layers, groups: see `step_seconds`.
+        messages: seconds of the messages of one microbatch and chunk.
+        overlappable, exposed: see `step_seconds`.
     """
     fits = chunks > 0
     if not pinned:
         with np.errstate(divide="ignore", invalid="ignore"):
-            best = np.sqrt(groups * (stages - 1) * tick.busy / stages / (micro * passes))
-        chunks = np.clip(np.nan_to_num(best, nan=np.inf), FEWEST, np.maximum(chunks, FEWEST))
+            best = np.sqrt(groups * (stages - 1) * bounds.busy / stages / (micro * messages))
+        best = np.nan_to_num(best, nan=np.inf)
+        chunks = np.clip(best, MIN_CHUNKS, np.maximum(chunks, MIN_CHUNKS))
     chunks = np.maximum(chunks, 1)
-    return np.where(
-        fits,
-        step_seconds(
-            tick,
-            stages,
-            micro,
-            (stages - 1) / chunks,
-            layers,
-            groups,
-            passes * chunks,
-            hiding,
-            exposed,
-        ),
-        np.inf,
+    bubble, messages = (stages - 1) / chunks, messages * chunks
+    seconds = step_seconds(
+        bounds, stages, micro, bubble, layers, groups, messages, overlappable, exposed
     )
+    return np.where(fits, seconds, np.inf)
 
 
 # --------------------------------------------------------------------------------------------------
 # Lower bounds on parameter all-gathers and gradient reductions, under any placement.
 #
 # They overlap with compute, but only up to its length: a step takes at least their time plus the
-# time that cannot overlap with them (`Tick.loaded`). With every group of axes on the fastest links
-# that it could have alone they are a sum over the components of the colours.
+# time that cannot overlap with them (`MicrobatchBounds.ring_exposed`). With every group of axes on
+# the fastest links that it could have alone they are a sum over the components of the colours.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -713,7 +696,7 @@ class TrafficBounds(ArrayTable):
         reduce: all-reduces of gradients that are stored replicated, per microbatch.
         routed: the part of `reduce` that is gradients of experts on their devices.
         blocked: collectives that block compute, per microbatch and over all stages.
-        updated: the all-gather of updated parameters, per step.
+        gather_updated: the all-gather of updated parameters, per step.
     """
 
     gather: Array
@@ -721,7 +704,7 @@ class TrafficBounds(ArrayTable):
     reduce: Array
     routed: Array
     blocked: Array
-    updated: Array
+    gather_updated: Array
 
     def seconds(self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather: str) -> Array:
         """Seconds per step under a ZeRO stage."""
@@ -729,15 +712,15 @@ class TrafficBounds(ArrayTable):
         if zero == 3:
             times = np.where(staged, 0.5, micro) if gather == "once" else micro
             return self.gather * times + self.scatter * np.maximum(times, 1)
-        updated = self.updated if zero else 0.0
+        update = self.gather_updated if zero else 0.0
         reduced = self.scatter if profile.scatters(zero) else self.reduce
         if profile.reduces_once(zero):
-            return reduced + updated
+            return reduced + update
         if zero == 2:
-            return reduced * micro + updated
+            return reduced * micro + update
         if profile.reduces_in_the_last(zero):
-            return reduced + np.where(staged, 0.0, self.routed * (micro - 1)) + updated
-        return reduced * np.where(staged, 1, micro) + updated
+            return reduced + np.where(staged, 0.0, self.routed * (micro - 1)) + update
+        return reduced * np.where(staged, 1, micro) + update
 
 
 class Traffic:
@@ -761,53 +744,53 @@ class Traffic:
     ) -> None:
         profile, stages, model = pricer.profile, sizes["stage"], scope.workload.model
         self._values, self._shape, self._layers = values, shape, len(model.counts)
-        self._distinct, self._place = np.unique(shape, return_inverse=True)
-        # overlap that a profile states itself is not part of `Tick.loaded`
-        measured_here = not profile.overlaps_itself
+        self._distinct, self._position = np.unique(shape, return_inverse=True)
+        # overlap that a profile states itself is not part of `MicrobatchBounds.ring_exposed`
+        counts_overlap = not profile.overlaps_itself
         if profile.embedding_and_head == "owners":
-            ends = np.where(stages > 1, model.largest_end, 1.0)
+            outside_share = np.where(stages > 1, model.largest_end, 1.0)
         else:
-            ends = np.ones(len(stages)) if profile.ends_on_all_stages else 1 / stages
+            outside_share = np.ones(len(stages)) if profile.ends_on_all_stages else 1 / stages
         layers = [np.ceil(count / stages) / count for count in model.counts]
-        self._shares = np.stack([*layers, np.ones(len(stages)), ends])
+        self._shares = np.stack([*layers, np.ones(len(stages)), outside_share])
         if links is None:
             links = least_link_costs({axis: sizes[axis] for axis in MESH_AXES}, pricer.topology)
-        waits = waited(scope)
-        slots = sorted({*waits, *(role_slots(*_ROLES) if measured_here else ())})
+        blocking = blocking_slots(scope)
+        slots = sorted({*blocking, *(role_slots(*_ROLES) if counts_overlap else ())})
         factors = pricer.exposed_share(slots) * np.array(
             [
                 [model.reduction_dtype_ratio if SLOTS[slot].role in ("reduce", "scatter") else 1.0]
                 for slot in slots
             ]
         )
-        into = np.array(
+        kinds = np.array(
             [
                 *([SLOTS[slot].role == role for slot in slots] for role in _ROLES),
                 [SLOTS[slot].role == "reduce" and SLOTS[slot].group.of_experts for slot in slots],
-                [slot in waits for slot in slots],
+                [slot in blocking for slot in slots],
             ],
             dtype=float,
         )
-        unsharded = np.array([slot in waits for slot in slots])
-        self._roles = _Weights(
+        all_stages = np.array([slot in blocking for slot in slots])
+        self._roles = _RowWeights(
             rows=np.array([first + slot for first in (COUNTS, BYTES) for slot in slots]),
             rates=np.concatenate(
                 [figures[slots] * factors for figures in (links.latency, links.per_byte)]
             ),
-            into=np.concatenate([into, into], axis=1),
-            whole=np.concatenate([unsharded, unsharded]),
+            kinds=np.concatenate([kinds, kinds], axis=1),
+            all_stages=np.concatenate([all_stages, all_stages]),
         )
         dense, experts = (
             links.per_byte[SLOT_INDEX[Slot("gather", stored(experts=flag), "all-gather")]]
             for flag in (False, True)
         )
-        if not measured_here:
+        if not counts_overlap:
             dense, experts = np.zeros_like(dense), np.zeros_like(dense)
-        self._updates = _Weights(
+        self._updates = _RowWeights(
             rows=np.array([Quantity.PARAMETERS, Quantity.EXPERTS]),
             rates=np.stack([dense, experts - dense]),
-            into=np.ones((1, 2)),
-            whole=np.zeros(2, dtype=bool),
+            kinds=np.ones((1, 2)),
+            all_stages=np.zeros(2, dtype=bool),
         )
         model_tallies, shapes = scope.model_tallies, values.degrees.take(shape)
         self._work = {
@@ -816,13 +799,13 @@ class Traffic:
                 model_tallies.work[policy, scope.routes],
                 shapes,
                 lambda tally, positions: self._seconds(tally, positions, self._roles),
-                len(into),
+                len(kinds),
             )
             for policy in scope.space.policies
         }
-        self._rest = ComponentCosts(
+        self._stored = ComponentCosts(
             scope,
-            model_tallies.rest,
+            model_tallies.stored,
             shapes,
             lambda tally, positions: self._seconds(tally, positions, self._updates),
             1,
@@ -830,42 +813,45 @@ class Traffic:
 
     def least(self, positions: Array) -> dict[str, TrafficBounds]:
         """The minimum over all choices, by remat policy; infinite where none fits."""
-        updates = self._rest.least(positions)
+        updates = self._stored.least(positions)
         return {
-            policy: _moved(parts.least(positions), updates) for policy, parts in self._work.items()
+            policy: _traffic_bounds(costs.least(positions), updates)
+            for policy, costs in self._work.items()
         }
 
     def total(self, row_choices: RowChoices, positions: Array) -> dict[str, TrafficBounds]:
         """The traffic of the given choices, by remat policy."""
-        updates = self._rest.total(row_choices, positions)
+        updates = self._stored.total(row_choices, positions)
         return {
-            policy: _moved(parts.total(row_choices, positions), updates)
-            for policy, parts in self._work.items()
+            policy: _traffic_bounds(costs.total(row_choices, positions), updates)
+            for policy, costs in self._work.items()
         }
 
-    def _seconds(self, tally: Tally, positions: Array, weights: _Weights) -> Array:
+    def _seconds(self, tally: Tally, positions: Array, row_weights: _RowWeights) -> Array:
         """Seconds of the rows of a tally, by kind."""
-        which = np.searchsorted(weights.rows, tally.rows % ROWS)
-        which = np.minimum(which, len(weights.rows) - 1)
-        weighted = np.flatnonzero(weights.rows[which] == tally.rows % ROWS)
+        which = np.searchsorted(row_weights.rows, tally.rows % ROWS)
+        which = np.minimum(which, len(row_weights.rows) - 1)
+        weighted = np.flatnonzero(row_weights.rows[which] == tally.rows % ROWS)
         matrix, which = tally.matrix[weighted], which[weighted]
         used = np.flatnonzero(matrix.any(0))
         if not len(used):
-            return np.zeros((len(weights.into), len(positions)))
-        here = self._place[positions]
+            return np.zeros((len(row_weights.kinds), len(positions)))
+        wanted = self._position[positions]
         present = np.zeros(len(self._distinct), dtype=bool)
-        present[here] = True
-        shapes, place = self._distinct[present], (np.cumsum(present) - 1)[here]
+        present[wanted] = True
+        shapes, position = self._distinct[present], (np.cumsum(present) - 1)[wanted]
         values = matrix[:, used] @ self._values.stacked(
             tuple(tally.measures[i] for i in used), shapes
         )
         shares = np.where(
-            weights.whole[which][:, None],
+            row_weights.all_stages[which][:, None],
             1.0,
             self._shares[tally.rows[weighted] // ROWS].take(positions, axis=1),
         )
-        return weights.into[:, which] @ (
-            values.take(place, axis=1) * shares * weights.rates[which].take(positions, axis=1)
+        return row_weights.kinds[:, which] @ (
+            values.take(position, axis=1)
+            * shares
+            * row_weights.rates[which].take(positions, axis=1)
         )
 
 
@@ -874,32 +860,25 @@ _ROLES = ("gather", "scatter", "reduce")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Weights:
+class _RowWeights:
     """Coefficients of some rows of a tally.
 
     Attributes:
         rows: row numbers within a segment, ascending.
         rates: seconds by row and candidate.
-        into: the kinds of seconds that each row counts towards, array [kinds, rows].
-        whole: True for rows that are summed over all stages instead of taken from one.
+        kinds: the kinds of seconds that each row counts towards, array [kinds, rows].
+        all_stages: True for rows that are summed over all stages instead of taken from one.
     """
 
     rows: Array
     rates: Array
-    into: Array
-    whole: Array
+    kinds: Array
+    all_stages: Array
 
 
-def _moved(work: Array, updates: Array) -> TrafficBounds:
-    gather, scatter, reduce, routed, blocked = work
-    return TrafficBounds(
-        gather=gather,
-        scatter=scatter,
-        reduce=reduce,
-        routed=routed,
-        blocked=blocked,
-        updated=updates[0],
-    )
+def _traffic_bounds(work: Array, updates: Array) -> TrafficBounds:
+    names = (field.name for field in fields(TrafficBounds))
+    return TrafficBounds(**dict(zip(names, (*work, updates[0]), strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -912,7 +891,7 @@ def _moved(work: Array, updates: Array) -> TrafficBounds:
 
 #: The kind of plan that a bound covers: (ZeRO stage, True for breadth-first pipelines, when stages
 #: all-gather weights that are stored sharded; "use" where they are not).
-Kind = tuple[int, bool, str]
+PlanKind = tuple[int, bool, str]
 #: Relative rounding error allowed in a sum of bytes.
 ROUNDING = 1e-9
 
@@ -932,41 +911,42 @@ class StepBounds:
 
     def seconds(
         self,
-        ticks: Mapping[str, Tick],
+        bounds: Mapping[str, MicrobatchBounds],
         footprints: Mapping[str, Footprint],
-        moved: Mapping[str, TrafficBounds],
+        traffic: Mapping[str, TrafficBounds],
         sizes: Mapping[str, Array],
     ) -> Array:
         """Lower bound on the step time of plans that fit; infinite where none fits."""
-        kinds = self.by_kind(ticks, footprints, moved, sizes)
+        kinds = self.by_kind(bounds, footprints, traffic, sizes)
         return np.minimum.reduce([np.full(len(sizes["micro"]), np.inf), *kinds.values()])
 
     def by_kind(
         self,
-        ticks: Mapping[str, Tick],
+        bounds: Mapping[str, MicrobatchBounds],
         footprints: Mapping[str, Footprint],
-        moved: Mapping[str, TrafficBounds],
+        traffic: Mapping[str, TrafficBounds],
         sizes: Mapping[str, Array],
-    ) -> dict[Kind, Array]:
+    ) -> dict[PlanKind, Array]:
         """The same for every kind of plan."""
         constants = self.pricer.constants
         fixed = constants.step_s + constants.microbatch_s * (
             sizes["micro"] + self.space.accumulation_groups * (sizes["stage"] - 1)
         )
-        kinds = dict[Kind, Array]()
-        for zero, gather, legal in self._ways(sizes):
+        kinds = dict[PlanKind, Array]()
+        for zero, gather, legal in self._zero_options(sizes):
             by_policy = {
-                policy: footprint.under(zero, gather) for policy, footprint in footprints.items()
+                policy: footprint.with_zero(zero, gather)
+                for policy, footprint in footprints.items()
             }
             state = next(iter(by_policy.values())).state
-            hiding = {
-                policy: traffic.seconds(zero, self.pricer, sizes, gather)
-                for policy, traffic in moved.items()
+            overlappable = {
+                policy: collectives.seconds(zero, self.pricer, sizes, gather)
+                for policy, collectives in traffic.items()
             }
-            for times, breadth_first in self._alternatives(ticks, sizes, hiding, gather):
+            for times, breadth_first in self._alternatives(bounds, sizes, overlappable, gather):
                 kind = zero, breadth_first, gather
                 minimum = kinds.get(kind, np.full(len(sizes["micro"]), np.inf))
-                for parts in self.offloads:
+                for offload in self.offloads:
                     points = [
                         point
                         for policy, time in times.items()
@@ -975,43 +955,43 @@ class StepBounds:
                             _breadth_first(footprints[policy])
                             if breadth_first
                             else by_policy[policy],
-                            parts,
+                            offload,
                         )
                     ]
-                    within = mixed(points, self.capacity * (1 + ROUNDING))
-                    if "optimizer" in parts:
+                    within = fastest_mixture(points, self.capacity * (1 + ROUNDING))
+                    if "optimizer" in offload:
                         within = within + 2 * state / self.pricer.topology.chip.host_bytes_per_s
                     minimum = np.minimum(minimum, np.where(legal, within, np.inf))
                 kinds[kind] = minimum
         return {kind: minimum + fixed for kind, minimum in kinds.items()}
 
-    def fastest(self, ticks: Mapping[str, Tick], sizes: Mapping[str, Array]) -> Array:
+    def fastest(self, bounds: Mapping[str, MicrobatchBounds], sizes: Mapping[str, Array]) -> Array:
         """Lower bound on the step time, regardless of memory."""
         return np.minimum.reduce(
             [
                 time
-                for times, _ in self._alternatives(ticks, sizes, {}, "once")
+                for times, _ in self._alternatives(bounds, sizes, {}, "once")
                 for time in times.values()
             ]
         )
 
-    def _ways(self, sizes: Mapping[str, Array]) -> list[tuple[int, str, Array]]:
+    def _zero_options(self, sizes: Mapping[str, Array]) -> list[tuple[int, str, Array]]:
         """ZeRO stages of the space, when each gathers weights, and the candidates for which it is
         legal.
         """
         stored = np.prod([sizes[axis] for axis in STORED_AXES], axis=0) > 1
-        alone = sizes["fsdp"] == 1
+        unsharded_fsdp = sizes["fsdp"] == 1
         zeros = [zero for zero in range(4) if self.space.pins.zero in (None, zero)]
-        stages = [(zero, "use", stored if zero else alone) for zero in zeros]
+        stages = [(zero, "use", stored if zero else unsharded_fsdp) for zero in zeros]
         staged = stored & (sizes["stage"] > 1)
         once = 3 in zeros and "once" in self.space.gathers and bool(staged.any())
         return [*stages, (3, "once", staged)] if once else stages
 
     def _alternatives(
         self,
-        ticks: Mapping[str, Tick],
+        bounds: Mapping[str, MicrobatchBounds],
         sizes: Mapping[str, Array],
-        hiding: Mapping[str, Array],
+        overlappable: Mapping[str, Array],
         gather: str,
     ) -> list[tuple[dict[str, Array], bool]]:
         """Bounds on the step time by policy, each with a flag that is True for breadth first.
@@ -1020,126 +1000,94 @@ class StepBounds:
         two, each policy alone (plans do not mix them there); and breadth-first pipelines, whose
         stages all-gather weights once.
         """
-        stages, micro = sizes["stage"], sizes["micro"]
-        space, groups, layers = self.space, self.space.accumulation_groups, self.space.limits.layers
-        behind = {policy: hiding.get(policy, 0.0) for policy in ticks}
+        stages, micro, space = sizes["stage"], sizes["micro"], self.space
+        layers, groups = space.limits.layers, space.accumulation_groups
+        overlapping = {policy: overlappable.get(policy, 0.0) for policy in bounds}
         exposed = 0.0 if self.pricer.profile.overlaps_itself else 1 - self.pricer.constants.hidden
-        if not (stages > 1).any():
-            return [
-                (
-                    {
-                        policy: step_seconds(
-                            tick,
-                            stages,
-                            micro,
-                            self._rounds(policy, stages, micro),
-                            layers,
-                            hiding=behind[policy],
-                            exposed=exposed,
-                        )
-                        for policy, tick in ticks.items()
-                    },
-                    False,
-                )
-            ]
-        passes = {policy: passing(tick, stages, self.pricer) for policy, tick in ticks.items()}
-        mixing = {
-            policy: step_seconds(
-                tick,
-                stages,
-                micro,
-                self._rounds(policy, stages, micro),
-                layers,
-                groups,
-                passes[policy],
-                behind[policy],
-                exposed,
-            )
-            for policy, tick in ticks.items()
+        piped = (stages > 1).any()
+        messages = {
+            policy: message_seconds(bound, stages, self.pricer) if piped else np.zeros(1)
+            for policy, bound in bounds.items()
         }
+
+        def seconds(policy: str, bubble: Array | None) -> Array:
+            costs = messages[policy], overlapping[policy], exposed
+            return step_seconds(bounds[policy], stages, micro, bubble, layers, groups, *costs)
+
+        mixed = {policy: seconds(policy, self._bubble(policy, stages, micro)) for policy in bounds}
+        if not piped:
+            return [(mixed, False)]
         alone = [
-            {
-                policy: step_seconds(
-                    tick,
-                    stages,
-                    micro,
-                    None,
-                    layers,
-                    groups,
-                    passes[policy],
-                    behind[policy],
-                    exposed,
-                )
-            }
-            for policy, tick in ticks.items()
+            {policy: seconds(policy, None)}
+            for policy in bounds
             if any(schedule.backward_in_two for schedule in space.schedules(policy))
         ]
-        usual = [(times, False) for times in [mixing, *alone]]
-        chunks, pinned = space.most_rounds(sizes), space.pins.virtual_stages is not None
+        options = [(times, False) for times in [mixed, *alone]]
+        chunks = space.max_breadth_first_chunks(sizes)
         if gather != "once" or not chunks.any():
-            return usual
-        return [
-            *usual,
-            (
-                {
-                    policy: breadth_first_seconds(
-                        tick,
-                        stages,
-                        micro,
-                        chunks,
-                        layers,
-                        groups,
-                        passes[policy],
-                        behind[policy],
-                        exposed,
-                        pinned=pinned,
-                    )
-                    for policy, tick in ticks.items()
-                },
-                True,
-            ),
-        ]
+            return options
+        breadth_first = {
+            policy: breadth_first_seconds(
+                bound,
+                stages,
+                micro,
+                chunks,
+                layers,
+                groups,
+                messages[policy],
+                overlapping[policy],
+                exposed,
+                pinned=space.pins.virtual_stages is not None,
+            )
+            for policy, bound in bounds.items()
+        }
+        return [*options, (breadth_first, True)]
 
-    def _rounds(self, policy: str, stages: Array, micro: Array) -> Array:
+    def _bubble(self, policy: str, stages: Array, micro: Array) -> Array:
         """Waiting time of a stage in units of its busy time per microbatch: the least of one chunk
         per stage and as many as a stage can have.
         """
-        together = micro // self.space.accumulation_groups
-        limit = self.space.most_chunks(policy, stages, micro)
+        concurrent = micro // self.space.accumulation_groups
+        limit = self.space.max_chunks(policy, stages, micro)
         return np.minimum.reduce(
             [
-                schedule.rounds(Pipelines(stages=stages, chunks=chunks, microbatches=together))
+                schedule.rounds(Pipelines(stages=stages, chunks=chunks, microbatches=concurrent))
                 for schedule in self.space.schedules(policy) or (NONE,)
                 for chunks in (np.ones_like(limit), limit)
             ]
         )
 
     def _points(
-        self, seconds: Array, footprint: Footprint, parts: tuple[str, ...]
+        self, seconds: Array, footprint: Footprint, offload: tuple[str, ...]
     ) -> list[tuple[Array, Array]]:
         """(seconds, bytes) that bracket all plans of a policy, with some parts in host memory.
 
-        Offloading activations costs `moving` seconds per byte, part of which overlaps with compute.
-        So some bytes can move for free, and moving all of them takes at least their transfer time.
+        Offloading activations costs `transfer_s_per_byte` seconds per byte, part of which overlaps
+        with compute. So some bytes can move for free, and moving all of them takes at least their
+        transfer time.
         """
-        bare = footprint.least(parts)
-        if "activations" not in parts:
-            return [(seconds, bare)]
-        moving = (
+        least_bytes = footprint.least(offload)
+        if "activations" not in offload:
+            return [(seconds, least_bytes)]
+        transfer_s_per_byte = (
             2
-            * footprint.turns
+            * footprint.stack_fills
             / (self.pricer.topology.chip.host_bytes_per_s * max(1.0, self.pricer.constants.overlap))
         )
-        full = bare + footprint.occupied - footprint.bare
+        all_bytes = least_bytes + footprint.live - footprint.live_without_stacks
         return [
-            (seconds, np.maximum(bare, full - seconds / moving)),
-            (np.maximum(seconds, (full - bare) * moving), bare),
+            (seconds, np.maximum(least_bytes, all_bytes - seconds / transfer_s_per_byte)),
+            (np.maximum(seconds, (all_bytes - least_bytes) * transfer_s_per_byte), least_bytes),
         ]
 
-    def leanest(self, footprints: Mapping[str, Footprint]) -> Array:
+    def least_bytes(self, footprints: Mapping[str, Footprint]) -> Array:
         """Lower bound on bytes per device."""
         return np.minimum.reduce(
-            [footprint.least(parts) for footprint in footprints.values() for parts in self.offloads]
+            [
+                footprint.least(offload)
+                for footprint in footprints.values()
+                for offload in self.offloads
+            ]
         )
 
 
@@ -1158,14 +1106,13 @@ def _breadth_first(footprint: Footprint) -> Footprint:
 
 #: Components of the colours summed in each refinement step: none, all but the last (which can be
 #: sharded in the most ways), and all (None).
-COMPONENTS: tuple[int | None, ...] = (0, -1, None)
+REFINEMENTS: tuple[int | None, ...] = (0, -1, None)
 #: At most this many entries are bounded with all components at once.
-FEW = 512
+MAX_AT_ONCE = 512
 
 
 class MemoryAgnosticBounds:
-    """Cached lower bounds on the step time of entries; `bounds` are for one microbatch, `fitting`
-    for a step.
+    """Cached lower bounds on the step time of entries, whether or not they fit.
 
     Args:
         sizes: size of every mesh axis, and "micro", by entry.
@@ -1174,24 +1121,23 @@ class MemoryAgnosticBounds:
 
     def __init__(
         self,
-        bounds: Bounds,
-        fitting: StepBounds,
+        bounds: ComputeBounds,
+        step_bounds: StepBounds,
         policies: Sequence[str],
         sizes: Mapping[str, Array],
         shape: Array,
     ) -> None:
-        self._bounds, self._fitting, self._policies = bounds, fitting, policies
+        self._bounds, self._step_bounds, self._policies = bounds, step_bounds, policies
         self._first, self._which = distinct_rows(
-            [bounds.work_of(shape), sizes["stage"], sizes["micro"], sizes["fsdp"] > 1]
+            [bounds.work_shapes(shape), sizes["stage"], sizes["micro"], sizes["fsdp"] > 1]
         )
         self._shape = shape[self._first]
         self._sizes = {axis: size[self._first] for axis, size in sizes.items()}
-        nothing = np.zeros(0, dtype=np.int64), np.zeros(0)
-        self._last = np.inf, -np.inf, nothing  # limits between which the answer is the same
+        empty = np.zeros(0, dtype=np.int64), np.zeros(0)
+        self._last_answer = np.inf, -np.inf, empty  # limits between which the answer is the same
         count = len(self._first)
-        self._known = {
-            first: LazyColumns(1, count, partial(self._bound, first))
-            for first in (*COMPONENTS, None)
+        self._columns = {
+            stop: LazyColumns(1, count, partial(self._bound, stop)) for stop in (*REFINEMENTS, None)
         }
 
     def __len__(self) -> int:
@@ -1203,12 +1149,12 @@ class MemoryAgnosticBounds:
 
     def below(self, limit: float) -> tuple[Array, Array]:
         """Entries whose bound is below a limit, sorted by bound, and their bounds."""
-        low, high, result = self._last
+        low, high, result = self._last_answer
         if low < limit <= high:
             return result
         rows, high = np.arange(len(self._first)), np.inf
-        for first in COMPONENTS if np.isfinite(limit) and len(self) > FEW else (None,):
-            bounds = self._of(rows, first)
+        for stop in REFINEMENTS if np.isfinite(limit) and len(self) > MAX_AT_ONCE else (None,):
+            bounds = self._of(rows, stop)
             fits = bounds < limit
             high = min(high, float(bounds[~fits].min(initial=np.inf)))
             rows = rows[fits]
@@ -1218,20 +1164,19 @@ class MemoryAgnosticBounds:
         seconds = self._of(self._which[entries], None)
         order = np.argsort(seconds, kind="stable")
         result = entries[order], seconds[order]
-        self._last = float(result[1].max(initial=0.0)), high, result
+        self._last_answer = float(result[1].max(initial=0.0)), high, result
         return result
 
-    def _of(self, rows: Array, first: int | None) -> Array:
+    def _of(self, rows: Array, stop: int | None) -> Array:
         """The bounds of distinct entries, from the first components only."""
-        return self._known[first].on(rows)[0]
+        return self._columns[stop].on(rows)[0]
 
-    def _bound(self, first: int | None, rows: Array) -> Array:
-        ticks = {
-            policy: self._bounds.least(policy, self._shape[rows], first)
-            for policy in self._policies
+    def _bound(self, stop: int | None, rows: Array) -> Array:
+        bounds = {
+            policy: self._bounds.least(policy, self._shape[rows], stop) for policy in self._policies
         }
         sizes = {axis: size[rows] for axis, size in self._sizes.items()}
-        return self._fitting.fastest(ticks, sizes)[None]
+        return self._step_bounds.fastest(bounds, sizes)[None]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1252,23 +1197,26 @@ class Entries:
         self,
         scope: Scope,
         pricer: Pricer,
-        fitting: StepBounds,
+        step_bounds: StepBounds,
         sizes: Mapping[str, Array],
         values: MeasureValues,
         shape: Array,
     ) -> None:
         self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
-        self.bounds, self._pricer, self._fitting = Bounds(scope, pricer, values), pricer, fitting
+        self._pricer, self._step_bounds = pricer, step_bounds
+        self.bounds = ComputeBounds(scope, pricer, values)
         self.choices = scope.choices
-        self._seconds = LazyColumns(1, len(shape), self._fitting_seconds)
-        self._by_group = scope.space.by_group  # then the bounds ignore memory
-        self._policies = (*scope.space.policies, EACH) if self._by_group else scope.space.policies
-        self._fastest = MemoryAgnosticBounds(self.bounds, fitting, self._policies, sizes, shape)
+        self._seconds = LazyColumns(1, len(shape), self._evaluate)
+        self._mixes_remat = scope.space.mixes_remat  # then the bounds ignore memory
+        self._policies = (
+            (*scope.space.policies, BEST_PER_GROUP) if self._mixes_remat else scope.space.policies
+        )
+        self._fastest = MemoryAgnosticBounds(self.bounds, step_bounds, self._policies, sizes, shape)
 
     def __len__(self) -> int:
         return len(self.shape)
 
-    def at(self, entries: Array) -> dict[str, Array]:
+    def sizes_of(self, entries: Array) -> dict[str, Array]:
         """Sizes of the given entries."""
         return {axis: values[entries] for axis, values in self.sizes.items()}
 
@@ -1301,33 +1249,36 @@ class Entries:
         """
         last = np.zeros(self._mesh.max() + 1, dtype=np.int64)
         last[self._mesh] = np.arange(len(self))
-        return Traffic(self.scope, self._pricer, self.values, self.shape[last], self.at(last))
+        return Traffic(self.scope, self._pricer, self.values, self.shape[last], self.sizes_of(last))
 
-    def _traffic_on(self, c: Meshes) -> Traffic:
-        sizes = {**c.sizes, "micro": c.micro}
-        return Traffic(self.scope, self._pricer, self.values, c.degrees_index, sizes, c.links)
+    def _traffic_on(self, meshes: Meshes) -> Traffic:
+        sizes = {**meshes.sizes, "micro": meshes.micro}
+        return Traffic(
+            self.scope, self._pricer, self.values, meshes.degrees_index, sizes, meshes.links
+        )
 
     def _least(self, shape: Array, sizes: Mapping[str, Array]) -> dict[str, Footprint]:
         """The minimum footprint over all choices, by policy; infinite where no choice fits."""
-        resting, points = self._footprints.least(shape)
+        stored, points = self._footprints.least(shape)
         return {
-            policy: self._footprints.of(resting, points[policy], sizes) for policy in self._policies
+            policy: self._footprints.footprint(stored, points[policy], sizes)
+            for policy in self._policies
         }
 
     @cached_property
     def fewest_bytes(self) -> Array:
         """Lower bound on bytes per device, by entry; infinite where no choice fits."""
-        if self._by_group:
+        if self._mixes_remat:
             return np.where(np.isfinite(self.fastest), 0.0, np.inf)
-        return self.leanest(np.arange(len(self)))
+        return self.least_bytes(np.arange(len(self)))
 
-    def leanest(self, entries: Array) -> Array:
+    def least_bytes(self, entries: Array) -> Array:
         """Lower bound on bytes per device of the given entries; infinite where no choice fits."""
-        if self._by_group:
+        if self._mixes_remat:
             return np.zeros(len(entries))
         with np.errstate(invalid="ignore"):  # bytes of what does not fit are infinite
-            minimum_bytes = self._fitting.leanest(
-                self._least(self.shape[entries], self.at(entries))
+            minimum_bytes = self._step_bounds.least_bytes(
+                self._least(self.shape[entries], self.sizes_of(entries))
             )
         return np.nan_to_num(minimum_bytes, nan=np.inf, posinf=np.inf)
 
@@ -1335,35 +1286,35 @@ class Entries:
         """Lower bound on the step time of plans of the given entries that fit; infinite where none
         fits.
         """
-        if self._by_group:
+        if self._mixes_remat:
             return self.fastest[entries]
         return self._seconds.on(entries)[0]
 
-    def _fitting_seconds(self, entries: Array) -> Array:
-        moved = self._traffic.least(self._mesh[entries])
-        return self._least_seconds(self.shape[entries], self.at(entries), moved)[None]
+    def _evaluate(self, entries: Array) -> Array:
+        traffic = self._traffic.least(self._mesh[entries])
+        return self._least_seconds(self.shape[entries], self.sizes_of(entries), traffic)[None]
 
-    def seconds_on(self, c: Meshes) -> Array:
+    def seconds_on(self, meshes: Meshes) -> Array:
         """The same for placed candidates, whose links are known."""
-        moved = self._traffic_on(c).least(np.arange(len(c)))
+        traffic = self._traffic_on(meshes).least(np.arange(len(meshes)))
         return self._least_seconds(
-            c.degrees_index, {**c.sizes, "micro": c.micro}, moved, waits=True
+            meshes.degrees_index, {**meshes.sizes, "micro": meshes.micro}, traffic, placed=True
         )
 
     def _least_seconds(
         self,
         shape: Array,
         sizes: Mapping[str, Array],
-        moved: Mapping[str, TrafficBounds],
+        traffic: Mapping[str, TrafficBounds],
         *,
-        waits: bool = False,
+        placed: bool = False,
     ) -> Array:
         """See `seconds`."""
         with np.errstate(invalid="ignore"):  # what no choice fits is infinite
-            ticks = {policy: self.bounds.least(policy, shape) for policy in self._policies}
-            if waits:
-                ticks = {p: tick.waiting(moved[p].blocked) for p, tick in ticks.items()}
-            return self._fitting.seconds(ticks, self._least(shape, sizes), moved, sizes)
+            bounds = {policy: self.bounds.least(policy, shape) for policy in self._policies}
+            if placed:
+                bounds = {p: bound.with_blocked(traffic[p].blocked) for p, bound in bounds.items()}
+            return self._step_bounds.seconds(bounds, self._least(shape, sizes), traffic, sizes)
 
     def pairs(
         self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False
@@ -1375,29 +1326,29 @@ class Entries:
             limit: seconds, or bytes with `minimum_memory`.
             minimum_memory: bound bytes instead of seconds.
         """
-        fitting = self._fit(entries)
+        fitting = self._legal_pairs(entries)
         if not len(fitting):
             return fitting
         row_choices, shapes, sizes = self._rows(fitting)
         if minimum_memory:
             minimum_bytes = (
                 np.zeros(len(fitting))
-                if self._by_group
-                else self._fitting.leanest(self._footprint(row_choices, shapes, sizes))
+                if self._mixes_remat
+                else self._step_bounds.least_bytes(self._footprint(row_choices, shapes, sizes))
             )
             return replace(fitting, bound=minimum_bytes).below(limit)
-        ticks = {
-            policy: self.bounds.ticks(policy, row_choices, shapes) for policy in self._policies
+        bounds = {
+            policy: self.bounds.of_choices(policy, row_choices, shapes) for policy in self._policies
         }
-        fastest = self._fitting.fastest(ticks, sizes)
+        fastest = self._step_bounds.fastest(bounds, sizes)
         below = np.flatnonzero(fastest < limit)
         fitting_pairs = replace(fitting, bound=fastest).take(below)
-        if not self._by_group and len(fitting_pairs):
+        if not self._mixes_remat and len(fitting_pairs):
             row_choices, shapes, sizes = self._rows(fitting_pairs)
             fitting_pairs = replace(
                 fitting_pairs,
-                bound=self._fitting.seconds(
-                    {policy: tick.take(below) for policy, tick in ticks.items()},
+                bound=self._step_bounds.seconds(
+                    {policy: bound.take(below) for policy, bound in bounds.items()},
                     self._footprint(row_choices, shapes, sizes),
                     self._traffic.total(row_choices, self._mesh[fitting_pairs.entries]),
                     sizes,
@@ -1410,33 +1361,42 @@ class Entries:
     def _rows(self, pairs: Pairs) -> tuple[RowChoices, Array, dict[str, Array]]:
         """Choices, shape numbers and sizes of pairs."""
         return (
-            RowChoices(self.scope.chosen, pairs.choices),
+            RowChoices(self.scope.choice_groups, pairs.choices),
             self.shape[pairs.entries],
-            self.at(pairs.entries),
+            self.sizes_of(pairs.entries),
         )
 
-    def on_places(self, c: Meshes, positions: Array, choices: Array) -> dict[Kind, Array]:
+    def seconds_by_kind(
+        self, meshes: Meshes, positions: Array, choices: Array
+    ) -> dict[PlanKind, Array]:
         """Lower bound on the step time by kind of plan, for placed candidates, whose links are
         known.
         """
-        sizes, row_choices = {**c.sizes, "micro": c.micro}, RowChoices(self.scope.chosen, choices)
-        shape = c.degrees_index[positions]
-        sizes = {axis: size[positions] for axis, size in sizes.items()}
-        moved = self._traffic_on(c).total(row_choices, positions)
-        return self._fitting.by_kind(
+        sizes, row_choices = (
+            {**meshes.sizes, "micro": meshes.micro},
+            RowChoices(self.scope.choice_groups, choices),
+        )
+        shape, sizes = (
+            meshes.degrees_index[positions],
+            {axis: size[positions] for axis, size in sizes.items()},
+        )
+        traffic = self._traffic_on(meshes).total(row_choices, positions)
+        return self._step_bounds.by_kind(
             {
-                policy: self.bounds.ticks(policy, row_choices, shape).waiting(moved[policy].blocked)
+                policy: self.bounds.of_choices(policy, row_choices, shape).with_blocked(
+                    traffic[policy].blocked
+                )
                 for policy in self._policies
             },
             self._footprint(row_choices, shape, sizes),
-            moved,
+            traffic,
             sizes,
         )
 
-    def _fit(self, entries: Array) -> Pairs:
+    def _legal_pairs(self, entries: Array) -> Pairs:
         """The given entries under every choice that fits them, choice by choice."""
         space = self.scope.space
-        sizes = self.at(entries)
+        sizes = self.sizes_of(entries)
         colours = self.scope.workload.colouring.colours
         none = np.zeros(0, dtype=np.int64)
         fitted = [Pairs(entries=none, choices=none, bound=np.zeros(0))]
@@ -1459,7 +1419,8 @@ class Entries:
         self, row_choices: RowChoices, shape: Array, sizes: Mapping[str, Array]
     ) -> dict[str, Footprint]:
         """Footprints of candidates under the given choices, by policy."""
-        resting, points = self._footprints.total(row_choices, shape)
+        stored, points = self._footprints.total(row_choices, shape)
         return {
-            policy: self._footprints.of(resting, points[policy], sizes) for policy in self._policies
+            policy: self._footprints.footprint(stored, points[policy], sizes)
+            for policy in self._policies
         }

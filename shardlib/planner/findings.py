@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from shardlib.cost import experts as capped
+from shardlib.cost import experts as experts
 from shardlib.cost.roofline import BALANCED_SKEW, dropped_share
 from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import Pins
 from shardlib.findings import Finding, diagnostic
-from shardlib.graph import ITEMSIZE
+from shardlib.graph import ITEMSIZE, Rows
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology
 from shardlib.planner.layouts import Situation
 from shardlib.planner.plan import ParameterLayout, Plan
-from shardlib.planner.space import coupled
+from shardlib.planner.space import FIXED_ROWS_HINT, MIXED_ROWS_HINT
 from shardlib.planner.workload import Workload
 from shardlib.report.elements import bytes_text, count_text, percent_text, ratio_text, seconds_text
 from shardlib.schedules import ONE_F_ONE_B, named
@@ -29,15 +29,15 @@ from shardlib.schedules import ONE_F_ONE_B, named
 # not change the plan: every rule is a function from a `Situation` to at most one `Finding`.
 
 #: Slowdown up to which plain data parallelism is worth its simplicity; the threshold is ours.
-SIMPLER = 1.05
+SIMPLER_SLOWDOWN = 1.05
 #: Microbatches per stage from which on the bubble of a pipeline is negligible: GPipe (Huang et al.,
 #: arXiv:1811.06965, section 2.3) finds "M >= 4 x K".
 PER_STAGE = 4
 #: Share of memory below which a margin is within the prediction error: the median error against
 #: compiled programs is about 5% (docs/verification.md).
-TIGHT = 0.05
+MIN_MEMORY_MARGIN = 0.05
 #: Extent from which on a dim should be a multiple of the tile size; smaller ones are not reported.
-LARGE_EXTENT = 512
+MIN_TILED_EXTENT = 512
 #: Multiples of a dim, (at least, better), by vendor: NVIDIA's "Matrix multiplication background"
 #: asks for multiples of 16 bytes for tensor cores and of 128 bytes on A100 and later, 8 and 64
 #: numbers of 16 bits; a TPU's matrix unit and lanes are 128 wide (jax-ml/scaling-book, tpus.md).
@@ -70,7 +70,7 @@ def plain_data_parallel(situation: Situation) -> Finding | None:
         ),
         None,
     )
-    if rejected is None or rejected.step_seconds > SIMPLER * plan.estimate.step_seconds:
+    if rejected is None or rejected.step_seconds > SIMPLER_SLOWDOWN * plan.estimate.step_seconds:
         return None
     return Finding(
         code="plain-data-parallel",
@@ -207,9 +207,8 @@ def fsdp_over_slow_network(situation: Situation) -> Finding | None:
     rates = [tier.bytes_per_s for tier in situation.topology.tiers if tier.kind == "network"]
     if not rates:
         return None
-    inside = math.prod(
-        link.ways for link in links if link.kind != "network"
-    )  # neighbours gather different parts over their own ports, and exchange them
+    # neighbours gather different parts over their own ports, and exchange them
+    inside = math.prod(link.ways for link in links if link.kind != "network")
     tokens = (
         situation.topology.chip.peak(situation.compute_dtype)
         / (min(rates) * inside)
@@ -239,7 +238,7 @@ def memory_tight(situation: Situation) -> Finding | None:
     predictions are not that exact (docs/verification.md).
     """
     usable, peak = situation.topology.chip.usable_bytes, situation.plan.estimate.device_bytes.peak
-    if situation.plan.estimate.margin > 1 or peak <= (1 - TIGHT) * usable:
+    if situation.plan.estimate.margin > 1 or peak <= (1 - MIN_MEMORY_MARGIN) * usable:
         return None
     return Finding(
         code="memory-tight",
@@ -285,7 +284,7 @@ def odd_sizes(situation: Situation) -> Finding | None:
             continue
         parts = parameter.compute.parts(situation.plan.mesh)
         for extent, shards, name in zip(parameter.shape, parts, parameter.colours, strict=True):
-            if extent >= LARGE_EXTENT and extent // shards % better:
+            if extent >= MIN_TILED_EXTENT and extent // shards % better:
                 odd[name or str(extent)] = extent // shards
     if not odd:
         return None
@@ -317,7 +316,7 @@ RULES: tuple[Callable[[Situation], Finding | None], ...] = (
 
 
 #: Share of a step below which there is no warning.
-_LITTLE = 0.01
+MIN_REPORTED_SHARE = 0.01
 
 
 #: Bytes from which on an unsharded parameter is reported.
@@ -390,9 +389,9 @@ def notes(
         *layout_findings(plan.parameters, plan.mesh, plan.zero, ITEMSIZE),
     ]
     findings += _idle_devices(plan, topology, devices, pinned)
-    findings += _doubled(workload, plan)
-    findings += coupled(workload.problem.rows, plan.microbatches)
-    findings += _kept(workload, plan) + _dropping(workload, topology, plan)
+    findings += _repeated_colours(workload, plan)
+    findings += _coupled_rows(workload.problem.rows, plan.microbatches)
+    findings += _zero_bubble_memory(workload, plan) + _dropped_tokens(workload, topology, plan)
     findings += advise(situation_of(workload, topology, plan))
     findings += [
         Finding(
@@ -423,21 +422,65 @@ def notes(
     return tuple(findings)
 
 
+#: Results that every microbatch computes for itself: note -> (message, hint).
+_PER_MICROBATCH = {
+    "balance": (
+        "the loss that balances the load of experts is a product of two means over tokens:"
+        " every microbatch has its own, and their mean takes the place of that of the whole"
+        " batch",
+        "pin microbatches to 1, or balance the experts of every sequence by itself, which is a"
+        " mean over rows",
+    )
+}
+
+
+@diagnostic
+def _coupled_rows(rows: Rows, microbatches: int) -> list[Finding]:
+    """Findings about a loss that mixes rows of the batch."""
+    if not rows.splits:
+        why = "no part of it can be" if rows.loss.fixed else "its rows meet before the end"
+        return [
+            Finding(
+                code="rows-coupled",
+                severity="info",
+                where="the batch",
+                message=(
+                    f"the batch is worked through at once, since {why}: {'; '.join(rows.reasons)}"
+                ),
+                hint=FIXED_ROWS_HINT if rows.loss.fixed else MIXED_ROWS_HINT.partition(", or ")[2],
+            )
+        ]
+    if microbatches == 1:
+        return []
+    return [
+        Finding(
+            code=f"{note}-per-microbatch",
+            severity="warning",
+            where=f"microbatches={microbatches}",
+            message=_PER_MICROBATCH[note][0],
+            hint=_PER_MICROBATCH[note][1],
+        )
+        for note in rows.notes
+    ]
+
+
 @diagnostic
 def _left_out(workload: Workload, plan: Plan, left_out: tuple[str, ...]) -> list[Finding]:
     """A finding about dimensions that were not tried in all sets with others and that the plan does
     not shard, with an upper bound on the time that this costs.
     """
     tensor, colours = plan.mesh["tensor"], workload.colouring.colours
-    cut = {name for name, axes in plan.rules.entries if tensor > 1 and "tensor" in axes}
-    names = [name for name in left_out if name not in cut and colours[name].divisor % tensor == 0]
+    sharded = {name for name, axes in plan.rules.entries if tensor > 1 and "tensor" in axes}
+    names = [
+        name for name in left_out if name not in sharded and colours[name].divisor % tensor == 0
+    ]
     if not names:
         return []
     total = plan.estimate.step_seconds
-    lost = plan.estimate.seconds.compute * _share_computed_whole(workload, plan, cut, names)
+    lost = plan.estimate.seconds.compute * _replicated_share(workload, plan, sharded, names)
     if tensor == 1:
         cost = "this plan shards nothing over tensor"
-    elif lost < _LITTLE * total:
+    elif lost < MIN_REPORTED_SHARE * total:
         cost = "hardly anything is computed more often for it"
     else:
         cost = (
@@ -447,7 +490,7 @@ def _left_out(workload: Workload, plan: Plan, left_out: tuple[str, ...]) -> list
     return [
         Finding(
             code="dimensions-left-out",
-            severity="warning" if tensor > 1 and lost >= _LITTLE * total else "info",
+            severity="warning" if tensor > 1 and lost >= MIN_REPORTED_SHARE * total else "info",
             message=(
                 f"of {len(workload.colouring.shardable)} dimensions {', '.join(names)} were tried"
                 " one after the other in the fastest plans, not in every set with others, and are"
@@ -459,26 +502,26 @@ def _left_out(workload: Workload, plan: Plan, left_out: tuple[str, ...]) -> list
     ]
 
 
-def _share_computed_whole(
-    workload: Workload, plan: Plan, cut: set[str], names: Sequence[str]
+def _replicated_share(
+    workload: Workload, plan: Plan, sharded: set[str], names: Sequence[str]
 ) -> float:
     """Share of a device's FLOPs that would be saved if the named colours were sharded over tensor
     too.
     """
     policy = plan.remat if plan.remat in workload.problem.steps else "none"
     graph, colours = workload.problem.steps[policy].graph, workload.colouring.steps[policy]
-    ways, whole, everything = plan.mesh["tensor"], 0.0, 0.0
+    ways, full, total = plan.mesh["tensor"], 0.0, 0.0
     for op in graph.ops:
         if op.category in ("matmul", "convolution"):
-            mine = {name for value in (*op.operands, *op.results) for name in colours[value]}
+            used = {name for value in (*op.operands, *op.results) for name in colours[value]}
             flops = op.flops * graph.trips(op.region)
-            everything += flops / ways if mine & cut else flops
-            whole += 0.0 if mine & cut or mine.isdisjoint(names) else flops
-    return whole / everything * (1 - 1 / ways) if everything else 0.0
+            total += flops / ways if used & sharded else flops
+            full += 0.0 if used & sharded or used.isdisjoint(names) else flops
+    return full / total * (1 - 1 / ways) if total else 0.0
 
 
 @diagnostic
-def _idle_devices(plan: Plan, topology: Topology, most: int, pinned: bool) -> list[Finding]:
+def _idle_devices(plan: Plan, topology: Topology, max_devices: int, pinned: bool) -> list[Finding]:
     """Devices that the plan leaves idle: because the mesh is pinned, because no mesh could use
     them, or because that is faster.
     """
@@ -486,50 +529,25 @@ def _idle_devices(plan: Plan, topology: Topology, most: int, pinned: bool) -> li
     if used >= topology.devices:
         return []
     larger = [r for r in plan.search.rejected if r.mesh.devices > used and r.reason == "slower"]
-    said = f"the plan uses {used} of {topology.devices} devices: "
+    severity, hint = "info", "a larger batch, or a smaller machine"
     if pinned:
-        return [
-            Finding(
-                code="idle-devices",
-                severity="info",
-                message=f"{said}the mesh is pinned to {plan.mesh}",
-                hint="pins of single axes (mesh.tensor=2), which leave the others to the planner",
-            )
-        ]
-    if larger:
+        why = f"the mesh is pinned to {plan.mesh}"
+        hint = "pins of single axes (mesh.tensor=2), which leave the others to the planner"
+    elif larger:
         best = min(larger, key=lambda r: r.step_seconds)
-        return [
-            Finding(
-                code="idle-devices",
-                severity="info",
-                message=(
-                    f"{said}with {best.mesh.devices} ({best.mesh}) a step would take"
-                    f" {best.step_seconds / plan.estimate.step_seconds:.2f} times as long"
-                ),
-                hint="a larger batch, or a smaller machine",
-            )
-        ]
-    if most > used:
-        return [
-            Finding(
-                code="idle-devices",
-                severity="info",
-                message=f"{said}no plan on more that fits is faster",
-                hint="a larger batch, or a smaller machine",
-            )
-        ]
-    return [
-        Finding(
-            code="idle-devices",
-            severity="warning",
-            message=f"{said}no mesh of more devices divides the batch and the model",
-            hint="a batch that is a multiple of the number of devices",
-        )
-    ]
+        ratio = best.step_seconds / plan.estimate.step_seconds
+        why = f"with {best.mesh.devices} ({best.mesh}) a step would take {ratio:.2f} times as long"
+    elif max_devices > used:
+        why = "no plan on more that fits is faster"
+    else:
+        severity, why = "warning", "no mesh of more devices divides the batch and the model"
+        hint = "a batch that is a multiple of the number of devices"
+    message = f"the plan uses {used} of {topology.devices} devices: {why}"
+    return [Finding(code="idle-devices", severity=severity, message=message, hint=hint)]
 
 
 @diagnostic
-def _kept(workload: Workload, plan: Plan) -> list[Finding]:
+def _zero_bubble_memory(workload: Workload, plan: Plan) -> list[Finding]:
     """A warning about zero-bubble stages in lockstep with rematerialisation: the inputs of weight
     gradients stay live whatever is rematerialised, and the estimate does not include them.
     """
@@ -585,14 +603,14 @@ def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def _dropping(workload: Workload, topology: Topology, plan: Plan) -> list[Finding]:
+def _dropped_tokens(workload: Workload, topology: Topology, plan: Plan) -> list[Finding]:
     """The share of tokens that experts with a capacity are expected to drop; the price does not
     depend on it.
     """
     known = Pricer(topology, workload.profile).constants.skew
     skew = BALANCED_SKEW if known is None else known
 
-    def dropped(layer: capped.CapacityLayer) -> float:
+    def dropped(layer: experts.CapacityLayer) -> float:
         assignments = layer.assignments / plan.microbatches
         return dropped_share(assignments, layer.experts, layer.factor, skew)
 
@@ -608,7 +626,7 @@ def _dropping(workload: Workload, topology: Topology, plan: Plan) -> list[Findin
             ),
             hint='a step counts them as "dropped"; a larger capacity drops less',
         )
-        for layer in dict.fromkeys(capped.capacity_layers(workload.problem.forward).values())
+        for layer in dict.fromkeys(experts.capacity_layers(workload.problem.forward).values())
     ]
 
 
@@ -652,12 +670,12 @@ def unpriced(plan: Plan, topology: Topology) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def _doubled(workload: Workload, plan: Plan) -> list[Finding]:
+def _repeated_colours(workload: Workload, plan: Plan) -> list[Finding]:
     """Colours that the plan shards and that occur twice in some value, such as the sequence in
     attention scores.
     """
     colouring, forward = workload.colouring, workload.problem.forward
-    cut = {name for name, axes in plan.rules.entries if any(axis in plan.mesh for axis in axes)}
+    sharded = {name for name, axes in plan.rules.entries if any(axis in plan.mesh for axis in axes)}
     twice: dict[str, int] = {}
     for value, name in colouring.conflicts(forward, colouring.forward):
         twice.setdefault(name, value)
@@ -673,5 +691,5 @@ def _doubled(workload: Workload, plan: Plan) -> list[Finding]:
             ),
         )
         for name in sorted(twice)
-        if name in cut
+        if name in sharded
     ]

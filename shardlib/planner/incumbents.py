@@ -1,27 +1,27 @@
 """Prices of rows over ZeRO, schedule, remat and offload, and the incumbents of a search.
 
-A *row* is a candidate under a choice of colours. Every price is an `Offer`; the best offers are
-kept as incumbents, and all of them, on request, in a ranking.
+A *row* is a candidate under a choice of colours. Rows that share most decisions are priced
+together (`DecidedRows`); the best are kept as incumbents, and all, on request, in a ranking.
 
 A `Landscape` is what a search priced, thinned to a few representative points.
 
 >>> from shardlib.planner.incumbents import Landscape
 >>> seen = Landscape[str]()
 >>> for name, seconds, size in (("a", 1.0, 9.0), ("b", 1.001, 9.0), ("c", 2.0, 3.0)):
-...     seen.note(name, seconds, size, fits=True)
->>> [point.what for point in seen.points(10)]  # "a" and "b" differ by a thousandth
+...     seen.add(name, seconds, size, fits=True)
+>>> [point.decisions for point in seen.points(10)]  # "a" and "b" differ by a thousandth
 ['a', 'c']
 
 A search keeps the best plan of each mesh; a `Ranking` keeps the price of every plan that fits,
 fastest first. Ties go to the simpler plan, as in a search.
 
 >>> ranking = Ranking[str]()
->>> ranking.offer("small", np.array([True, True]), np.array([3.0, 1.0]), np.array([5.0, 6.0]))
->>> ranking.offer("large", np.array([True, False]), np.array([2.0, 0.5]), np.array([7.0, 9.0]))
->>> ordered = ranking.ordered(lambda what, index: what)
->>> [(entry.what, entry.index, entry.seconds) for entry in ordered]
+>>> ranking.add("small", np.array([True, True]), np.array([3.0, 1.0]), np.array([5.0, 6.0]))
+>>> ranking.add("large", np.array([True, False]), np.array([2.0, 0.5]), np.array([7.0, 9.0]))
+>>> ordered = ranking.ordered(lambda decisions, index: decisions)
+>>> [(entry.decisions, entry.index, entry.seconds) for entry in ordered]
 [('small', 1, 1.0), ('large', 0, 2.0), ('small', 0, 3.0)]
->>> [(entry.what, entry.seconds, entry.peak_bytes) for entry in ranking.front()]
+>>> [(entry.decisions, entry.seconds, entry.peak_bytes) for entry in ranking.front()]
 [('small', 1.0, 6.0), ('small', 3.0, 5.0)]
 """
 
@@ -60,7 +60,13 @@ from shardlib.decisions.lowerings import Unsupported, facts_of_decisions, facts_
 from shardlib.decisions.table import HOST_ARRAYS, Decisions
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Placement
-from shardlib.planner.bounds import EACH, Kind, Tick, passing, step_seconds
+from shardlib.planner.bounds import (
+    BEST_PER_GROUP,
+    MicrobatchBounds,
+    PlanKind,
+    message_seconds,
+    step_seconds,
+)
 from shardlib.planner.space import Space
 from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import ModelTallies, Workload
@@ -75,66 +81,70 @@ if TYPE_CHECKING:
 
 
 #: Decisions of a plan.
-What = TypeVar("What")
+Decided = TypeVar("Decided")
 #: Grid cells per factor of e in time and in memory: plans within 1.6% are one point.
 GRAIN = 64.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point(Generic[What]):
-    """The decisions (`what`) of a plan with its step time and peak bytes per device."""
+class LandscapePoint(Generic[Decided]):
+    """The decisions (`decisions`) of a plan with its step time and peak bytes per device."""
 
-    what: What
+    decisions: Decided
     seconds: float
     peak_bytes: float
     fits: bool
 
 
-class Landscape(Generic[What]):
+class Landscape(Generic[Decided]):
     """The fastest of each group of priced plans that cost about the same. Which plans it keeps does
     not depend on wall-clock time.
     """
 
     def __init__(self) -> None:
-        self._cells: dict[tuple[int, int, bool], Point[What]] = {}
+        self._cells: dict[tuple[int, int, bool], LandscapePoint[Decided]] = {}
 
-    def note(self, what: What, seconds: float, peak_bytes: float, *, fits: bool) -> None:
+    def add(self, decisions: Decided, seconds: float, peak_bytes: float, *, fits: bool) -> None:
         """Records a plan."""
         if not (0 < seconds < math.inf and 0 < peak_bytes < math.inf):
             return
         cell = round(GRAIN * math.log(seconds)), round(GRAIN * math.log(peak_bytes)), fits
         previous = self._cells.get(cell)
         if previous is None or (seconds, peak_bytes) < (previous.seconds, previous.peak_bytes):
-            self._cells[cell] = Point(what=what, seconds=seconds, peak_bytes=peak_bytes, fits=fits)
+            self._cells[cell] = LandscapePoint(
+                decisions=decisions, seconds=seconds, peak_bytes=peak_bytes, fits=fits
+            )
 
-    def points(self, count: int) -> tuple[Point[What], ...]:
+    def points(self, count: int) -> tuple[LandscapePoint[Decided], ...]:
         """The Pareto front of plans that fit and points spread over the rest, fastest first."""
         ordered = sorted(self._cells.values(), key=lambda p: (p.seconds, p.peak_bytes))
-        chosen = front(ordered)[:count]
+        thinned = front(ordered)[:count]
         grain = GRAIN
         while grain >= 1:
             more = _thinned(ordered, grain)
-            if len(more) + len(chosen) <= count:
-                chosen += [point for point in more if point not in chosen]
+            if len(more) + len(thinned) <= count:
+                thinned += [point for point in more if point not in thinned]
                 break
             grain /= 2
-        return tuple(sorted(chosen, key=lambda p: (p.seconds, p.peak_bytes)))
+        return tuple(sorted(thinned, key=lambda p: (p.seconds, p.peak_bytes)))
 
 
-def front(points: Iterable[Point[What]]) -> list[Point[What]]:
+def front(points: Iterable[LandscapePoint[Decided]]) -> list[LandscapePoint[Decided]]:
     """The plans that fit and need less memory than every faster one; `points` come fastest
     first.
     """
-    pareto: list[Point[What]] = []
+    pareto: list[LandscapePoint[Decided]] = []
     for point in points:
         if point.fits and (not pareto or point.peak_bytes < pareto[-1].peak_bytes):
             pareto.append(point)
     return pareto
 
 
-def _thinned(points: Iterable[Point[What]], grain: float) -> list[Point[What]]:
+def _thinned(
+    points: Iterable[LandscapePoint[Decided]], grain: float
+) -> list[LandscapePoint[Decided]]:
     """The first point of every cell."""
-    cells: dict[tuple[int, int, bool], Point[What]] = {}
+    cells: dict[tuple[int, int, bool], LandscapePoint[Decided]] = {}
     for point in points:
         cell = (
             round(grain * math.log(point.seconds)),
@@ -146,45 +156,45 @@ def _thinned(points: Iterable[Point[What]], grain: float) -> list[Point[What]]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Offers: prices of many rows under the same decisions, and their minimum by candidate.
+# Prices of many rows under the same decisions, and their minimum by candidate.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class CandidateBlock:
     """Candidates that are priced together.
 
     Attributes:
-        places: (mesh, order, placement) of each candidate.
-        choices: the choices to which `Offer.choices` refers, each with True where tokens are
+        placements: (mesh, order, placement) of each candidate.
+        choices: the choices to which `DecidedRows.choices` refers, each with True where tokens are
             routed.
         unsupported: combinations that cannot be lowered and are not plans, whatever they cost.
     """
 
-    places: list[tuple[MeshShape, tuple[str, ...], Placement]]
-    c: Meshes
+    placements: list[tuple[MeshShape, tuple[str, ...], Placement]]
+    meshes: Meshes
     choices: list[tuple[Choice, bool]]
     unsupported: tuple[Unsupported, ...] = ()
 
-    def lowerable(self, offer: Offer, candidates: Array) -> Array:
-        """Mask of the rows of an offer that can be lowered."""
-        stages = {"stage": self.c.sizes["stage"][candidates]}
+    def lowerable(self, decided: DecidedRows, candidates: Array) -> Array:
+        """Mask of the rows that can be lowered."""
+        stages = {"stage": self.meshes.sizes["stage"][candidates]}
         return lowerable(
-            facts_of_decisions(offer.decisions), facts_of_mesh(stages), self.unsupported
+            facts_of_decisions(decided.decisions), facts_of_mesh(stages), self.unsupported
         )
 
 
-def by_group(each: RematLayers) -> tuple[str, int]:
+def policy_and_layers(policies: RematLayers) -> tuple[str, int]:
     """The policy of the most rematerialised layers, and the number of all rematerialised layers."""
-    return max(each, key=lambda policy: policy[1])[0], sum(number for _, number in each)
+    return max(policies, key=lambda policy: policy[1])[0], sum(number for _, number in policies)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offer(ArrayTable):
+class DecidedRows(ArrayTable):
     """The decisions of priced rows.
 
     Attributes:
         decisions: shared by all rows, except for the attributes below, meshes and microbatches.
-        choices: number of each row's choice, see `Block.choices`.
+        choices: number of each row's choice, see `CandidateBlock.choices`.
         layers: number of rematerialised layers of each row; None for all layers.
         groups: policies of the layer groups by row, see `Candidate`; None where all groups share
             one.
@@ -195,7 +205,7 @@ class Offer(ArrayTable):
     layers: Array | None = None
     groups: list[RematLayers] | None = None
 
-    def replace(self, **changes: object) -> Offer:
+    def replace(self, **changes: object) -> DecidedRows:
         """The same rows under other decisions."""
         return replace(self, decisions=replace(self.decisions, **changes))
 
@@ -203,15 +213,15 @@ class Offer(ArrayTable):
         """The decisions of one row, without a mesh."""
         choice, routes = choices[int(self.choices[row])]
         if self.groups is not None:
-            policy, layers = by_group(self.groups[row])
-            each = self.groups[row]
+            policy, layers = policy_and_layers(self.groups[row])
+            policies = self.groups[row]
         else:
-            policy, each = self.decisions.remat, ()
+            policy, policies = self.decisions.remat, ()
             layers = 0 if self.layers is None else int(self.layers[row])
         return Candidate(
             decisions=replace(self.decisions, remat=policy, remat_layers=layers),
             choice=choice,
-            groups=each,
+            groups=policies,
             routes=routes,
         )
 
@@ -223,23 +233,23 @@ def _runs(values: Array) -> Array:
     )
 
 
-class Least:
-    """The least value of a quantity for each candidate of a block, and the offer that has it.
+class LeastByCandidate:
+    """The least value of a quantity for each candidate of a block, and the row that has it.
 
-    Ties go to the first choice, then to the first offer.
+    Ties go to the first choice, then to the rows that were recorded first.
     """
 
     def __init__(self, size: int) -> None:
         self.values = np.full(size, np.inf)
-        self.offers = np.full(size, -1)
+        self.decided = np.full(size, -1)
         self.rows = np.zeros(size, dtype=np.int64)
         self._choices = np.zeros(size, dtype=np.int64)
 
-    def take_in(
-        self, number: int, offer: Offer, candidates: Array, values: Array, rows: Array
+    def update(
+        self, number: int, decided: DecidedRows, candidates: Array, values: Array, rows: Array
     ) -> None:
-        """Updates the minima with an offer."""
-        choices = offer.choices[rows]
+        """Updates the minima with rows that were recorded as number `number`."""
+        choices = decided.choices[rows]
         previous = self.values[candidates]
         better = (values < previous * (1 - TIE)) | (
             (values <= previous * (1 + TIE))
@@ -253,7 +263,7 @@ class Least:
             _first_choices(candidates[improved], values[improved], choices[improved])
         ]
         into = candidates[improved]
-        self.values[into], self.offers[into], self.rows[into], self._choices[into] = (
+        self.values[into], self.decided[into], self.rows[into], self._choices[into] = (
             values[improved],
             number,
             rows[improved],
@@ -281,34 +291,34 @@ def _first_choices(candidates: Array, values: Array, choices: Array) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry(Generic[What]):
+class RankedEntry(Generic[Decided]):
     """The price of one plan.
 
     Attributes:
-        what: its decisions other than mesh and microbatches.
+        decisions: its decisions other than mesh and microbatches.
         index: its mesh and microbatches, as a position among the candidates.
         seconds: predicted step time.
         peak_bytes: predicted bytes per device.
     """
 
-    what: What
+    decisions: Decided
     index: int
     seconds: float
     peak_bytes: float
 
 
-class Ranking(Generic[What]):
+class Ranking(Generic[Decided]):
     """Prices of plans that fit, stored in blocks."""
 
     def __init__(self) -> None:
-        self._whats: list[What] = []
+        self._decisions: list[Decided] = []
         self._indexes: list[np.ndarray] = []
         self._seconds: list[np.ndarray] = []
         self._peaks: list[np.ndarray] = []
 
-    def offer(
+    def add(
         self,
-        what: What,
+        decisions: Decided,
         fits: np.ndarray,
         seconds: np.ndarray,
         peak_bytes: np.ndarray,
@@ -321,7 +331,7 @@ class Ranking(Generic[What]):
         """
         indexes = np.flatnonzero(fits)
         if len(indexes):
-            self._whats.append(what)
+            self._decisions.append(decisions)
             self._indexes.append(indexes if rows is None else rows[indexes])
             self._seconds.append(seconds[indexes])
             self._peaks.append(peak_bytes[indexes])
@@ -331,26 +341,26 @@ class Ranking(Generic[What]):
 
     def _columns(self) -> tuple[Array, Array, Array, Array]:
         """Block number, index, seconds and bytes of every plan."""
-        if not self._whats:
+        if not self._decisions:
             none = np.zeros(0, dtype=np.int64)
             return none, none, np.zeros(0), np.zeros(0)
-        blocks = np.repeat(np.arange(len(self._whats)), [len(block) for block in self._indexes])
+        blocks = np.repeat(np.arange(len(self._decisions)), [len(block) for block in self._indexes])
         indexes = np.concatenate(self._indexes)
         return blocks, indexes, np.concatenate(self._seconds), np.concatenate(self._peaks)
 
     def _entries(
         self, columns: tuple[Array, Array, Array, Array], order: Array
-    ) -> Iterator[Entry[What]]:
+    ) -> Iterator[RankedEntry[Decided]]:
         blocks, indexes, seconds, peaks = columns
         for i in order:
-            yield Entry(
-                what=self._whats[blocks[i]],
+            yield RankedEntry(
+                decisions=self._decisions[blocks[i]],
                 index=int(indexes[i]),
                 seconds=float(seconds[i]),
                 peak_bytes=float(peaks[i]),
             )
 
-    def front(self) -> Iterator[Entry[What]]:
+    def front(self) -> Iterator[RankedEntry[Decided]]:
         """Plans that need less memory than every faster one, fastest first."""
         columns = self._columns()
         _, _, seconds, peaks = columns
@@ -359,8 +369,8 @@ class Ranking(Generic[What]):
         return self._entries(columns, order[peaks[order] < minima])
 
     def ordered(
-        self, simplicity: Callable[[What, int], SupportsRichComparison]
-    ) -> Iterator[Entry[What]]:
+        self, simplicity: Callable[[Decided, int], SupportsRichComparison]
+    ) -> Iterator[RankedEntry[Decided]]:
         """All plans, fastest first; ties by ascending `simplicity(what, index)`."""
         columns = self._columns()
         seconds = columns[2]
@@ -369,7 +379,7 @@ class Ranking(Generic[What]):
         while start < len(order):
             end = int(np.searchsorted(ascending, float(ascending[start]) * (1 + TIE), side="right"))
             tied = self._entries(columns, order[start:end])
-            yield from sorted(tied, key=lambda entry: simplicity(entry.what, entry.index))
+            yield from sorted(tied, key=lambda entry: simplicity(entry.decisions, entry.index))
             start = end
 
 
@@ -377,18 +387,18 @@ class Ranking(Generic[What]):
 # Incumbents: the fastest plan that fits, the minimum-memory plan, and the best of every mesh.
 
 #: (mesh, microbatches, order of the axes) of a row of a ranking.
-Place = tuple[MeshShape, int, tuple[str, ...]]
+RankedMesh = tuple[MeshShape, int, tuple[str, ...]]
 
 
 @dataclass
-class Best:
+class BestPlans:
     """The best plans that a search has priced so far.
 
     Attributes:
         seconds: least step time of a plan that fits.
         fastest: the fastest plan that fits.
-        chosen: step time of `fastest`; ties go to simpler plans, so it may exceed `seconds` by
-            rounding.
+        fastest_seconds: step time of `fastest`; ties go to simpler plans, so it may exceed
+            `seconds` by rounding.
         by_mesh: (seconds, bytes, candidate) of the fastest plan of every mesh that was priced;
             where none fits, of the minimum-memory plan, with infinite seconds.
         counts: number of plans by outcome.
@@ -399,7 +409,7 @@ class Best:
     fastest: Candidate | None = None
     minimum_memory_bytes: float = np.inf
     minimum_memory: Candidate | None = None
-    chosen: float = np.inf
+    fastest_seconds: float = np.inf
     by_mesh: dict[MeshShape, tuple[float, float, Candidate]] = field(
         default_factory=dict[MeshShape, tuple[float, float, Candidate]]
     )
@@ -421,43 +431,46 @@ class Incumbents:
         best: receives the results.
         rows: receives the candidates, where there is a ranking.
         capacity: usable bytes per device.
-        reach: plans slower than `reach` times the fastest are discarded.
+        slack: plans slower than `slack` times the fastest are discarded.
         ranking: receives every plan that fits.
     """
 
     def __init__(
         self,
-        best: Best,
-        rows: list[Place],
-        block: Block,
+        best: BestPlans,
+        rows: list[RankedMesh],
+        block: CandidateBlock,
         capacity: float,
-        reach: float,
+        slack: float,
         ranking: Ranking[Candidate] | None,
     ) -> None:
         self._best = best
         self._block = block
         self._capacity = capacity
         self._ranking = ranking
-        self._reach = reach
-        size = len(block.c)
-        self._offers: list[Offer] = []
-        self._fast, self._minimum_memory, self._peak = Least(size), Least(size), np.zeros(size)
-        self._lean_seconds = np.zeros(size)
+        self._slack = slack
+        size = len(block.meshes)
+        self._decided: list[DecidedRows] = []
+        self._fastest, self._minimum_memory = LeastByCandidate(size), LeastByCandidate(size)
+        self._peak = np.zeros(size)
+        self._minimum_memory_seconds = np.zeros(size)
         self._offset = len(rows)
         if ranking is not None:
             rows += [
                 (mesh, int(micro), order)
-                for (mesh, order, _), micro in zip(block.places, block.c.micro, strict=True)
+                for (mesh, order, _), micro in zip(
+                    block.placements, block.meshes.micro, strict=True
+                )
             ]
 
     @property
     def limit(self) -> float:
         """Seconds from which on a plan is discarded."""
-        return self._best.limit * self._reach
+        return self._best.limit * self._slack
 
     @property
     def choices(self) -> list[tuple[Choice, bool]]:
-        """The choices to which the numbers in offers refer."""
+        """The choices to which `DecidedRows.choices` refers."""
         return self._block.choices
 
     @property
@@ -469,44 +482,44 @@ class Incumbents:
         """Counts plans that are illegal because something does not divide."""
         self._best.counts["indivisible"] += count
 
-    def offer(self, offer: Offer, totals: Totals, candidates: Array) -> None:
+    def record(self, decided: DecidedRows, totals: Totals, candidates: Array) -> None:
         """Records prices; `candidates` are positions in the block, and one candidate may have many
         rows.
         """
-        fine = self._block.lowerable(offer, candidates)
-        if not fine.all():
-            self.skip(int((~fine).sum()))
-            offer, totals, candidates = offer.take(fine), totals.take(fine), candidates[fine]
+        legal = self._block.lowerable(decided, candidates)
+        if not legal.all():
+            self.skip(int((~legal).sum()))
+            decided, totals, candidates = decided.take(legal), totals.take(legal), candidates[legal]
         if not len(candidates):
             return
         seconds, peak, counts = totals.step_seconds, totals.peak_bytes, self._best.counts
         fits = peak <= self._capacity
         counts["priced"] += len(fits)
         counts["memory"] += int((~fits).sum())
-        number = len(self._offers)
-        self._offers.append(offer)
+        number = len(self._decided)
+        self._decided.append(decided)
         fitting = np.flatnonzero(fits)
         if self._ranking is not None:
-            self._rank(offer, fits, seconds, peak, candidates, self._ranking)
+            self._rank(decided, fits, seconds, peak, candidates, self._ranking)
         if len(fitting):
-            self._fast.take_in(number, offer, candidates[fitting], seconds[fitting], fitting)
+            self._fastest.update(number, decided, candidates[fitting], seconds[fitting], fitting)
             improved = np.flatnonzero(
-                (self._fast.offers[candidates[fitting]] == number)
-                & (self._fast.rows[candidates[fitting]] == fitting)
+                (self._fastest.decided[candidates[fitting]] == number)
+                & (self._fastest.rows[candidates[fitting]] == fitting)
             )
             self._peak[candidates[fitting[improved]]] = peak[fitting[improved]]
             self._best.seconds = min(self._best.seconds, float(seconds[fitting].min()))
         positions = np.arange(len(peak))
-        self._minimum_memory.take_in(number, offer, candidates, peak, positions)
+        self._minimum_memory.update(number, decided, candidates, peak, positions)
         rows = np.flatnonzero(
-            (self._minimum_memory.offers[candidates] == number)
+            (self._minimum_memory.decided[candidates] == number)
             & (self._minimum_memory.rows[candidates] == positions)
         )
-        self._lean_seconds[candidates[rows]] = seconds[rows]
+        self._minimum_memory_seconds[candidates[rows]] = seconds[rows]
 
     def _rank(
         self,
-        offer: Offer,
+        decided: DecidedRows,
         fits: Array,
         seconds: Array,
         peak: Array,
@@ -514,24 +527,24 @@ class Incumbents:
         ranking: Ranking[Candidate],
     ) -> None:
         """Adds every plan that fits to a ranking, those with the same decisions together."""
-        if offer.groups is not None:
+        if decided.groups is not None:
             for rows in range(len(fits)):
-                ranking.offer(
-                    offer.candidate(rows, self.choices),
+                ranking.add(
+                    decided.candidate(rows, self.choices),
                     fits[rows : rows + 1],
                     seconds[rows : rows + 1],
                     peak[rows : rows + 1],
                     candidates[rows : rows + 1] + self._offset,
                 )
             return
-        layers = np.zeros(len(fits), dtype=np.int64) if offer.layers is None else offer.layers
+        layers = np.zeros(len(fits), dtype=np.int64) if decided.layers is None else decided.layers
         pairs, which = np.unique(
-            np.stack([offer.choices, layers], axis=1), axis=0, return_inverse=True
+            np.stack([decided.choices, layers], axis=1), axis=0, return_inverse=True
         )
         for number in range(len(pairs)):
             rows = np.flatnonzero(which.reshape(-1) == number)
-            ranking.offer(
-                offer.candidate(int(rows[0]), self.choices),
+            ranking.add(
+                decided.candidate(int(rows[0]), self.choices),
                 fits[rows],
                 seconds[rows],
                 peak[rows],
@@ -540,56 +553,57 @@ class Incumbents:
 
     def close(self) -> None:
         """Transfers the results to `best`."""
-        fast, minimum_memory = self._fast, self._minimum_memory
-        noted = np.flatnonzero(minimum_memory.offers >= 0)
-        for row in noted:
-            mesh, order, _ = self._block.places[row]
-            place = mesh, int(self._block.c.micro[row]), order
-            leanest_candidate = self._offers[int(minimum_memory.offers[row])].candidate(
+        fastest_rows, minimum_memory = self._fastest, self._minimum_memory
+        recorded = np.flatnonzero(minimum_memory.decided >= 0)
+        for row in recorded:
+            mesh, order, _ = self._block.placements[row]
+            place = mesh, int(self._block.meshes.micro[row]), order
+            smallest_candidate = self._decided[int(minimum_memory.decided[row])].candidate(
                 int(minimum_memory.rows[row]), self.choices
             )
-            leanest = leanest_candidate.on(*place)
+            smallest = smallest_candidate.on(*place)
             fastest = (
-                self._offers[int(fast.offers[row])]
-                .candidate(int(fast.rows[row]), self.choices)
+                self._decided[int(fastest_rows.decided[row])]
+                .candidate(int(fastest_rows.rows[row]), self.choices)
                 .on(*place)
-                if fast.offers[row] >= 0
-                else leanest
+                if fastest_rows.decided[row] >= 0
+                else smallest
             )
-            self._note(
+            self._update_best(
                 fastest,
-                leanest,
-                float(fast.values[row]),
+                smallest,
+                float(fastest_rows.values[row]),
                 float(self._peak[row]),
                 float(minimum_memory.values[row]),
             )
-            lean = float(minimum_memory.values[row])
-            self._best.landscape.note(
-                leanest, float(self._lean_seconds[row]), lean, fits=lean <= self._capacity
-            )
+            size = float(minimum_memory.values[row])
+            seconds = float(self._minimum_memory_seconds[row])
+            self._best.landscape.add(smallest, seconds, size, fits=size <= self._capacity)
 
-    def _note(
+    def _update_best(
         self,
         fastest: Candidate,
         minimum_memory: Candidate,
         seconds: float,
         peak: float,
-        fewest_bytes: float,
+        least_bytes: float,
     ) -> None:
         best = self._best
         fits = np.isfinite(seconds)
-        leanest = best.minimum_memory
-        if fewest_bytes < best.minimum_memory_bytes * (1 - 1e-9) or (
-            leanest is not None
-            and leanest.decisions == minimum_memory.decisions
-            and _before(fewest_bytes, minimum_memory, best.minimum_memory_bytes, leanest)
+        smallest = best.minimum_memory
+        if least_bytes < best.minimum_memory_bytes * (1 - 1e-9) or (
+            smallest is not None
+            and smallest.decisions == minimum_memory.decisions
+            and _before(least_bytes, minimum_memory, best.minimum_memory_bytes, smallest)
         ):
-            best.minimum_memory_bytes, best.minimum_memory = fewest_bytes, minimum_memory
-        if fits and (best.fastest is None or _before(seconds, fastest, best.chosen, best.fastest)):
-            best.chosen, best.fastest = seconds, fastest
+            best.minimum_memory_bytes, best.minimum_memory = least_bytes, minimum_memory
+        if fits and (
+            best.fastest is None or _before(seconds, fastest, best.fastest_seconds, best.fastest)
+        ):
+            best.fastest_seconds, best.fastest = seconds, fastest
         if fits:
-            best.landscape.note(fastest, seconds, peak, fits=True)
-        entry = seconds, peak if fits else fewest_bytes, fastest
+            best.landscape.add(fastest, seconds, peak, fits=True)
+        entry = seconds, peak if fits else least_bytes, fastest
         previous = best.by_mesh.get(fastest.mesh)
         if previous is None or entry[:2] < previous[:2]:
             best.by_mesh[fastest.mesh] = entry
@@ -609,30 +623,30 @@ def _before(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows(LazyTable):
+class CandidateRows(LazyTable):
     """Candidates under choices.
 
     Attributes:
         candidates: position of each row's candidate in its block.
         choices: number of each row's choice.
-        c: the candidates, by row.
+        meshes: the candidates, by row.
         quantities: by remat policy.
-        ticks: bounds for one microbatch, by remat policy; also for `EACH` where layer groups may
-            differ.
+        bounds: bounds for one microbatch, by remat policy; also for `BEST_PER_GROUP` where layer
+            groups may differ.
         kinds: bounds for plans that fit, by kind of plan, where they are known.
     """
 
     candidates: Array
     choices: Array
-    c: Meshes
+    meshes: Meshes
     quantities: dict[str, StepCosts]
-    ticks: dict[str, Tick]
-    kinds: Mapping[Kind, Array]
+    bounds: dict[str, MicrobatchBounds]
+    kinds: Mapping[PlanKind, Array]
 
     def __len__(self) -> int:
         return len(self.candidates)
 
-    def take(self, which: Array) -> Rows:
+    def take(self, which: Array) -> CandidateRows:
         """The rows at the given ascending positions."""
         return self if len(which) == len(self) else super().take(which)
 
@@ -656,14 +670,14 @@ class Rows(LazyTable):
 
 
 #: Fields of `StepCosts` that only ever add to the step time.
-_SLOWER: Mapping[str, tuple[str, ...]] = {
+_ADDITIVE: Mapping[str, tuple[str, ...]] = {
     "kernels": ("compute", "host"),
     "collectives": ("block", "context", "reduce", "scatter", "gather"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PricingInputs:
     """Inputs of pricing: the model, the space, the machine, and the usable bytes per device."""
 
     workload: Workload
@@ -671,9 +685,11 @@ class Setting:
     pricer: Pricer
     capacity: float
 
-    def plans(self, decisions: Decisions, c: Meshes) -> Plans:
+    def plans(self, decisions: Decisions, meshes: Meshes) -> Plans:
         """Candidates under the same decisions."""
-        return Plans(decisions=decisions, model=self.workload.model, pricer=self.pricer, meshes=c)
+        return Plans(
+            decisions=decisions, model=self.workload.model, pricer=self.pricer, meshes=meshes
+        )
 
     @cached_property
     def offloads(self) -> list[tuple[str, ...]]:
@@ -682,7 +698,7 @@ class Setting:
         if self.pricer.topology.chip.host_bytes_per_s <= 0 or pinned is not None:
             return []
         options = (*((part,) for part in HOST_ARRAYS), HOST_ARRAYS)
-        return [parts for parts in options if {*parts} <= {*self.space.limits.able.offload}]
+        return [parts for parts in options if {*parts} <= {*self.space.limits.abilities.offload}]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -696,7 +712,7 @@ class Setting:
 # mixtures; where it does not discard a row, the best mixture is computed exactly.
 
 
-def rates(seconds: Array, sizes: Array) -> Array:
+def exchange_rates(seconds: Array, sizes: Array) -> Array:
     """Seconds that each corner costs per byte that it saves, relative to the fastest corner: array
     [corners, rows]; 0 where it saves none.
 
@@ -704,9 +720,9 @@ def rates(seconds: Array, sizes: Array) -> Array:
         seconds: per layer, [corners, rows].
         sizes: bytes per layer, [corners, rows].
     """
-    quickest = np.argmin(seconds, axis=0)[None]
-    slower = seconds - np.take_along_axis(seconds, quickest, axis=0)
-    smaller = np.take_along_axis(sizes, quickest, axis=0) - sizes
+    fastest = np.argmin(seconds, axis=0)[None]
+    slower = seconds - np.take_along_axis(seconds, fastest, axis=0)
+    smaller = np.take_along_axis(sizes, fastest, axis=0) - sizes
     return np.where(smaller > 0, slower / np.where(smaller > 0, smaller, 1.0), 0.0)
 
 
@@ -722,118 +738,125 @@ def _joined(parts: Sequence[StepCosts]) -> StepCosts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Priced(ArrayTable):
+class _PricedCorners(ArrayTable):
     """Rows with priced corners, under the same decisions.
 
     Attributes:
         corners: prices by corner.
         candidates: position of each row's candidate in its block.
-        c: the candidates, by row.
+        meshes: the candidates, by row.
     """
 
     corners: Mapping[Corner, Totals]
-    offer: Offer
+    decided: DecidedRows
     candidates: Array
-    c: Meshes
+    meshes: Meshes
 
-    def offloaded(self, parts: tuple[str, ...], pricer: Pricer) -> _Priced:
+    def offloaded(self, parts: tuple[str, ...], pricer: Pricer) -> _PricedCorners:
         """The rows with some parts offloaded to host memory."""
         moved = {
-            corner: offloaded(totals, parts, pricer, self.c)
+            corner: offloaded(totals, parts, pricer, self.meshes)
             for corner, totals in self.corners.items()
         }
         return replace(
-            self, corners=moved if parts else self.corners, offer=self.offer.replace(offload=parts)
+            self,
+            corners=moved if parts else self.corners,
+            decided=self.decided.replace(offload=parts),
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupPricer(Setting):
+class GroupPricer(PricingInputs):
     """Prices mixtures of remat policies.
 
     Attributes:
         values: measures on all shapes.
-        cuttable: colours that some choice shards.
+        shardable: colours that some choice shards.
     """
 
     values: MeasureValues
-    cuttable: tuple[str, ...]
+    shardable: tuple[str, ...]
 
-    def _wanted(
+    def _promising(
         self,
         quantities: Mapping[str, StepCosts],
-        c: Meshes,
+        meshes: Meshes,
         alternatives: Sequence[Decisions],
         results: Incumbents,
     ) -> dict[Decisions, Array]:
         """Rows of which a mixture may be the best plan, by ZeRO stage.
 
         Where every layer class is fastest without rematerialisation, no mixture is faster than
-        that, so that plan must be below the limit and not fit; then the bounds of `_floor` decide.
+        that, so that plan must be below the limit and not fit; then the bounds of `_mixture_bound`
+        decide.
         """
-        plain = np.logical_and.reduce(
+        none_fastest = np.logical_and.reduce(
             [
                 (
                     getattr(getattr(s, part), name)
                     >= getattr(getattr(quantities[NO_REMAT], part), name)
                 ).all(0)
                 for s in quantities.values()
-                for part, names in _SLOWER.items()
+                for part, names in _ADDITIVE.items()
                 for name in names
             ]
         )
-        hopeful = ~plain | (
-            least_seconds(quantities[NO_REMAT], self.plans(alternatives[0], c)) < results.limit
+        promising = ~none_fastest | (
+            least_seconds(quantities[NO_REMAT], self.plans(alternatives[0], meshes)) < results.limit
         )
-        alive: dict[Decisions, tuple[Array, Totals]] = {}
+        unfit: dict[Decisions, tuple[Array, Totals]] = {}
         for decisions in alternatives:
-            legal = np.flatnonzero(hopeful & self.space.legal_zero(decisions.zero, c))
-            none = combine(quantities[NO_REMAT].take(legal), self.plans(decisions, c.take(legal)))
-            left = np.flatnonzero(
-                ~plain[legal]
+            legal = np.flatnonzero(promising & self.space.legal_zero(decisions.zero, meshes))
+            none = combine(
+                quantities[NO_REMAT].take(legal), self.plans(decisions, meshes.take(legal))
+            )
+            undecided = np.flatnonzero(
+                ~none_fastest[legal]
                 | ((none.step_seconds < results.limit) & (none.peak_bytes > self.capacity))
             )
-            alive[decisions] = legal[left], none.take(left)
-        rows = np.unique(np.concatenate([positions for positions, _ in alive.values()]))
+            unfit[decisions] = legal[undecided], none.take(undecided)
+        rows = np.unique(np.concatenate([positions for positions, _ in unfit.values()]))
         if not len(rows):
             return {}
         quantities = {policy: s.take(rows) for policy, s in quantities.items()}
-        c = c.take(rows)
-        plain = plain[rows]
-        busy = {
-            corner: self._busy(corner, quantities)
+        meshes = meshes.take(rows)
+        none_fastest = none_fastest[rows]
+        additive = {
+            corner: self._additive_quantities(corner, quantities)
             for corner in corners(self.space.policies, len(self.workload.counts))
         }
-        plans = self.plans(alternatives[0], c)
+        plans = self.plans(alternatives[0], meshes)
         minima = {
             corner: (least_seconds(s, plans), s.kernels.compute.sum(0))
-            for corner, s in busy.items()
+            for corner, s in additive.items()
         }
-        hopeful_rows: dict[Decisions, Array] = {}
-        for decisions, (own_rows, none) in alive.items():
+        promising_rows: dict[Decisions, Array] = {}
+        for decisions, (own_rows, none) in unfit.items():
             legal = np.searchsorted(rows, own_rows)
             selected = {
                 corner: (seconds[legal], compute[legal])
                 for corner, (seconds, compute) in minima.items()
             }
-            bound = self._floor(
+            bound = self._mixture_bound(
                 {policy: s.take(legal) for policy, s in quantities.items()},
                 selected,
                 none,
-                plain[legal],
-                self.plans(decisions, c.take(legal)),
+                none_fastest[legal],
+                self.plans(decisions, meshes.take(legal)),
             )
-            hopeful_rows[decisions] = own_rows[bound < results.limit]
-        return hopeful_rows
+            promising_rows[decisions] = own_rows[bound < results.limit]
+        return promising_rows
 
-    def _busy(self, corner: Corner, quantities: Mapping[str, StepCosts]) -> StepCosts:
+    def _additive_quantities(
+        self, corner: Corner, quantities: Mapping[str, StepCosts]
+    ) -> StepCosts:
         """The quantities of a corner that `least_seconds` reads (no memory, no weight
         gradients).
         """
         counts = self.workload.counts
         first = quantities[corner[0]]
 
-        def mixed(part: str, name: str) -> Array:
+        def weighted(part: str, name: str) -> Array:
             arrays: list[Array] = [
                 getattr(getattr(quantities[policy], part), name) for policy in corner
             ]
@@ -848,7 +871,7 @@ class GroupPricer(Setting):
             return array_sum
 
         kernels, collectives = (
-            {name: mixed(part, name) for name in names} for part, names in _SLOWER.items()
+            {name: weighted(part, name) for name in names} for part, names in _ADDITIVE.items()
         )
         return replace(
             first,
@@ -856,12 +879,12 @@ class GroupPricer(Setting):
             collectives=replace(first.collectives, **collectives),
         )
 
-    def _floor(
+    def _mixture_bound(
         self,
         quantities: Mapping[str, StepCosts],
         minima: Mapping[Corner, tuple[Array, Array]],
         none: Totals,
-        plain: Array,
+        none_fastest: Array,
         plans: Plans,
     ) -> Array:
         """Lower bound on the seconds of mixtures that fit, by row.
@@ -872,77 +895,93 @@ class GroupPricer(Setting):
         Args:
             minima: by corner, the seconds of `least_seconds` and the seconds of kernels.
         """
-        c, (first, compute) = plans.meshes, minima[(NO_REMAT,) * len(self.workload.counts)]
+        meshes, (first, compute) = plans.meshes, minima[(NO_REMAT,) * len(self.workload.counts)]
         # not counted by `least_seconds`: exposed communication, the optimizer, and fixed costs
-        beside = np.where(plain, none.step_seconds - first, 0.0)
+        not_counted = np.where(none_fastest, none.step_seconds - first, 0.0)
         constant = none.seconds["optimizer"] + self.pricer.constants.step_s
-        resting, state, _ = least_bytes(quantities[NO_REMAT], plans)
+        stored, state, _ = least_bytes(quantities[NO_REMAT], plans)
         saves = {policy: least_bytes(s, plans)[2] for policy, s in quantities.items()}
         seconds: list[Array] = []
         sizes: list[Array] = []
-        hides: list[Array] = []
-        for corner, (busy, compute_of_corner) in minima.items():
-            more = np.maximum(0.0, compute_of_corner - compute) * c.micro / c.stage
-            seconds.append(busy + np.maximum(constant, beside - more))
+        hidden_s: list[Array] = []
+        for corner, (seconds_of_corner, compute_of_corner) in minima.items():
+            more = np.maximum(0.0, compute_of_corner - compute) * meshes.micro / meshes.stage
+            seconds.append(seconds_of_corner + np.maximum(constant, not_counted - more))
             sizes.append(
-                sum((saves[policy][k] for k, policy in enumerate(corner)), np.zeros(len(c)))
+                sum((saves[policy][k] for k, policy in enumerate(corner)), np.zeros(len(meshes)))
             )
-            hides.append(self.pricer.constants.overlap * compute_of_corner * c.micro / c.stage)
+            hidden_s.append(
+                self.pricer.constants.overlap * compute_of_corner * meshes.micro / meshes.stage
+            )
         return self._lagrange(
-            np.stack(seconds), np.stack(sizes), np.stack(hides), resting, state, plans
+            np.stack(seconds), np.stack(sizes), np.stack(hidden_s), stored, state, plans
         )
 
     def _lagrange(
-        self, seconds: Array, sizes: Array, hides: Array, resting: Array, state: Array, plans: Plans
+        self,
+        seconds: Array,
+        sizes: Array,
+        hidden_s: Array,
+        stored: Array,
+        state: Array,
+        plans: Plans,
     ) -> Array:
         """Lower bound on the seconds of mixtures that fit, by row.
 
         Args:
             seconds, sizes, hides: by corner and row, bounds on seconds and on activation bytes, and
                 the seconds of transfers that compute hides.
-            resting, state: stored bytes, and those of the optimizer state.
+            stored, state: stored bytes, and those of the optimizer state.
         """
-        rate, c = self.pricer.topology.chip.host_bytes_per_s, plans.meshes
-        moves = {part for parts in self.offloads for part in parts} | set(
+        rate, meshes = self.pricer.topology.chip.host_bytes_per_s, plans.meshes
+        offloadable = {part for parts in self.offloads for part in parts} | set(
             self.space.pins.offload or ()
         )
         in_flight = named(plans.decisions.schedule).in_flight(
-            replace(plans.pipelines, microbatches=c.micro)
+            replace(plans.pipelines, microbatches=meshes.micro)
         )
-        slow = (
-            2 * c.micro / in_flight / rate if "activations" in moves else np.full(len(c), np.inf)
-        )  # seconds per byte of offloaded activations
-        free = np.where(
-            np.isfinite(slow), np.minimum(sizes, hides / slow), 0.0
-        )  # bytes whose transfer is hidden
+        # seconds per byte of offloaded activations
+        s_per_byte = (
+            2 * meshes.micro / in_flight / rate
+            if "activations" in offloadable
+            else np.full(len(meshes), np.inf)
+        )
+        hidden_bytes = np.where(
+            np.isfinite(s_per_byte), np.minimum(sizes, hidden_s / s_per_byte), 0.0
+        )
         best = np.zeros(seconds.shape[1])
-        for price in (
-            *rates(seconds, sizes),
-            np.where(np.isfinite(slow), slow, 0.0),
-            np.full_like(best, 2 / rate if "optimizer" in moves else 0.0),
+        for multiplier in (
+            *exchange_rates(seconds, sizes),
+            np.where(np.isfinite(s_per_byte), s_per_byte, 0.0),
+            np.full_like(best, 2 / rate if "optimizer" in offloadable else 0.0),
         ):
-            saved = (seconds + np.minimum(price, slow) * (sizes - free)).min(0)
-            hidden = (
+            lagrangian = (
+                seconds + np.minimum(multiplier, s_per_byte) * (sizes - hidden_bytes)
+            ).min(0)
+            state_seconds = (
                 np.zeros_like(best)
-                if "disk" in moves
-                else state * (np.minimum(price, 2 / rate) if "optimizer" in moves else price)
+                if "disk" in offloadable
+                else state
+                * (np.minimum(multiplier, 2 / rate) if "optimizer" in offloadable else multiplier)
             )
-            best = np.maximum(best, saved + hidden + price * (resting - self.capacity))
+            best = np.maximum(
+                best, lagrangian + state_seconds + multiplier * (stored - self.capacity)
+            )
         return best
 
     @cached_property
     def _model_tallies(self) -> ModelTallies:
-        return self.workload.tallies.of_cuttable(self.cuttable)
+        return self.workload.tallies.of_shardable(self.shardable)
 
     @cached_property
-    def _moments(self) -> ModelTallies:
-        return self.workload.moments.of_cuttable(self.cuttable)
+    def _phases(self) -> ModelTallies:
+        return self.workload.moments.of_shardable(self.shardable)
 
     def _quantities(
         self,
         uniform: Mapping[str, StepCosts],
         choices: Array,
-        c: Meshes,
+        meshes: Meshes,
         listed: Sequence[tuple[Choice, bool]],
     ) -> dict[Corner, StepCosts]:
         """Quantities of every corner, by row."""
@@ -952,7 +991,9 @@ class GroupPricer(Setting):
         parts: dict[Corner, list[StepCosts]] = {corner: [] for corner in mixed}
         for number in np.unique(choices):
             rows = np.flatnonzero(choices == number)
-            for corner, s in self._of_choice(mixed, *listed[int(number)], c.take(rows)).items():
+            for corner, s in self._of_choice(
+                mixed, *listed[int(number)], meshes.take(rows)
+            ).items():
                 parts[corner].append(s)
         back = np.argsort(order)
         return {
@@ -961,23 +1002,23 @@ class GroupPricer(Setting):
         }
 
     def _of_choice(
-        self, mixed: Sequence[Corner], choice: Choice, routes: bool, c: Meshes
+        self, mixed: Sequence[Corner], choice: Choice, routes: bool, meshes: Meshes
     ) -> dict[Corner, StepCosts]:
         """Quantities of the corners whose layer groups differ, under one choice."""
-        shapes = np.unique(c.degrees_index)
-        local = replace(c, degrees_index=np.searchsorted(shapes, c.degrees_index))
+        shapes = np.unique(meshes.degrees_index)
+        local = replace(meshes, degrees_index=np.searchsorted(shapes, meshes.degrees_index))
         segments = [moment.segment for moment in self.workload.programs[NO_REMAT, routes].moments]
         parts = {
             policy: self._tallies(policy, routes, choice, shapes) for policy in self.space.policies
         }
-        resting = self._model_tallies.rest.on(self.values, shapes).columns(
+        stored = self._model_tallies.stored.on(self.values, shapes).columns(
             [(choice, np.arange(len(shapes)))]
         )[0]
         by_corner: dict[Corner, StepCosts] = {}
         for corner in mixed:
             work, points = corner_tallies(corner, parts, segments, self.workload.counts)
             by_corner[corner] = step_costs(
-                work, resting, points, self.workload.model, self.pricer, local
+                work, stored, points, self.workload.model, self.pricer, local
             )
         return by_corner
 
@@ -985,7 +1026,7 @@ class GroupPricer(Setting):
         """The tallies of a program on some shapes, in the order of `Workload.moments`."""
         columns = [(choice, np.arange(len(shapes)))]
         work = self._model_tallies.work[policy, routes].on(self.values, shapes).columns(columns)[0]
-        lists = list(self._moments.points[policy, routes].on(self.values, shapes).columns(columns))
+        lists = list(self._phases.points[policy, routes].on(self.values, shapes).columns(columns))
         points: list[tuple[Array, ...]] = []
         stacks: list[Array] = []
         for moment in self.workload.programs[policy, routes].moments:
@@ -1004,16 +1045,16 @@ class GroupPricer(Setting):
         uniform: Mapping[str, StepCosts],
         choices: Array,
         candidates: Array,
-        c: Meshes,
+        meshes: Meshes,
         alternatives: Sequence[Decisions],
         results: Incumbents,
     ) -> None:
-        """Offers the best mixtures of some rows under one schedule."""
-        if self.space.pins.remat_layers is None and not self.space.each:
-            rows_by_decisions = self._wanted(uniform, c, alternatives, results)
+        """Records the best mixtures of some rows under one schedule."""
+        if self.space.pins.remat_layers is None and not self.space.group_policies:
+            rows_by_decisions = self._promising(uniform, meshes, alternatives, results)
         else:
             rows_by_decisions = {
-                decisions: np.flatnonzero(self.space.legal_zero(decisions.zero, c))
+                decisions: np.flatnonzero(self.space.legal_zero(decisions.zero, meshes))
                 for decisions in alternatives
             }
         rows = np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *rows_by_decisions.values()]))
@@ -1022,41 +1063,41 @@ class GroupPricer(Setting):
         quantities = self._quantities(
             {policy: s.take(rows) for policy, s in uniform.items()},
             choices[rows],
-            c.take(rows),
+            meshes.take(rows),
             results.choices,
         )
         for decisions, own_rows in rows_by_decisions.items():
             if len(own_rows):
                 positions = np.searchsorted(rows, own_rows)
-                plans = self.plans(decisions, c.take(own_rows))
-                priced = _Priced(
+                plans = self.plans(decisions, meshes.take(own_rows))
+                priced = _PricedCorners(
                     corners={
                         corner: combine(s.take(positions), plans)
                         for corner, s in quantities.items()
                     },
-                    offer=Offer(decisions=decisions, choices=choices[own_rows]),
+                    decided=DecidedRows(decisions=decisions, choices=choices[own_rows]),
                     candidates=candidates[own_rows],
-                    c=plans.meshes,
+                    meshes=plans.meshes,
                 )
-                self._offer(priced, results)
+                self._record_best(priced, results)
 
-    def _offer(self, priced: _Priced, results: Incumbents) -> None:
-        """Offers the best mixture of each row, without offloading and with each set of
+    def _record_best(self, priced: _PricedCorners, results: Incumbents) -> None:
+        """Records the best mixture of each row, without offloading and with each set of
         `offloads`.
         """
         pinned = self.space.pins.offload
         for parts in [pinned] if pinned is not None else [(), *self.offloads]:
             moved = priced.offloaded(parts, self.pricer)
-            if self.space.each:
-                self._pinned(moved, results)
+            if self.space.group_policies:
+                self._record_pinned(moved, results)
                 continue
-            hopeful = (
+            promising = (
                 np.flatnonzero(self._bound(moved.corners) < results.limit)
                 if self.space.pins.remat_layers is None
-                else np.arange(len(priced.c))
+                else np.arange(len(priced.meshes))
             )
-            if len(hopeful):
-                self._best(moved.take(hopeful), results)
+            if len(promising):
+                self._record_fastest(moved.take(promising), results)
 
     def _bound(self, prices: Mapping[Corner, Totals]) -> Array:
         """Lower bound on the seconds of mixtures that fit: the largest Lagrangian bound over the
@@ -1070,67 +1111,70 @@ class GroupPricer(Setting):
             np.max(
                 [
                     (seconds + rate * (sizes - self.capacity)).min(0)
-                    for rate in rates(seconds, sizes)
+                    for rate in exchange_rates(seconds, sizes)
                 ],
                 axis=0,
             ),
         )
 
-    def _pinned(self, priced: _Priced, results: Incumbents) -> None:
-        """Offers the plans whose layer groups follow the pinned policies in the pinned numbers of
+    def _record_pinned(self, priced: _PricedCorners, results: Incumbents) -> None:
+        """Records the plans whose layer groups follow the pinned policies in the pinned numbers of
         layers.
         """
-        layers = self.plans(priced.offer.decisions, priced.c).layers
+        layers = self.plans(priced.decided.decisions, priced.meshes).layers
         numbers = [
-            (
-                np.zeros(len(priced.c))
-                if policy == NO_REMAT
-                else count
-                if number is None
-                else np.full(len(priced.c), float(number))
-            )
-            for (policy, number), count in zip(self.space.each, layers, strict=True)
+            np.zeros(len(priced.meshes))
+            if policy == NO_REMAT
+            else count
+            if number is None
+            else np.full(len(priced.meshes), float(number))
+            for (policy, number), count in zip(self.space.group_policies, layers, strict=True)
         ]
         legal = np.flatnonzero(
             np.logical_and.reduce(
                 [number <= count for number, count in zip(numbers, layers, strict=True)]
             )
         )
-        corner = tuple(policy for policy, _ in self.space.each)
-        self._mixtures(priced, corner, np.stack(numbers), legal, results)
+        corner = tuple(policy for policy, _ in self.space.group_policies)
+        self._record_mixtures(priced, corner, np.stack(numbers), legal, results)
 
-    def _mixtures(
-        self, priced: _Priced, corner: Corner, numbers: Array, rows: Array, results: Incumbents
+    def _record_mixtures(
+        self,
+        priced: _PricedCorners,
+        corner: Corner,
+        numbers: Array,
+        rows: Array,
+        results: Incumbents,
     ) -> None:
-        """Offers mixtures of some rows; `numbers` are the layers that follow the corner's policies,
-        array [layer groups, rows].
+        """Records mixtures of some rows; `numbers` are the layers that follow the corner's
+        policies, array [layer groups, rows].
         """
         if not len(rows):
             return
-        layers = self.plans(priced.offer.decisions, priced.c).layers
+        layers = self.plans(priced.decided.decisions, priced.meshes).layers
         totals = partly_rematerialised(
             [(policy, numbers[k, rows]) for k, policy in enumerate(corner)],
             [count[rows] for count in layers],
             lambda mixed_corner: priced.corners[mixed_corner].take(rows),
         )
-        each = [
+        policies = [
             tuple((policy, int(numbers[k, i])) for k, policy in enumerate(corner)) for i in rows
         ]
-        results.offer(
-            replace(priced.offer.take(rows), groups=each), totals, priced.candidates[rows]
+        results.record(
+            replace(priced.decided.take(rows), groups=policies), totals, priced.candidates[rows]
         )
 
-    def _best(self, priced: _Priced, results: Incumbents) -> None:
-        """Offers the fastest mixture of each row that fits; with a pinned number of layers, the
+    def _record_fastest(self, priced: _PricedCorners, results: Incumbents) -> None:
+        """Records the fastest mixture of each row that fits; with a pinned number of layers, the
         fastest one where none fits.
         """
-        layers = self.plans(priced.offer.decisions, priced.c).layers
+        layers = self.plans(priced.decided.decisions, priced.meshes).layers
         total, capacity = self.space.pins.remat_layers, self.capacity
         best = best_mixture(priced.corners, self._patterns, layers, capacity, total=total)
         if total is not None and (best.pattern < 0).all():
             best = best_mixture(priced.corners, self._patterns, layers, np.inf, total=total)
         for number in np.unique(best.pattern[best.pattern >= 0]):
-            self._mixtures(
+            self._record_mixtures(
                 priced,
                 self._patterns[int(number)].corner,
                 best.numbers,
@@ -1146,120 +1190,128 @@ class GroupPricer(Setting):
 # Many rows are priced at once, whatever their choices and meshes, one decision after another.
 
 
-def saved_by_gathering_once(s: StepCosts, plans: Plans) -> Array:
+def saved_by_gathering_once(quantities: StepCosts, plans: Plans) -> Array:
     """Seconds per step that a pipeline with ZeRO 3 saves if it gathers weights and reduces
     gradients once for all microbatches, and not at every use.
     """
-    compute = s.kernels.compute.sum(0) / plans.meshes.stage
+    compute = quantities.kernels.compute.sum(0) / plans.meshes.stage
     use, once = (
-        exposed(s, plans.with_decisions(gather=gather), compute) for gather in ("use", "once")
+        exposed(quantities, plans.with_decisions(gather=gather), compute)
+        for gather in ("use", "once")
     )
     return use - once
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowPricer(Setting):
+class RowPricer(PricingInputs):
     """Prices rows; `groups` prices plans whose layer groups follow different policies, None where
     all groups share one.
     """
 
     groups: GroupPricer | None = None
 
-    def price(self, rows: Rows, results: Incumbents) -> None:
-        """Offers every plan of some rows that no bound excludes."""
-        for piped in (False, True):
-            selected = np.flatnonzero((rows.c.stage > 1) == piped)
+    def price(self, rows: CandidateRows, results: Incumbents) -> None:
+        """Records every plan of some rows that no bound excludes."""
+        for staged in (False, True):
+            selected = np.flatnonzero((rows.meshes.stage > 1) == staged)
             if not len(selected):
                 continue
-            less = rows if len(selected) == len(rows) else rows.take(selected)
+            subset = rows if len(selected) == len(rows) else rows.take(selected)
             by_schedule = defaultdict[tuple[str, int], dict[str, list[Decisions]]](
                 lambda: {policy: [] for policy in self.space.policies}
             )
             for policy in self.space.policies:
-                for decisions in self.space.zeros_and_schedules(policy, pipelined=piped):
+                for decisions in self.space.zeros_and_schedules(policy, pipelined=staged):
                     by_schedule[decisions.schedule, decisions.virtual_stages][policy].append(
                         decisions
                     )
             for (schedule, virtual), alternatives in by_schedule.items():
-                self._scheduled(less, schedule, virtual, alternatives, results)
+                self._one_schedule(subset, schedule, virtual, alternatives, results)
 
-    def _scheduled(
+    def _one_schedule(
         self,
-        rows: Rows,
+        rows: CandidateRows,
         schedule: str,
         virtual: int,
         alternatives: dict[str, list[Decisions]],
         results: Incumbents,
     ) -> None:
-        """Offers the plans of one schedule."""
-        piped = named(schedule).staged
+        """Records the plans of one schedule."""
+        staged = named(schedule).staged
         legal = np.ones(len(rows), dtype=bool)
-        if piped:
+        if staged:
             legal = self.space.legal_schedule(
                 Decisions(
                     schedule=schedule,
                     virtual_stages=virtual,
                     accumulation=self.space.accumulation_groups,
                 ),
-                rows.c,
+                rows.meshes,
             )
         results.skip(int((~legal).sum()))
         if not legal.any():
             return
         zeros = {decisions.zero for listed in alternatives.values() for decisions in listed}
-        orders = self.space.orders(schedule, virtual)
+        breadth_first_options = self.space.breadth_first_options(schedule, virtual)
         gathers = {decisions.gather for listed in alternatives.values() for decisions in listed}
-        fitting = legal & rows.below(zeros, orders, gathers, results.limit)
+        fitting = legal & rows.below(zeros, breadth_first_options, gathers, results.limit)
         if not fitting.any() and self.groups is None:
             return
-        worth = {
+        promising = {
             policy: fitting & (self._least(rows, policy, schedule, virtual) < results.limit)
             for policy in self.space.policies
             if alternatives[policy]
         }
-        selected = np.flatnonzero(np.logical_or.reduce(list(worth.values())))
-        if len(selected) and not self.space.each:
-            self._alike(
+        selected = np.flatnonzero(np.logical_or.reduce(list(promising.values())))
+        if len(selected) and not self.space.group_policies:
+            self._uniform(
                 rows.take(selected),
-                {p: rows_worth[selected] for p, rows_worth in worth.items()},
-                orders,
+                {p: mask[selected] for p, mask in promising.items()},
+                breadth_first_options,
                 alternatives,
                 results,
             )
-        self._by_group(rows, legal, alternatives[self.space.policies[-1]], results)
+        self._mixed_groups(rows, legal, alternatives[self.space.policies[-1]], results)
 
-    def _by_group(
-        self, rows: Rows, legal: Array, alternatives: list[Decisions], results: Incumbents
+    def _mixed_groups(
+        self, rows: CandidateRows, legal: Array, alternatives: list[Decisions], results: Incumbents
     ) -> None:
-        """Offers the plans of one schedule whose layer groups differ."""
+        """Records the plans of one schedule whose layer groups differ."""
         if self.groups is None or not alternatives:
             return
-        hopeful = np.flatnonzero(
+        promising = np.flatnonzero(
             legal
             & (
-                self._least(rows, EACH, alternatives[0].schedule, alternatives[0].virtual_stages)
+                self._least(
+                    rows, BEST_PER_GROUP, alternatives[0].schedule, alternatives[0].virtual_stages
+                )
                 < results.limit
             )
         )
-        if len(hopeful):
-            less = rows.take(hopeful)
+        if len(promising):
+            subset = rows.take(promising)
             self.groups.price(
-                less.quantities, less.choices, less.candidates, less.c, alternatives, results
+                subset.quantities,
+                subset.choices,
+                subset.candidates,
+                subset.meshes,
+                alternatives,
+                results,
             )
 
-    def _alike(
+    def _uniform(
         self,
-        less: Rows,
-        worth: dict[str, Array],
-        orders: list[bool],
+        rows: CandidateRows,
+        promising: dict[str, Array],
+        breadth_first_options: list[bool],
         alternatives: dict[str, list[Decisions]],
         results: Incumbents,
     ) -> None:
-        """Offers the plans of one schedule whose layer groups are alike."""
-        for policy in worth:  # the same for all ZeRO stages
-            plans = self.plans(alternatives[policy][0], less.c)
-            worth[policy] = worth[policy] & (
-                least_seconds(less.quantities[policy], plans) < results.limit
+        """Records the plans of one schedule whose layer groups are alike."""
+        for policy in promising:  # the same for all ZeRO stages
+            plans = self.plans(alternatives[policy][0], rows.meshes)
+            promising[policy] = promising[policy] & (
+                least_seconds(rows.quantities[policy], plans) < results.limit
             )
         for zero, gather in sorted(
             {
@@ -1269,9 +1321,9 @@ class RowPricer(Setting):
             },
             key=lambda pair: (pair[0], pair[1] != "use"),
         ):
-            fitting = less.below((zero,), orders, (gather,), results.limit)
-            legal = self.space.legal_zero(zero, less.c)
-            selected = {policy: rows_worth & fitting for policy, rows_worth in worth.items()}
+            fitting = rows.below((zero,), breadth_first_options, (gather,), results.limit)
+            legal = self.space.legal_zero(zero, rows.meshes)
+            selected = {policy: mask & fitting for policy, mask in promising.items()}
             if (
                 gather == "once"
                 and "use" in self.space.gathers
@@ -1288,9 +1340,9 @@ class RowPricer(Setting):
                     )
                 )
             ):
-                selected = self._saving(less, selected, chosen)
-            fast: tuple[Array, Totals] | None = None
-            for policy in worth:
+                selected = self._where_gathering_once_saves(rows, selected, chosen)
+            no_remat: tuple[Array, Totals] | None = None
+            for policy in promising:
                 chosen = next(
                     (
                         decisions
@@ -1301,193 +1353,196 @@ class RowPricer(Setting):
                 )
                 if chosen is None:
                     continue
-                totals = self._policy(less, policy, chosen, legal, selected[policy], fast, results)
-                fast = totals if policy == "none" else fast
+                totals = self._one_policy(
+                    rows, policy, chosen, legal, selected[policy], no_remat, results
+                )
+                no_remat = totals if policy == "none" else no_remat
 
-    def _saving(
-        self, rows: Rows, worth: dict[str, Array], decisions: Decisions
+    def _where_gathering_once_saves(
+        self, rows: CandidateRows, worth: dict[str, Array], decisions: Decisions
     ) -> dict[str, Array]:
         """By policy, the rows in which all-gathering weights once saves time under at least one
         policy. The others are no faster than those that all-gather at every use, and need more
         memory.
         """
-        hopeful = np.flatnonzero(
-            np.logical_or.reduce(list(worth.values())) & self.space.legal_zero(3, rows.c)
+        promising = np.flatnonzero(
+            np.logical_or.reduce(list(worth.values())) & self.space.legal_zero(3, rows.meshes)
         )
-        less, saving = rows.take(hopeful), np.zeros(len(rows), dtype=bool)
-        plans = self.plans(replace(decisions, zero=3), less.c)
+        subset, saving = rows.take(promising), np.zeros(len(rows), dtype=bool)
+        plans = self.plans(replace(decisions, zero=3), subset.meshes)
         for policy in worth:
-            saving[hopeful] |= saved_by_gathering_once(less.quantities[policy], plans) > 0
-        return {policy: rows_worth & saving for policy, rows_worth in worth.items()}
+            saving[promising] |= saved_by_gathering_once(subset.quantities[policy], plans) > 0
+        return {policy: mask & saving for policy, mask in worth.items()}
 
-    def _least(self, rows: Rows, policy: str, schedule: str, virtual: int) -> Array:
+    def _least(self, rows: CandidateRows, policy: str, schedule: str, virtual: int) -> Array:
         """A lower bound on the step time under a schedule, by row."""
         groups = self.space.accumulation_groups
-        shape = Pipelines(
-            stages=rows.c.stage,
-            chunks=np.full_like(rows.c.stage, virtual),
-            microbatches=rows.c.micro // groups,
+        pipelines = Pipelines(
+            stages=rows.meshes.stage,
+            chunks=np.full_like(rows.meshes.stage, virtual),
+            microbatches=rows.meshes.micro // groups,
         )
-        rounds = None if named(schedule).backward_in_two else named(schedule).rounds(shape)
-        passes = (
-            passing(rows.ticks[policy], rows.c.stage, self.pricer) * virtual
+        bubble = None if named(schedule).backward_in_two else named(schedule).rounds(pipelines)
+        messages = (
+            message_seconds(rows.bounds[policy], rows.meshes.stage, self.pricer) * virtual
             if named(schedule).staged
             else 0.0
         )
         return step_seconds(
-            rows.ticks[policy],
-            rows.c.stage,
-            rows.c.micro,
-            rounds,
+            rows.bounds[policy],
+            rows.meshes.stage,
+            rows.meshes.micro,
+            bubble,
             self.space.limits.layers,
             groups,
-            passes,
+            messages,
         )
 
-    def _policy(
+    def _one_policy(
         self,
-        rows: Rows,
+        rows: CandidateRows,
         policy: str,
         decisions: Decisions,
         legal: Array,
         worth: Array,
-        fast: tuple[Array, Totals] | None,
+        no_remat: tuple[Array, Totals] | None,
         results: Incumbents,
     ) -> tuple[Array, Totals] | None:
-        """Offers the plans of one policy with the given decisions; returns the priced rows and
+        """Records the plans of one policy with the given decisions; returns the priced rows and
         their prices.
         """
-        partly = np.zeros(len(rows), dtype=bool)
-        if fast is not None and policy != "none":
-            partly[fast[0]] = (fast[1].step_seconds < results.limit) & (
-                (fast[1].peak_bytes > self.capacity) | bool(self.space.pins.remat_layers)
+        partial = np.zeros(len(rows), dtype=bool)
+        if no_remat is not None and policy != "none":
+            partial[no_remat[0]] = (no_remat[1].step_seconds < results.limit) & (
+                (no_remat[1].peak_bytes > self.capacity) | bool(self.space.pins.remat_layers)
             )
-        results.skip(int(((worth | partly) & ~legal).sum()))
-        hopeful = np.flatnonzero(legal & (worth | partly))
-        if not len(hopeful):
+        results.skip(int(((worth | partial) & ~legal).sum()))
+        promising = np.flatnonzero(legal & (worth | partial))
+        if not len(promising):
             return None
-        s, c = (
-            (rows.quantities[policy], rows.c)
-            if len(hopeful) == len(rows)
-            else (rows.quantities[policy].take(hopeful), rows.c.take(hopeful))
+        quantities, meshes = (
+            (rows.quantities[policy], rows.meshes)
+            if len(promising) == len(rows)
+            else (rows.quantities[policy].take(promising), rows.meshes.take(promising))
         )
-        totals = combine(s, self.plans(decisions, c))
-        quick: Totals | None = None
-        if fast is not None and policy != "none":
+        totals = combine(quantities, self.plans(decisions, meshes))
+        no_remat_rows: Totals | None = None
+        if no_remat is not None and policy != "none":
             position = np.full(len(rows), -1)
-            position[fast[0]] = np.arange(len(fast[0]))
-            quick = fast[1].take(position[hopeful])
-            quick.seconds["overhead"][position[hopeful] < 0] = (
-                np.inf
-            )  # not priced because it cannot be fast enough
-        self._offer(
-            Offer(decisions=decisions, choices=rows.choices[hopeful]),
-            rows.candidates[hopeful],
+            position[no_remat[0]] = np.arange(len(no_remat[0]))
+            no_remat_rows = no_remat[1].take(position[promising])
+            # not priced because they cannot be fast enough
+            no_remat_rows.seconds["overhead"][position[promising] < 0] = np.inf
+        self._record(
+            DecidedRows(decisions=decisions, choices=rows.choices[promising]),
+            rows.candidates[promising],
             totals,
-            quick,
-            c,
+            no_remat_rows,
+            meshes,
             results,
         )
-        return hopeful, totals
+        return promising, totals
 
-    def _offer(
+    def _record(
         self,
-        offer: Offer,
+        decided: DecidedRows,
         rows: Array,
         totals: Totals,
-        fast: Totals | None,
-        c: Meshes,
+        no_remat: Totals | None,
+        meshes: Meshes,
         results: Incumbents,
     ) -> None:
-        """Offers a price; where it does not fit, also with parts offloaded, and where
+        """Records a price; where it does not fit, also with parts offloaded, and where
         rematerialising all layers saves more than needed, with fewer layers.
         """
         pins, pinned_layers = self.space.pins, self.space.pins.remat_layers
         pinned = pins.offload or ()
         if pinned:
-            totals = offloaded(totals, pinned, self.pricer, c)
-            fast = fast and offloaded(fast, pinned, self.pricer, c)
-            offer = offer.replace(offload=pinned)
+            totals = offloaded(totals, pinned, self.pricer, meshes)
+            no_remat = no_remat and offloaded(no_remat, pinned, self.pricer, meshes)
+            decided = decided.replace(offload=pinned)
         if not pinned_layers:
-            results.offer(offer, totals, rows)
-        self._mixed(offer, rows, totals, fast, c, results)
-        lacking = (totals.step_seconds < results.limit) & (
-            totals.peak_bytes > self.capacity
-        )  # offloading only adds seconds
-        if fast is not None:  # with offloading, fewer layers need to rematerialise
-            lacking |= (fast.step_seconds < np.minimum(results.limit, totals.step_seconds)) & (
-                fast.peak_bytes > self.capacity
-            )
-        short = np.flatnonzero(lacking)
-        if not len(short) or pinned_layers:
+            results.record(decided, totals, rows)
+        self._record_partial_remat(decided, rows, totals, no_remat, meshes, results)
+        # offloading only adds seconds
+        over_capacity = (totals.step_seconds < results.limit) & (totals.peak_bytes > self.capacity)
+        if no_remat is not None:  # with offloading, fewer layers need to rematerialise
+            over_capacity |= (
+                no_remat.step_seconds < np.minimum(results.limit, totals.step_seconds)
+            ) & (no_remat.peak_bytes > self.capacity)
+        large = np.flatnonzero(over_capacity)
+        if not len(large) or pinned_layers:
             return
-        part, c = offer.take(short), c.take(short)
+        part, meshes = decided.take(large), meshes.take(large)
         for parts in self.offloads:
-            less = offloaded(totals.take(short), parts, self.pricer, c)
+            smaller = offloaded(totals.take(large), parts, self.pricer, meshes)
             moved = part.replace(offload=parts)
-            results.offer(moved, less, rows[short])
-            if fast is not None:
-                self._mixed(
+            results.record(moved, smaller, rows[large])
+            if no_remat is not None:
+                self._record_partial_remat(
                     moved,
-                    rows[short],
-                    less,
-                    offloaded(fast.take(short), parts, self.pricer, c),
-                    c,
+                    rows[large],
+                    smaller,
+                    offloaded(no_remat.take(large), parts, self.pricer, meshes),
+                    meshes,
                     results,
                 )
 
-    def _mixed(
+    def _record_partial_remat(
         self,
-        offer: Offer,
+        decided: DecidedRows,
         rows: Array,
         rematerialised: Totals,
-        fast: Totals | None,
-        c: Meshes,
+        no_remat: Totals | None,
+        meshes: Meshes,
         results: Incumbents,
     ) -> None:
-        """Offers the plans that rematerialise no more layers than memory requires."""
+        """Records the plans that rematerialise no more layers than memory requires."""
         pinned_layers = self.space.pins.remat_layers
         if (
-            fast is None
+            no_remat is None
             or pinned_layers == 0
-            or self.space.by_group
-            or "partly" not in self.space.limits.able.remat
+            or self.space.mixes_remat
+            or "partly" not in self.space.limits.abilities.remat
         ):
             return
-        legal = fast.step_seconds < results.limit
+        legal = no_remat.step_seconds < results.limit
         legal &= lowerable(
-            facts_of_decisions(offer.decisions), facts_of_mesh(c.sizes), self.space.unsupported
+            facts_of_decisions(decided.decisions),
+            facts_of_mesh(meshes.sizes),
+            self.space.unsupported,
         )
         if pinned_layers is None:
-            legal &= (fast.peak_bytes > self.capacity) & (
-                fast.step_seconds < rematerialised.step_seconds
+            legal &= (no_remat.peak_bytes > self.capacity) & (
+                no_remat.step_seconds < rematerialised.step_seconds
             )
         if not legal.any():
             return
-        plans = self.plans(offer.decisions, c)
-        layers = sum(plans.layers, np.zeros(len(c)))
+        plans = self.plans(decided.decisions, meshes)
+        layers = sum(plans.layers, np.zeros(len(meshes)))
         if pinned_layers:
             needed = np.where(layers > pinned_layers, float(pinned_layers), 0.0)
         else:
-            saved = fast.device_bytes["activations"]
-            less = rematerialised.device_bytes["activations"]
+            saved = no_remat.device_bytes["activations"]
+            remaining = rematerialised.device_bytes["activations"]
             others = sum(
                 (
                     np.maximum(size, rematerialised.device_bytes[name])
-                    for name, size in fast.device_bytes.items()
+                    for name, size in no_remat.device_bytes.items()
                     if name != "activations"
                 ),
-                np.zeros(len(c)),
+                np.zeros(len(meshes)),
             )
             needed = np.ceil(
-                (others + saved - self.capacity) / np.maximum(saved - less, 1e-9) * layers - 1e-9
+                (others + saved - self.capacity) / np.maximum(saved - remaining, 1e-9) * layers
+                - 1e-9
             )
             needed = np.round(rematerialised_share(needed, plans) * layers)
         mixed = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
         if len(mixed):
             share = rematerialised_share(needed, plans)[mixed]
-            results.offer(
-                replace(offer.take(mixed), layers=needed[mixed].astype(np.int64)),
-                interpolated(fast.take(mixed), rematerialised.take(mixed), share),
+            results.record(
+                replace(decided.take(mixed), layers=needed[mixed].astype(np.int64)),
+                interpolated(no_remat.take(mixed), rematerialised.take(mixed), share),
                 rows[mixed],
             )

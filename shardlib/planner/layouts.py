@@ -37,14 +37,14 @@ from shardlib.layout import (
 )
 from shardlib.machines.topology import Topology
 from shardlib.planner.plan import ParameterLayout, Plan
-from shardlib.planner.stored import ActivationLayout, Move, together
+from shardlib.planner.stored import ActivationLayout, Move, joined_names
 from shardlib.propagation.colours import TOKENS, Choice, Spec, axes_of
 
 # --------------------------------------------------------------------------------------------------
 # A step graph under a choice on a mesh: the layouts of its values between operations and in use.
 
 #: An activation, and the number of an op that produces or reads it.
-Listed = tuple[int, ActivationLayout]
+OpActivation = tuple[int, ActivationLayout]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class StepLayouts:
     mesh: MeshShape
     context: str
 
-    def layout(self, cut: Spec, shape: Sequence[int]) -> Layout:
+    def layout(self, spec: Spec, shape: Sequence[int]) -> Layout:
         """The layout of a `Spec` (kinds of axes per dim), without axes that do not divide their
         dims.
         """
-        dims = (tuple(axis for kind in axes_of(part) for axis in self.axes(kind)) for part in cut)
+        dims = (tuple(axis for kind in axes_of(part) for axis in self.axes(kind)) for part in spec)
         return Layout(
             *(
                 axes if size % self.mesh.ways(axes) == 0 else ()
@@ -73,7 +73,7 @@ class StepLayouts:
         names = BATCH_AXES if kind == "batch" else (kind,)
         return tuple(axis for axis in names if axis in self.mesh)
 
-    def held(self, value: int) -> Layout:
+    def between_ops(self, value: int) -> Layout:
         """The layout of a value between operations."""
         return self.layout(self.facts.value_spec(value, self.choice), self.shape(value))
 
@@ -81,18 +81,18 @@ class StepLayouts:
         """Elements per dim."""
         return self.facts.graph.values[value].shape
 
-    def inside(self, index: int, value: int) -> Layout:
+    def in_op(self, index: int, value: int) -> Layout:
         """The layout of an operand or a result while its op runs."""
-        op, cut = self.facts.graph.ops[index], self.facts.op_spec(index, self.choice)
+        op, spec = self.facts.graph.ops[index], self.facts.op_spec(index, self.choice)
         dims = dict(
             zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
         )[value]
         majors = [op.rule.major(dim) for dim in dims]
         plain = self.layout(
-            tuple(None if major is None else cut[major] for major in majors), self.shape(value)
+            tuple(None if major is None else spec[major] for major in majors), self.shape(value)
         )
         exchanged = op.kind in KERNELS and self.context == "ulysses"
-        if not exchanged or "context" not in self.held(value).axes:
+        if not exchanged or "context" not in self.between_ops(value).axes:
             return plain
         return self._over_heads(plain, index, majors, self.shape(value))
 
@@ -105,9 +105,9 @@ class StepLayouts:
         dims = [tuple(axis for axis in axes if axis != "context") for axes in layout]
         heads = self.facts.heads[index].factors if index in self.facts.heads else frozenset[int]()
         for dim, factor in enumerate(factors):
-            more = (*dims[dim], "context")
-            if factor in heads and shape[dim] % self.mesh.ways(more) == 0:
-                dims[dim] = more
+            extended = (*dims[dim], "context")
+            if factor in heads and shape[dim] % self.mesh.ways(extended) == 0:
+                dims[dim] = extended
                 break
         return Layout(*dims)
 
@@ -133,12 +133,12 @@ class StepLayouts:
         return reductions
 
     @cached_property
-    def later(self) -> frozenset[int]:
+    def reduced_with_earlier(self) -> frozenset[int]:
         """Ops whose results are reduced together with those of an earlier op."""
         needed = (need for group in self.reductions.values() for need in group)
         return frozenset(index for _, ops in needed for index in ops if index != min(ops))
 
-    def described(self, name: str, value: int, moves: Iterable[Move], index: int) -> Listed:
+    def activation(self, name: str, value: int, moves: Iterable[Move], index: int) -> OpActivation:
         """The activation of a value, with the number of an op that produces or reads it."""
         tensor = self.facts.graph.values[value]
         region = self.facts.graph.ops[index].region
@@ -147,7 +147,7 @@ class StepLayouts:
             shape=tensor.shape,
             dtype=tensor.dtype,
             colours=tuple("tokens" if name == TOKENS else name for name in self.facts.names[value]),
-            held=self.held(value),
+            held=self.between_ops(value),
             count=self.facts.trips[region],
             moves=merged(moves),
         )
@@ -165,7 +165,7 @@ def merged(moves: Iterable[Move]) -> tuple[Move, ...]:
     return tuple(replace(move, of=tuple(names)) for move, names in operands.items())
 
 
-def arriving(layout: Layout, read: Layout, of: str) -> Iterator[Move]:
+def resharding_before(layout: Layout, read: Layout, of: str) -> Iterator[Move]:
     """The collectives that reshard an operand from its layout to that in which an op reads it."""
     for dim, axes in enumerate(layout):
         for axis in ("tensor", "context"):
@@ -181,33 +181,35 @@ def arriving(layout: Layout, read: Layout, of: str) -> Iterator[Move]:
 ATTENTION = "attention"
 
 
-def of_kernel(step: StepLayouts, index: int, op: Op) -> Iterator[Listed]:
+def kernel_activations(step: StepLayouts, index: int, op: Op) -> Iterator[OpActivation]:
     """Lists the operands and results of an attention kernel."""
     for number, value in enumerate(op.operands if op.kind == FORWARD else ()):
         role = _role(number, len(op.operands))
-        layout, read = step.held(value), step.inside(index, value)
-        moves = list(arriving(layout, read, ATTENTION))
+        layout, read = step.between_ops(value), step.in_op(index, value)
+        moves = list(resharding_before(layout, read, ATTENTION))
         if step.context == "ring" and "queries" not in role and "context" in layout.axes:
             hop = Move(kind="collective-permute", axes=("context",), of=(ATTENTION,), layout=layout)
             moves = [hop, *(move for move in moves if move.axes != ("context",))]
-        yield step.described(f"{role} of attention", value, moves, index)
+        yield step.activation(f"{role} of attention", value, moves, index)
     if op.kind == FORWARD:
         value = op.results[0]
-        yield step.described("result of attention", value, _leaving(step, index, value), index)
+        yield step.activation(
+            "result of attention", value, _resharding_after(step, index, value), index
+        )
         return
     for value, dims in zip(op.results, op.rule.results, strict=True):
         role = _gradient_role(step, index, {factor for dim in dims for factor in dim})
-        moves = _leaving(step, index, value)
+        moves = _resharding_after(step, index, value)
         if (
             role == "keys or values"
             and step.context == "all-gather"
-            and "context" in step.held(value).axes
+            and "context" in step.between_ops(value).axes
         ):
-            partial = step.inside(index, value)
+            partial = step.in_op(index, value)
             axes, of = ("context",), (ATTENTION,)
             moves.append(Move(kind="reduce-scatter", axes=axes, of=of, layout=partial, before=True))
         if moves:
-            yield step.described(f"gradient of the {role} of attention", value, moves, index)
+            yield step.activation(f"gradient of the {role} of attention", value, moves, index)
 
 
 def _role(number: int, operands: int) -> str:
@@ -230,12 +232,12 @@ def _gradient_role(step: StepLayouts, index: int, factors: set[int]) -> str:
     return "queries" if heads.within & factors else "keys or values"
 
 
-def _leaving(step: StepLayouts, index: int, value: int) -> list[Move]:
+def _resharding_after(step: StepLayouts, index: int, value: int) -> list[Move]:
     """The collectives that reshard a result of a kernel to its layout between operations."""
-    stored, computed = step.held(value), step.inside(index, value)
+    stored, computed = step.between_ops(value), step.in_op(index, value)
     return [
         replace(move, layout=computed, before=True)
-        for move in arriving(computed, stored, ATTENTION)
+        for move in resharding_before(computed, stored, ATTENTION)
     ]
 
 
@@ -243,22 +245,22 @@ def _leaving(step: StepLayouts, index: int, value: int) -> list[Move]:
 # The list: residual streams, operands and results of weights, attention, experts.
 
 #: Activations that a plan lists.
-MOST = 64
+MAX_ACTIVATIONS = 64
 
 
 def activation_layouts(
     facts: Facts, choice: Choice, mesh: MeshShape, context: str, groups: Sequence[str]
 ) -> tuple[ActivationLayout, ...]:
-    """The main activations of a step, in program order, at most `MOST`."""
+    """The main activations of a step, in program order, at most `MAX_ACTIVATIONS`."""
     step = StepLayouts(facts=facts, choice=choice, mesh=mesh, context=context)
     layouts: dict[tuple[object, ...], ActivationLayout] = {}
     for _, activation in sorted(
-        (*_residuals(step, groups), *_used(step)), key=lambda each: each[0]
+        (*_residuals(step, groups), *_activations_of_weights(step)), key=lambda indexed: indexed[0]
     ):
         key = activation.name, activation.shape, activation.dtype, activation.held
         earlier = layouts.get(key)
         layouts[key] = activation if earlier is None else _joined(earlier, activation)
-    return tuple(layouts.values())[:MOST]
+    return tuple(layouts.values())[:MAX_ACTIVATIONS]
 
 
 def _joined(first: ActivationLayout, second: ActivationLayout) -> ActivationLayout:
@@ -267,28 +269,28 @@ def _joined(first: ActivationLayout, second: ActivationLayout) -> ActivationLayo
     )
 
 
-def _residuals(step: StepLayouts, groups: Sequence[str]) -> Iterator[Listed]:
+def _residuals(step: StepLayouts, groups: Sequence[str]) -> Iterator[OpActivation]:
     """Lists the residual streams that layer groups pass from layer to layer."""
     carried = step.facts.layers.carried
     for group, value in zip(groups, carried, strict=False):
         if value < 0:
             continue
         stages = step.axes("stage") if value == carried[0] else ()
-        layout = step.held(value)
+        layout = step.between_ops(value)
         moves = [
             Move(kind="collective-permute", axes=stages, of=("stages",), layout=layout)
             for _ in stages
         ]
         index = step.facts.producers[value]
-        yield step.described(f"residual stream of {group}", value, moves, index)
+        yield step.activation(f"residual stream of {group}", value, moves, index)
 
 
-def _used(step: StepLayouts) -> Iterator[Listed]:
+def _activations_of_weights(step: StepLayouts) -> Iterator[OpActivation]:
     """Lists the operands and results of ops with weights and of attention kernels."""
     readers: dict[int, list[int]] = defaultdict(list)
     for index, op in enumerate(step.facts.graph.ops):
         if op.kind in KERNELS:
-            yield from of_kernel(step, index, op)
+            yield from kernel_activations(step, index, op)
         elif weight := step.weight(op):
             for value in op.operands:
                 if _is_activation(step, op, value):
@@ -303,17 +305,19 @@ def _used(step: StepLayouts) -> Iterator[Listed]:
     yield from _routed(step)
 
 
-def _routed(step: StepLayouts) -> Iterator[Listed]:
+def _routed(step: StepLayouts) -> Iterator[OpActivation]:
     """Lists the token rows that are dispatched to their experts and combined again."""
     facts = step.facts
     if not facts.routes or step.choice.expert is None or "expert" not in step.mesh:
         return
     for index, value in routed_values(facts.graph, facts.names, facts.batch):
-        move = Move(kind="all-to-all", axes=("expert",), of=("experts",), layout=step.held(value))
+        move = Move(
+            kind="all-to-all", axes=("expert",), of=("experts",), layout=step.between_ops(value)
+        )
         name = (
             "gradient of rows of experts" if backward(facts.graph.ops[index]) else "rows of experts"
         )
-        yield step.described(name, value, [move], index)
+        yield step.activation(name, value, [move], index)
 
 
 def _is_activation(step: StepLayouts, op: Op, value: int) -> bool:
@@ -324,12 +328,12 @@ def _is_activation(step: StepLayouts, op: Op, value: int) -> bool:
     )
 
 
-def _result(step: StepLayouts, index: int, op: Op, weight: str) -> Iterator[Listed]:
+def _result(step: StepLayouts, index: int, op: Op, weight: str) -> Iterator[OpActivation]:
     """Lists the result of an op with a weight, which may be partial sums."""
-    value, back = op.results[0], backward(op)
-    if index in step.later or (back and index not in step.reductions):
+    value, is_backward = op.results[0], backward(op)
+    if index in step.reduced_with_earlier or (is_backward and index not in step.reductions):
         return
-    layout, names = step.inside(index, value), dict.fromkeys([weight])
+    layout, names = step.in_op(index, value), dict.fromkeys([weight])
     moves: list[Move] = []
     for transfer, ops in step.reductions.get(index, ()):
         of = tuple(name for number in ops if (name := step.weight(step.facts.graph.ops[number])))
@@ -337,28 +341,28 @@ def _result(step: StepLayouts, index: int, op: Op, weight: str) -> Iterator[List
         axes = step.axes(transfer.group)
         if axes:
             moves.append(Move(kind=transfer.kind, axes=axes, of=of, layout=layout, before=True))
-    if back and not moves:
+    if is_backward and not moves:
         return
-    name = f"{'gradient of the input' if back else 'output'} of {together(names)}"
-    logits = not back and op.category == "matmul" and step.facts.names[value][-1] == "vocab"
-    yield step.described(f"logits, {name}" if logits else name, value, moves, index)
+    name = f"{'gradient of the input' if is_backward else 'output'} of {joined_names(names)}"
+    logits = not is_backward and op.category == "matmul" and step.facts.names[value][-1] == "vocab"
+    yield step.activation(f"logits, {name}" if logits else name, value, moves, index)
 
 
-def _operand(step: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[Listed]:
+def _operand(step: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[OpActivation]:
     """Lists a value that ops with weights, or weight gradients, read, where a collective moves
     it.
     """
-    layout, moves = step.held(value), list[Move]()
+    layout, moves = step.between_ops(value), list[Move]()
     ops = [(index, step.facts.graph.ops[index]) for index in readers]
     for index, op in ops:
         of = step.weight(op) or "gradients of weights"
-        moves += arriving(layout, step.inside(index, value), of)
+        moves += resharding_before(layout, step.in_op(index, value), of)
     named = [(op, weight) for _, op in ops if (weight := step.weight(op))]
-    weights = together(weight for _, weight in named)
+    weights = joined_names(weight for _, weight in named)
     if moves and weights:
-        back = all(backward(op) for op, _ in named)
-        name = f"gradient of the output of {weights}" if back else f"input of {weights}"
-        yield step.described(name, value, moves, readers[0])
+        is_backward = all(backward(op) for op, _ in named)
+        name = f"gradient of the output of {weights}" if is_backward else f"input of {weights}"
+        yield step.activation(name, value, moves, readers[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -366,14 +370,14 @@ def _operand(step: StepLayouts, value: int, readers: Sequence[int]) -> Iterator[
 
 #: Rows and columns of a bfloat16 tile in TPU memory, elements (jax-ml/jax
 #: docs/pallas/tpu/details.rst: 8 x 128 of 32 bits, 16 x 128 of 16 bits).
-ROWS, LANES = 16, 128
+TILE_ROWS, TILE_LANES = 16, 128
 
 
-def at_rest(
+def stored_layout(
     layout: Layout,
     shape: tuple[int, ...],
     mesh: MeshShape,
-    frozen: frozenset[int],
+    stack_dims: frozenset[int],
     avoided: frozenset[int] = frozenset(),
 ) -> Layout:
     """Shards one more dim of a parameter over the storage axes: the first unsharded dim that
@@ -390,9 +394,9 @@ def at_rest(
     added = tuple(axis for axis in STORED_AXES if axis in mesh and axis not in layout.axes)
     if not added:
         return layout
-    more = mesh.ways(added)
-    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
-    fits = [dim for dim in dims if shape[dim] % (mesh.ways(layout[dim]) * more) == 0]
+    ways = mesh.ways(added)
+    dims = [dim for dim, size in enumerate(shape) if dim not in stack_dims and size > 1]
+    fits = [dim for dim in dims if shape[dim] % (mesh.ways(layout[dim]) * ways) == 0]
     if len(dims) < 2 or not fits:
         return layout
     best = min(
@@ -400,21 +404,21 @@ def at_rest(
         key=lambda dim: (
             dim in avoided,
             bool(layout[dim]),
-            _untiled(dim, shape, shape[dim] // (mesh.ways(layout[dim]) * more)),
+            _tile_mismatch(dim, shape, shape[dim] // (mesh.ways(layout[dim]) * ways)),
             dim,
         ),
     )
     return Layout(*((*axes, *added) if dim == best else axes for dim, axes in enumerate(layout)))
 
 
-def _untiled(dim: int, shape: tuple[int, ...], size: int) -> int:
+def _tile_mismatch(dim: int, shape: tuple[int, ...], size: int) -> int:
     """Distance of shards of a size along a dim from whole tiles: 0 where they are whole, 1 where
     they are whole in the transposed matrix, 2 otherwise.
     """
     last = len(shape) - 1
-    if dim < last - 1 or size % (LANES if dim == last else ROWS) == 0:
+    if dim < last - 1 or size % (TILE_LANES if dim == last else TILE_ROWS) == 0:
         return 0
-    transposed = dim == last and size % ROWS == 0 and shape[last - 1] % LANES == 0
+    transposed = dim == last and size % TILE_ROWS == 0 and shape[last - 1] % TILE_LANES == 0
     return 1 if transposed else 2
 
 
@@ -443,24 +447,24 @@ def split_rules(rules: Rules, batch: str | None) -> tuple[Rules, Rules | None]:
 def parameter_layouts(
     problem: Problem,
     colours: Mapping[str, LogicalAxes],
-    frozen: frozenset[tuple[str, int]],
+    stack_dims: frozenset[tuple[str, int]],
     mesh: MeshShape,
     rules: Rules,
     zero: int,
-    rest_rules: Rules | None = None,
+    stored_rules: Rules | None = None,
 ) -> tuple[ParameterLayout, ...]:
     """Layouts of every parameter."""
     layouts: list[ParameterLayout] = []
     slices, fused = sliced_dims(problem), fused_parameters(problem)
     for parameter in problem.parameters:
         axes = colours[parameter.path]
-        stacks = frozenset(dim for path, dim in frozen if path == parameter.path)
-        compute = _staged(
+        stacks = frozenset(dim for path, dim in stack_dims if path == parameter.path)
+        compute = _with_stages(
             rules.resolve(axes, parameter.shape, mesh).layout, parameter.shape, mesh, stacks
         )
-        if rest_rules is not None:
-            cut = _staged(
-                rest_rules.resolve(axes, parameter.shape, mesh).layout,
+        if stored_rules is not None:
+            sharded = _with_stages(
+                stored_rules.resolve(axes, parameter.shape, mesh).layout,
                 parameter.shape,
                 mesh,
                 stacks,
@@ -469,10 +473,10 @@ def parameter_layouts(
             avoided = slices.get(parameter.path, frozenset())
             if "tensor" in compute.axes:
                 avoided |= {d for d in fused.get(parameter.path, ()) if not compute[d]}
-            cut = at_rest(compute, parameter.shape, mesh, stacks, avoided)
-        stored = cut if zero >= 3 else compute
+            sharded = stored_layout(compute, parameter.shape, mesh, stacks, avoided)
+        stored = sharded if zero >= 3 else compute
         gradient, state = (
-            (cut if zero >= 2 else compute, cut if zero >= 1 else compute)
+            (sharded if zero >= 2 else compute, sharded if zero >= 1 else compute)
             if parameter.trained
             else (compute, stored)
         )
@@ -515,7 +519,7 @@ def sliced_dims(problem: Problem) -> dict[str, frozenset[int]]:
     return sliced
 
 
-def _staged(
+def _with_stages(
     layout: Layout, shape: tuple[int, ...], mesh: MeshShape, stacks: frozenset[int]
 ) -> Layout:
     """The layout with stacks of layers sharded over stages where they divide; an uneven split has
@@ -523,14 +527,9 @@ def _staged(
     """
     return Layout(
         *(
-            (
-                ("stage",)
-                if "stage" in mesh
-                and dim in stacks
-                and not axes
-                and shape[dim] % mesh["stage"] == 0
-                else axes
-            )
+            ("stage",)
+            if "stage" in mesh and dim in stacks and not axes and shape[dim] % mesh["stage"] == 0
+            else axes
             for dim, axes in enumerate(layout)
         )
     )
@@ -627,23 +626,23 @@ def plan_shardings(plan: Plan, mesh: AxisSizes) -> PlanShardings:
             f"mesh is {type(mesh).__name__}; it is a jax.sharding.Mesh\nTry:"
             " plan.shardings(jax.make_mesh((4, 2), ('fsdp', 'tensor')))"
         )
-    here = dict(mesh.shape)
+    sizes_of_mesh = dict(mesh.shape)
     wrong = [
-        f"{axis} is {size} in the plan and {here.get(axis, 'missing')} in the mesh"
+        f"{axis} is {size} in the plan and {sizes_of_mesh.get(axis, 'missing')} in the mesh"
         for axis, size in plan.mesh.items()
-        if size > 1 and here.get(axis) != size
+        if size > 1 and sizes_of_mesh.get(axis) != size
     ]
     if wrong:
         sizes = {axis: size for axis, size in plan.mesh.items() if size > 1}
         raise_all(
             LayoutError,
-            f"the mesh {here} is not that of the plan, {plan.mesh}",
+            f"the mesh {sizes_of_mesh} is not that of the plan, {plan.mesh}",
             wrong,
             hint=f"jax.make_mesh({tuple(sizes.values())}, {tuple(sizes)})",
         )
     sharding: Any = sys.modules["jax"].sharding  # who has a mesh has loaded JAX; planning has not
 
-    def over(layout: Layout) -> NamedSharding:
+    def named_sharding(layout: Layout) -> NamedSharding:
         dims = [tuple(axis for axis in dim if plan.mesh[axis] > 1) for dim in layout]
         spec = (None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
         return sharding.NamedSharding(mesh, sharding.PartitionSpec(*spec))
@@ -651,9 +650,9 @@ def plan_shardings(plan: Plan, mesh: AxisSizes) -> PlanShardings:
     parameters = [parameter for parameter in plan.parameters if parameter.role != "updated"]
     trained = [parameter for parameter in parameters if parameter.trained]
     return PlanShardings(
-        parameters={parameter.path: over(parameter.rest) for parameter in parameters},
-        compute={parameter.path: over(parameter.compute) for parameter in parameters},
-        gradients={parameter.path: over(parameter.gradient) for parameter in trained},
-        optimizer={parameter.path: over(parameter.state) for parameter in trained},
-        batch={path: over(layout) for path, layout in plan.batch_layouts},
+        parameters={parameter.path: named_sharding(parameter.rest) for parameter in parameters},
+        compute={parameter.path: named_sharding(parameter.compute) for parameter in parameters},
+        gradients={parameter.path: named_sharding(parameter.gradient) for parameter in trained},
+        optimizer={parameter.path: named_sharding(parameter.state) for parameter in trained},
+        batch={path: named_sharding(layout) for path, layout in plan.batch_layouts},
     )

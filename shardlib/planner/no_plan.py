@@ -4,7 +4,7 @@ not fit in memory.
 Pins that need more layers than a model has in its loops are an error:
 
 >>> pins = Pins.parse({"schedule": "1f1b"})
->>> print(layers_lacking("mlp", LayerGroups(names=(), counts=()), pins))
+>>> print(too_few_layers("mlp", LayerGroups(names=(), counts=()), pins))
 schedule='1f1b' splits layers into stages, and the model 'mlp' has no layers in a loop
 Try: layers under jax.lax.scan or nnx.scan, or no such pin
 """
@@ -44,12 +44,12 @@ from shardlib.schedules import Pipelines, named
 # No plan is legal under the pins.
 
 #: Hint for an expert axis on a model without experts.
-VISIT = "shardlib.functions.experts.visit in the model, or no expert axis"
-_SCAN = "layers under jax.lax.scan or nnx.scan"
+EXPERTS_HINT = "shardlib.functions.experts.visit in the model, or no expert axis"
+_IN_LOOP = "layers under jax.lax.scan or nnx.scan"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class PinnedProblem:
     """A problem, and the pins under which it has no plan on `devices` devices."""
 
     problem: Problem
@@ -84,16 +84,16 @@ class Request:
 
 def explain_empty(workload: Workload, pins: Pins, devices: int) -> BatchError | PinError:
     """The error for pins under which no plan is legal."""
-    lacking = layers_lacking(workload.problem.model, layer_groups(workload), pins)
-    if lacking:
-        return PinError(lacking)
-    request = Request(
+    message_of_layers = too_few_layers(workload.problem.model, layer_groups(workload), pins)
+    if message_of_layers:
+        return PinError(message_of_layers)
+    request = PinnedProblem(
         problem=workload.problem, colouring=workload.colouring, pins=pins, devices=devices
     )
     rows = _no_rows(request)
     if rows:
         return BatchError(rows)
-    message = next(filter(None, (fault(request) for fault in FAULTS)), "")
+    message = next(filter(None, (check(request) for check in CHECKS)), "")
     machine = f"{devices} device{'s'[: devices != 1]}"
     return PinError(
         message
@@ -103,7 +103,7 @@ def explain_empty(workload: Workload, pins: Pins, devices: int) -> BatchError | 
     )
 
 
-def _no_rows(request: Request) -> str:
+def _no_rows(request: PinnedProblem) -> str:
     """The message where a batch without rows is to be sharded."""
     batch, parts, mesh = request.problem.batch, request.pins.microbatches or 1, request.sizes
     if any("batch" in axes for _, _, _, axes in batch) or request.parts * parts == 1:
@@ -122,7 +122,7 @@ def _no_rows(request: Request) -> str:
     )
 
 
-def _batch(request: Request) -> str:
+def _batch(request: PinnedProblem) -> str:
     """The message where pins cannot split the examples of the batch."""
     size, parts, pins = request.rows, request.parts, request.pins
     if size % parts:
@@ -147,27 +147,27 @@ def _batch(request: Request) -> str:
     return f"{fault} {share}\nTry: one of {options}"
 
 
-def _pipeline(request: Request) -> str:
+def _pipeline(request: PinnedProblem) -> str:
     """The message where microbatches cannot go through the pinned stages together."""
     pins, stages = request.pins, request.sizes.get("stage", 1)
-    together = (pins.microbatches or 0) // (pins.accumulation or 1)
-    if 0 < together < stages and (pins.virtual_stages or 1) > 1:
+    at_once = (pins.microbatches or 0) // (pins.accumulation or 1)
+    if 0 < at_once < stages and (pins.virtual_stages or 1) > 1:
         return (
             f"stages of several chunks of layers need a microbatch for each of the {stages} stages,"
-            f" and {together} go through them together\nTry: more microbatches, or virtual_stages=1"
+            f" and {at_once} go through them together\nTry: more microbatches, or virtual_stages=1"
         )
-    if pins.pipeline == "programs" and pins.schedule and together:
-        shape = Pipelines.one(stages=stages, microbatches=together)
+    if pins.pipeline == "programs" and pins.schedule and at_once:
+        shape = Pipelines.one(stages=stages, microbatches=at_once)
         if not named(pins.schedule).fits(shape)[0]:
             return (
                 f"pipeline='programs' interleaves whole groups of {stages} microbatches, one for"
-                f" each stage, and {together} go through the stages together\nTry: a multiple of"
+                f" each stage, and {at_once} go through the stages together\nTry: a multiple of"
                 " that, or pipeline='lockstep'"
             )
     return ""
 
 
-def _sequence(request: Request) -> str:
+def _sequence(request: PinnedProblem) -> str:
     """The message where the sequence cannot be sharded over tensor as pinned."""
     length = sequence_size(request.problem, request.colouring)
     if not request.pins.sequence_parallel or (
@@ -181,7 +181,7 @@ def _sequence(request: Request) -> str:
     )
 
 
-def _context(request: Request) -> str:
+def _context(request: PinnedProblem) -> str:
     """The message where a context axis is pinned without a size, and none is possible."""
     pins, length = request.pins, sequence_size(request.problem, request.colouring)
     if (
@@ -197,16 +197,18 @@ def _context(request: Request) -> str:
     )
 
 
-def _rules(request: Request) -> str:
+def _rules(request: PinnedProblem) -> str:
     """The message where pinned rules cannot use the pinned tensor axis."""
     pins, tensor, colouring = request.pins, request.tensor, request.colouring
     if tensor == 1 or pins.rules is None:
         return ""
-    cut = {name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes}
+    sharded = {
+        name: colouring.canonical(name) for name, axes in pins.rules.entries if "tensor" in axes
+    }
     undivided = [
         f"{name!r} -> tensor: its dims have the largest common size"
         f" {colouring.colours[colour].divisor}, which {tensor} parts do not divide"
-        for name, colour in cut.items()
+        for name, colour in sharded.items()
         if colour is not None and colouring.colours[colour].divisor % tensor
     ]
     if undivided:
@@ -216,7 +218,7 @@ def _rules(request: Request) -> str:
             undivided,
             hint="a tensor axis that divides them, or the rule to None",
         )
-    if cut:
+    if sharded:
         return ""
     return (
         f"tensor={tensor} is pinned, and the pinned rules shard nothing over tensor\nTry: a"
@@ -225,7 +227,7 @@ def _rules(request: Request) -> str:
     )
 
 
-def _indivisible(request: Request) -> str:
+def _indivisible(request: PinnedProblem) -> str:
     """The message where the tensor axis divides no colour that it may shard, with those that it
     divides and may not shard.
     """
@@ -239,7 +241,7 @@ def _indivisible(request: Request) -> str:
         for c in colouring.colours.values()
         if c.matmuls and c.carried and colouring.sequence_colour and c.divisor % tensor == 0
     ]
-    aside = (
+    note = (
         f"\nNot among them: {', '.join(carried)}, which layers hand on; the sequence"
         f" ({sequence_size(request.problem, colouring)}) is sharded in its place, beside another"
         " dimension"
@@ -248,20 +250,20 @@ def _indivisible(request: Request) -> str:
     )
     return (
         f"tensor={tensor} divides no dimension that it could shard; dimensions with their largest"
-        f" common size are {listed or 'none'}{aside}\nTry: a tensor axis that divides one of them"
+        f" common size are {listed or 'none'}{note}\nTry: a tensor axis that divides one of them"
     )
 
 
-def _axes(request: Request) -> str:
+def _axes(request: PinnedProblem) -> str:
     """The message where a pinned axis fits no plan of the model."""
     faults = (
-        misfit(axis, size, request.problem, request.colouring)
+        axis_misfit(axis, size, request.problem, request.colouring)
         for axis, size in request.sizes.items()
     )
     return next(filter(None, faults), "")
 
 
-def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
+def axis_misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
     """The reason why a pinned axis fits no plan of a model; empty where it may."""
     length = sequence_size(problem, colouring)
     if axis == "context" and (colouring.sequence_colour is None or length % size):
@@ -272,7 +274,7 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
         )
     if axis == "expert" and size > 1:
         name = expert_colour(problem.forward, colouring.forward)
-        reason, hint = "has none that a grouped matmul (jax.lax.ragged_dot) uses", VISIT
+        reason, hint = "has none that a grouped matmul (jax.lax.ragged_dot) uses", EXPERTS_HINT
         if name:
             count = colouring.colours[name].divisor
             reason = f"has {count} of them, which {size} parts do not divide"
@@ -281,7 +283,7 @@ def misfit(axis: str, size: int, problem: Problem, colouring: Colouring) -> str:
     return ""
 
 
-def _devices(request: Request) -> str:
+def _devices(request: PinnedProblem) -> str:
     """The message where the pinned axes do not divide the number of devices."""
     taken = math.prod(request.sizes.values())
     if request.devices % taken == 0:
@@ -293,7 +295,7 @@ def _devices(request: Request) -> str:
     )
 
 
-def _stored(request: Request) -> str:
+def _stored(request: PinnedProblem) -> str:
     """The message where ZeRO is pinned and nothing can be stored sharded."""
     problem, sizes, zero = request.problem, request.sizes, request.pins.zero
     lacking = {
@@ -322,7 +324,7 @@ def _stored(request: Request) -> str:
 
 
 #: Checks in order of precedence: each returns a message, or "" where nothing is wrong.
-FAULTS: tuple[Callable[[Request], str], ...] = (
+CHECKS: tuple[Callable[[PinnedProblem], str], ...] = (
     _batch,
     _pipeline,
     _sequence,
@@ -339,7 +341,7 @@ FAULTS: tuple[Callable[[Request], str], ...] = (
 # A model has too few layers for the pins.
 
 #: A limit above the number of chunks of any schedule.
-_MOST = 64
+_MAX_CHUNKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -357,25 +359,25 @@ def layer_groups(workload: Workload) -> LayerGroups:
     """The layers of a model, for messages."""
     facts = next(iter(workload.programs.values())).facts
     return LayerGroups(
-        names=workload.class_names,
+        names=workload.group_names,
         counts=workload.counts,
         calls=repeated_calls(facts.graph, facts.layers, facts.weights),
     )
 
 
-def layers_lacking(model: str, groups: LayerGroups, pins: Pins) -> str:
+def too_few_layers(model: str, groups: LayerGroups, pins: Pins) -> str:
     """The message that a model has too few layers for its pins, with a hint; empty where it has
     enough.
     """
     model = f"the model {model!r}"
     if not groups.counts and groups.calls > 1 and (pins.staged or pins.remat_layers):
-        return _called_again(model, groups.calls, pins)
+        return _repeated_calls(model, groups.calls, pins)
     return _too_few_for_stages(model, groups.counts, pins) or _too_few_to_rematerialise(
         model, groups.names, groups.counts, pins
     )
 
 
-def _called_again(model: str, calls: int, pins: Pins) -> str:
+def _repeated_calls(model: str, calls: int, pins: Pins) -> str:
     """The message for a loss that runs the same layers several times, which leaves none to
     split.
     """
@@ -384,9 +386,9 @@ def _called_again(model: str, calls: int, pins: Pins) -> str:
         if pins.staged
         else f"remat_layers={pins.remat_layers} rematerialises some of the layers"
     )
-    often = "twice" if calls == 2 else f"{calls} times"
+    times = "twice" if calls == 2 else f"{calls} times"
     return (
-        f"{wanted}, and the loss runs the layers of {model}, or some of them, {often} with the"
+        f"{wanted}, and the loss runs the layers of {model}, or some of them, {times} with the"
         " same parameters, as where it calls the model or one of its layers more than once; they"
         " have to run once, each layer with parameters of its own\nTry: one call of the model for"
         " all rows, no layer that is used again, or no such pin"
@@ -399,7 +401,7 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
         return ""
     layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
     if layers < max(2, stages):
-        hint = f"{_SCAN}, or no such pin" if layers < 2 else f"fewer stages, or more {_SCAN}"
+        hint = f"{_IN_LOOP}, or no such pin" if layers < 2 else f"fewer stages, or more {_IN_LOOP}"
         return (
             f"{_stage_pins(pins)} splits layers into stages, and {model} has {_number(layers)} in a"
             f" loop\nTry: {hint}"
@@ -444,7 +446,7 @@ def _chunks(pins: Pins) -> int:
     """The fewest chunks of layers per stage under the pins."""
     if pins.virtual_stages or pins.schedule is None:
         return pins.virtual_stages or 1
-    tried = named(pins.schedule).tried(pinned=True, chunks=None, policy="none", limit=_MOST)
+    tried = named(pins.schedule).tried(pinned=True, chunks=None, policy="none", limit=_MAX_CHUNKS)
     return min(tried, default=1)
 
 
@@ -457,23 +459,23 @@ def _too_few_to_rematerialise(
     if not counts and pins.remat_layers:
         return (
             f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {model} has"
-            f" no layers in a loop\nTry: {_SCAN}, or no such pin"
+            f" no layers in a loop\nTry: {_IN_LOOP}, or no such pin"
         )
     groups = {} if pins.remat_classes == ANY_GROUP else {n: c for n, _, c in pins.remat_classes}
     stages = dict(pins.mesh or pins.axes).get("stage", 1)
     chunks = stages * (pins.virtual_stages or 1)
-    here = [(pins.virtual_stages or 1) * -(-count // chunks) for count in counts]
+    layers_per_stage = [(pins.virtual_stages or 1) * -(-count // chunks) for count in counts]
     location = f"a stage of {model}" if stages > 1 else model
     faults = [
         f"remat_classes rematerialises {requested} of the layers of {name!r}, and {location} has"
         f" {count} there"
-        for name, count in zip(names, here, strict=True)
+        for name, count in zip(names, layers_per_stage, strict=True)
         if (requested := groups.get(name)) and requested > count - (len(names) == 1)
     ]
-    if pins.remat_layers and counts and pins.remat_layers >= sum(here):
+    if pins.remat_layers and counts and pins.remat_layers >= sum(layers_per_stage):
         faults.append(
             f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {location}"
-            f" has {_number(sum(here))} in a loop"
+            f" has {_number(sum(layers_per_stage))} in a loop"
         )
     if not faults:
         return ""

@@ -41,7 +41,7 @@ from shardlib.findings import Finding
 from shardlib.layout import ISLAND, Layout, LogicalAxes, MeshShape, Rules
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as find_topology
-from shardlib.planner.stored import MESH, ActivationLayout, Priced, Refined
+from shardlib.planner.stored import MESH, ActivationLayout, PricedPlan, Refined
 from shardlib.schedules import SCHEDULES
 from shardlib.untrusted.data import (
     Form,
@@ -75,7 +75,7 @@ FORMAT = 1
 #: checkpoint, and compiling.
 RESTART_S = 600.0
 #: JSON forms of the types of a plan that are not dataclasses.
-FORMS: Mapping[Any, Form] = {
+JSON_FORMS: Mapping[Any, Form] = {
     MeshShape: MESH,
     Layout: Form(plain=tuple[tuple[str, ...], ...], build=lambda dims: Layout(*dims)),
     Rules: Form(plain=tuple[tuple[str, tuple[str, ...]], ...], build=Rules.parse),
@@ -83,7 +83,7 @@ FORMS: Mapping[Any, Form] = {
 }
 AGAIN = "make it again with `shardlib plan ... --out plan.json`"
 #: Fields of a plan that are not in files.
-ABSENT = ("source",)
+NOT_STORED = ("source",)
 
 
 class ChangedPlanError(PlanError):
@@ -206,7 +206,7 @@ class Search:
     seconds: float = 0.0
     rejected: tuple[Rejected, ...] = ()
     counts: tuple[tuple[str, int], ...] = ()
-    landscape: tuple[Priced, ...] = ()
+    landscape: tuple[PricedPlan, ...] = ()
 
     __repr__ = compact
 
@@ -246,7 +246,7 @@ class Source(Protocol):
 
     @property
     def written(self) -> Callable[[Plan, str], str] | None: ...
-    def under(self, pins: Pins) -> Source:
+    def with_pins(self, pins: Pins) -> Source:
         """The same problem under other pins."""
         ...
 
@@ -775,13 +775,13 @@ def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
             " `shardlib plan ... --out plan.json`"
         )
     table = cast("Mapping[str, Any]", data)
-    plan = _usual(
+    plan = _without_default_order(
         construct(
             Plan,
-            {key: value for key, value in table.items() if key not in ABSENT},
+            {key: value for key, value in table.items() if key not in NOT_STORED},
             "the plan",
             PlanError,
-            forms=FORMS,
+            forms=JSON_FORMS,
             least=0.0,
             most=MAX_PLAN_NUMBER,
             hint=AGAIN,
@@ -790,15 +790,15 @@ def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
     faults = _faults(plan)
     if faults:
         raise_all(PlanError, "the plan is not usable", bounded(faults), hint=AGAIN)
-    return plan.with_findings(*_judged(plan, table, changed))
+    return plan.with_findings(*_checksum_findings(plan, table, changed))
 
 
-def _usual(plan: Plan) -> Plan:
+def _without_default_order(plan: Plan) -> Plan:
     """Drops `axis_order` where it is the usual order."""
     return replace(plan, axis_order=()) if plan.axis_order == tuple(plan.mesh) else plan
 
 
-def _judged(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
+def _checksum_findings(plan: Plan, data: JsonMapping, changed: bool) -> list[Finding]:
     """Findings about the checksum of the plan.
 
     Raises:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.cost.framework import ANYTHING, Framework
+from shardlib.cost.framework import Framework
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.cost.stages import Meshes, distinct, step_costs
 from shardlib.cost.tables import MeasureValues, Pricer, Quantity
@@ -22,28 +22,21 @@ from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError, raise_all
 from shardlib.layout import MESH_AXES, MeshShape, Rules
 from shardlib.machines.topology import Placement, Topology, device_counts, place, placements
-from shardlib.planner.bounds import EACH, ROUNDING, Entries, Kind, Pairs, StepBounds
+from shardlib.planner.bounds import BEST_PER_GROUP, ROUNDING, Entries, Pairs, PlanKind, StepBounds
 from shardlib.planner.incumbents import (
-    Best,
-    Block,
-    Entry,
+    BestPlans,
+    CandidateBlock,
+    CandidateRows,
     GroupPricer,
     Incumbents,
-    Place,
+    PricingInputs,
+    RankedEntry,
+    RankedMesh,
     Ranking,
     RowPricer,
-    Rows,
-    Setting,
 )
-from shardlib.planner.space import RowChoices, Scope, Space, build, strategies, unsupported_for
-from shardlib.planner.stored import (
-    Candidate,
-    Priced,
-    check_rules,
-    combinations,
-    effective,
-    fixed_choice,
-)
+from shardlib.planner.space import RowChoices, Scope, Space, spaces, unsupported_for
+from shardlib.planner.stored import Candidate, PricedPlan, choice_of_rules, rules_in_colours
 from shardlib.planner.workload import ItemTallies, Workload
 from shardlib.propagation.colours import Choice
 
@@ -53,106 +46,116 @@ ROWS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placed(BoundedTable):
+class PlacedPairs(BoundedTable):
     """Placed pairs.
 
     Attributes:
-        at: number of each pair's candidate in `block`.
+        candidates: number of each pair's candidate in `block`.
         choices: number of each pair's choice.
         kinds: bounds by kind of plan, where they are known.
     """
 
-    block: Block
-    at: Array
+    block: CandidateBlock
+    candidates: Array
     choices: Array
-    kinds: Mapping[Kind, Array]
+    kinds: Mapping[PlanKind, Array]
 
-    def alone(self) -> Placed:
+    def compacted(self) -> PlacedPairs:
         """The same pairs in a block without other candidates."""
-        used, positions = np.unique(self.at, return_inverse=True)
+        used, positions = np.unique(self.candidates, return_inverse=True)
         block = replace(
-            self.block, places=[self.block.places[i] for i in used], c=self.block.c.copied(used)
+            self.block,
+            placements=[self.block.placements[i] for i in used],
+            meshes=self.block.meshes.copied(used),
         )
-        return replace(self, block=block, at=positions.reshape(-1))
+        return replace(self, block=block, candidates=positions.reshape(-1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairPricer(Setting):
+class PairPricer(PricingInputs):
     """Prices pairs (an entry under a choice of colours) on their placements.
 
     Attributes:
-        cuttable: colours that some choice shards.
+        shardable: colours that some choice shards.
         best: receives the results.
         rows: receives the places, where there is a ranking.
     """
 
-    cuttable: tuple[str, ...]
-    best: Best
-    rows: list[Place]
+    shardable: tuple[str, ...]
+    best: BestPlans
+    rows: list[RankedMesh]
 
     def price(
         self,
         entries: Entries,
         pairs: Pairs,
-        reach: float,
+        slack: float,
         ranking: Ranking[Candidate] | None,
         *,
-        usual: bool = False,
+        one_placement: bool = False,
     ) -> None:
         """Prices pairs on every placement of their axes, or on the usual one."""
-        if (placed := self.placed(entries, pairs, usual=usual)) is not None:
-            self.price_placed(entries, placed, reach, ranking)
+        if (placed := self.placed(entries, pairs, one_placement=one_placement)) is not None:
+            self.price_placed(entries, placed, slack, ranking)
 
-    def placed(self, entries: Entries, pairs: Pairs, *, usual: bool = False) -> Placed | None:
+    def placed(
+        self, entries: Entries, pairs: Pairs, *, one_placement: bool = False
+    ) -> PlacedPairs | None:
         """Pairs on every placement of their axes, or on the usual one; None if there is no
         placement.
         """
-        block, places = self._block(entries, pairs, usual)
+        block, rows_of_pair = self._block(entries, pairs, one_placement)
         if block is None:
             return None
-        which = np.repeat(np.arange(len(pairs)), [len(rows) for rows in places])
-        return Placed(
+        which = np.repeat(np.arange(len(pairs)), [len(rows) for rows in rows_of_pair])
+        return PlacedPairs(
             block=block,
-            at=np.array([row for rows in places for row in rows], dtype=np.int64),
+            candidates=np.array([row for rows in rows_of_pair for row in rows], dtype=np.int64),
             choices=pairs.choices[which],
             bound=pairs.bound[which],
             kinds={},
         )
 
-    def near(self, entries: Entries, pairs: Pairs) -> Placed | None:
+    def bounded_by_links(self, entries: Entries, pairs: Pairs) -> PlacedPairs | None:
         """Pairs on every placement, sorted by bounds that use the links of each but not the choice;
         those not below the fastest plan are dropped. None if there is no placement.
         """
         placed = self.placed(entries, pairs)
-        if placed is None or self.space.by_group:
+        if placed is None or self.space.mixes_remat:
             return placed
-        bounds = np.maximum(placed.bound, entries.seconds_on(placed.block.c)[placed.at])
-        return replace(placed, bound=bounds).below(self.best.limit).alone()
+        bounds = np.maximum(
+            placed.bound, entries.seconds_on(placed.block.meshes)[placed.candidates]
+        )
+        return replace(placed, bound=bounds).below(self.best.limit).compacted()
 
-    def bounded(self, entries: Entries, placed: Placed) -> Placed:
+    def bounded_by_choice(self, entries: Entries, placed: PlacedPairs) -> PlacedPairs:
         """Placed pairs, sorted by bounds that use the choice too; those not below the fastest plan
         are dropped.
         """
-        if self.space.by_group or not len(placed):
+        if self.space.mixes_remat or not len(placed):
             return placed
-        placed = placed.alone()
-        kinds = entries.on_places(placed.block.c, placed.at, placed.choices)
+        placed = placed.compacted()
+        kinds = entries.seconds_by_kind(placed.block.meshes, placed.candidates, placed.choices)
         bounds = np.minimum.reduce([np.full(len(placed), np.inf), *kinds.values()])
         return replace(placed, bound=bounds, kinds=kinds).below(self.best.limit)
 
     def price_placed(
-        self, entries: Entries, placed: Placed, reach: float, ranking: Ranking[Candidate] | None
+        self,
+        entries: Entries,
+        placed: PlacedPairs,
+        slack: float,
+        ranking: Ranking[Candidate] | None,
     ) -> None:
         """Prices placed pairs."""
-        results = Incumbents(self.best, self.rows, placed.block, self.capacity, reach, ranking)
+        results = Incumbents(self.best, self.rows, placed.block, self.capacity, slack, ranking)
         self._priced(entries, placed, results)
         results.close()
 
-    def _priced(self, entries: Entries, placed: Placed, results: Incumbents) -> None:
+    def _priced(self, entries: Entries, placed: PlacedPairs, results: Incumbents) -> None:
         """Prices the candidates of a block, each under a choice. Those with the same choice and
         shape share their quantities, so they are sorted by both.
         """
-        order = np.lexsort((placed.block.c.degrees_index[placed.at], placed.choices))
+        order = np.lexsort((placed.block.meshes.degrees_index[placed.candidates], placed.choices))
         pricer = self._row_pricer(entries)
         for part in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
             pricer.price(self._rows(entries, placed.take(part)), results)
@@ -161,21 +164,22 @@ class PairPricer(Setting):
         """A pricer for rows of the given entries, with a `GroupPricer` where layer groups may
         differ.
         """
-        setting: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(Setting)}
-        if not self.space.by_group:
+        setting: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(PricingInputs)}
+        if not self.space.mixes_remat:
             return RowPricer(**setting)
-        groups = GroupPricer(**setting, values=entries.values, cuttable=self.cuttable)
+        groups = GroupPricer(**setting, values=entries.values, shardable=self.shardable)
         return RowPricer(**setting, groups=groups)
 
-    def _rows(self, entries: Entries, placed: Placed) -> Rows:
+    def _rows(self, entries: Entries, placed: PlacedPairs) -> CandidateRows:
         """Candidates under choices, with their quantities."""
-        rows, choices, c = placed.at, placed.choices, placed.block.c.take(placed.at)
+        rows, choices = placed.candidates, placed.choices
+        meshes = placed.block.meshes.take(rows)
         model_tallies = entries.scope.model_tallies
         policies = self.space.policies
         routes = entries.scope.routes
-        by_group = self.space.by_group
-        bounds = (*policies, EACH) if by_group else policies
-        shapes, shape_of_row = np.unique(c.degrees_index, return_inverse=True)
+        mixes_remat = self.space.mixes_remat
+        bounds = (*policies, BEST_PER_GROUP) if mixes_remat else policies
+        shapes, shape_of_row = np.unique(meshes.degrees_index, return_inverse=True)
         keys, column = np.unique(
             np.stack([choices, shape_of_row.reshape(-1)]), axis=1, return_inverse=True
         )
@@ -187,13 +191,13 @@ class PairPricer(Setting):
         def columns(tallies: ItemTallies) -> Array:
             return tallies.on(entries.values, shapes).columns(columns_needed)
 
-        local, resting = (
-            replace(c, degrees_index=column.reshape(-1)),
-            columns(model_tallies.rest)[0],
+        local, stored = (
+            replace(meshes, degrees_index=column.reshape(-1)),
+            columns(model_tallies.stored)[0],
         )
-        row_choices = RowChoices(entries.scope.chosen, keys[0])
-        ticks = {
-            policy: entries.bounds.ticks(policy, row_choices, shapes[keys[1]]).take(
+        row_choices = RowChoices(entries.scope.choice_groups, keys[0])
+        bounds = {
+            policy: entries.bounds.of_choices(policy, row_choices, shapes[keys[1]]).take(
                 local.degrees_index
             )
             for policy in bounds
@@ -201,17 +205,17 @@ class PairPricer(Setting):
         saved = (
             {
                 policy: columns(
-                    self.workload.stacks.of_cuttable(self.cuttable).points[policy, routes]
+                    self.workload.stacks.of_shardable(self.shardable).points[policy, routes]
                 )[0]
                 for policy in policies
             }
-            if by_group
+            if mixes_remat
             else dict[str, Array]()
         )
         by_policy = {
             policy: step_costs(
                 columns(model_tallies.work[policy, routes])[0],
-                resting,
+                stored,
                 list(columns(model_tallies.points[policy, routes])),
                 self.workload.model,
                 self.pricer,
@@ -220,54 +224,58 @@ class PairPricer(Setting):
             )
             for policy in policies
         }
-        return Rows(
+        return CandidateRows(
             candidates=rows,
             choices=choices,
-            c=c,
+            meshes=meshes,
             quantities=by_policy,
-            ticks=ticks,
+            bounds=bounds,
             kinds=placed.kinds,
         )
 
     def _block(
-        self, entries: Entries, pairs: Pairs, usual: bool
-    ) -> tuple[Block | None, list[list[int]]]:
+        self, entries: Entries, pairs: Pairs, one_placement: bool
+    ) -> tuple[CandidateBlock | None, list[list[int]]]:
         """The candidates of some pairs on their placements, and the positions of each pair's
         candidates; (None, []) where there are none.
         """
         rows_of_entry: dict[int, list[int]] = {}
-        places: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
+        placements_of_rows: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
         rows: list[int] = []
         for entry in pairs.entries:
             if int(entry) not in rows_of_entry:
                 mesh = MeshShape({axis: int(entries.sizes[axis][entry]) for axis in MESH_AXES})
-                options = self._places(mesh, usual)
+                options = self._placements(mesh, one_placement)
                 rows_of_entry[int(entry)] = list(range(len(rows), len(rows) + len(options)))
-                places += [(mesh, order, placement) for order, placement in options]
+                placements_of_rows += [(mesh, order, placement) for order, placement in options]
                 rows += [int(entry)] * len(options)
         if not rows:
             return None, []
-        c = Meshes.placed(
-            [(mesh, placement) for mesh, _, placement in places],
+        meshes = Meshes.placed(
+            [(mesh, placement) for mesh, _, placement in placements_of_rows],
             [int(m) for m in entries.sizes["micro"][rows]],
             self.pricer.topology,
         )
-        block = Block(
-            places=places,
-            c=replace(c, degrees=entries.values.degrees, degrees_index=entries.shape[rows]),
+        block = CandidateBlock(
+            placements=placements_of_rows,
+            meshes=replace(
+                meshes, degrees=entries.values.degrees, degrees_index=entries.shape[rows]
+            ),
             choices=[(choice, entries.scope.routes) for choice in entries.choices],
             unsupported=self.space.unsupported,
         )
         return block, [rows_of_entry[int(entry)] for entry in pairs.entries]
 
-    def _places(self, mesh: MeshShape, usual: bool) -> list[tuple[tuple[str, ...], Placement]]:
-        """The placements of a mesh; with `usual`, one of them."""
+    def _placements(
+        self, mesh: MeshShape, one_placement: bool
+    ) -> list[tuple[tuple[str, ...], Placement]]:
+        """The placements of a mesh; with `one_placement`, one of them."""
         pinned, topology = self.space.pins.axis_order, self.pricer.topology
         if pinned is not None:
             order = mesh.in_order(pinned)
             placement = place(mesh, topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
-        if usual or not self.space.limits.able.free:
+        if one_placement or not self.space.limits.abilities.free:
             placement = place(mesh, topology)
             return [] if placement is None else [((), placement)]
         return [*placements(mesh, topology)]
@@ -277,7 +285,7 @@ class PairPricer(Setting):
 # Candidates in the order of their bounds, and in growing blocks.
 
 #: Growth factor of the blocks: a better incumbent leaves fewer candidates to price.
-IN_ORDER_GROWTH = 12
+BLOCK_GROWTH = 12
 
 
 def ascending(bounds: Array, limit: float) -> Array:
@@ -293,7 +301,7 @@ def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple
     start, size = 0, first
     while start < count:
         yield start, min(start + size, count)
-        start, size = start + size, min(size * IN_ORDER_GROWTH, largest or count)
+        start, size = start + size, min(size * BLOCK_GROWTH, largest or count)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -327,14 +335,14 @@ class Unsharded:
             for policy in self.space.policies
         ]
         seconds = np.stack(totals)
-        return float(seconds.min(0).sum() if self.space.by_group else seconds.sum(1).min())
+        return float(seconds.min(0).sum() if self.space.mixes_remat else seconds.sum(1).min())
 
     def slower(self, devices: int, limit: float) -> bool:
         """True if no plan on this many devices is faster than a limit in seconds."""
         return bool(np.isfinite(limit)) and self.seconds / devices >= limit
 
     @cached_property
-    def resting_bytes(self) -> float:
+    def parameter_bytes(self) -> float:
         """Bytes of parameters; however they are sharded, the fullest device has at least an equal
         share.
         """
@@ -357,7 +365,7 @@ class Unsharded:
             expert=self.workload.expert if routes else None,
         )
         last = np.array([len(values.degrees) - 1])
-        return self.workload.tallies.uncut(key).on(values, last).total(choice)[0]
+        return self.workload.tallies.unsharded(key).on(values, last).total(choice)[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -376,22 +384,23 @@ class Unsharded:
 # placement. Only what none of them excludes is priced.
 
 #: Entries in the first block whose memory is bounded, and in the first block that is priced.
-AHEAD, FIRST = 1024, 1024
+FIRST_BOUNDED_BLOCK, FIRST_PRICED_BLOCK = 1024, 1024
 #: Most entries that are placed at once, and placed pairs in the first block that is bounded.
-PLACED, FEW = 8192, 4096
+MAX_PLACED_ENTRIES, FIRST_PLACED_BLOCK = 8192, 4096
 #: Pairs priced on all their placements in the first block; growth factor of the blocks; and the
 #: factor after a block that gave no better incumbent.
-BRANCH_AND_BOUND_NEAREST, BRANCH_AND_BOUND_MORE, MANY_PAIRS = 128, 4, 16
+FIRST_PAIR_BLOCK, PAIR_BLOCK_GROWTH, STALLED_BLOCK_GROWTH = 128, 4, 16
 #: Entries whose quickest choice is priced first, as incumbent, where every entry has one placement.
-SEEDS = 4
+SEED_ENTRIES = 4
 #: Approximate ratio of parameters, gradients and optimizer state to parameters.
-TIGHT = 4
-#: With at most `SMALL` entries, the `QUICKEST` pairs with the least bounds are priced first.
-SMALL, QUICKEST = 512, 32
+STATE_RATIO = 4
+#: With at most `SMALL_SPACE` entries, the `SEED_PAIRS` pairs with the least bounds are priced
+#: first.
+SMALL_SPACE, SEED_PAIRS = 512, 32
 #: Most entries of a first space that is explored alone.
-MODERATE = 4096
+MAX_FIRST_SPACE = 4096
 #: Numbers of devices that are searched together.
-Counts = tuple[int, ...]
+DeviceCounts = tuple[int, ...]
 
 
 class Explorer:
@@ -413,20 +422,20 @@ class Explorer:
         space: Space,
         topology: Topology,
         capacity: float,
-        before: Explorer | None = None,
+        previous: Explorer | None = None,
         *,
         any_plan: bool = False,
     ) -> None:
         self.workload, self.space, self.pricer = workload, space, Pricer(topology, workload.profile)
-        self._uncut = Unsharded(workload=workload, space=space, pricer=self.pricer)
+        self._unsharded = Unsharded(workload=workload, space=space, pricer=self.pricer)
         self.topology = self.pricer.topology
-        self.best = Best() if before is None else before.best
-        self.rows: list[Place] = [] if before is None else before.rows
-        self._any_plan, self._explored = any_plan, dict[Counts, list[Entries]]()
-        self._done, self._scopes = set[int](), dict[bool, Scope]()
-        self._most = capacity * (1 + ROUNDING)
-        self._large = set[int]()
-        self._cuttable = tuple(
+        self.best = BestPlans() if previous is None else previous.best
+        self.rows: list[RankedMesh] = [] if previous is None else previous.rows
+        self._any_plan, self._explored = any_plan, dict[DeviceCounts, list[Entries]]()
+        self._priced_entries, self._scopes = set[int](), dict[bool, Scope]()
+        self._max_bytes = capacity * (1 + ROUNDING)
+        self._too_large = set[int]()
+        self._shardable = tuple(
             dict.fromkeys(
                 [*space.tensor, *(name for choice in space.choices for name in choice.tensor)]
             )
@@ -436,7 +445,7 @@ class Explorer:
             space=space,
             pricer=self.pricer,
             capacity=capacity,
-            cuttable=self._cuttable,
+            shardable=self._shardable,
             best=self.best,
             rows=self.rows,
         )
@@ -454,22 +463,22 @@ class Explorer:
         return 0.0 if self._any_plan and self.best.fastest is not None else self.best.limit
 
     def run(
-        self, counts: Counts, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
+        self, counts: DeviceCounts, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
     ) -> None:
         """Prices the plans on the given numbers of devices."""
-        reach = 1 if ranking is None else slack
-        for entries in self._entries(counts, reach):
-            if id(entries) not in self._done:
-                self._explore(entries, reach, ranking)
+        slack = 1 if ranking is None else slack
+        for entries in self._entries(counts, slack):
+            if id(entries) not in self._priced_entries:
+                self._explore(entries, slack, ranking)
 
-    def seed(self, counts: Counts) -> None:
+    def seed(self, counts: DeviceCounts) -> None:
         """Prices, on each number of devices, the entry with the least bound among those that shard
         neither sequences nor experts: a first incumbent.
         """
         if not (self.space.choices and self.space.routes):
             return
-        sampled = [self._few(devices) for devices in counts]
-        for entries in self._of([chosen for chosen in sampled if len(chosen["micro"])]):
+        sampled = [self._simplest(devices) for devices in counts]
+        for entries in self._entries_of([chosen for chosen in sampled if len(chosen["micro"])]):
             bounds = entries.seconds(np.arange(len(entries)))
             order = np.lexsort((bounds, _devices(entries.sizes)))
             _, first = np.unique(_devices(entries.sizes)[order], return_index=True)
@@ -477,47 +486,47 @@ class Explorer:
             pairs = entries.pairs(best[np.isfinite(bounds[best])])
             self.pairs.price(entries, pairs.firsts(), 1, None)
 
-    def _few(self, devices: int) -> dict[str, Array]:
+    def _simplest(self, devices: int) -> dict[str, Array]:
         """Mesh sizes of the simplest entries on some number of devices."""
         sizes = self.space.mesh_sizes(self.workload.colouring, devices)
-        plain = np.flatnonzero((sizes["context"] == 1) & (sizes["expert"] == 1))
-        return {axis: size[plain] for axis, size in sizes.items()}
+        simple = np.flatnonzero((sizes["context"] == 1) & (sizes["expert"] == 1))
+        return {axis: size[simple] for axis, size in sizes.items()}
 
-    def too_large(self, counts: Counts) -> bool:
+    def too_large(self, counts: DeviceCounts) -> bool:
         """True if bounds show that no plan on the given numbers of devices fits; False, without
         computing them, for a model far smaller than their memory.
         """
-        if TIGHT * self._uncut.resting_bytes / max(counts) < self._most:
+        if STATE_RATIO * self._unsharded.parameter_bytes / max(counts) < self._max_bytes:
             return False
         all_entries = self._entries(counts, 1)
-        return not any((entries.fewest_bytes <= self._most).any() for entries in all_entries)
+        return not any((entries.fewest_bytes <= self._max_bytes).any() for entries in all_entries)
 
-    def least_seconds(self, counts: Counts) -> float:
+    def least_seconds(self, counts: DeviceCounts) -> float:
         """Lower bound on the step time on the given numbers of devices; infinite where large spaces
         are not searched together.
         """
-        searchable = self.space.choices and self.space.routes and not self.flat
-        return self._uncut.seconds / max(counts) if searchable else np.inf
+        searchable = self.space.choices and self.space.routes and not self.one_tier
+        return self._unsharded.seconds / max(counts) if searchable else np.inf
 
-    def large(self, counts: Counts, limit: float) -> list[Entries]:
-        """Sets of more than `SMALL` entries that may have a plan faster than `limit` seconds."""
+    def large(self, counts: DeviceCounts, limit: float) -> list[Entries]:
+        """Sets of more than `SMALL_SPACE` entries that may have a plan below `limit` seconds."""
         if self.least_seconds(counts) >= limit:
             return []
-        return [entries for entries in self._entries(counts, 1) if len(entries) > SMALL]
+        return [entries for entries in self._entries(counts, 1) if len(entries) > SMALL_SPACE]
 
-    def is_small(self, counts: Counts) -> bool:
+    def is_small(self, counts: DeviceCounts) -> bool:
         """True if the entries on the given numbers of devices are few enough to explore alone."""
-        return all(len(entries) <= MODERATE for entries in self._entries(counts, 1))
+        return all(len(entries) <= MAX_FIRST_SPACE for entries in self._entries(counts, 1))
 
-    def leave_out(self, counts: Counts, done: Container[int]) -> None:
+    def skip(self, counts: DeviceCounts, done: Container[int]) -> None:
         """Skips entries on the given numbers of devices that were explored already (`done`: by
         identity).
         """
-        self._done |= {
+        self._priced_entries |= {
             id(entries) for entries in self._explored.get(counts, []) if id(entries) in done
         }
 
-    def _entries(self, counts: Counts, reach: float) -> list[Entries]:
+    def _entries(self, counts: DeviceCounts, slack: float) -> list[Entries]:
         """The entries on the given numbers of devices, for each treatment of experts; without
         device counts on which no plan is fast enough.
         """
@@ -525,23 +534,23 @@ class Explorer:
             return self._explored[counts]
         if not (self.space.choices and self.space.routes):
             return []
-        limit = self.limit * reach
-        enough = [devices for devices in counts if not self._uncut.slower(devices, limit)]
+        limit = self.limit * slack
+        tried = [devices for devices in counts if not self._unsharded.slower(devices, limit)]
         if self.best.fastest is None:
-            large = {n for n in enough if self._uncut.resting_bytes / n > self._most}
-            self._large |= large
-            enough = [devices for devices in enough if devices not in large]
-        return self._made(counts, enough)
+            large = {n for n in tried if self._unsharded.parameter_bytes / n > self._max_bytes}
+            self._too_large |= large
+            tried = [devices for devices in tried if devices not in large]
+        return self._build_entries(counts, tried)
 
-    def _made(self, counts: Counts, enough: Sequence[int]) -> list[Entries]:
+    def _build_entries(self, counts: DeviceCounts, tried: Sequence[int]) -> list[Entries]:
         """See `_entries`."""
-        mesh_sizes = [self.space.mesh_sizes(self.workload.colouring, devices) for devices in enough]
-        made_entries = self._of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
+        mesh_sizes = [self.space.mesh_sizes(self.workload.colouring, devices) for devices in tried]
+        made_entries = self._entries_of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
         if made_entries:
             self._explored[counts] = made_entries
         return made_entries
 
-    def _of(self, mesh_sizes: Sequence[dict[str, Array]]) -> list[Entries]:
+    def _entries_of(self, mesh_sizes: Sequence[dict[str, Array]]) -> list[Entries]:
         """The entries of some meshes with microbatches, for each treatment of experts."""
         if not mesh_sizes:
             return []
@@ -551,117 +560,121 @@ class Explorer:
         }
         shapes, shape = distinct(sizes)
         values = self.pricer.values(self.workload.tallies.index, Degrees.joined([shapes, ONE]))
-        self._uncut = replace(self._uncut, values=values)
+        self._unsharded = replace(self._unsharded, values=values)
         return [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
             for routes in sorted(self.space.routes, reverse=True)  # routed is hardly ever slower
         ]
 
     def _scope(self, routes: bool) -> Scope:
-        along = self.workload.colouring.sequence_colour  # costs nothing where no axis shards it
+        sequence = self.workload.colouring.sequence_colour  # costs nothing where no axis shards it
         if routes not in self._scopes:
             self._scopes[routes] = Scope(
                 workload=self.workload,
                 space=self.space,
-                cuttable=self._cuttable,
-                context_colour=along,
+                shardable=self._shardable,
+                context_colour=sequence,
                 routes=routes,
             )
         return self._scopes[routes]
 
-    def _explore(self, entries: Entries, reach: float, ranking: Ranking[Candidate] | None) -> None:
+    def _explore(self, entries: Entries, slack: float, ranking: Ranking[Candidate] | None) -> None:
         """Prices the entries that could fit."""
-        if self.best.fastest is None and not (entries.fewest_bytes <= self._most).any():
+        if self.best.fastest is None and not (entries.fewest_bytes <= self._max_bytes).any():
             self.best.counts["memory"] += len(entries)
             return
-        order, fastest = entries.below(self.limit * reach)
+        order, fastest = entries.below(self.limit * slack)
         done = 0
-        for start, end in blocks(AHEAD, len(order)):
-            if fastest[start] >= self.limit * reach:
+        for start, end in blocks(FIRST_BOUNDED_BLOCK, len(order)):
+            if fastest[start] >= self.limit * slack:
                 break
             block, done = order[start:end], end
-            self._fitted(entries, block[fastest[start:end] < self.limit * reach], reach, ranking)
+            self._price_fitting(
+                entries, block[fastest[start:end] < self.limit * slack], slack, ranking
+            )
         self.best.counts["bound"] += len(entries) - done
 
-    def _fitted(
-        self, entries: Entries, selected: Array, reach: float, ranking: Ranking[Candidate] | None
+    def _price_fitting(
+        self, entries: Entries, selected: Array, slack: float, ranking: Ranking[Candidate] | None
     ) -> None:
         """Prices the given entries that could fit, in the order of their bounds for plans that
         fit.
         """
         bounds = entries.seconds(selected)
         self.best.counts["memory"] += int((~np.isfinite(bounds)).sum())
-        order = ascending(bounds, self.limit * reach)
-        if ranking is not None or self.flat:
-            self._in_order(entries, selected[order], bounds[order], reach, ranking)
+        order = ascending(bounds, self.limit * slack)
+        if ranking is not None or self.one_tier:
+            self._price_ranked(entries, selected[order], bounds[order], slack, ranking)
         else:
-            self._narrowed(entries, selected[order], bounds[order])
+            self._price_bounded(entries, selected[order], bounds[order])
 
     @property
-    def flat(self) -> bool:
+    def one_tier(self) -> bool:
         """True if all links are alike, so that a mesh has one placement."""
         return len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
 
-    def _in_order(
+    def _price_ranked(
         self,
         entries: Entries,
         order: Array,
         bounds: Array,
-        reach: float,
+        slack: float,
         ranking: Ranking[Candidate] | None,
     ) -> None:
         """Prices entries in the order of their bounds, until no other can be faster."""
-        self.pairs.price(entries, entries.pairs(order[:SEEDS], self.limit).firsts(), 1, None)
-        for start, end in blocks(FIRST, len(order)):
-            limit = self.limit * reach
+        self.pairs.price(entries, entries.pairs(order[:SEED_ENTRIES], self.limit).firsts(), 1, None)
+        for start, end in blocks(FIRST_PRICED_BLOCK, len(order)):
+            limit = self.limit * slack
             self.pairs.price(
                 entries,
                 entries.pairs(order[start:end][bounds[start:end] < limit], limit),
-                reach,
+                slack,
                 ranking,
             )
 
-    def _narrowed(self, entries: Entries, order: Array, bounds: Array) -> None:
+    def _price_bounded(self, entries: Entries, order: Array, bounds: Array) -> None:
         """Prices entries that no bound excludes, on every placement."""
-        small = len(entries) <= SMALL
-        for start, end in blocks(FIRST, len(order), PLACED):
+        small = len(entries) <= SMALL_SPACE
+        for start, end in blocks(FIRST_PRICED_BLOCK, len(order), MAX_PLACED_ENTRIES):
             pairs = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
-            if (near := self.pairs.near(entries, pairs)) is not None:
-                for begin, until in blocks(QUICKEST if small else FEW, len(near)):
-                    self._settle(entries, near.after(begin).first(until - begin).below(self.limit))
+            if (near := self.pairs.bounded_by_links(entries, pairs)) is not None:
+                for begin, until in blocks(SEED_PAIRS if small else FIRST_PLACED_BLOCK, len(near)):
+                    self._price_in_order(
+                        entries, near.after(begin).first(until - begin).below(self.limit)
+                    )
 
-    def _settle(self, entries: Entries, near: Placed) -> None:
+    def _price_in_order(self, entries: Entries, near: PlacedPairs) -> None:
         """Prices placed pairs in the order of their bounds, until no other can be faster."""
-        placed, size = self.pairs.bounded(entries, near), BRANCH_AND_BOUND_NEAREST
+        placed, size = self.pairs.bounded_by_choice(entries, near), FIRST_PAIR_BLOCK
         while len(placed := placed.below(self.limit)):
             limit, count = self.limit, min(size, len(placed))
             self.pairs.price_placed(entries, placed.first(count), 1, None)
             placed = placed.after(count)
-            size *= BRANCH_AND_BOUND_MORE if self.limit < limit else MANY_PAIRS
+            size *= PAIR_BLOCK_GROWTH if self.limit < limit else STALLED_BLOCK_GROWTH
 
-    def _leanest_first(self) -> Iterator[Entries]:
+    def _by_least_bytes(self) -> Iterator[Entries]:
         """All entries that may have the minimum-memory plan, those on the most devices first."""
-        seen = {*self._explored, *((devices,) for devices in self._large)}
+        seen = {*self._explored, *((devices,) for devices in self._too_large)}
         for counts in sorted(seen, reverse=True):
-            if self._uncut.resting_bytes / max(counts) < self.best.minimum_memory_bytes:
-                yield from self._explored.get(counts) or self._made(counts, counts)
+            if self._unsharded.parameter_bytes / max(counts) < self.best.minimum_memory_bytes:
+                yield from self._explored.get(counts) or self._build_entries(counts, counts)
 
     def minimum_memory(self) -> None:
         """Finds the minimum-memory plan, in the order of the entries' lower bounds on bytes; memory
         does not depend on placement.
         """
         best = self.best
-        for entries in self._leanest_first():
+        for entries in self._by_least_bytes():
             bounds = entries.fewest_bytes
             order = np.argsort(bounds, kind="stable")
-            for start, end in blocks(FIRST, len(order)):
+            for start, end in blocks(FIRST_PRICED_BLOCK, len(order)):
                 block = order[start:end]
                 limit = best.minimum_memory_bytes
-                size = BRANCH_AND_BOUND_NEAREST
+                size = FIRST_PAIR_BLOCK
                 pairs = entries.pairs(block[bounds[block] < limit], limit, minimum_memory=True)
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
-                    self.pairs.price(entries, pairs.first(size), np.inf, None, usual=True)
-                    pairs, size = pairs.after(size), size * BRANCH_AND_BOUND_MORE
+                    self.pairs.price(entries, pairs.first(size), np.inf, None, one_placement=True)
+                    pairs, size = pairs.after(size), size * PAIR_BLOCK_GROWTH
 
 
 def _devices(sizes: Mapping[str, Array]) -> Array:
@@ -678,16 +691,16 @@ def _devices(sizes: Mapping[str, Array]) -> Array:
 # bounded or priced twice, and hardly more is priced than what no bound excludes.
 
 #: Growth factors of the limit: at first, and once something is below it.
-GROWTH, STEP = 1.5, 1.2
+EMPTY_LIMIT_GROWTH, LIMIT_GROWTH = 1.5, 1.2
 #: Number of entries that may fit below the first limit; and number of entries below it, none of
 #: which fits, at which `explore` gives up.
-ENOUGH, HOPELESS = 32, 4096
+MIN_FITTING_ENTRIES, MAX_UNFIT_ENTRIES = 32, 4096
 #: Largest limit, in multiples of the least bound of all, while too few entries are below it.
-FARTHEST = 1000.0
+MAX_LIMIT_RATIO = 1000.0
 #: Entries that are placed and bounded at once.
-AT_ONCE = 4096
+PLACED_AT_ONCE = 4096
 #: Rows in the first block that is priced, and growth factor of the blocks.
-NEAREST, MORE = 64, 8
+FIRST_ROW_BLOCK, ROW_BLOCK_GROWTH = 64, 8
 
 
 @dataclass(kw_only=True)
@@ -695,23 +708,23 @@ class Frontier:
     """The part of a space that waits to be bounded or priced.
 
     Attributes:
-        seen: mask of the entries that have a bound for plans that fit.
+        bounded: mask of the entries that have a bound for plans that fit.
         waiting: those of them that wait.
         seconds: the bounds of `waiting`.
-        near, placed: placed pairs that wait, with bounds that ignore or use the choice.
+        on_links, under_choices: placed pairs that wait, with bounds that ignore or use the choice.
     """
 
     entries: Entries
     pricer: PairPricer
-    best: Best
-    seen: Array = field(init=False)
+    best: BestPlans
+    bounded: Array = field(init=False)
     waiting: Array = field(init=False)
     seconds: Array = field(init=False)
-    near: list[Placed] = field(default_factory=list[Placed], init=False)
-    placed: list[Placed] = field(default_factory=list[Placed], init=False)
+    on_links: list[PlacedPairs] = field(default_factory=list[PlacedPairs], init=False)
+    under_choices: list[PlacedPairs] = field(default_factory=list[PlacedPairs], init=False)
 
     def __post_init__(self) -> None:
-        self.seen = np.zeros(len(self.entries), dtype=bool)
+        self.bounded = np.zeros(len(self.entries), dtype=bool)
         self.waiting, self.seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
 
     def new(self, limit: float) -> tuple[Array, float]:
@@ -719,9 +732,9 @@ class Frontier:
         wait.
         """
         fresh, _ = self.entries.below(limit)
-        fresh = fresh[~self.seen[fresh]]
+        fresh = fresh[~self.bounded[fresh]]
         if len(fresh):
-            self.seen[fresh] = True
+            self.bounded[fresh] = True
             self.waiting = np.concatenate([self.waiting, fresh])
             self.seconds = np.concatenate([self.seconds, self.entries.seconds(fresh)])
         return self.waiting[self.seconds < limit], float(self.seconds.min(initial=np.inf))
@@ -730,40 +743,40 @@ class Frontier:
         """Prices what is below `limit` seconds."""
         later = self.seconds >= limit
         self.waiting, self.seconds = self.waiting[later], self.seconds[later]
-        for start in range(0, len(new), AT_ONCE):
-            pairs = self.entries.pairs(new[start : start + AT_ONCE], self.best.limit)
-            if (placed := self.pricer.near(self.entries, pairs)) is not None:
-                self.near.append(placed)
-        near, self.near = self.near, []
-        waiting, self.placed = self.placed, []
-        for placed in waiting:
+        for start in range(0, len(new), PLACED_AT_ONCE):
+            pairs = self.entries.pairs(new[start : start + PLACED_AT_ONCE], self.best.limit)
+            if (placed := self.pricer.bounded_by_links(self.entries, pairs)) is not None:
+                self.on_links.append(placed)
+        on_links, self.on_links = self.on_links, []
+        under_choices, self.under_choices = self.under_choices, []
+        for placed in under_choices:
             self._price(placed, limit)
-        for placed_near in near:
-            if len(placed := placed_near.below(self.best.limit)):
+        for waiting in on_links:
+            if len(placed := waiting.below(self.best.limit)):
                 ready = int((placed.bound < limit).sum())
-                self.near.append(placed.after(ready))
-                self._price(self.pricer.bounded(self.entries, placed.first(ready)), limit)
+                self.on_links.append(placed.after(ready))
+                self._price(self.pricer.bounded_by_choice(self.entries, placed.first(ready)), limit)
 
-    def _price(self, placed: Placed, limit: float) -> None:
+    def _price(self, placed: PlacedPairs, limit: float) -> None:
         """Prices what is below a limit, sorted by bound; the rest waits."""
-        size = NEAREST
+        size = FIRST_ROW_BLOCK
         while len(placed := placed.below(self.best.limit)):
             count = min(size, int((placed.bound < limit).sum()))
             if not count:
-                self.placed.append(placed)
+                self.under_choices.append(placed)
                 return
             self.pricer.price_placed(self.entries, placed.first(count), 1, None)
-            placed, size = placed.after(count), size * MORE
+            placed, size = placed.after(count), size * ROW_BLOCK_GROWTH
 
     def close(self) -> None:
         """Counts what was not priced."""
         unfit = int(np.isinf(self.seconds).sum())
-        taken = int(self.seen.sum()) - len(self.waiting)
+        taken = int(self.bounded.sum()) - len(self.waiting)
         self.best.counts["memory"] += unfit
         self.best.counts["bound"] += len(self.entries) - unfit - taken
 
 
-def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
+def explore(explorers: Sequence[Explorer], counts: DeviceCounts) -> None:
     """Prices all plans of large spaces that no bound excludes; explorers then skip them.
 
     Does nothing where no entry that may fit is found soon.
@@ -772,24 +785,24 @@ def explore(explorers: Sequence[Explorer], counts: Counts) -> None:
     if not np.isfinite(limit) or all(explorer.too_large(counts) for explorer in explorers):
         return
     fronts, fresh_entries = dict[int, Frontier](), list[tuple[float, int, Array]]()
-    farthest = limit * FARTHEST
-    while sum(len(new) for *_, new in fresh_entries) < ENOUGH:
+    farthest = limit * MAX_LIMIT_RATIO
+    while sum(len(new) for *_, new in fresh_entries) < MIN_FITTING_ENTRIES:
         seen = _below(fronts, limit)
-        if seen >= HOPELESS or not limit < farthest:
+        if seen >= MAX_UNFIT_ENTRIES or not limit < farthest:
             return
-        limit *= STEP if seen else GROWTH
+        limit *= LIMIT_GROWTH if seen else EMPTY_LIMIT_GROWTH
         fresh_entries = _new(explorers, counts, fronts, limit)
     best, previous = explorers[0].best, np.inf
     while limit != previous:
         previous = limit
         for _, number, new in sorted(fresh_entries, key=lambda entry: entry[:2]):
             fronts[number].advance(new, limit)
-        if not np.isfinite(best.seconds) and _below(fronts, limit) >= HOPELESS:
+        if not np.isfinite(best.seconds) and _below(fronts, limit) >= MAX_UNFIT_ENTRIES:
             return
-        limit = min(limit * STEP, best.limit) if limit < best.limit else limit
+        limit = min(limit * LIMIT_GROWTH, best.limit) if limit < best.limit else limit
         fresh_entries = _new(explorers, counts, fronts, limit)
     for explorer in explorers:
-        explorer.leave_out(counts, fronts)
+        explorer.skip(counts, fronts)
     for front in fronts.values():
         front.close()
 
@@ -800,7 +813,7 @@ def _below(fronts: Mapping[int, Frontier], limit: float) -> int:
 
 
 def _new(
-    explorers: Sequence[Explorer], counts: Counts, fronts: dict[int, Frontier], limit: float
+    explorers: Sequence[Explorer], counts: DeviceCounts, fronts: dict[int, Frontier], limit: float
 ) -> list[tuple[float, int, Array]]:
     """(least bound, identity of the space, entries) of what is below a limit; adds fronts for
     spaces that may have something below it.
@@ -822,10 +835,10 @@ def _new(
 # A priced space.
 
 #: Ratio of bandwidth inside a part to that between parts above which one part is searched first.
-FAR_SLOWER = 100
-#: With more than `MANY_PER_ROW` devices per row, or more than `MANY` in all, all device counts are
-#: searched together, since no bound shows beforehand how many of them help.
-MANY_PER_ROW, MANY = 8, 200_000
+SLOW_LINK_RATIO = 100
+#: With more than `MANY_DEVICES_PER_ROW` devices per row, or more than `MANY_DEVICES` in all, all
+#: device counts are searched together, since no bound shows beforehand how many of them help.
+MANY_DEVICES_PER_ROW, MANY_DEVICES = 8, 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -840,28 +853,28 @@ class PricedSpace:
     """
 
     space: Space
-    best: Best
+    best: BestPlans
     rules: Rules | None
-    rows: list[Place]
+    rows: list[RankedMesh]
     devices: int
-    _points: list[Priced] = field(default_factory=list[Priced], init=False, repr=False)
+    _points: list[PricedPlan] = field(default_factory=list[PricedPlan], init=False, repr=False)
 
-    def landscape(self, count: int) -> tuple[Priced, ...]:
+    def landscape(self, count: int) -> tuple[PricedPlan, ...]:
         """The priced plans, thinned; cached at the first call."""
         if not self._points:
             self._points.extend(
-                Priced.of(point.what, point.seconds, point.peak_bytes, fits=point.fits)
+                PricedPlan.of(point.decisions, point.seconds, point.peak_bytes, fits=point.fits)
                 for point in self.best.landscape.points(count)
             )
         return tuple(self._points)
 
-    def candidate(self, entry: Entry[Candidate]) -> Candidate:
+    def candidate(self, entry: RankedEntry[Candidate]) -> Candidate:
         """The candidate of an entry of the ranking."""
-        return entry.what.on(*self.rows[entry.index])
+        return entry.decisions.on(*self.rows[entry.index])
 
-    def simplicity(self, what: Candidate, index: int) -> tuple[object, ...]:
+    def simplicity(self, decisions: Candidate, index: int) -> tuple[object, ...]:
         """Sort key for equally fast entries of the ranking."""
-        return what.on(*self.rows[index]).simplicity()
+        return decisions.on(*self.rows[index]).simplicity()
 
 
 def priced_space(
@@ -875,32 +888,32 @@ def priced_space(
     all_devices: bool = False,
 ) -> PricedSpace:
     """Prices the space of a model under pins."""
-    rules = _require_possible(workload, topology, pins)
+    rules = _require_supported(workload, topology, pins)
     devices_wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
-    rooms, runs = _explorers(
+    all_spaces, runs = _explorers(
         workload, topology, pins, rules, devices_wanted, any_plan=any_plan, all_devices=all_devices
     )
-    part, largest = within_slow_links(topology), max(devices for devices, _ in runs)
-    counts_by_explorer = dict[Explorer, Counts]()
+    slow_part, largest = devices_within_slow_links(topology), max(devices for devices, _ in runs)
+    counts_by_explorer = dict[Explorer, DeviceCounts]()
     for devices, explorer in runs:
         if devices:
             counts_by_explorer[explorer] = (*counts_by_explorer.get(explorer, ()), devices)
-    many = largest > min(MANY, MANY_PER_ROW * rooms[-1].limits.batch)
-    if many and not any_plan and not part:
+    many = largest > min(MANY_DEVICES, MANY_DEVICES_PER_ROW * all_spaces[-1].limits.batch)
+    if many and not any_plan and not slow_part:
         _price_together(counts_by_explorer, ranking, slack)
     else:
         if ranking is None and not any_plan:
-            if part:
-                explore([explorer for devices, explorer in runs if devices == part], (part,))
-            together = [explorer for devices, explorer in runs if 0 < devices == largest]
-            if together and together[0].is_small(
-                (largest,)
-            ):  # its plan may exclude all other spaces
-                explore(together[:1], (largest,))
-                together = together[1:]
-            explore(together, (largest,))
+            if slow_part:
+                explore(
+                    [explorer for devices, explorer in runs if devices == slow_part], (slow_part,)
+                )
+            on_all = [explorer for devices, explorer in runs if 0 < devices == largest]
+            if on_all and on_all[0].is_small((largest,)):  # its plan may exclude all other spaces
+                explore(on_all[:1], (largest,))
+                on_all = on_all[1:]
+            explore(on_all, (largest,))
         # plans on all devices are usually fastest, unless a slow link joins them
-        for devices, explorer in sorted(runs, key=lambda run: (run[0] != part, -run[0])):
+        for devices, explorer in sorted(runs, key=lambda run: (run[0] != slow_part, -run[0])):
             if devices:
                 explorer.run((devices,), ranking, slack)
     explorer = runs[0][1]
@@ -912,7 +925,7 @@ def priced_space(
 
         raise explain_empty(workload, pins, devices_wanted)
     return PricedSpace(
-        space=rooms[-1],
+        space=all_spaces[-1],
         best=explorer.best,
         rules=rules,
         rows=explorer.rows,
@@ -921,7 +934,9 @@ def priced_space(
 
 
 def _price_together(
-    counts_by_explorer: Mapping[Explorer, Counts], ranking: Ranking[Candidate] | None, slack: float
+    counts_by_explorer: Mapping[Explorer, DeviceCounts],
+    ranking: Ranking[Candidate] | None,
+    slack: float,
 ) -> None:
     """Prices spaces on all numbers of devices at once, after a seed plan for each number."""
     for explorer, counts in counts_by_explorer.items():
@@ -941,13 +956,13 @@ def _price_together(
         explorer.run(counts, ranking, slack)
 
 
-def within_slow_links(topology: Topology) -> int:
+def devices_within_slow_links(topology: Topology) -> int:
     """Devices per part of a machine whose parts are joined by far slower links than those inside
     them; 0 where there is none. A plan within one part is quick to find, and others are hardly
     faster.
     """
     first, *others = topology.tiers
-    slow = others and first.bytes_per_s * FAR_SLOWER < min(tier.bytes_per_s for tier in others)
+    slow = others and first.bytes_per_s * SLOW_LINK_RATIO < min(tier.bytes_per_s for tier in others)
     return topology.devices // first.devices if slow else 0
 
 
@@ -964,22 +979,14 @@ def _explorers(
     """The spaces, one for each attention strategy and dtype combination, and an explorer for each
     number of devices that a plan may use; 0 devices where a space has no plan.
     """
-    able = workload.framework.able if workload.framework is not None else ANYTHING
-    fixed = fixed_choice(rules, workload.colouring, pins) if rules is not None else None
-    all_dtypes = dict.fromkeys(
-        effective(combination, workload.problem, workload.profile, pins.dtypes)
-        for combination in combinations(pins.dtypes, pins.allow)
-    )
-    all_strategies = strategies(workload.problem, pins, workload.profile, topology.chip, able)
-    rooms: list[Space] = []
+    fixed = choice_of_rules(rules, workload.colouring, pins) if rules is not None else None
+    all_spaces: list[Space] = []
     runs: list[tuple[int, Explorer]] = []
-    for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
-        decisions = replace(strategy.decisions, dtypes=dtypes)
-        variant = workload.under(dtypes, decisions.attention_kernel)
-        rooms.append(build(variant, pins, fixed, replace(strategy, decisions=decisions)))
+    for variant, space in spaces(workload, topology.chip, pins, fixed):
+        all_spaces.append(space)
         counts = [
             count
-            for count in _counts(rooms[-1], variant, topology, device_count)
+            for count in _counts(all_spaces[-1], variant, topology, device_count)
             if count == topology.devices or not all_devices
         ]
         explorers: dict[Topology, Explorer] = {}
@@ -988,17 +995,17 @@ def _explorers(
             if machine not in explorers:
                 explorers[machine] = Explorer(
                     variant,
-                    rooms[-1],
+                    all_spaces[-1],
                     machine,
                     fitting_bytes(topology),
                     runs[0][1] if runs else None,
                     any_plan=any_plan,
                 )
             runs.append((devices if counts else 0, explorers[machine]))
-    return rooms, runs
+    return all_spaces, runs
 
 
-def _require_possible(workload: Workload, topology: Topology, pins: Pins) -> Rules | None:
+def _require_supported(workload: Workload, topology: Topology, pins: Pins) -> Rules | None:
     """Raises if the model or the machine does not support what is pinned.
 
     Returns:
@@ -1006,7 +1013,7 @@ def _require_possible(workload: Workload, topology: Topology, pins: Pins) -> Rul
     """
     _require_able(workload.framework, pins)
     require(facts_of_pins(pins), "the pins ask for what has no lowering", unsupported_for(workload))
-    rules = check_rules(pins.rules, workload.colouring) if pins.rules is not None else None
+    rules = rules_in_colours(pins.rules, workload.colouring) if pins.rules is not None else None
     if pins.mesh is not None and pins.mesh.devices > topology.devices:
         raise PinError(
             f"the mesh {pins.mesh} has {pins.mesh.devices} devices and {topology.name} has"
@@ -1047,7 +1054,7 @@ def _counts(
     mesh, the largest number that has one.
     """
 
-    def some(devices: int) -> bool:
+    def has_mesh(devices: int) -> bool:
         return len(space.mesh_sizes(workload.colouring, devices)["micro"]) > 0
 
     if space.pins.mesh is not None:
@@ -1059,7 +1066,7 @@ def _counts(
         for n in range(device_count, 0, -1)
         if n not in tried and place(MeshShape({"data": n}), topology) is not None
     )
-    largest = next((n for n in itertools.chain(tried, others) if some(n)), 0)
+    largest = next((n for n in itertools.chain(tried, others) if has_mesh(n)), 0)
     if largest in tried:
         yield from (n for n in tried if n <= largest)
     elif largest:

@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardlib.cost.framework import ANYTHING
 from shardlib.cost.items import kernel_items
 from shardlib.cost.roofline import fitting_bytes, kernel_seconds, margin
 from shardlib.cost.tables import Pricer, Quantity
@@ -30,18 +29,17 @@ from shardlib.planner.answers import (
     Constraints,
     Kernels,
     KernelTime,
-    OutOfReach,
-    Price,
     Sensitivity,
+    ShadowPrice,
     Shock,
+    UnfitPlan,
     link_name,
 )
-from shardlib.planner.assembly import OnMachine
+from shardlib.planner.assembly import PricedCandidate
 from shardlib.planner.plan import Plan, Ranked, source_of
 from shardlib.planner.priced import Unsharded
-from shardlib.planner.space import build, strategies
-from shardlib.planner.stored import combinations, effective
-from shardlib.planner.workload import Program, Workload, batch_size
+from shardlib.planner.space import spaces
+from shardlib.planner.workload import CostProgram, Workload, batch_size
 from shardlib.report.elements import TIE, bytes_text, percent_text, seconds_text
 from shardlib.untrusted.data import shown
 
@@ -89,7 +87,7 @@ def with_chip(topology: Topology, **changes: object) -> Topology:
     return replace(topology, chip=replace(topology.chip, **changes))
 
 
-def roomy(topology: Topology) -> Topology:
+def with_unlimited_memory(topology: Topology) -> Topology:
     """The topology with unlimited device memory."""
     return with_chip(topology, hbm_bytes=UNLIMITED)
 
@@ -117,7 +115,7 @@ def faster_without_limit(plan: Plan) -> list[Ranked]:
     than all before it.
     """
     source, fitting = source_of(plan), fitting_bytes(source_of(plan).topology)
-    boundless = roomy(source.topology)
+    boundless = with_unlimited_memory(source.topology)
     fastest = best_on(plan, boundless)
     if fastest is None or fastest.estimate.step_seconds >= plan.estimate.step_seconds * (1 - TIE):
         return []
@@ -144,8 +142,8 @@ def _value(key: str, value: Any) -> str:
     if key == "mesh":
         return " x ".join(f"{axis}={size}" for axis, size in value.items()) or "one device"
     if key == "rules":
-        cut = [f"{name}_{'·'.join(axes)}" for name, axes in Rules.parse(value).entries if axes]
-        return ", ".join(cut) or "nothing sharded"
+        sharded = [f"{name}_{'·'.join(axes)}" for name, axes in Rules.parse(value).entries if axes]
+        return ", ".join(sharded) or "nothing sharded"
     if isinstance(value, list):
         return ", ".join(map(str, cast("list[object]", value))) or "none"
     return str(value)
@@ -160,7 +158,7 @@ def _value(key: str, value: Any) -> str:
 SLACKS = (1.02, 1.2, math.inf)
 #: Most alternatives per call: each becomes a whole plan, to list its differences, which takes
 #: hundredths of a second.
-MOST = 1000
+LIMIT = 1000
 
 
 def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
@@ -168,30 +166,30 @@ def alternatives(plan: Plan, count: int = 10) -> tuple[Alternative, ...]:
     _require_count(count)
     plans: tuple[Alternative, ...] = ()
     for slack in SLACKS:
-        plans, complete = _within(plan, count, slack)
+        plans, complete = _up_to_slack(plan, count, slack)
         if complete or len(plans) >= count:
             break
     return plans
 
 
 def _require_count(count: int) -> None:
-    """Raises if `count` is not an integer from 0 to `MOST`."""
+    """Raises if `count` is not an integer from 0 to `LIMIT`."""
     if isinstance(count, bool) or not isinstance(count, Integral) or count < 0:
         raise ArgumentError(
             f"alternatives: count is {shown(count)}; it is an integer of at least 0, how many plans"
             " are wanted\nTry: plan.alternatives(10)"
         )
-    if count > MOST:
+    if count > LIMIT:
         raise ArgumentError(
-            f"alternatives: count is {shown(count)}; it is at most {MOST}, as every alternative"
+            f"alternatives: count is {shown(count)}; it is at most {LIMIT}, as every alternative"
             " becomes a whole plan that is compared with this one, which takes hundredths of a"
             " second\nTry: plan.alternatives(10), and plan.why_not(...) for a plan further down"
         )
 
 
-def _within(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ...], bool]:
-    """Alternatives up to `slack` times the fastest plan, and True if there are no others (beyond
-    that the ranking is not complete).
+def _up_to_slack(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternative, ...], bool]:
+    """Alternatives up to `slack` times the fastest plan, and True if there are no others
+    (beyond that the ranking is not complete).
     """
     source = source_of(plan)
     listed: list[Alternative] = []
@@ -271,16 +269,16 @@ def constraints(plan: Plan) -> Constraints:
     )
 
 
-def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
+def staircase(plan: Plan) -> tuple[UnfitPlan, ...]:
     """Faster plans that do not fit, the one that lacks least memory first."""
     topology = source_of(plan).topology
     usable, memory_margin = topology.chip.usable_bytes, margin(topology)
-    steps: list[OutOfReach] = []
+    steps: list[UnfitPlan] = []
     for entry in faster_without_limit(plan):
         if steps and entry.seconds <= steps[-1].step_seconds * (1 + TIE):
             steps.pop()  # as fast, and needs more memory
         steps.append(
-            OutOfReach(
+            UnfitPlan(
                 mesh=entry.candidate.mesh,
                 summary=entry.candidate.summary,
                 step_seconds=entry.seconds,
@@ -291,7 +289,7 @@ def staircase(plan: Plan) -> tuple[OutOfReach, ...]:
     return tuple(reversed(steps))
 
 
-def _memory(plan: Plan, steps: tuple[OutOfReach, ...]) -> Iterable[Binding]:
+def _memory(plan: Plan, steps: tuple[UnfitPlan, ...]) -> Iterable[Binding]:
     if not steps:
         return
     nearest, fastest, before = steps[0], steps[-1], plan.estimate.step_seconds
@@ -351,22 +349,22 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
             ),
         )
     if (tensor := mesh["tensor"]) > 1:
-        cut = [
+        sharded = [
             name
             for name, axes in plan.rules.entries
             if "tensor" in axes and name in colouring.colours
         ]
-        stuck = [
+        indivisible = [
             f"{name} ({colouring.colours[name].divisor:,})"
-            for name in cut
+            for name in sharded
             if colouring.colours[name].divisor % (2 * tensor)
         ]
-        if stuck:
+        if indivisible:
             yield Binding(
                 kind="size",
                 what="tensor",
                 message=(
-                    f"A tensor axis of {2 * tensor} does not divide {', '.join(stuck)}, which"
+                    f"A tensor axis of {2 * tensor} does not divide {', '.join(indivisible)}, which"
                     f" {tensor} parts divide now."
                 ),
             )
@@ -385,7 +383,7 @@ def kernels(plan: Plan) -> Kernels:
     machine = _on_machine(plan)
     sums: dict[tuple[str, ...], KernelTime] = {}
     for program, shares in machine.programs():
-        for kernel in _of(program, shares, machine):
+        for kernel in _kernels_of(program, shares, machine):
             key = kernel.name, kernel.kind, kernel.phase, kernel.dtype, f"{kernel.intensity:.4g}"
             sums[key] = _added(sums[key], kernel) if key in sums else kernel
     chip = machine.pricer.topology.chip
@@ -398,32 +396,34 @@ def kernels(plan: Plan) -> Kernels:
     )
 
 
-def _on_machine(plan: Plan) -> OnMachine:
+def _on_machine(plan: Plan) -> PricedCandidate:
     """The plan as a priced candidate of the search."""
     source = source_of(plan)
     topology, pins = source.topology, pinned(plan)
     if pins.exchange.islands > 1:
         topology, pins = island_of(topology, pins.exchange.islands), pins.of_one_island
-    first = next(source.under(pins).ranked(roomy(topology), slack=1.0), None)
+    first = next(source.with_pins(pins).ranked(with_unlimited_memory(topology), slack=1.0), None)
     if first is None:  # it was priced before
         raise InfeasibleError("the plan cannot be priced again")
-    return OnMachine.of(source.workload, topology, first.candidate)
+    return PricedCandidate.of(source.workload, topology, first.candidate)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Local:
+class _PerDevice:
     """Amounts per device."""
 
-    at: OnMachine
+    candidate: PricedCandidate
 
     def __call__(self, amount: Amount) -> Array:
-        return local(amount, self.at.c.degrees)
+        return local(amount, self.candidate.meshes.degrees)
 
 
-def _of(program: Program, shares: Array, machine: OnMachine) -> Iterator[KernelTime]:
+def _kernels_of(
+    program: CostProgram, shares: Array, machine: PricedCandidate
+) -> Iterator[KernelTime]:
     """The kernels of a program, scaled to the share of the layers that run it."""
     facts, pricer, decisions = program.facts, machine.pricer, machine.candidate.decisions
-    here = _Local(at=machine)
+    per_device = _PerDevice(candidate=machine)
     factor = pricer.factors.get(Quantity.COMPUTE, 1.0)
     for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
         part = float(shares[item.segment])
@@ -438,15 +438,15 @@ def _of(program: Program, shares: Array, machine: OnMachine) -> Iterator[KernelT
                 continue
             once = replace(term, trips=1)
             times = term.trips * part * decisions.microbatches / decisions.mesh["stage"]
-            seconds = kernel_seconds(once, here, pricer.topology.chip, constants)
+            seconds = kernel_seconds(once, per_device, pricer.topology.chip, constants)
             yield KernelTime(
-                name=_name(facts.graph.ops[kernel.op], term, here),
+                name=_name(facts.graph.ops[kernel.op], term, per_device),
                 kind=term.kind,
                 phase=_phase(facts.graph.ops[kernel.op]),
                 dtype=term.dtype,
                 count=times,
-                flops=float(here(term.flops)[0]) * times,
-                bytes=sum(float(here(amount)[0]) for amount in term.traffic) * times,
+                flops=float(per_device(term.flops)[0]) * times,
+                bytes=sum(float(per_device(amount)[0]) for amount in term.traffic) * times,
                 seconds=float(seconds[0]) * factor * times,
             )
 
@@ -467,7 +467,7 @@ def _phase(op: Op) -> str:
     return "backward" if "transpose(" in op.scope else "forward"
 
 
-def _name(op: Op, term: Compute, here: _Local) -> str:
+def _name(op: Op, term: Compute, per_device: _PerDevice) -> str:
     """The op's place in the model, without the scopes that differentiation adds, and what it
     computes.
     """
@@ -477,7 +477,7 @@ def _name(op: Op, term: Compute, here: _Local) -> str:
     )
     what = op.kind
     if term.matmul is not None:
-        rows, columns, depth = (round(float(here(amount)[0])) for amount in term.matmul.dims)
+        rows, columns, depth = (round(float(per_device(amount)[0])) for amount in term.matmul.dims)
         what = f"matmul {rows:,} x {depth:,} x {columns:,}"
     return f"{place}/{what}" if place else what
 
@@ -492,23 +492,10 @@ def least_device_seconds(workload: Workload, topology: Topology, pins: Pins) -> 
     It is the kernel time of the unsharded step under the cheapest remat policy, attention kernel
     and dtypes that may be chosen; communication, waiting and launches are not included.
     """
-    able = workload.framework.able if workload.framework is not None else ANYTHING
-    all_dtypes = dict.fromkeys(
-        effective(combination, workload.problem, workload.profile, pins.dtypes)
-        for combination in combinations(pins.dtypes, pins.allow)
+    return min(
+        Unsharded(workload=variant, space=space, pricer=Pricer(topology, variant.profile)).seconds
+        for variant, space in spaces(workload, topology.chip, pins)
     )
-    all_strategies = strategies(workload.problem, pins, workload.profile, topology.chip, able)
-    seconds: list[float] = []
-    for dtypes, strategy in itertools.product(all_dtypes, all_strategies):
-        decisions = replace(strategy.decisions, dtypes=dtypes)
-        variant = workload.under(dtypes, decisions.attention_kernel)
-        space = build(variant, pins, None, replace(strategy, decisions=decisions))
-        seconds.append(
-            Unsharded(
-                workload=variant, space=space, pricer=Pricer(topology, variant.profile)
-            ).seconds
-        )
-    return min(seconds)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -541,11 +528,11 @@ def answers(
 # that would then have been best.
 
 #: Largest speedup of a link in the search for its break point.
-FARTHEST = 8.0
+MAX_LINK_SPEEDUP = 8.0
 #: Relative width to which a break point is narrowed.
-NARROW = 1e-4
+RATE_TOLERANCE = 1e-4
 #: Precision of the break point of memory, as a share of memory, and the most searches for it.
-NARROW_MEMORY, MOST_HALVES = 0.01, 6
+MEMORY_TOLERANCE, MAX_BISECTIONS = 0.01, 6
 #: Factor by which a shock scales a figure.
 SHOCK = 0.9
 
@@ -580,10 +567,10 @@ def sensitivity(plan: Plan) -> Sensitivity:
     )
 
 
-def _price_of_memory(plan: Plan, best: Plan) -> Price:
+def _price_of_memory(plan: Plan, best: Plan) -> ShadowPrice:
     topology = source_of(plan).topology
     more = best_on(plan, with_memory(topology, GB)) or best
-    price = Price(
+    price = ShadowPrice(
         resource="memory",
         kind="hbm",
         unit=GB,
@@ -614,8 +601,8 @@ def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
     topology = source_of(plan).topology
     low, usable, memory_margin = 0, topology.chip.usable_bytes, margin(topology)
     first = best_on(plan, with_memory(topology, high)) or best
-    for _ in range(MOST_HALVES):
-        if high - low <= NARROW_MEMORY * usable:
+    for _ in range(MAX_BISECTIONS):
+        if high - low <= MEMORY_TOLERANCE * usable:
             break
         middle = (low + high) // 2
         between = best_on(plan, with_memory(topology, middle)) or best
@@ -632,28 +619,28 @@ def _first_larger(plan: Plan, best: Plan, high: int) -> tuple[Plan, int, int]:
     return first, low, high
 
 
-def _price_of_link(plan: Plan, best: Plan, tier: int) -> Price:
+def _price_of_link(plan: Plan, best: Plan, tier: int) -> ShadowPrice:
     topology = source_of(plan).topology
     rate = topology.tiers[tier].bytes_per_s
 
-    def at(bytes_per_s: float) -> Topology:
+    def machine_at(bytes_per_s: float) -> Topology:
         return with_link(topology, tier, bytes_per_s)
 
-    more = best_on(plan, at(rate + GB)) or best
-    price = Price(
+    more = best_on(plan, machine_at(rate + GB)) or best
+    price = ShadowPrice(
         resource=topology.tiers[tier].name,
         kind=topology.tiers[tier].kind,
         unit=GB,
         amount=rate,
-        limit=rate * FARTHEST,
+        limit=rate * MAX_LINK_SPEEDUP,
         saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds),
     )
-    rival, meeting = _first_rival(plan, best, at, rate)
+    rival, crossing = _first_rival(plan, best, machine_at, rate)
     if rival is None:
         return price
     return replace(
         price,
-        break_amount=meeting,
+        break_amount=crossing,
         break_mesh=rival.mesh,
         break_changes=changes(best, rival),
         break_seconds=rival.estimate.step_seconds,
@@ -671,7 +658,7 @@ def _first_rival(
     """The first plan that overtakes the best one as a link gets faster, and the rate at which it
     does.
     """
-    high, rival = rate * FARTHEST, None
+    high, rival = rate * MAX_LINK_SPEEDUP, None
     while True:
         candidate = best_on(plan, machine_at(high))
         leader = priced_on(rival or best, machine_at(high))
@@ -681,10 +668,10 @@ def _first_rival(
             or candidate.estimate.step_seconds >= leader.estimate.step_seconds * (1 - TIE)
         ):
             return rival, high
-        rival, high = candidate, _meeting(best, candidate, machine_at, rate, high)
+        rival, high = candidate, _crossing_rate(best, candidate, machine_at, rate, high)
 
 
-def _meeting(
+def _crossing_rate(
     best: Plan, rival: Plan, machine_at: Callable[[float], Topology], low: float, high: float
 ) -> float:
     """The rate from which on `rival` leads, between `low` (`best` leads) and `high` (`rival`
@@ -700,14 +687,14 @@ def _meeting(
         assert ours is not None and theirs is not None, "memory does not depend on links"
         return theirs.estimate.step_seconds - ours.estimate.step_seconds
 
-    ahead, behind = lead(low), lead(high)
-    while high - low > NARROW * low and ahead > 0:
-        middle = 1 / (1 / low + (1 / high - 1 / low) * ahead / (ahead - behind))
-        middle = min(max(middle, low * (1 + NARROW / 4)), high * (1 - NARROW / 4))
-        if (now := lead(middle)) <= 0:  # where both meet, the rival leads
-            high, behind, ahead = middle, now, ahead / 2
+    low_lead, high_lead = lead(low), lead(high)
+    while high - low > RATE_TOLERANCE * low and low_lead > 0:
+        middle = 1 / (1 / low + (1 / high - 1 / low) * low_lead / (low_lead - high_lead))
+        middle = min(max(middle, low * (1 + RATE_TOLERANCE / 4)), high * (1 - RATE_TOLERANCE / 4))
+        if (middle_lead := lead(middle)) <= 0:  # where both meet, the rival leads
+            high, high_lead, low_lead = middle, middle_lead, low_lead / 2
         else:
-            low, ahead, behind = middle, now, behind / 2
+            low, low_lead, high_lead = middle, middle_lead, high_lead / 2
     return high
 
 

@@ -33,7 +33,7 @@ from shardlib.layout import Layout
 from shardlib.machines.chips import Tier
 from shardlib.machines.topology import Topology, TopologyLike, device_order, divisors
 from shardlib.machines.topology import topology as parse_topology
-from shardlib.planner.answers import Ints, Part, Replan, Shards, lost_elements, moved_elements
+from shardlib.planner.answers import Ints, MovedArray, Replan, Shards, lost_elements, moved_elements
 from shardlib.planner.plan import ParameterLayout, Plan, Source, source_of
 from shardlib.planner.questions import changes, pinned
 from shardlib.planner.workload import batch_size
@@ -49,11 +49,11 @@ from shardlib.report.elements import (
 from shardlib.untrusted.data import JsonObject
 
 #: Least parallel efficiency, and least speed-up of a doubling, at which more devices pay.
-LEAST_EFFICIENCY, LEAST_SPEED_UP = 0.5, 1.1
+MIN_EFFICIENCY, MIN_SPEED_UP = 0.5, 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Point:
+class ScalingPoint:
     """The best plan for a number of devices.
 
     Attributes:
@@ -83,8 +83,8 @@ class Point:
         """True if going from the point before to this one is worth it."""
         return (
             self.plan is not None
-            and self.efficiency >= LEAST_EFFICIENCY
-            and (not self.speed_up or self.speed_up >= LEAST_SPEED_UP)
+            and self.efficiency >= MIN_EFFICIENCY
+            and (not self.speed_up or self.speed_up >= MIN_SPEED_UP)
         )
 
     def to_json(self) -> JsonObject:
@@ -134,17 +134,17 @@ class Curve:
 
     model: str
     kind: str
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
 
     @property
-    def fitting(self) -> tuple[Point, ...]:
+    def fitting(self) -> tuple[ScalingPoint, ...]:
         """The points that have a plan."""
         return tuple(point for point in self.points if point.plan is not None)
 
     @property
-    def enough(self) -> Point | None:
+    def enough(self) -> ScalingPoint | None:
         """The last point up to which every increase pays; None where nothing fits."""
-        last: Point | None = None
+        last: ScalingPoint | None = None
         for point in self.fitting:
             if not point.pays:
                 break
@@ -157,7 +157,7 @@ class Curve:
         where all pay.
         """
         if not self.fitting:
-            return _nothing(self.points)
+            return _no_plan_reason(self.points)
         last = self.enough
         beyond = [
             point for point in self.fitting if last is not None and point.devices > last.devices
@@ -165,7 +165,7 @@ class Curve:
         if not beyond:
             return ""
         point = beyond[0]
-        if point.efficiency < LEAST_EFFICIENCY:
+        if point.efficiency < MIN_EFFICIENCY:
             return (
                 f"{point.devices:,} devices would work at an efficiency of"
                 f" {percent_text(point.efficiency)}"
@@ -189,7 +189,7 @@ class Curve:
         return curve_text(self)
 
 
-def _nothing(points: Sequence[Point]) -> str:
+def _no_plan_reason(points: Sequence[ScalingPoint]) -> str:
     """The reason why no point has a plan."""
     short = [f"{point.devices:,}" for point in points if point.short_bytes]
     if len(short) == len(points):
@@ -202,15 +202,15 @@ def curve(
     model: str, kind: str, machines: Iterable[Topology], planned: Callable[[Topology], Plan]
 ) -> Curve:
     """Plans for every machine."""
-    points: list[Point] = []
-    first: Point | None = None
-    before: Point | None = None
+    points: list[ScalingPoint] = []
+    first: ScalingPoint | None = None
+    before: ScalingPoint | None = None
     for machine in sorted(machines, key=lambda machine: machine.devices):
         try:
             plan = planned(machine)
         except (InfeasibleError, PinError) as error:
             points.append(
-                Point(
+                ScalingPoint(
                     devices=machine.devices,
                     topology=machine.name,
                     short_bytes=getattr(error, "short_bytes", 0),
@@ -224,7 +224,9 @@ def curve(
     return Curve(model=model, kind=kind, points=tuple(points))
 
 
-def _compared(machine: Topology, plan: Plan, first: Point | None, before: Point | None) -> Point:
+def _compared(
+    machine: Topology, plan: Plan, first: ScalingPoint | None, before: ScalingPoint | None
+) -> ScalingPoint:
     """The point of a plan, compared with the first one and the one before."""
     rate, devices = plan.estimate.tokens_per_second, machine.devices
     efficiency, speed_up = 1.0, 0.0
@@ -234,7 +236,7 @@ def _compared(machine: Topology, plan: Plan, first: Point | None, before: Point 
         speed_up = (rate / before.plan.estimate.tokens_per_second) ** (
             1 / math.log2(devices / before.devices)
         )
-    return Point(
+    return ScalingPoint(
         devices=devices,
         topology=machine.name,
         plan=plan,
@@ -272,13 +274,13 @@ def curve_text(result: Curve) -> str:
         lines += wrapped("  - ", f"All of them pay, up to {last.devices:,} devices.")
     lines += wrapped(
         "  - ",
-        f"Devices pay while the efficiency is at least {percent_text(LEAST_EFFICIENCY)} and a"
-        f" doubling brings at least {ratio_text(LEAST_SPEED_UP)}.",
+        f"Devices pay while the efficiency is at least {percent_text(MIN_EFFICIENCY)} and a"
+        f" doubling brings at least {ratio_text(MIN_SPEED_UP)}.",
     )
     return "\n".join(lines) + "\n"
 
 
-def _row(point: Point) -> tuple[str, ...]:
+def _row(point: ScalingPoint) -> tuple[str, ...]:
     if point.plan is None:
         lacking = (
             f"lacks {bytes_text(point.short_bytes)} per device"
@@ -336,7 +338,7 @@ def same_chips(old: Topology, new: Topology) -> bool:
     return old.chip.name == new.chip.name
 
 
-def parts_of(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
+def parts_to_search(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
     """The parts of a machine that are worth a search, the largest first: some of its outermost
     domains, or all of them.
     """
@@ -348,14 +350,12 @@ def parts_of(source: Source, machine: Topology, pins: Pins) -> list[Topology]:
     full = next((number for number in range(count, 0, -1) if number * domain in usable), count)
     numbers = sorted({full, 1 << (count.bit_length() - 1)}, reverse=True)
     return [
-        (
-            machine
-            if number == count
-            else replace(
-                machine,
-                tiers=(replace(outer, shape=(number,)), *inner),
-                alone=min(machine.alone, number * domain),
-            )
+        machine
+        if number == count
+        else replace(
+            machine,
+            tiers=(replace(outer, shape=(number,)), *inner),
+            alone=min(machine.alone, number * domain),
         )
         for number in numbers
     ]
@@ -372,7 +372,7 @@ def _usable_counts(source: Source, limit: int) -> set[int]:
     shapes = {parameter.path: parameter.shape for parameter in workload.problem.parameters}
     colours = [colour.divisor for colour in workload.colouring.colours.values() if colour.matmuls]
     shared = [math.gcd(a, b) for a, b in itertools.combinations(colours, 2)]
-    stacks = [shapes[path][dim] for path, dim in workload.frozen]
+    stacks = [shapes[path][dim] for path, dim in workload.stack_dims]
     counts = {1}
     for group in ([batch_size(workload.problem, workload.colouring)], shared, stacks):
         factors = {1, *(number for size in group for number in divisors(size))}
@@ -435,7 +435,7 @@ def _memory(tier: Tier, devices: int, slower: float) -> Tier:
 #: Code of the finding of a plan whose estimate was recomputed with other figures.
 PRICED_AGAIN = "priced-again"
 #: Decisions that a quick replan keeps, besides dtypes.
-KEPT = (
+KEPT_KEYS = (
     "remat",
     "accumulation",
     "schedule",
@@ -463,10 +463,10 @@ def replan(
     source = source_of(plan)
     machine = machine_like(source.topology, topology)
     survivors = _survivors(source.topology, machine, lost)
-    best, notes = (None, []) if anew else _kept(plan, source, machine)
+    best, notes = (None, []) if anew else _quick_replan(plan, source, machine)
     if best is None:
-        best, notes = _best(source, machine)
-    notes += _about(source.topology, machine, plan, best)
+        best, notes = _full_replan(source, machine)
+    notes += _notes(source.topology, machine, plan, best)
     parts, moved = _moves(plan, best, source, machine, np.array(survivors, np.int64))
     best = replace(best, origin=plan.origin)
     return Replan(
@@ -478,59 +478,59 @@ def replan(
         changed=changes(plan, best),
         notes=tuple(notes),
         machine=machine,
-        elsewhere=not same_chips(source.topology, machine),
+        other_chips=not same_chips(source.topology, machine),
     )
 
 
 def _survivors(old: Topology, new: Topology, lost: Iterable[int]) -> tuple[int, ...]:
-    gone = set(lost)
-    foreign = sorted(number for number in gone if not 0 <= number < old.devices)
+    lost_devices = set(lost)
+    foreign = sorted(number for number in lost_devices if not 0 <= number < old.devices)
     if foreign:
         raise TopologyError(
             f"the lost devices {', '.join(map(str, foreign))} are none of {old.name}, whose devices"
             f" are 0 to {old.devices - 1}\nTry: the numbers that the lost devices had there"
         )
-    left = [number for number in range(old.devices) if number not in gone]
+    left = [number for number in range(old.devices) if number not in lost_devices]
     return tuple(left[: new.devices])
 
 
-def _kept(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, list[str]]:
-    """The best plan that keeps the decisions `KEPT` of the old one, with notes; (None, []) where
-    there is none.
+def _quick_replan(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, list[str]]:
+    """The best plan that keeps the decisions `KEPT_KEYS` of the old one, with notes; (None,
+    []) where there is none.
     """
     own_pins = pinned(plan)
     try:
-        fewer = _with_fewer(
+        kept_plan = _on_best_part(
             source,
             machine,
             source.pins.replace(
-                dtypes=own_pins.dtypes, allow=(), **{key: own_pins.get(key) for key in KEPT}
+                dtypes=own_pins.dtypes, allow=(), **{key: own_pins.get(key) for key in KEPT_KEYS}
             ),
         )
     except (PinError, InfeasibleError):
         return None, []
-    assert fewer.source is not None
-    return replace(fewer, source=fewer.source.under(source.pins)), [
-        f"Kept without asking: {', '.join(KEPT)}. Searching anew may find a faster plan."
+    assert kept_plan.source is not None
+    return replace(kept_plan, source=kept_plan.source.with_pins(source.pins)), [
+        f"Kept without asking: {', '.join(KEPT_KEYS)}. Searching anew may find a faster plan."
     ]
 
 
-def _best(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
+def _full_replan(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
     """The best plan for the machine under the user's pins, or without a pinned mesh that does not
     fit it; with notes.
     """
     try:
-        return _with_fewer(source, machine, source.pins), []
+        return _on_best_part(source, machine, source.pins), []
     except PinError as error:
         if source.pins.mesh is None and not source.pins.axes:
             raise
         freed = source.pins.replace(mesh=None, axes=())
-        return _with_fewer(source, machine, freed), [
+        return _on_best_part(source, machine, freed), [
             f"The pinned mesh was given up: {str(error).splitlines()[0]}."
         ]
 
 
-def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
+def _on_best_part(source: Source, machine: Topology, pins: Pins) -> Plan:
     """The best plan on the machine, on the largest part of it whose devices can all be used, or on
     its largest power-of-two part, whichever is fastest.
 
@@ -539,24 +539,23 @@ def _with_fewer(source: Source, machine: Topology, pins: Pins) -> Plan:
     """
     tries: list[Plan] = []
     errors: list[PinError | InfeasibleError] = []
-    for part in parts_of(source, machine, pins):
+    for part in parts_to_search(source, machine, pins):
         try:
             tries.append(source.search(part, pins))
         except (PinError, InfeasibleError) as error:
             errors.append(error)
     if not tries:
         raise errors[0]
-    best = min(
-        tries, key=lambda candidate: candidate.estimate.step_seconds
-    )  # the first of equals: the largest part
+    # the first of equals: the largest part
+    best = min(tries, key=lambda candidate: candidate.estimate.step_seconds)
     if best.source is not None and best.source.topology == machine:
         return best
     full = source.search(machine, pinned(best))
     assert full.source is not None
-    return replace(full, search=best.search, source=full.source.under(pins))
+    return replace(full, search=best.search, source=full.source.with_pins(pins))
 
 
-def _about(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]:
+def _notes(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]:
     notes = [
         f"{finding.message[:1].upper()}{finding.message[1:]}."
         for finding in before.findings
@@ -595,23 +594,22 @@ def _about(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]
 
 def _moves(
     old: Plan, new: Plan, source: Source, machine: Topology, survivors: Ints
-) -> tuple[tuple[Part, ...], Ints]:
+) -> tuple[tuple[MovedArray, ...], Ints]:
     """Every part, and the bytes that each device of the new machine receives."""
     before, after = _order(old, source.topology), _order(new, machine)
-    usable = (
-        survivors if same_chips(source.topology, machine) else survivors[:0]
-    )  # on other chips no device has any data yet
+    # on other chips no device has any data yet
+    usable = survivors if same_chips(source.topology, machine) else survivors[:0]
     state = {
         parameter.path: parameter.state_bytes_per_element
-        for parameter in source.workload.under(old.dtypes).problem.parameters
+        for parameter in source.workload.variant(old.dtypes).problem.parameters
     }
     moved = np.zeros(machine.devices, np.int64)
-    parts: list[Part] = []
+    parts: list[MovedArray] = []
     counted: dict[tuple[object, ...], tuple[Ints, int]] = {}
-    theirs = {parameter.path: parameter for parameter in new.parameters}
+    target = {parameter.path: parameter for parameter in new.parameters}
     for parameter in old.parameters:
-        outer = _keeps_outer(old) and _keeps_outer(new)
-        for what, size, layouts in _arrays(parameter, theirs[parameter.path], state, outer=outer):
+        outer = _has_outer_state(old) and _has_outer_state(new)
+        for what, size, layouts in _arrays(parameter, target[parameter.path], state, outer=outer):
             shards = (
                 Shards(parameter.shape, layouts[0], old.mesh, before),
                 Shards(parameter.shape, layouts[1], new.mesh, after),
@@ -623,7 +621,7 @@ def _moves(
             received = np.round(elements * size).astype(np.int64)
             moved[: len(received)] += received
             parts.append(
-                Part(
+                MovedArray(
                     path=parameter.path,
                     what=what,
                     bytes=round(float(math.prod(parameter.shape)) * size),
@@ -652,7 +650,7 @@ def _arrays(
         yield "outer state", OUTER_BYTES, (old.state, new.state)
 
 
-def _keeps_outer(plan: Plan) -> bool:
+def _has_outer_state(plan: Plan) -> bool:
     """True if islands keep outer parameters and an outer momentum."""
     return plan.exchange.keeps
 

@@ -33,12 +33,12 @@ from shardlib.graph import Problem
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, TopologyLike, divisors, island_of
 from shardlib.machines.topology import topology as parse_topology
-from shardlib.planner.assembly import OnMachine, assemble, price
+from shardlib.planner.assembly import PricedCandidate, assemble, price
 from shardlib.planner.findings import without_effect
-from shardlib.planner.incumbents import Best, Entry, Ranking
+from shardlib.planner.incumbents import BestPlans, RankedEntry, Ranking
 from shardlib.planner.plan import Plan, Ranked, Rejected, Search, Source
 from shardlib.planner.priced import PricedSpace, priced_space
-from shardlib.planner.stored import Candidate, effective, under
+from shardlib.planner.stored import Candidate, effective, with_dtypes
 from shardlib.planner.workload import Workload, batch_size, most_specific_first, prepare
 from shardlib.report.elements import TIE, ratio_text
 
@@ -47,10 +47,10 @@ from shardlib.report.elements import TIE, ratio_text
 # plans.
 
 #: Least relative speedup for which another dimension is sharded.
-GAIN = 1e-3
+MIN_SPEEDUP = 1e-3
 #: Number of other meshes whose fastest plans are tried too, and their largest step time in
 #: multiples of that of the fastest plan.
-MESHES, REACH = 3, 1.25
+MAX_RIVALS, MAX_SLOWDOWN = 3, 1.25
 
 
 def fastest_with_left_out(
@@ -66,15 +66,17 @@ def fastest_with_left_out(
         return candidate, seconds
     others = sorted(
         (
-            (its, rival)
-            for its, _, rival in space.best.by_mesh.values()
-            if rival.mesh["tensor"] > 1 and its <= REACH * seconds and rival.mesh != candidate.mesh
+            (rival_s, rival)
+            for rival_s, _, rival in space.best.by_mesh.values()
+            if rival.mesh["tensor"] > 1
+            and rival_s <= MAX_SLOWDOWN * seconds
+            and rival.mesh != candidate.mesh
         ),
         key=lambda pair: (pair[0], str(pair[1].mesh)),
     )
     best = candidate, seconds
-    for its, start in [(seconds, candidate), *others[:MESHES]]:
-        improved = with_left_out(workload, topology, space, start, its)
+    for rival_s, start in [(seconds, candidate), *others[:MAX_RIVALS]]:
+        improved = with_left_out(workload, topology, space, start, rival_s)
         best = improved if improved[1] < best[1] else best
     return best
 
@@ -92,9 +94,11 @@ def with_left_out(
         tensor = most_specific_first({*candidate.choice.tensor, name}, workload.colouring)
         alternative = replace(candidate, choice=replace(candidate.choice, tensor=tensor))
         totals = price(workload, topology, alternative)
-        its = float(totals.step_seconds[0])
-        if its < seconds * (1 - GAIN) and totals.peak_bytes[0] <= fitting_bytes(topology):
-            candidate, seconds = alternative, its
+        rival_s = float(totals.step_seconds[0])
+        if rival_s < seconds * (1 - MIN_SPEEDUP) and totals.peak_bytes[0] <= fitting_bytes(
+            topology
+        ):
+            candidate, seconds = alternative, rival_s
     return candidate, seconds
 
 
@@ -102,10 +106,10 @@ def with_left_out(
 # Of equally fast plans, where memory is nearly full, the one that leaves more free.
 
 #: Share of the usable memory above which free memory counts for more than simplicity.
-NEARLY = 0.9
+FULL_MEMORY_SHARE = 0.9
 
 
-def with_more_room(
+def with_more_free_memory(
     workload: Workload,
     topology: Topology,
     pins: Pins,
@@ -123,18 +127,18 @@ def with_more_room(
     if pins.zero is not None or not (1 <= decisions.zero < 3):
         return candidate
     fewest_bytes = float(price(workload, topology, candidate).peak_bytes[0])
-    if fewest_bytes < NEARLY * fitting_bytes(topology):
+    if fewest_bytes < FULL_MEMORY_SHARE * fitting_bytes(topology):
         return candidate
     stages = facts_of_mesh({"stage": np.array([decisions.mesh["stage"]])})
-    for zero in (zero for zero in space.space.limits.able.zero if zero > decisions.zero):
+    for zero in (zero for zero in space.space.limits.abilities.zero if zero > decisions.zero):
         alternative = candidate.replace(zero=zero)
         if not lowerable(
             facts_of_decisions(alternative.decisions), stages, space.space.unsupported
         ).all():
             continue
         totals = price(workload, topology, alternative)
-        peak, its = float(totals.peak_bytes[0]), float(totals.step_seconds[0])
-        if its <= seconds * (1 + TIE) and peak < fewest_bytes * (1 - TIE):
+        peak, rival_s = float(totals.peak_bytes[0]), float(totals.step_seconds[0])
+        if rival_s <= seconds * (1 + TIE) and peak < fewest_bytes * (1 - TIE):
             candidate, fewest_bytes = alternative, peak
     return candidate
 
@@ -156,7 +160,7 @@ ONE_PROCESS = Finding(
     hint="pipeline=lockstep, which runs in any number of processes",
 )
 #: Forms of a pipeline, the simpler first.
-FORMS = ("lockstep", "programs")
+PIPELINE_FORMS = ("lockstep", "programs")
 
 
 def pipeline_left_open(workload: Workload, pins: Pins) -> bool:
@@ -168,7 +172,7 @@ def pipeline_left_open(workload: Workload, pins: Pins) -> bool:
 
 def fastest_form(pins: Pins, search: Callable[[Pins], Plan]) -> Plan:
     """The faster of the best plans of both forms, with a certificate over both."""
-    plans = _of_both(pins, search)
+    plans = _both_forms(pins, search)
     chosen = min(plans, key=lambda plan: plan.estimate.step_seconds)
     counts = Counter[str]()
     for plan in plans:
@@ -200,7 +204,7 @@ def forms_in_order(
         slack: largest step time, in multiples of that of the fastest.
     """
     fewest_bytes, limit = math.inf, math.inf
-    for entry in heapq.merge(*_of_both(pins, ranked), key=lambda entry: entry.seconds):
+    for entry in heapq.merge(*_both_forms(pins, ranked), key=lambda entry: entry.seconds):
         limit = min(limit, slack * entry.seconds)
         if entry.seconds > limit:
             return
@@ -209,13 +213,13 @@ def forms_in_order(
         fewest_bytes = min(fewest_bytes, entry.peak_bytes)
 
 
-def _of_both(pins: Pins, ask: Callable[[Pins], T]) -> list[T]:
+def _both_forms(pins: Pins, answer: Callable[[Pins], T]) -> list[T]:
     """The answers for both forms, or for the one that has any."""
     answers: list[T] = []
     refused: list[PinError | InfeasibleError] = []
-    for form in FORMS:
+    for form in PIPELINE_FORMS:
         try:
-            answers.append(ask(pins.changed(Pins.parse({"pipeline": form}))))
+            answers.append(answer(pins.changed(Pins.parse({"pipeline": form}))))
         except (PinError, InfeasibleError) as error:
             refused.append(error)
     if not answers:
@@ -227,9 +231,9 @@ def _of_both(pins: Pins, ask: Callable[[Pins], T]) -> list[T]:
 # Collective matmuls over tensor as loops: where pinned, or where left to the planner and faster.
 
 #: Most plans that are priced with loops over tensor, where the planner decides on loops.
-MOST_LOOPS = 32
+MAX_LOOP_PLANS = 32
 #: Largest tensor axis whose best plan is searched for separately to be priced with loops.
-MOST_TENSOR = 32
+MAX_LOOP_TENSOR = 32
 
 
 def with_loops(
@@ -239,11 +243,11 @@ def with_loops(
     the planner and predicted to be faster; and its step time.
     """
     if pins.collective_matmul not in ("loop", "any") or (
-        pins.collective_matmul == "any" and not hides(workload, topology, candidate.mesh)
+        pins.collective_matmul == "any" and not loops_can_hide(workload, topology, candidate.mesh)
     ):
         return candidate, step_seconds
     loop = candidate.replace(collective_matmul="loop")
-    saved = OnMachine.of(workload, topology, loop).saving()
+    saved = PricedCandidate.of(workload, topology, loop).saving()
     seconds = step_seconds - (saved.seconds if saved else 0.0)
     return (
         (loop, seconds)
@@ -252,7 +256,7 @@ def with_loops(
     )
 
 
-def hides(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
+def loops_can_hide(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
     """True if loops over tensor can be faster on a mesh: in a JAX program without stages, and where
     links work concurrently with compute, which those of simulated devices do not.
     """
@@ -273,7 +277,7 @@ def with_any_loops(
     The fastest plan for each size of the tensor axis is priced with loops. A plan with all
     collectives over tensor hidden is at least as fast as with loops, so its price is a lower bound:
     other plans are priced in the order of that bound, until it is no less than the step time of the
-    best plan, or `MOST_LOOPS` have been priced.
+    best plan, or `MAX_LOOP_PLANS` have been priced.
     """
     assert space.best.fastest is not None
     best = with_loops(workload, topology, space.best.fastest, pins, space.best.seconds)
@@ -284,17 +288,17 @@ def with_any_loops(
             with_loops(workload, topology, sharded.best.fastest, pins, sharded.best.seconds),
             key=lambda pair: pair[1],
         )
-    hidden = prepare(
+    all_hidden = prepare(
         workload.problem, topology.chip.vendor, replace(workload.profile, tensor_overlap=1.0)
     )
-    fastest = priced_space(hidden, topology, pins).best.seconds
+    fastest = priced_space(all_hidden, topology, pins).best.seconds
     ranking, priced = Ranking[Candidate](), 0
-    everywhere = priced_space(hidden, topology, pins, ranking, max(1.0, best[1] / fastest))
-    for entry in ranking.ordered(everywhere.simplicity):
-        if entry.seconds >= best[1] or priced == MOST_LOOPS:
+    hidden_space = priced_space(all_hidden, topology, pins, ranking, max(1.0, best[1] / fastest))
+    for entry in ranking.ordered(hidden_space.simplicity):
+        if entry.seconds >= best[1] or priced == MAX_LOOP_PLANS:
             return *best, min(best[1], entry.seconds)
-        candidate = everywhere.candidate(entry)
-        if hides(workload, topology, candidate.mesh):
+        candidate = hidden_space.candidate(entry)
+        if loops_can_hide(workload, topology, candidate.mesh):
             alternative = with_loops(
                 workload,
                 topology,
@@ -313,7 +317,7 @@ def _by_tensor(workload: Workload, topology: Topology, pins: Pins) -> Iterator[P
     fixed = dict(pins.axes)
     if pins.mesh is not None or "tensor" in fixed or pins.staged:
         return
-    for degree in (n for n in divisors(topology.devices) if 1 < n <= MOST_TENSOR):
+    for degree in (n for n in divisors(topology.devices) if 1 < n <= MAX_LOOP_TENSOR):
         try:
             axes = tuple(sorted({**fixed, "tensor": degree, "stage": 1}.items()))
             space = priced_space(workload, topology, pins.replace(axes=axes))
@@ -333,9 +337,9 @@ def _by_tensor(workload: Workload, topology: Topology, pins: Pins) -> Iterator[P
 # full to the ZeRO stage that needs less.
 
 #: Most plans of other meshes that a certificate lists.
-MOST_REJECTED = 200
+MAX_REJECTED = 200
 #: Most points of the landscape in a certificate.
-MOST_POINTS = 240
+MAX_POINTS = 240
 
 
 def _fastest(
@@ -359,7 +363,7 @@ def _fastest(
     fastest, priced_seconds = fastest_with_left_out(
         workload, topology, space, space.best.fastest, space.best.seconds
     )
-    fastest = with_more_room(workload, topology, pins, space, fastest, priced_seconds)
+    fastest = with_more_free_memory(workload, topology, pins, space, fastest, priced_seconds)
     candidate, step_seconds = with_loops(workload, topology, fastest, pins, priced_seconds)
     bound = min(priced_seconds, step_seconds)
     if pins.collective_matmul == "any" and workload.profile.name == XLA.name:
@@ -397,9 +401,8 @@ def prepared(
     )
     if pins.pipeline == "programs":  # stages wait only for their neighbours
         chosen_profile = replace(chosen_profile, pipeline="asynchronous")
-    elif (
-        pins.pipeline is not None and chosen_profile.name == XLA.name
-    ):  # `workload` may come from a plan of per-stage programs
+    elif pins.pipeline is not None and chosen_profile.name == XLA.name:
+        # `workload` may come from a plan of per-stage programs
         chosen_profile = replace(chosen_profile, pipeline=XLA.pipeline)
     if (
         workload is not None
@@ -434,11 +437,13 @@ def _in_order(
         raise _infeasible(workload, topology, pins, space)
     seconds = time.perf_counter() - started
 
-    def plan(candidate: Candidate, entry: Entry[Candidate]) -> Plan:
+    def plan(candidate: Candidate, entry: RankedEntry[Candidate]) -> Plan:
         alternative, priced_seconds = with_left_out(
             workload, topology, space, candidate, entry.seconds
         )
-        alternative = with_more_room(workload, topology, pins, space, alternative, priced_seconds)
+        alternative = with_more_free_memory(
+            workload, topology, pins, space, alternative, priced_seconds
+        )
         chosen, step_seconds = with_loops(workload, topology, alternative, pins, priced_seconds)
         bound = min(space.best.seconds, step_seconds)
         certificate = _certificate(space, chosen, step_seconds, seconds, bound)
@@ -495,11 +500,11 @@ def _certificate(
         seconds=seconds,
         rejected=_rejected(best, candidate),
         counts=tuple(sorted(best.counts.items())),
-        landscape=space.landscape(MOST_POINTS),
+        landscape=space.landscape(MAX_POINTS),
     )
 
 
-def _rejected(best: Best, chosen: Candidate) -> tuple[Rejected, ...]:
+def _rejected(best: BestPlans, chosen: Candidate) -> tuple[Rejected, ...]:
     """The best plan of each other mesh that was priced (fastest first), then meshes for which
     nothing fits (least memory first).
     """
@@ -519,7 +524,7 @@ def _rejected(best: Best, chosen: Candidate) -> tuple[Rejected, ...]:
             rejected,
             key=lambda r: (r.reason != "slower", r.step_seconds, r.peak_bytes, str(r.mesh)),
         )
-    )[:MOST_REJECTED]
+    )[:MAX_REJECTED]
 
 
 def _infeasible(
@@ -550,27 +555,27 @@ def _infeasible(
 # the same graphs, whose costs are those of the rows that were traced.
 
 #: Largest relative difference in size between the batch and those that are tried.
-NEAR = 0.25
+MAX_BATCH_CHANGE = 0.25
 #: How many are tried, and the relative time per row below which one counts as faster.
-BATCH_MOST, FASTER = 2, 0.9
+MAX_BATCHES, MAX_ROW_TIME_RATIO = 2, 0.9
 #: Largest divisor of the number of devices that is considered.
-LARGEST = 1 << 20
+MAX_DIVISOR = 1 << 20
 
 
-def nearby(rows: int, devices: int) -> tuple[int, ...]:
+def nearby_batches(rows: int, devices: int) -> tuple[int, ...]:
     """Batch sizes near `rows` that divide over more devices, the nearest first, each further one
     over still more.
 
-    >>> nearby(255, 256), nearby(100, 64), nearby(512, 256), nearby(64, 3)
-    ((256,), (96,), (), (63,))
+    >>> [nearby_batches(*sizes) for sizes in ((255, 256), (100, 64), (512, 256), (64, 3))]
+    [(256,), (96,), (), (63,)]
     """
     divided, best = math.gcd(rows, devices), list[int]()
     candidates = {
         multiple * degree
-        for degree in divisors(devices, LARGEST)
+        for degree in divisors(devices, MAX_DIVISOR)
         if degree > divided
         for multiple in (rows // degree, rows // degree + 1)
-        if 0 < abs(multiple * degree - rows) <= NEAR * rows and multiple
+        if 0 < abs(multiple * degree - rows) <= MAX_BATCH_CHANGE * rows and multiple
     }
     for candidate in sorted(candidates, key=lambda n: (abs(n - rows), -math.gcd(n, devices))):
         if math.gcd(candidate, devices) > divided:
@@ -580,7 +585,7 @@ def nearby(rows: int, devices: int) -> tuple[int, ...]:
 
 
 @diagnostic
-def divided_badly(
+def batch_divides_badly(
     plan: Plan, workload: Workload, topology: Topology, pins: Pins
 ) -> tuple[Finding, ...]:
     """A finding where the batch does not divide over the devices, and one of a similar size is
@@ -589,15 +594,15 @@ def divided_badly(
     rows = batch_size(workload.problem, workload.colouring)
     if rows == 1:
         return ()
-    for candidate in nearby(rows, topology.devices)[:BATCH_MOST]:
+    for candidate in nearby_batches(rows, topology.devices)[:MAX_BATCHES]:
         try:
             best = priced_space(_with_rows(workload, rows, candidate), topology, pins).best
         except PinError:
             continue
         ratio = best.seconds * max(1.0, rows / candidate) / plan.estimate.step_seconds
-        if best.fastest is None or ratio > FASTER:
+        if best.fastest is None or ratio > MAX_ROW_TIME_RATIO:
             continue
-        left = topology.devices - plan.mesh.devices
+        idle = topology.devices - plan.mesh.devices
         return (
             Finding(
                 code="batch-divides-badly",
@@ -605,7 +610,7 @@ def divided_badly(
                 where=f"batch of {rows}",
                 message=(
                     f"divisibility, not speed, chose the mesh {plan.mesh}"
-                    + (f" and left {left} devices idle" if left else "")
+                    + (f" and left {idle} devices idle" if idle else "")
                     + f": {rows} rows divide over {math.gcd(rows, topology.devices)} of"
                     f" {topology.devices} devices at most. With {candidate} a step would take about"
                     f" {ratio_text(ratio)} the time per row ({best.fastest.mesh})"
@@ -724,7 +729,7 @@ class Prepared:
 
     __repr__ = compact
 
-    def under(self, pins: Pins) -> Prepared:
+    def with_pins(self, pins: Pins) -> Prepared:
         """The same problem under other pins."""
         return replace(self, pins=pins)
 
@@ -741,8 +746,8 @@ class Prepared:
     def ranked(
         self, topology: Topology, *, slack: float = math.inf, front: bool = False
     ) -> Iterator[Ranked]:
-        """Plans for the same problem under the same pins, fastest first, up to `slack` times the
-        step time of the fastest.
+        """Plans for the same problem under the same pins, fastest first, up to `slack` times
+        the step time of the fastest.
         """
         return ranked(
             self.workload.problem,
@@ -759,7 +764,7 @@ class Prepared:
         """
         pins = self.pins.replace(mesh=None, axes=())
         plan = _fastest(self.workload, self.topology, pins, all_devices=True)
-        return replace(plan, source=self.under(pins))
+        return replace(plan, source=self.with_pins(pins))
 
     def why_not(self, pin: PinMapping) -> Plan:
         """The best plan under different pins, for the same model and topology."""
@@ -797,7 +802,7 @@ def search(
     preparing = time.perf_counter() - started
     plan = _fastest(source.workload, source.topology, source.pins)
     if workload is None and source.pins.mesh is None and source.pins.exchange.islands == 1:
-        first = divided_badly(plan, source.workload, source.topology, source.pins)
+        first = batch_divides_badly(plan, source.workload, source.topology, source.pins)
         plan = replace(plan, findings=(*first, *plan.findings))
     return _sourced(plan, source, preparing)
 
@@ -811,7 +816,7 @@ def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
     chosen = frameworks.framework(name, vendor)
     profile = framework_profile(chosen.profile)
     stored = (("param_dtype", chosen.param_dtype),) if chosen.param_dtype else ()
-    problem, profile = under(effective(stored, problem, profile), problem, profile)
+    problem, profile = with_dtypes(effective(stored, problem, profile), problem, profile)
     return prepare(problem, vendor, profile, chosen)
 
 
@@ -830,10 +835,10 @@ def ranked(
     source = _source(problem, topology, pin, workload, profile)
     preparing = time.perf_counter() - started
     entries = _in_order(source.workload, source.topology, source.pins, slack, front)
-    return (replace(entry, make=partial(_made, entry, source, preparing)) for entry in entries)
+    return (replace(entry, make=partial(_build, entry, source, preparing)) for entry in entries)
 
 
-def _made(entry: Ranked, source: Source, preparing: float) -> Plan:
+def _build(entry: Ranked, source: Source, preparing: float) -> Plan:
     return _sourced(entry.make(), source, preparing)
 
 

@@ -26,15 +26,15 @@ from shardlib.decisions.lowerings import (
 from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import ANY_GROUP, Decisions
 from shardlib.errors import PinError, raise_all
-from shardlib.findings import Finding, diagnostic
 from shardlib.graph import OF_VENDOR, Problem, Rows
 from shardlib.layout import BATCH_AXES, MESH_AXES, STORED_AXES, TENSOR
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import divisors
+from shardlib.planner.stored import combinations, effective
 from shardlib.planner.workload import (
     MAX_MICROBATCHES,
     ItemTallies,
-    Limits,
+    ModelLimits,
     ModelTallies,
     Workload,
     batch_size,
@@ -50,22 +50,26 @@ from shardlib.schedules import NONE, SCHEDULES, Pipelines, Schedule, named, pipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strategy:
+class AttentionStrategy:
     """A kernel for attention and a use of the context axis.
 
     Attributes:
         decisions: `context` and `attention`, and the decisions that the planner does not search.
-        contexts: True if all plans have a context axis of more than one device, False if none has,
-            None if some may.
+        context_axis: True if all plans have a context axis of more than one device, False if none
+            has, None if some may.
     """
 
     decisions: Decisions
-    contexts: bool | None = None
+    context_axis: bool | None = None
 
 
-def strategies(
-    problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip, able: Abilities = ANYTHING
-) -> list[Strategy]:
+def attention_strategies(
+    problem: Problem,
+    pins: Pins,
+    profile: FrameworkProfile,
+    chip: Chip,
+    abilities: Abilities = ANYTHING,
+) -> list[AttentionStrategy]:
     """Lists the ways to compute attention and to use the context axis.
 
     Where a model calls attention as a function (`shardlib.functions`), the plan chooses the
@@ -73,49 +77,48 @@ def strategies(
     in blocks; or as traced. On a context axis, keys and values are all-gathered (attention as
     traced) or passed around a ring, or heads are exchanged for the sequence (Ulysses).
     """
-    why_not = (
-        _without(problem, chip, pins.attention) if pins.attention not in (None, "traced") else ""
-    )
-    if why_not:
+    pinned = pins.attention not in (None, "traced")
+    if pinned and (why_not := _kernel_refusal(problem, chip, pins.attention)):
         raise PinError(
             f"attention={pins.attention!r} is pinned, and {why_not}\nTry: attention='traced'"
         )
-    if not able.free and pins.context is None:
-        return _of_framework(pins, able, _kernel(problem, pins, profile, chip))
-    without, required = pins.context == "none", pins.context not in (None, "none")
+    if not abilities.free and pins.context is None:
+        return _framework_strategies(pins, abilities, _kernel(problem, pins, profile, chip))
+    no_context, needs_context = pins.context == "none", pins.context not in (None, "none")
+    options = _attention_options(problem, pins, profile, chip)
     return [
-        Strategy(
+        AttentionStrategy(
             decisions=replace(pins.unsearched, context=context, attention=attention),
-            contexts=False if without else True if required else contexts,
+            context_axis=False if no_context else True if needs_context else context_axis,
         )
-        for context, attention, contexts in dict.fromkeys(_ways(problem, pins, profile, chip))
-        if not (without and contexts is True)
-        and not (required and (contexts is False or context != pins.context))
+        for context, attention, context_axis in dict.fromkeys(options)
+        if not (no_context and context_axis is True)
+        and not (needs_context and (context_axis is False or context != pins.context))
     ]
 
 
-def _ways(
+def _attention_options(
     problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip
 ) -> Iterator[tuple[str, str, bool | None]]:
-    """(context, attention, `Strategy.contexts`) of all strategies, whatever context is pinned
-    to.
+    """(context, attention, `AttentionStrategy.context_axis`) of all strategies, whatever context is
+    pinned to.
     """
     pinned, calls = pins.attention, "attention" in problem.functions
-    around = pinned or ("blocks" if calls else "traced")
+    kernel_in_ring = pinned or ("blocks" if calls else "traced")
     if profile.attention == "fused":  # then all-gathering keys and values is never faster
         yield "all-gather", pinned or "traced", False
         others = () if pins.context in (None, "none", "ring") else (pins.context,)
         for context in ("ring", *others):
-            yield context, "traced" if context == "all-gather" else around, True
+            yield context, "traced" if context == "all-gather" else kernel_in_ring, True
         return
     kernel = OF_VENDOR.get(chip.vendor, "traced")
-    applies = calls and kernel != "traced" and not _without(problem, chip, kernel)
+    applies = calls and kernel != "traced" and not _kernel_refusal(problem, chip, kernel)
     kernels = [kernel] if applies and profile.attention == "traced" else []
     blocks = ["blocks"] if calls and profile.attention == "traced" else []
     for attention in (pinned,) if pinned else (*kernels, *blocks, "traced"):
         yield "all-gather", attention, None if attention == "traced" else False
-    if around in ("blocks", "traced") and calls:
-        yield "ring", around, True
+    if kernel_in_ring in ("blocks", "traced") and calls:
+        yield "ring", kernel_in_ring, True
     for attention in (pinned,) if pinned else (*kernels, *blocks):
         if calls:
             yield "ulysses", attention, True
@@ -124,30 +127,30 @@ def _ways(
 def _kernel(problem: Problem, pins: Pins, profile: FrameworkProfile, chip: Chip) -> str:
     """The default attention kernel: the pinned one, or the vendor's where it applies."""
     best = OF_VENDOR.get(chip.vendor, "traced")
-    untraced = profile.attention != "traced" or _without(problem, chip, best)
+    untraced = profile.attention != "traced" or _kernel_refusal(problem, chip, best)
     return pins.attention or ("traced" if untraced else best)
 
 
-def _of_framework(pins: Pins, able: Abilities, kernel: str) -> list[Strategy]:
+def _framework_strategies(pins: Pins, abilities: Abilities, kernel: str) -> list[AttentionStrategy]:
     """The strategies of a framework whose profile decides the attention kernel: without a context
     axis, and with one in each way that the framework supports.
     """
 
-    def strategy(context: str, attention: str, *, contexts: bool) -> Strategy:
+    def strategy(context: str, attention: str, *, context_axis: bool) -> AttentionStrategy:
         decisions = replace(pins.unsearched, context=context, attention=attention)
-        return Strategy(decisions=decisions, contexts=contexts)
+        return AttentionStrategy(decisions=decisions, context_axis=context_axis)
 
     blocks = "blocks" if kernel == "traced" else kernel
     attention = {"all-gather": "traced", "ring": "blocks", "ulysses": blocks}
     size = dict(pins.mesh if pins.mesh is not None else pins.axes).get("context", 1)
-    alone = [] if size > 1 else [strategy("all-gather", kernel, contexts=False)]
-    contexts_able = able.contexts if "context" in able.axes else ()
-    return alone + [
-        strategy(context, attention[context], contexts=True) for context in contexts_able
+    no_axis = [] if size > 1 else [strategy("all-gather", kernel, context_axis=False)]
+    supported = abilities.contexts if "context" in abilities.axes else ()
+    return no_axis + [
+        strategy(context, attention[context], context_axis=True) for context in supported
     ]
 
 
-def _without(problem: Problem, chip: Chip, kind: str | None) -> str:
+def _kernel_refusal(problem: Problem, chip: Chip, kind: str | None) -> str:
     """The reason why a kernel cannot compute attention; empty where it can."""
     if "attention" not in problem.functions:
         return f"{problem.model} does not call attention as a function (shardlib.attention)"
@@ -163,32 +166,19 @@ def _without(problem: Problem, chip: Chip, kind: str | None) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Splitting the batch into microbatches: legality, and findings.
+# Splitting the batch into microbatches.
 
-#: Results that every microbatch computes for itself: note -> (message, hint).
-_BY_ITSELF = {
-    "balance": (
-        (
-            "the loss that balances the load of experts is a product of two means over tokens:"
-            " every microbatch has its own, and their mean takes the place of that of the whole"
-            " batch"
-        ),
-        (
-            "pin microbatches to 1, or balance the experts of every sequence by itself, which is a"
-            " mean over rows"
-        ),
-    )
-}
-_TRY = (
+#: Hints where the loss mixes rows of the batch, and where it is written for one number of rows.
+MIXED_ROWS_HINT = (
     "pin microbatches to 1, or return shardlib.WeightedMean(total, weight) for a ratio of sums over"
     " rows, or say rows='mean' where it is a mean all the same"
 )
-_ANY_NUMBER = (
+FIXED_ROWS_HINT = (
     "take the number of rows from an array, x.shape[0], or -1 in a reshape, in place of a literal"
 )
 
 
-def require_whole(rows: Rows, microbatches: int) -> None:
+def require_splittable(rows: Rows, microbatches: int) -> None:
     """Raises if splitting the batch into microbatches would change the results."""
     if microbatches > 1 and not rows.splits:
         raise_all(
@@ -199,11 +189,11 @@ def require_whole(rows: Rows, microbatches: int) -> None:
             else f"{microbatches} microbatches would change the numbers: the rows of the batch meet"
             " before the end",
             list(rows.reasons),
-            hint=_ANY_NUMBER if rows.loss.fixed else _TRY,
+            hint=FIXED_ROWS_HINT if rows.loss.fixed else MIXED_ROWS_HINT,
         )
 
 
-def require_unstaged(rows: Rows, microbatches: int, stages: int) -> None:
+def require_no_row_results(rows: Rows, microbatches: int, stages: int) -> None:
     """Raises if microbatches would go through pipeline stages and the loss returns a value for
     every row, which stages cannot combine.
     """
@@ -215,36 +205,6 @@ def require_unstaged(rows: Rows, microbatches: int, stages: int) -> None:
             [name for name, _ in rows.by_row],
             hint="return a sum or a mean over the rows, or pin stage to 1",
         )
-
-
-@diagnostic
-def coupled(rows: Rows, microbatches: int) -> list[Finding]:
-    """Findings about a loss that mixes rows of the batch."""
-    if not rows.splits:
-        why = "no part of it can be" if rows.loss.fixed else "its rows meet before the end"
-        return [
-            Finding(
-                code="rows-coupled",
-                severity="info",
-                where="the batch",
-                message=(
-                    f"the batch is worked through at once, since {why}: {'; '.join(rows.reasons)}"
-                ),
-                hint=_ANY_NUMBER if rows.loss.fixed else _TRY.partition(", or ")[2],
-            )
-        ]
-    if microbatches == 1:
-        return []
-    return [
-        Finding(
-            code=f"{note}-per-microbatch",
-            severity="warning",
-            where=f"microbatches={microbatches}",
-            message=_BY_ITSELF[note][0],
-            hint=_BY_ITSELF[note][1],
-        )
-        for note in rows.notes
-    ]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -267,8 +227,8 @@ def coupled(rows: Rows, microbatches: int) -> list[Finding]:
 # - ZeRO 0 to 3; a remat policy, for all layers or, where that fits, for some; where
 #   `remat_classes` is "any", a policy and a number of layers for each layer group
 #   (`shardlib.planner.incumbents`);
-# - schedules: 1F1B, interleaved with up to `MAX_VIRTUAL` chunks per stage, zero-bubble without
-#   rematerialisation. GPipe is as fast as 1F1B and needs more memory, so it must be pinned;
+# - schedules: 1F1B, interleaved with up to `MAX_CHUNKS` chunks per stage, zero-bubble
+#   without rematerialisation. GPipe is as fast as 1F1B and needs more memory, so it must be pinned;
 # - sharded weights on stages in lockstep: all-gathered for every operation, or once for all
 #   microbatches; then also breadth first (GPipe with chunks), with chunks that divide the layers of
 #   a stage, but at least three, since two chunks are all-gathered at a time;
@@ -282,11 +242,13 @@ def coupled(rows: Rows, microbatches: int) -> list[Finding]:
 # are left out.
 
 
+#: (remat policy, number of layers; None: all) of every layer group; () where all follow one policy.
+PinnedPolicies = tuple[tuple[str, int | None], ...]
 #: Most chunks of layers per stage that are tried.
-MAX_VIRTUAL = 8
+MAX_CHUNKS = 8
 #: Fewest chunks of layers per stage that are tried breadth first (all microbatches through one
 #: chunk before the next), since two chunks are all-gathered at a time.
-FEWEST = 3
+MIN_CHUNKS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,10 +263,10 @@ class Space:
         choices: every set of colours, with and without sequence parallelism.
         routes: the values to try for routing the tokens of experts.
         unsupported: combinations that cannot be lowered, which are excluded.
-        by_class: True if the model's layer groups can follow different remat policies.
+        can_mix_remat: True if the model's layer groups can follow different remat policies.
         gathers: when stages may all-gather weights that are stored sharded: "use", "once".
-        each: the pinned (policy, number of layers; None: all) of each layer class; () if not
-            pinned.
+        group_policies: the pinned (policy, number of layers; None: all) of each layer group; () if
+            not pinned.
         strategy: the attention kernel, the use of the context axis, and the decisions that the
             planner does not search.
     """
@@ -315,22 +277,22 @@ class Space:
     choices: tuple[Choice, ...]
     routes: tuple[bool, ...]
     pins: Pins
-    limits: Limits
+    limits: ModelLimits
     unsupported: tuple[Unsupported, ...]
-    by_class: bool
+    can_mix_remat: bool
     gathers: tuple[str, ...]
-    each: tuple[tuple[str, int | None], ...]
-    strategy: Strategy
+    group_policies: PinnedPolicies
+    strategy: AttentionStrategy
 
     @property
-    def by_group(self) -> bool:
+    def mixes_remat(self) -> bool:
         """True if the space has plans whose layer groups differ: they are pinned, or the planner
         may choose them.
         """
-        if self.each:
+        if self.group_policies:
             return True
         return (
-            self.by_class
+            self.can_mix_remat
             and self.pins.remat_classes == ANY_GROUP
             and len(self.policies) > 1
             and "none" in self.policies
@@ -340,13 +302,17 @@ class Space:
     def mesh_sizes(self, colouring: Colouring, devices: int) -> dict[str, Array]:
         """Every mesh of `devices` devices with every number of microbatches."""
         names = {*self.tensor, *(name for choice in self.choices for name in choice.tensor)}
-        cuttable = frozenset(colouring.colours[name].divisor for name in names)
+        tensor_sizes = frozenset(colouring.colours[name].divisor for name in names)
         candidates = _sizes(
-            self.pins, self.limits, cuttable | {self.limits.sequence}, True in self.routes, devices
+            self.pins,
+            self.limits,
+            tensor_sizes | {self.limits.sequence},
+            True in self.routes,
+            devices,
         )
         fits = lowerable(facts_of_pins(self.pins), facts_of_mesh(candidates), self.unsupported)
-        if (contexts := self.strategy.contexts) is not None:
-            fits = fits & ((candidates["context"] > 1) == contexts)
+        if (context_axis := self.strategy.context_axis) is not None:
+            fits = fits & ((candidates["context"] > 1) == context_axis)
         return {name: column[fits] for name, column in candidates.items()}
 
     def legal(self, choice: Choice, routes: bool, sizes: Mapping[str, Array]) -> Array:
@@ -359,7 +325,7 @@ class Space:
             % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
             == 0
         )
-        if self.limits.able.has("experts in sequence") and routes and not choice.sequence:
+        if self.limits.abilities.has("experts in sequence") and routes and not choice.sequence:
             fits &= sizes["tensor"] == 1
         if routes:
             return fits & lowerable(
@@ -374,27 +340,27 @@ class Space:
         """
         return self.pins.accumulation or 1
 
-    def legal_zero(self, zero: int, c: Meshes) -> Array:
+    def legal_zero(self, zero: int, meshes: Meshes) -> Array:
         """Mask of the candidates that a ZeRO stage fits: with ZeRO there are devices to shard over,
         without it there is no fsdp axis, and the framework supports it.
         """
-        able = self.limits.able
+        abilities = self.limits.abilities
         if zero:
-            alone = able.has("ZeRO or replicas")
-            return (c.ways(STORED_AXES) > 1) & ((c.ways(("data",)) == 1) | (not alone))
-        return c.ways(STORED_AXES) == 1 if able.has("ZeRO over all") else c.fsdp == 1
+            replicable = not abilities.has("ZeRO or replicas")
+            return (meshes.ways(STORED_AXES) > 1) & ((meshes.ways(("data",)) == 1) | replicable)
+        return meshes.ways(STORED_AXES) == 1 if abilities.has("ZeRO over all") else meshes.fsdp == 1
 
     def zeros_and_schedules(self, policy: str, *, pipelined: bool) -> list[Decisions]:
         """Every ZeRO stage and schedule under a remat policy, whether or not a candidate allows
         them.
         """
         pins = self.pins
-        zeros = [zero for zero in self.limits.able.zero if pins.zero in (None, zero)]
-        usual = self._schedules(policy) if pipelined else [(NONE.name, 1)]
+        zeros = [zero for zero in self.limits.abilities.zero if pins.zero in (None, zero)]
+        standard = self._schedules(policy) if pipelined else [(NONE.name, 1)]
         listed = [
             (zero, schedule, virtual, gather)
             for zero in zeros
-            for schedule, virtual in usual
+            for schedule, virtual in standard
             for gather in self.gathers
             if gather == "use" or (zero == 3 and pipelined)
         ]
@@ -425,17 +391,17 @@ class Space:
         """(schedule, chunks per stage) to try, those with one chunk first; cached."""
         if policy in self._schedules_of:
             return self._schedules_of[policy]
-        pins, able = self.pins, self.limits.able
+        pins, abilities = self.pins, self.limits.abilities
         tried = [
             (schedule.name, chunks)
             for schedule in SCHEDULES.values()
             if pins.schedule in (None, schedule.name)
-            and (able.free or schedule.name in able.schedules)
+            and (abilities.free or schedule.name in abilities.schedules)
             for chunks in schedule.tried(
-                pinned=pins.schedule is not None or len(able.schedules) == 1,
+                pinned=pins.schedule is not None or len(abilities.schedules) == 1,
                 chunks=pins.virtual_stages,
                 policy=policy,
-                limit=MAX_VIRTUAL,
+                limit=MAX_CHUNKS,
             )
         ]
         self._schedules_of[policy] = sorted(tried, key=lambda pair: pair[1] > 1)
@@ -446,14 +412,14 @@ class Space:
         return [named(name) for name in dict.fromkeys(name for name, _ in self._schedules(policy))]
 
     @cached_property
-    def _usual(self) -> set[tuple[str, int]]:
+    def _standard_schedules(self) -> set[tuple[str, int]]:
         return {pair for policy in self.policies for pair in self._schedules(policy)}
 
-    def orders(self, schedule: str, chunks: int) -> list[bool]:
+    def breadth_first_options(self, schedule: str, chunks: int) -> list[bool]:
         """The orders of work that a schedule may have: breadth first (True) or not (False)."""
         staged, forward_first = named(schedule).staged, named(schedule).forward_first
-        usual = [False] if not staged or (schedule, chunks) in self._usual else []
-        return usual + ([True] if forward_first and chunks in self.breadth_first_chunks else [])
+        standard = [False] if not staged or (schedule, chunks) in self._standard_schedules else []
+        return standard + ([True] if forward_first and chunks in self.breadth_first_chunks else [])
 
     @cached_property
     def breadth_first_chunks(self) -> list[int]:
@@ -473,17 +439,17 @@ class Space:
             return [pins.virtual_stages] if pins.virtual_stages > 1 else []
         return list(_dividing(self.limits.layers))
 
-    def most_rounds(self, sizes: Mapping[str, Array]) -> Array:
+    def max_breadth_first_chunks(self, sizes: Mapping[str, Array]) -> Array:
         """The most chunks per stage of a breadth-first pipeline, by candidate; 0 where it has
         none.
         """
         stages = sizes["stage"]
-        micro = sizes["micro"]
+        microbatches = sizes["micro"]
         other_ways = math.prod(sizes[axis] for axis in STORED_AXES)
-        limit, minimum = self.limits.layers // stages, self.pins.virtual_stages or FEWEST
+        limit, minimum = (self.limits.layers // stages, self.pins.virtual_stages or MIN_CHUNKS)
         fits = (
             (stages > 1)
-            & (micro >= stages * self.accumulation_groups)
+            & (microbatches >= stages * self.accumulation_groups)
             & (other_ways > 1)
             & (limit >= minimum)
         )
@@ -493,7 +459,7 @@ class Space:
             else np.zeros_like(stages)
         )
 
-    def most_chunks(self, policy: str, stages: Array, micro: Array) -> Array:
+    def max_chunks(self, policy: str, stages: Array, micro: Array) -> Array:
         """The most chunks per stage of any schedule of the space, by candidate."""
         limit = max((virtual for _, virtual in self._schedules(policy)), default=1)
         return np.where(
@@ -502,35 +468,35 @@ class Space:
             1,
         )
 
-    def legal_schedule(self, decisions: Decisions, c: Meshes) -> Array:
+    def legal_schedule(self, decisions: Decisions, meshes: Meshes) -> Array:
         """Mask of the candidates that a schedule fits: a layer for every chunk, and, with several
         chunks, microbatches for every stage; breadth first, equally many layers in every chunk.
         """
         layers = self.limits.layers
-        fits = c.stage * decisions.virtual_stages <= layers
-        able, chunks = self.limits.able, decisions.virtual_stages
-        if able.has("equal stages"):
-            fits &= layers % (c.stage * chunks) == 0
-        if able.has("chunked in groups") and chunks > 1:
-            fits &= c.micro % c.stage == 0
-        if able.has("a microbatch a chunk"):
-            fits &= c.micro >= c.stage * chunks
+        fits = meshes.stage * decisions.virtual_stages <= layers
+        abilities, chunks = self.limits.abilities, decisions.virtual_stages
+        if abilities.has("equal stages"):
+            fits &= layers % (meshes.stage * chunks) == 0
+        if abilities.has("chunked in groups") and chunks > 1:
+            fits &= meshes.micro % meshes.stage == 0
+        if abilities.has("a microbatch a chunk"):
+            fits &= meshes.micro >= meshes.stage * chunks
         schedule = named(decisions.schedule)
         if schedule.forward_first and decisions.virtual_stages > 1 and not self.pins.virtual_stages:
-            fits &= -(-layers // c.stage) % decisions.virtual_stages == 0
+            fits &= -(-layers // meshes.stage) % decisions.virtual_stages == 0
         return fits & schedule.fits(
             Pipelines(
-                stages=c.stage,
-                chunks=np.full_like(c.stage, decisions.virtual_stages),
-                microbatches=c.micro // decisions.accumulation,
+                stages=meshes.stage,
+                chunks=np.full_like(meshes.stage, decisions.virtual_stages),
+                microbatches=meshes.micro // decisions.accumulation,
                 lockstep=self.pins.pipeline != "programs",
             )
         )
 
 
-def policies_of_groups(
-    problem: Problem, pins: Pins, names: Sequence[str], by_class: bool
-) -> tuple[Pins, tuple[tuple[str, int | None], ...]]:
+def resolve_group_policies(
+    problem: Problem, pins: Pins, names: Sequence[str], can_mix_remat: bool
+) -> tuple[Pins, PinnedPolicies]:
     """The pins with `remat_classes` resolved, and the policy of each layer group.
 
     Where all groups follow one policy it becomes `remat` and `remat_layers`, and there is no policy
@@ -540,17 +506,17 @@ def policies_of_groups(
     if not pinned or pins.remat_classes == ANY_GROUP:
         return pins, ()
     _require_groups(problem, pinned, names)
-    each = tuple(pinned.get(name, ("none", None)) for name in names)
-    policy, layers = each[0]
-    if len(set(each)) == 1 and (layers is None or len(each) == 1):
+    group_policies = tuple(pinned.get(name, ("none", None)) for name in names)
+    policy, layers = group_policies[0]
+    if len(set(group_policies)) == 1 and (layers is None or len(group_policies) == 1):
         return pins.replace(remat=policy, remat_layers=layers, remat_classes=()), ()
-    if not by_class:
+    if not can_mix_remat:
         raise PinError(
             f"remat_classes gives layer groups different policies, and {problem.model} has"
             f" {len(names)} of them; at most a few can differ\nTry: remat, with the same policy"
             " for all"
         )
-    return pins.replace(remat=None, remat_layers=None), each
+    return pins.replace(remat=None, remat_layers=None), group_policies
 
 
 def _require_groups(
@@ -581,24 +547,23 @@ def _require_groups(
         )
 
 
-def policies_of_space(
-    problem: Problem, pins: Pins, each: Sequence[tuple[str, int | None]], able: Abilities
+def searched_policies(
+    problem: Problem, pins: Pins, group_policies: PinnedPolicies, abilities: Abilities
 ) -> tuple[str, ...]:
     """The remat policies that layers of some plan follow."""
-    if each:
-        pinned = {"none", *(policy for policy, _ in each)}
+    if group_policies:
+        pinned = {"none", *(policy for policy, _ in group_policies)}
         return tuple(policy for policy in problem.steps if policy in pinned)
     if pins.remat is None:
-        return tuple(policy for policy in problem.steps if policy in able.remat)
+        return tuple(policy for policy in problem.steps if policy in abilities.remat)
     if pins.remat not in problem.steps:
         raise PinError(
             f"remat={pins.remat!r} rematerialises layers, and {problem.model} has no repeated"
             f" layer; it can be {', '.join(problem.steps)}\nTry: layers in jax.lax.scan, or"
             " remat='none'"
         )
-    return (
-        ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
-    )  # the other layers rematerialise nothing
+    # the other layers rematerialise nothing
+    return ("none", pins.remat) if pins.remat_layers and "none" in problem.steps else (pins.remat,)
 
 
 def subsets(colours: Sequence[str]) -> list[tuple[str, ...]]:
@@ -610,14 +575,16 @@ def subsets(colours: Sequence[str]) -> list[tuple[str, ...]]:
     ]
 
 
-def build(workload: Workload, pins: Pins, fixed: Choice | None, strategy: Strategy) -> Space:
+def build_space(
+    workload: Workload, pins: Pins, pinned_choice: Choice | None, strategy: AttentionStrategy
+) -> Space:
     """The space of a workload under pins.
 
     Args:
         fixed: the choice that pinned rules stand for; None without.
     """
     problem, colouring = workload.problem, workload.colouring
-    limits = Limits(
+    limits = ModelLimits(
         batch=batch_size(problem, colouring),
         sequence=sequence_size(problem, colouring),
         layers=max(workload.counts, default=0),
@@ -625,38 +592,60 @@ def build(workload: Workload, pins: Pins, fixed: Choice | None, strategy: Strate
         splits=problem.rows.splits,
         staged=not problem.rows.by_row,
         groups=len(workload.counts),
-        able=workload.framework.able if workload.framework is not None else ANYTHING,
+        abilities=workload.framework.able if workload.framework is not None else ANYTHING,
     )
     parts = max(pins.microbatches or 1, pins.accumulation or 1)
-    require_whole(problem.rows, parts)
+    require_splittable(problem.rows, parts)
     stages = dict(pins.axes).get("stage", 1) if pins.mesh is None else pins.mesh["stage"]
-    require_unstaged(problem.rows, parts, stages or 1)
-    pins, each = policies_of_groups(problem, pins, workload.class_names, workload.by_class)
+    require_no_row_results(problem.rows, parts, stages or 1)
+    pins, group_policies = resolve_group_policies(
+        problem, pins, workload.group_names, workload.can_mix_remat
+    )
     tensor, left_out = tensor_colours(colouring)
     return Space(
         tensor=tensor,
-        left_out=left_out if fixed is None and limits.able.free else (),
-        policies=policies_of_space(problem, pins, each, limits.able),
+        left_out=left_out if pinned_choice is None and limits.abilities.free else (),
+        policies=searched_policies(problem, pins, group_policies, limits.abilities),
         choices=tuple(
             choice
-            for choice in _choices(colouring, tensor, pins, fixed)
-            if _space_able(choice, tensor, workload.expert, limits.able)
+            for choice in _choices(colouring, tensor, pins, pinned_choice)
+            if _framework_allows(choice, tensor, workload.expert, limits.abilities)
         ),
         routes=_routes(workload, pins, limits),
         pins=pins,
         limits=limits,
         unsupported=unsupported_for(workload),
-        by_class=workload.by_class,
+        can_mix_remat=workload.can_mix_remat,
         gathers=(
             (pins.gather,)
             if pins.gather
             else tuple(
-                gather for gather in workload.profile.gathers if gather in limits.able.gathers
+                gather for gather in workload.profile.gathers if gather in limits.abilities.gathers
             )
         ),
-        each=each,
+        group_policies=group_policies,
         strategy=strategy,
     )
+
+
+def spaces(
+    workload: Workload, chip: Chip, pins: Pins, pinned_choice: Choice | None = None
+) -> Iterator[tuple[Workload, Space]]:
+    """The space of every combination of dtypes and attention strategy, with the variant of the
+    workload that it is for.
+    """
+    problem, profile = workload.problem, workload.profile
+    abilities = workload.framework.able if workload.framework is not None else ANYTHING
+    all_dtypes = dict.fromkeys(
+        effective(dtypes, problem, profile, pins.dtypes)
+        for dtypes in combinations(pins.dtypes, pins.allow)
+    )
+    strategies = attention_strategies(problem, pins, profile, chip, abilities)
+    for dtypes, strategy in itertools.product(all_dtypes, strategies):
+        decisions = replace(strategy.decisions, dtypes=dtypes)
+        variant = workload.variant(dtypes, decisions.attention_kernel)
+        decided = replace(strategy, decisions=decisions)
+        yield variant, build_space(variant, pins, pinned_choice, decided)
 
 
 def unsupported_for(workload: Workload) -> tuple[Unsupported, ...]:
@@ -668,14 +657,15 @@ def unsupported_for(workload: Workload) -> tuple[Unsupported, ...]:
 
 
 def _choices(
-    colouring: Colouring, tensor: tuple[str, ...], pins: Pins, fixed: Choice | None
+    colouring: Colouring, tensor: tuple[str, ...], pins: Pins, pinned_choice: Choice | None
 ) -> tuple[Choice, ...]:
     """Every set of colours for the tensor axis, with and without sequence parallelism; or the
     pinned one.
     """
-    if fixed is not None:
-        bare = Choice(batch=fixed.batch)  # rules for the tensor axis do not apply without one
-        return (fixed,) if fixed == bare else (fixed, bare)
+    if pinned_choice is not None:
+        # without a tensor axis its rules do not apply
+        without_tensor = Choice(batch=pinned_choice.batch)
+        return tuple(dict.fromkeys((pinned_choice, without_tensor)))
     sequence = colouring.sequence_colour
     flags = [
         flag
@@ -691,23 +681,23 @@ def _choices(
     )
 
 
-def _space_able(
-    choice: Choice, tensor: tuple[str, ...], expert: str | None, able: Abilities
+def _framework_allows(
+    choice: Choice, tensor: tuple[str, ...], expert: str | None, abilities: Abilities
 ) -> bool:
     """True if a framework can shard over tensor what a choice shards: nothing, or all colours that
     it always shards. The width of experts, which have tensor ranks of their own, is optional.
     """
-    if not choice.tensor or able.free:
+    if not choice.tensor or abilities.free:
         return True
-    if choice.sequence is None and able.sequence_parallel == "always":
+    if choice.sequence is None and abilities.sequence_parallel == "always":
         return False
-    if choice.sequence is not None and able.sequence_parallel == "never":
+    if choice.sequence is not None and abilities.sequence_parallel == "never":
         return False
     always = {name for name in tensor if name != expert and not name.startswith(expert or name)}
-    return able.tensor == "any" or always <= {*choice.tensor} <= {*tensor} - {expert}
+    return abilities.tensor == "any" or always <= {*choice.tensor} <= {*tensor} - {expert}
 
 
-def _routes(workload: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
+def _routes(workload: Workload, pins: Pins, limits: ModelLimits) -> tuple[bool, ...]:
     """The values to try for routing the tokens of experts."""
     problem, expert = workload.problem, workload.expert
     form, ours = experts_form(problem), bool(unsupported_for(workload))
@@ -717,7 +707,7 @@ def _routes(workload: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
         if (expert or not flag)
         and not (flag and ours and form not in problem.functions)
         and pins.experts in (None, form if flag else "none")
-        and (limits.able.free or flag or not expert)
+        and (limits.abilities.free or flag or not expert)
     )
     if pins.experts not in (None, "none") and expert and ours and form not in problem.functions:
         raise PinError(
@@ -732,9 +722,9 @@ def _routes(workload: Workload, pins: Pins, limits: Limits) -> tuple[bool, ...]:
         )
     size = dict(pins.mesh if pins.mesh is not None else pins.axes).get("expert", 1)
     if limits.experts > 1 and limits.experts % size:
-        from shardlib.planner.no_plan import misfit
+        from shardlib.planner.no_plan import axis_misfit
 
-        raise PinError(misfit("expert", size, problem, workload.colouring))
+        raise PinError(axis_misfit("expert", size, problem, workload.colouring))
     if not routes:
         raise PinError(
             f"experts={pins.experts!r} is pinned, and the experts of {problem.model} are {form!r}:"
@@ -755,17 +745,17 @@ _BATCH: tuple[int, ...] = tuple(MESH_AXES.index(axis) for axis in BATCH_AXES)
 
 @lru_cache(maxsize=64)
 def _sizes(
-    pins: Pins, limits: Limits, cuttable: frozenset[int], routed: bool, devices: int
+    pins: Pins, limits: ModelLimits, tensor_sizes: frozenset[int], routed: bool, devices: int
 ) -> dict[str, Array]:
     """The sizes of every mesh with every number of microbatches, in increasing order of the axes,
     however the context axis is used. Cached: callers must not modify the arrays.
     """
-    free = limits.able.free
+    free = limits.abilities.free
     rows: list[tuple[int, ...]] = []
     microbatches: dict[int, list[int]] = {}
-    for mesh in meshes(pins, limits, routed, devices):
+    for mesh in factorisations(pins, limits, routed, devices):
         degree = mesh[_TENSOR]
-        if degree > 1 and all(size % degree for size in cuttable):
+        if degree > 1 and all(size % degree for size in tensor_sizes):
             continue
         parts = math.prod(mesh[position] for position in _BATCH)
         if parts not in microbatches:
@@ -778,13 +768,15 @@ def _sizes(
             (*mesh, micro)
             for micro in microbatches[parts]
             if (micro == 1 or mesh[_STAGE] == 1 or limits.staged)
-            and (free or _meshes_able(limits, dict(zip(MESH_AXES, mesh, strict=True)), micro))
+            and (free or _framework_runs(limits, dict(zip(MESH_AXES, mesh, strict=True)), micro))
         ]
     table = np.array(rows, dtype=np.int64).reshape(-1, len(MESH_AXES) + 1)
     return dict(zip((*MESH_AXES, "micro"), table.T, strict=True))
 
 
-def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[tuple[int, ...]]:
+def factorisations(
+    pins: Pins, limits: ModelLimits, routed: bool, devices: int
+) -> Iterator[tuple[int, ...]]:
     """Axis sizes, in the order of `MESH_AXES`, of every factorisation of a device count that the
     pins and the model allow, however the context axis is used.
     """
@@ -792,52 +784,53 @@ def meshes(pins: Pins, limits: Limits, routed: bool, devices: int) -> Iterator[t
         if pins.mesh.devices == devices:
             yield tuple(pins.mesh[axis] for axis in MESH_AXES)
         return
-    fixed = dict(pins.axes)
-    beyond = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
-    piped, axes = (pins.staged, limits.able.axes)  # pinning a schedule and the like implies stages
+    pinned_sizes = dict(pins.axes)
+    dim_sizes = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
+    axes = limits.abilities.axes
 
-    def allowed(axis: str, left: int) -> list[int]:
+    def allowed(axis: str, remaining: int) -> list[int]:
         if axis not in axes:
             return [1]
-        if axis in fixed:
-            return [fixed[axis]] if left % fixed[axis] == 0 else []
+        if axis in pinned_sizes:
+            return [pinned_sizes[axis]] if remaining % pinned_sizes[axis] == 0 else []
         if (axis == "stage" and pins.unstaged) or (axis == "expert" and not routed):
             return [1]
-        limit = max(1, beyond.get(axis, left))
+        limit = max(1, dim_sizes.get(axis, remaining))
         return [
             n
-            for n in divisors(left, limit)
-            if (axis == "stage" or axis not in beyond or limit % n == 0)
-            and not (axis == "stage" and piped and n == 1)
+            for n in divisors(remaining, limit)
+            if (axis == "stage" or axis not in dim_sizes or limit % n == 0)
+            and not (axis == "stage" and pins.staged and n == 1)
         ]
 
     last = MESH_AXES[-1]
     partial_meshes: list[tuple[tuple[int, ...], int]] = [((), devices)]
     for axis in MESH_AXES[:-1]:
-        sizes_by_left: dict[int, list[int]] = {}
+        by_remaining: dict[int, list[int]] = {}
         extended: list[tuple[tuple[int, ...], int]] = []
-        for sizes, left in partial_meshes:
-            if left not in sizes_by_left:
-                sizes_by_left[left] = allowed(axis, left)
-            extended += [((*sizes, size), left // size) for size in sizes_by_left[left]]
+        for sizes, remaining in partial_meshes:
+            if remaining not in by_remaining:
+                by_remaining[remaining] = allowed(axis, remaining)
+            extended += [((*sizes, size), remaining // size) for size in by_remaining[remaining]]
         partial_meshes = extended
-    for sizes, left in partial_meshes:
-        if fixed.get(last, left) == left and (left == 1 or last in axes):
-            yield (*sizes, left)
+    for sizes, remaining in partial_meshes:
+        if pinned_sizes.get(last, remaining) == remaining and (remaining == 1 or last in axes):
+            yield (*sizes, remaining)
 
 
-def _meshes_able(limits: Limits, mesh: Mapping[str, int], micro: int) -> bool:
+def _framework_runs(limits: ModelLimits, mesh: Mapping[str, int], micro: int) -> bool:
     """False if the framework cannot run a mesh with this number of microbatches, whatever else is
     decided.
     """
-    able, stages = limits.able, mesh["stage"]
-    alone = mesh["data"] > 1 and math.prod(mesh.values()) > mesh["data"]
+    abilities, stages = limits.abilities, mesh["stage"]
+    staged, uneven = stages > 1, limits.layers % stages or limits.groups > 1
+    replicated = mesh["data"] > 1 and math.prod(mesh.values()) > mesh["data"]
     sharded = math.prod(mesh[axis] for axis in STORED_AXES) > 1
     return not (
-        (able.has("equal stages") and stages > 1 and (limits.layers % stages or limits.groups > 1))
-        or (able.has("microbatches in groups") and stages > 1 and micro % stages)
-        or (able.has("a microbatch a chunk") and stages > 1 and micro < stages)
-        or (able.has("replicas alone") and alone and not sharded)
+        (abilities.has("equal stages") and staged and uneven)
+        or (abilities.has("microbatches in groups") and staged and micro % stages)
+        or (abilities.has("a microbatch a chunk") and staged and micro < stages)
+        or (abilities.has("replicas alone") and replicated and not sharded)
     )
 
 
@@ -868,7 +861,7 @@ def _dividing(layers: int) -> tuple[int, ...]:
                 chunks
                 for stages in range(2, layers + 1)
                 for chunks in divisors(-(-layers // stages))
-                if chunks >= FEWEST
+                if chunks >= MIN_CHUNKS
             }
         )
     )
@@ -882,7 +875,7 @@ def _dividing(layers: int) -> tuple[int, ...]:
 # the components. The caller defines the quantities: seconds or bytes (`planner/bounds.py`).
 
 #: Turns a tally into quantities on some shapes, by number: array [quantities, shapes].
-Measured = Callable[[Tally, Array], Array]
+TallyValues = Callable[[Tally, Array], Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -890,21 +883,21 @@ class Scope:
     """The choices that bounds cover.
 
     Attributes:
-        cuttable: colours that some choice shards.
+        shardable: colours that some choice shards.
         context_colour: the colour that the context axis shards.
         routes: True if tokens of experts are routed.
     """
 
     workload: Workload
     space: Space
-    cuttable: tuple[str, ...]
+    shardable: tuple[str, ...]
     context_colour: str | None
     routes: bool
 
     @cached_property
     def model_tallies(self) -> ModelTallies:
         """The tallies of the model."""
-        return self.workload.tallies.of_cuttable(self.cuttable)
+        return self.workload.tallies.of_shardable(self.shardable)
 
     @cached_property
     def choices(self) -> list[Choice]:
@@ -912,34 +905,36 @@ class Scope:
         return [self.choice(choice) for choice in self.space.choices]
 
     @cached_property
-    def chosen(self) -> ChoiceGroups:
+    def choice_groups(self) -> ChoiceGroups:
         """The choices, grouped by how they shard a component."""
         return ChoiceGroups(self.choices)
 
     @cached_property
-    def first(self) -> dict[str | None, Choice]:
+    def first_choices(self) -> dict[str | None, Choice]:
         """The first choice with and without sequence parallelism, by the colour of the sequence."""
         return {choice.sequence: choice for choice in reversed(self.choices)}
 
-    def cuts(self, part: tuple[str, ...], sequence: str | None) -> list[Choice]:
+    def component_choices(self, component: tuple[str, ...], sequence: str | None) -> list[Choice]:
         """Choices that shard one component, in every way, and nothing else."""
-        if (part, sequence) not in self._cuts:
-            uncut = self.first[sequence]
-            fixed = self.space.pins.rules is not None
+        if (component, sequence) not in self._component_choices:
+            unsharded = self.first_choices[sequence]
+            rules_pinned = self.space.pins.rules is not None
             options = (
                 {
-                    tuple(name for name in choice.tensor if name in part)
+                    tuple(name for name in choice.tensor if name in component)
                     for choice in self.choices
                     if choice.sequence == sequence
                 }
-                if fixed
-                else subsets(part)
+                if rules_pinned
+                else subsets(component)
             )
-            self._cuts[part, sequence] = [replace(uncut, tensor=cut) for cut in options]
-        return self._cuts[part, sequence]
+            self._component_choices[component, sequence] = [
+                replace(unsharded, tensor=tensor) for tensor in options
+            ]
+        return self._component_choices[component, sequence]
 
     @cached_property
-    def _cuts(self) -> dict[tuple[tuple[str, ...], str | None], list[Choice]]:
+    def _component_choices(self) -> dict[tuple[tuple[str, ...], str | None], list[Choice]]:
         return {}
 
     def choice(self, choice: Choice) -> Choice:
@@ -956,23 +951,24 @@ class ChoiceGroups:
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self.choices = choices
-        self._alike: dict[tuple[str, ...], tuple[Array, list[Choice]]] = {}
+        self._by_component: dict[tuple[str, ...], tuple[Array, list[Choice]]] = {}
 
-    def alike(self, part: tuple[str, ...]) -> tuple[Array, list[Choice]]:
+    def by_component(self, component: tuple[str, ...]) -> tuple[Array, list[Choice]]:
         """The group of each choice (choices that shard a component alike share one), and the first
         choice of each group.
         """
-        if part not in self._alike:
+        if component not in self._by_component:
             first: dict[Choice, int] = {}
             numbers = [
-                first.setdefault(_within(choice, part), len(first)) for choice in self.choices
+                first.setdefault(_restricted(choice, component), len(first))
+                for choice in self.choices
             ]
-            self._alike[part] = np.array(numbers, dtype=np.int64), list(first)
-        return self._alike[part]
+            self._by_component[component] = np.array(numbers, dtype=np.int64), list(first)
+        return self._by_component[component]
 
 
-def _within(choice: Choice, part: tuple[str, ...]) -> Choice:
-    return replace(choice, tensor=tuple(name for name in choice.tensor if name in part))
+def _restricted(choice: Choice, component: tuple[str, ...]) -> Choice:
+    return replace(choice, tensor=tuple(name for name in choice.tensor if name in component))
 
 
 class RowChoices:
@@ -982,26 +978,21 @@ class RowChoices:
         numbers: number of the choice, by row.
     """
 
-    def __init__(self, chosen: ChoiceGroups, numbers: Array) -> None:
-        self._chosen, self._numbers = chosen, numbers
+    def __init__(self, choice_groups: ChoiceGroups, numbers: Array) -> None:
+        self._choice_groups, self._numbers = choice_groups, numbers
         self._rows: dict[tuple[str, ...], list[tuple[Choice, Array | None]]] = {}
 
-    def rows(self, part: tuple[str, ...]) -> list[tuple[Choice, Array | None]]:
+    def rows(self, component: tuple[str, ...]) -> list[tuple[Choice, Array | None]]:
         """Choices that shard a component differently, each with its rows; None for all of them."""
-        if part not in self._rows:
-            alike, first = self._chosen.alike(part)
-            which = alike[self._numbers]
+        if component not in self._rows:
+            group_of_choice, first = self._choice_groups.by_component(component)
+            which = group_of_choice[self._numbers]
             used = np.flatnonzero(np.bincount(which)).tolist()
-            self._rows[part] = [
+            self._rows[component] = [
                 (first[number], None if len(used) == 1 else np.flatnonzero(which == number))
                 for number in used
             ]
-        return self._rows[part]
-
-
-def alone(choice: Choice, count: int) -> RowChoices:
-    """The same choice for `count` rows."""
-    return RowChoices(ChoiceGroups([choice]), np.zeros(count, dtype=np.int64))
+        return self._rows[component]
 
 
 class LazyColumns:
@@ -1009,26 +1000,26 @@ class LazyColumns:
 
     Args:
         size: number of shapes.
-        make: computes the quantities on the given shapes (ascending numbers).
+        evaluate: computes the quantities on the given shapes (ascending numbers).
     """
 
-    def __init__(self, count: int, size: int, make: Callable[[Array], Array]) -> None:
+    def __init__(self, count: int, size: int, evaluate: Callable[[Array], Array]) -> None:
         self._values, self._used = np.empty((count, 0)), 0
-        self._place, self._make = np.full(size, -1), make
+        self._position, self._evaluate = np.full(size, -1), evaluate
 
     def on(self, shapes: Array) -> Array:
         """The quantities on the given shapes, array [quantities, shapes]; callers must not modify
         it.
         """
-        places = self._place[shapes]
-        if places.min(initial=0) < 0:
-            new = np.zeros(len(self._place), dtype=bool)
+        positions = self._position[shapes]
+        if positions.min(initial=0) < 0:
+            new = np.zeros(len(self._position), dtype=bool)
             new[shapes] = True
-            self._add(np.flatnonzero(new & (self._place < 0)))
-            places = self._place[shapes]
-        if len(places) == self._used and np.array_equal(places, np.arange(self._used)):
+            self._add(np.flatnonzero(new & (self._position < 0)))
+            positions = self._position[shapes]
+        if len(positions) == self._used and np.array_equal(positions, np.arange(self._used)):
             return self._values[:, : self._used]
-        return self._values.take(places, axis=1)
+        return self._values.take(positions, axis=1)
 
     def _add(self, new: Array) -> None:
         """Evaluates the quantities on new shapes."""
@@ -1037,8 +1028,8 @@ class LazyColumns:
             more = np.empty((len(self._values), max(end, 2 * self._used)))
             more[:, : self._used] = self._values[:, : self._used]
             self._values = more
-        self._values[:, self._used : end] = self._make(new)
-        self._place[new] = np.arange(self._used, end)
+        self._values[:, self._used : end] = self._evaluate(new)
+        self._position[new] = np.arange(self._used, end)
         self._used = end
 
 
@@ -1047,20 +1038,20 @@ class ComponentCosts:
 
     Args:
         tallies: of the items.
-        measured: turns a tally into quantities.
+        evaluate: turns a tally into quantities.
         count: number of quantities.
     """
 
     def __init__(
-        self, scope: Scope, tallies: ItemTallies, shapes: Degrees, measured: Measured, count: int
+        self, scope: Scope, tallies: ItemTallies, shapes: Degrees, evaluate: TallyValues, count: int
     ) -> None:
-        self._scope, self._tallies, self._measured, self._count = scope, tallies, measured, count
+        self._scope, self._tallies, self._evaluate, self._count = scope, tallies, evaluate, count
         self._tensor = shapes.tensor
         self._legal = shapes.expert >= 1 if scope.routes else shapes.expert == 1
         colours = scope.workload.colouring.colours
-        self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.cuttable}
-        self._known: dict[tuple[tuple[str, ...], Choice], LazyColumns] = {}
-        self._leasts: dict[tuple[tuple[str, ...], str | None], LazyColumns] = {}
+        self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.shardable}
+        self._cache: dict[tuple[tuple[str, ...], Choice], LazyColumns] = {}
+        self._minima: dict[tuple[tuple[str, ...], str | None], LazyColumns] = {}
         self._sums: dict[int | None, LazyColumns] = {}
 
     def total(self, row_choices: RowChoices, shapes: Array) -> Array:
@@ -1069,74 +1060,76 @@ class ComponentCosts:
         Choices that shard a component alike are summed together.
         """
         total = np.zeros((self._count, len(shapes)))
-        for part in ((), *self._tallies.parts):
-            for choice, positions in row_choices.rows(part):
-                quantities = self._part(part, choice)
+        for component in ((), *self._tallies.components):
+            for choice, positions in row_choices.rows(component):
+                quantities = self._of_component(component, choice)
                 if positions is None:
                     total += quantities.on(shapes)
                 else:
                     total[:, positions] += quantities.on(shapes[positions])
         return total
 
-    def least(self, shapes: Array, first: int | None = None) -> Array:
+    def least(self, shapes: Array, stop: int | None = None) -> Array:
         """The minimum of each quantity over all choices, array [quantities, shapes]; infinite where
-        no choice fits. With `first`, only the components before that index are summed: a lower
+        no choice fits. With `stop`, only the components before that index are summed: a lower
         bound.
         """
-        if first not in self._sums:
-            self._sums[first] = LazyColumns(
-                self._count, len(self._tensor), lambda new: self._found_least(new, first)
+        if stop not in self._sums:
+            self._sums[stop] = LazyColumns(
+                self._count, len(self._tensor), lambda new: self._minimum(new, stop)
             )
-        return self._sums[first].on(shapes)
+        return self._sums[stop].on(shapes)
 
-    def _found_least(self, shapes: Array, first: int | None) -> Array:
+    def _minimum(self, shapes: Array, stop: int | None) -> Array:
         """See `least`."""
         minimum = np.full((self._count, len(shapes)), np.inf)
-        for flag, choice in self._scope.first.items():
-            bare = self._part((), choice).on(shapes)
-            total = np.where((self._tensor[shapes] > 1) | (flag is None), bare, np.inf)
-            for part in self._tallies.parts[:first]:
-                total += self._least_of(part, flag).on(shapes)
+        for sequence, choice in self._scope.first_choices.items():
+            constant = self._of_component((), choice).on(shapes)
+            total = np.where((self._tensor[shapes] > 1) | (sequence is None), constant, np.inf)
+            for component in self._tallies.components[:stop]:
+                total += self._component_minimum(component, sequence).on(shapes)
             minimum = np.minimum(minimum, total)
         return np.where(self._legal[shapes], minimum, np.inf)
 
-    def _least_of(self, part: tuple[str, ...], sequence: str | None) -> LazyColumns:
+    def _component_minimum(self, component: tuple[str, ...], sequence: str | None) -> LazyColumns:
         """The minimum of a component over the ways to shard it that fit."""
-        key = part, sequence
-        if key not in self._leasts:
+        key = component, sequence
+        if key not in self._minima:
 
-            def make(shapes: Array) -> Array:
+            def evaluate(shapes: Array) -> Array:
                 tensor, minimum = self._tensor[shapes], np.full((self._count, len(shapes)), np.inf)
-                for choice in self._scope.cuts(part, sequence):
-                    cut = choice.tensor
+                for choice in self._scope.component_choices(component, sequence):
+                    colours = choice.tensor
                     fits = np.logical_and.reduce(
-                        [self._fits[name][shapes] for name in cut] + [tensor > (1 if cut else 0)]
+                        [self._fits[name][shapes] for name in colours]
+                        + [tensor > (1 if colours else 0)]
                     )
                     fitting = np.flatnonzero(fits)
                     if len(fitting):
                         minimum[:, fitting] = np.minimum(
-                            minimum[:, fitting], self._part(part, choice).on(shapes[fitting])
+                            minimum[:, fitting],
+                            self._of_component(component, choice).on(shapes[fitting]),
                         )
                 return minimum
 
-            self._leasts[key] = LazyColumns(self._count, len(self._tensor), make)
-        return self._leasts[key]
+            self._minima[key] = LazyColumns(self._count, len(self._tensor), evaluate)
+        return self._minima[key]
 
-    def _part(self, part: tuple[str, ...], choice: Choice) -> LazyColumns:
+    def _of_component(self, component: tuple[str, ...], choice: Choice) -> LazyColumns:
         """The quantities of a component under a choice; zeros where the choice does not apply."""
-        (_, restricted), tally = self._tallies.of(part, choice)
-        key = part, restricted
-        if key not in self._known:
-            cut = bool(restricted.tensor or restricted.sequence)
+        (_, restricted), tally = self._tallies.of(component, choice)
+        key = component, restricted
+        if key not in self._cache:
+            shards = bool(restricted.tensor or restricted.sequence)
 
-            def make(shapes: Array) -> Array:
-                sense = (self._tensor[shapes] > (1 if cut else 0)) & self._legal[shapes]
-                if sense.all():
-                    return self._measured(tally, shapes)
+            def evaluate(shapes: Array) -> Array:
+                applies = (self._tensor[shapes] > (1 if shards else 0)) & self._legal[shapes]
+                if applies.all():
+                    return self._evaluate(tally, shapes)
                 quantities = np.zeros((self._count, len(shapes)))
-                if sense.any():
-                    quantities[:, sense] = self._measured(tally, shapes[sense])
+                if applies.any():
+                    quantities[:, applies] = self._evaluate(tally, shapes[applies])
                 return quantities
 
-            self._known[key] = LazyColumns(self._count, len(self._tensor), make)
-        return self._known[key]
+            self._cache[key] = LazyColumns(self._count, len(self._tensor), evaluate)
+        return self._cache[key]

@@ -90,12 +90,12 @@ class ActivationLayout:
         return plain_fields(self)
 
 
-def together(names: Iterable[str]) -> str:
+def joined_names(names: Iterable[str]) -> str:
     """Joins dotted names, with their common prefix once.
 
-    >>> together(["layers.mlp.up", "layers.mlp.gate", "layers.mlp.up"])
+    >>> joined_names(["layers.mlp.up", "layers.mlp.gate", "layers.mlp.up"])
     'layers.mlp.up/gate'
-    >>> together(["head", "layers.mlp.up"])
+    >>> joined_names(["head", "layers.mlp.up"])
     'head, layers.mlp.up'
     """
     distinct = list(dict.fromkeys(names))
@@ -168,21 +168,19 @@ class Candidate:
         """The decisions other than the mesh, in a few words."""
         decisions, order = self.decisions, self.decisions.axis_order
         parts = [
-            f"tensor shards {_listed(self.choice.tensor)}" if self.choice.tensor else "",
+            f"tensor shards {_joined(self.choice.tensor)}" if self.choice.tensor else "",
             "sequence parallel" if self.choice.sequence else "",
             "collective matmul" if decisions.collective_matmul == "loop" else "",
             f"ZeRO {decisions.zero}" if decisions.zero else "",
             self._remat,
-            (
-                microbatches_text(decisions.microbatches, decisions.accumulation)
-                if decisions.microbatches > 1
-                else ""
-            ),
+            microbatches_text(decisions.microbatches, decisions.accumulation)
+            if decisions.microbatches > 1
+            else "",
             named(decisions.schedule).words(decisions.virtual_stages),
             "weights gathered once" if decisions.gather == "once" else "",
             _CONTEXT[decisions.context] if "context" in decisions.mesh else "",
             "routed experts" if self.routes else "",
-            _elsewhere(decisions.offload),
+            _offload_text(decisions.offload),
             dtypes_text(decisions.dtypes),
             f"{order[0]} outermost, {order[-1]} innermost" if order else "",
         ]
@@ -231,7 +229,7 @@ class Candidate:
         )
 
 
-def completed(
+def decisions_of(
     candidate: Candidate, experts: str, names: Sequence[str], **others: object
 ) -> Decisions:
     """The decisions of a candidate's plan, in the form of plans."""
@@ -240,7 +238,7 @@ def completed(
         decisions,
         sequence_parallel=candidate.choice.sequence is not None,
         remat_classes=tuple(
-            (name, *each) for name, each in zip(names, candidate.groups, strict=False)
+            (name, *policy) for name, policy in zip(names, candidate.groups, strict=False)
         ),
         context=decisions.context if "context" in decisions.mesh else "none",
         experts=experts if candidate.routes else "none",
@@ -253,7 +251,7 @@ def microbatches_text(micro: int, groups: int) -> str:
     return f"{micro} microbatches" + (f" in {groups} groups" if groups > 1 else "")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _joined(names: Sequence[str]) -> str:
     """Names joined as "mlp", "mlp and vocab", "heads, mlp and vocab"."""
     *first, last = names
     return f"{', '.join(first)} and {last}" if first else last
@@ -264,7 +262,7 @@ def dtypes_text(dtypes: Dtypes) -> str:
     return ", ".join(f"{key} {dtype}" for key, dtype in dtypes)
 
 
-def _elsewhere(offload: tuple[str, ...]) -> str:
+def _offload_text(offload: tuple[str, ...]) -> str:
     offloaded = " and ".join(part for part in offload if part != "disk")
     return ", ".join(
         [
@@ -404,11 +402,9 @@ def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     """
     fixed, others = dict(pinned), dict(allowed)
     options = [
-        (
-            [(key, fixed[key])]
-            if key in fixed
-            else [(key, ""), *((key, dtype) for dtype in others.get(key, ()))]
-        )
+        [(key, fixed[key])]
+        if key in fixed
+        else [(key, ""), *((key, dtype) for dtype in others.get(key, ()))]
         for key in DTYPES
     ]
     candidates = [
@@ -428,7 +424,7 @@ def effective(
     accumulate gradients in float32 by default.
     """
     stored = {parameter.dtype for parameter in problem.parameters if parameter.trained}
-    has = {
+    present = {
         "param_dtype": stored,
         "matmul_dtype": {profile.matmul_dtype or problem.compute_dtype},
         "reduction_dtype": {profile.reduction_dtype or problem.compute_dtype},
@@ -440,8 +436,8 @@ def effective(
             else stored
         ),
     }
-    same = (
-        all(_moments(parameter, dtype) == parameter for parameter in problem.parameters)
+    moments_unchanged = (
+        all(_with_moment_dtype(parameter, dtype) == parameter for parameter in problem.parameters)
         if (dtype := dict(dtypes).get("moment_dtype", ""))
         else False
     )
@@ -452,47 +448,49 @@ def effective(
         (key, dtype)
         for key, dtype in dtypes
         if (key, dtype) in pinned_dtypes
-        or (not same if key == "moment_dtype" else has[key] != {dtype})
+        or (not moments_unchanged if key == "moment_dtype" else present[key] != {dtype})
     )
 
 
-def under(
+def with_dtypes(
     dtypes: Dtypes, problem: Problem, profile: FrameworkProfile
 ) -> tuple[Problem, FrameworkProfile]:
     """The problem and the framework profile with other dtypes."""
-    words = dict(dtypes)
-    if "moment_dtype" in words:
+    wanted = dict(dtypes)
+    if "moment_dtype" in wanted:
         if profile.state_bytes is not None:
             raise PinError(
-                f"moment_dtype={words['moment_dtype']!r} changes the bytes of optimizer state, and"
+                f"moment_dtype={wanted['moment_dtype']!r} changes the bytes of optimizer state, and"
                 f" the profile {profile.name!r} fixes them (state_bytes={profile.state_bytes})\n"
                 "Try: no pin of moment_dtype, or another framework profile"
             )
         problem = replace(
             problem,
             parameters=tuple(
-                _moments(parameter, words["moment_dtype"]) for parameter in problem.parameters
+                _with_moment_dtype(parameter, wanted["moment_dtype"])
+                for parameter in problem.parameters
             ),
         )
-    if "param_dtype" in words:
-        dtype = words["param_dtype"]
+    if "param_dtype" in wanted:
+        dtype = wanted["param_dtype"]
         problem = replace(
             problem,
             parameters=tuple(
                 replace(parameter, dtype=dtype) if parameter.trained else parameter
                 for parameter in problem.parameters
             ),
-            steps={policy: _resting(step, dtype) for policy, step in problem.steps.items()},
+            steps={
+                policy: _with_param_dtype(step, dtype) for policy, step in problem.steps.items()
+            },
         )
-    facts = {key: dtype for key, dtype in dtypes if key not in ("moment_dtype", "param_dtype")}
-    if "param_dtype" in words and not profile.gradient_dtype:
-        facts.setdefault(
-            "gradient_dtype", "float32"
-        )  # gradients accumulate in float32 even if parameters are stored in 16 bits
-    return problem, replace(profile, **facts) if facts else profile
+    changes = {key: dtype for key, dtype in dtypes if key not in ("moment_dtype", "param_dtype")}
+    if "param_dtype" in wanted and not profile.gradient_dtype:
+        # gradients accumulate in float32 even if parameters are stored in 16 bits
+        changes.setdefault("gradient_dtype", "float32")
+    return problem, replace(profile, **changes) if changes else profile
 
 
-def _moments(parameter: Parameter, dtype: str) -> Parameter:
+def _with_moment_dtype(parameter: Parameter, dtype: str) -> Parameter:
     """A parameter whose optimizer state is in another dtype; where the number of its arrays is
     unknown, the present bytes are taken as float32.
     """
@@ -502,7 +500,7 @@ def _moments(parameter: Parameter, dtype: str) -> Parameter:
     return replace(parameter, state_bytes_per_element=arrays * ITEMSIZE[dtype])
 
 
-def _resting(step: StepGraph, dtype: str) -> StepGraph:
+def _with_param_dtype(step: StepGraph, dtype: str) -> StepGraph:
     """A step whose trained parameters, and the gradients that it returns, are in another dtype.
 
     Copies and slices of them change too; casts of them remain.
@@ -513,12 +511,10 @@ def _resting(step: StepGraph, dtype: str) -> StepGraph:
     gradients = step.gradient_like()
     stored = {graph.values[value].dtype for value in trained}
     values = tuple(
-        (
-            replace(value, dtype=dtype)
-            if (number in weights and value.dtype == graph.values[weights[number]].dtype)
-            or (number in gradients and value.dtype in stored)
-            else value
-        )
+        replace(value, dtype=dtype)
+        if (number in weights and value.dtype == graph.values[weights[number]].dtype)
+        or (number in gradients and value.dtype in stored)
+        else value
         for number, value in enumerate(graph.values)
     )
     changed = replace(graph, values=values)
@@ -530,12 +526,14 @@ def _resting(step: StepGraph, dtype: str) -> StepGraph:
 # A plan that a search priced, as one point of the landscape of plans: time against memory.
 
 #: Decisions that a point describes in another form, or not at all.
-_TOLD = frozenset({"mesh", "rules", "sequence_parallel", "experts", "remat_classes", "exchange"})
+_SHOWN_OTHERWISE = frozenset(
+    {"mesh", "rules", "sequence_parallel", "experts", "remat_classes", "exchange"}
+)
 _DEFAULTS = {key: str(entry.default) for key, entry in TABLE.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Priced:
+class PricedPlan:
     """A plan that was priced exactly.
 
     Attributes:
@@ -552,7 +550,9 @@ class Priced:
     fits: bool = True
 
     @classmethod
-    def of(cls, candidate: Candidate, seconds: float, peak_bytes: float, *, fits: bool) -> Priced:
+    def of(
+        cls, candidate: Candidate, seconds: float, peak_bytes: float, *, fits: bool
+    ) -> PricedPlan:
         """A candidate with its price."""
         return cls(
             mesh=candidate.mesh,
@@ -569,19 +569,19 @@ class Priced:
 
 def _decided(candidate: Candidate) -> tuple[tuple[str, str], ...]:
     decisions, choice = candidate.decisions, candidate.choice
-    words = [
+    pairs = [
         (field.name, _text(getattr(decisions, field.name)))
         for field in fields(decisions)
-        if field.name not in _TOLD
+        if field.name not in _SHOWN_OTHERWISE
     ]
-    words = [(key, text) for key, text in words if text and text != _DEFAULTS.get(key)]
+    pairs = [(key, text) for key, text in pairs if text and text != _DEFAULTS.get(key)]
     if choice.tensor:
-        words.append(("tensor shards", ", ".join(choice.tensor)))
+        pairs.append(("tensor shards", ", ".join(choice.tensor)))
     if choice.sequence:
-        words.append(("sequence_parallel", "True"))
+        pairs.append(("sequence_parallel", "True"))
     if candidate.routes:
-        words.append(("experts", "routed"))
-    return tuple(words)
+        pairs.append(("experts", "routed"))
+    return tuple(pairs)
 
 
 def _text(value: object) -> str:
@@ -600,7 +600,7 @@ def _text(value: object) -> str:
 # Pinned rules in the colours of a model.
 
 
-def check_rules(rules: Rules, colouring: Colouring) -> Rules:
+def rules_in_colours(rules: Rules, colouring: Colouring) -> Rules:
     """Translates pinned rules to colours."""
     failures: list[str] = []
     entries: list[tuple[str, tuple[str, ...]]] = []
@@ -625,31 +625,32 @@ def check_rules(rules: Rules, colouring: Colouring) -> Rules:
     return Rules(tuple(entries))
 
 
-def fixed_choice(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
+def choice_of_rules(rules: Rules, colouring: Colouring, pins: Pins) -> Choice:
     """The choice that pinned rules stand for."""
     batch, sequence = colouring.batch_colour, colouring.sequence_colour
     tensor = pins.mesh["tensor"] if pins.mesh is not None else dict(pins.axes).get("tensor", 1)
-    optional = {
-        name for name, axes in rules.entries if "tensor" not in axes
-    }  # MaxText's fallbacks are a second rule for the same name
-    cut = tuple(
+    # MaxText's fallbacks are a second rule for the same name
+    with_fallback = {name for name, axes in rules.entries if "tensor" not in axes}
+    sharded = tuple(
         name
         for name, axes in rules.entries
         if "tensor" in axes
-        and not (name in optional and name != sequence and colouring.colours[name].divisor % tensor)
+        and not (
+            name in with_fallback and name != sequence and colouring.colours[name].divisor % tensor
+        )
     )
     used = set(pins.mesh or ()) | {axis for axis, size in pins.axes if size > 1}
-    lacking = [
+    missing = [
         axis for axis in ("data", "fsdp") if axis in used and axis not in rules.axes_of(batch or "")
     ]
-    if lacking:
+    if missing:
         raise PinError(
             f"the pinned rules shard {batch!r} over {rules.axes_of(batch or '') or 'nothing'}, and"
-            f" the pinned mesh also has {', '.join(lacking)}\nTry: the rule ({batch!r}, ('data',"
+            f" the pinned mesh also has {', '.join(missing)}\nTry: the rule ({batch!r}, ('data',"
             " 'fsdp'))"
         )
     return Choice(
-        tensor=tuple(dict.fromkeys(name for name in cut if name != sequence)),
+        tensor=tuple(dict.fromkeys(name for name in sharded if name != sequence)),
         batch=batch,
-        sequence=sequence if sequence in cut else None,
+        sequence=sequence if sequence in sharded else None,
     )

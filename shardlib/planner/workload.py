@@ -31,7 +31,7 @@ from shardlib.cost.tables import (
 from shardlib.cost.terms import Item
 from shardlib.decisions.table import Dtypes
 from shardlib.graph import ITEMSIZE, Problem, StepGraph, forward_pass
-from shardlib.planner.stored import under
+from shardlib.planner.stored import with_dtypes
 from shardlib.propagation.colours import Choice, Colouring, colour, stack_dims
 
 # --------------------------------------------------------------------------------------------------
@@ -44,7 +44,7 @@ MAX_MICROBATCHES = 256
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class ModelLimits:
     """Limits of a model, and of the framework that runs it, other than its colours.
 
     Attributes:
@@ -63,7 +63,7 @@ class Limits:
     splits: bool = True
     staged: bool = True
     groups: int = 1
-    able: Abilities = ANYTHING
+    abilities: Abilities = ANYTHING
 
 
 def experts_form(problem: Problem) -> str:
@@ -133,30 +133,32 @@ def most_specific_first(names: Iterable[str], colouring: Colouring) -> tuple[str
 # Programs of a model: every way to run its step, as cost items.
 
 #: Most layer groups that may follow different remat policies; with more, all follow one.
-MAX_CLASSES = 3
+MAX_POLICY_GROUPS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
+class CostProgram:
     """One way to run a step, as cost items.
 
     Attributes:
         step: the step graph as the framework runs it.
-        guesses: choices under which memory may peak.
-        by_group: True if layer groups can follow different remat policies.
+        peak_choices: choices under which memory may peak.
+        can_mix_remat: True if layer groups can follow different remat policies.
         work: items of computation and communication.
     """
 
     facts: Facts
     step: StepGraph
-    guesses: tuple[Choice, ...]
+    peak_choices: tuple[Choice, ...]
     profile: FrameworkProfile
-    by_group: bool
+    can_mix_remat: bool
     work: list[Item]
 
     @cached_property
     def _peaks(self) -> Peaks:
-        return peaks(self.facts, self.step, self.guesses, self.profile, moments=self.by_group)
+        return peaks(
+            self.facts, self.step, self.peak_choices, self.profile, moments=self.can_mix_remat
+        )
 
     @property
     def points(self) -> tuple[list[Item], ...]:
@@ -171,7 +173,7 @@ class Program:
     @property
     def loops(self) -> tuple[int, ...]:
         """The segments of `moments`."""
-        moments = phases(self.facts.graph, self.facts.layers) if self.by_group else ()
+        moments = phases(self.facts.graph, self.facts.layers) if self.can_mix_remat else ()
         return tuple(span.segment for span in moments)
 
     @cached_property
@@ -180,16 +182,16 @@ class Program:
         return work_items(self.facts.for_graph(forward_pass(self.facts.graph, saves=True)))
 
 
-def program_of(
+def cost_program(
     problem: Problem,
     colouring: Colouring,
-    frozen: frozenset[tuple[str, int]],
+    stack_dims: frozenset[tuple[str, int]],
     profile: FrameworkProfile,
     vendor: str,
     *,
     policy: str,
     routes: bool,
-) -> Program:
+) -> CostProgram:
     """One way to run a step, as cost items."""
     step, names = rewritten(problem.steps[policy], colouring.steps[policy], profile)
     if routes:
@@ -198,24 +200,26 @@ def program_of(
     facts = Facts(
         step,
         names,
-        frozen,
+        stack_dims,
         _traits(vendor, profile),
         batch=(colouring.batch_colour, batch_size(problem, colouring)),
         sequence=(colouring.sequence_colour, sequence_size(problem, colouring)),
         routes=routes,
         exchange=TokenExchange(padding=profile.exchange_room, sent=profile.exchange),
     )
-    by_group = (
-        1 < len(facts.layers.counts) <= MAX_CLASSES
+    can_mix_remat = (
+        1 < len(facts.layers.counts) <= MAX_POLICY_GROUPS
         and len(problem.steps) > 1
         and "none" in problem.steps
     )
-    return Program(
+    return CostProgram(
         facts=facts,
         step=step,
-        guesses=tuple(_guesses(colouring, expert_colour(facts.graph, names) if routes else None)),
+        peak_choices=tuple(
+            _peak_choices(colouring, expert_colour(facts.graph, names) if routes else None)
+        ),
         profile=profile,
-        by_group=by_group,
+        can_mix_remat=can_mix_remat,
         work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
     )
 
@@ -230,7 +234,7 @@ def _traits(vendor: str, profile: FrameworkProfile) -> Traits:
     )
 
 
-def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
+def _peak_choices(colouring: Colouring, expert: str | None) -> list[Choice]:
     """Hypothetical choices, used to find the points where memory may peak; `expert` is the colour
     of the experts to which tokens are routed.
     """
@@ -257,13 +261,13 @@ def _guesses(colouring: Colouring, expert: str | None) -> list[Choice]:
 # Remat policies of a plan, the same for all layers or by layer group.
 
 
-def names_of_classes(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
+def names_of_groups(parameters: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Names of layer groups: the common prefix of the paths of their parameters, or "layers" with
     the index of the group.
 
-    >>> names_of_classes([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]])
+    >>> names_of_groups([["encoder.layers.up", "encoder.layers.down"], ["decoder.layers.up"]])
     ('encoder.layers', 'decoder.layers')
-    >>> names_of_classes([["a", "b"]])
+    >>> names_of_groups([["a", "b"]])
     ('layers#0',)
     """
     shared = [_shared_path(paths) for paths in parameters]
@@ -296,9 +300,13 @@ def _shared_path(paths: Sequence[str]) -> str:
 #   shapes either: they are computed once per model (`shardlib.cost.tables`).
 
 Array = np.ndarray
+#: A component, and a choice whose tensor colours are those of the component.
+Key = tuple[tuple[str, ...], Choice]
+#: (remat policy, True where tokens are routed) of a program.
+ProgramKey = tuple[str, bool]
 
 
-class Group:
+class ItemGroup:
     """Items that depend on the same colours of a choice, with the rows of the tally to which they
     add.
     """
@@ -319,23 +327,23 @@ class Group:
 
 def grouped(
     lists: Sequence[Iterable[Item]], relevant: frozenset[str], item_entries: ItemEntries
-) -> tuple[Group, ...]:
+) -> tuple[ItemGroup, ...]:
     """Items grouped by the relevant colours on which they depend; the segments of each list follow
     those of the list before.
     """
-    groups: dict[frozenset[str], Group] = {}
+    groups: dict[frozenset[str], ItemGroup] = {}
     for number, items in enumerate(lists):
         for item in items:
             colours = item.colours & relevant
             if colours not in groups:
-                groups[colours] = Group(colours, item_entries)
+                groups[colours] = ItemGroup(colours, item_entries)
             groups[colours].items.append(
                 (number * item_entries.segments, item_entries.number(item))
             )
     return tuple(groups.values())
 
 
-def components(
+def connected_components(
     groups: Iterable[frozenset[str]], colours: Sequence[str]
 ) -> tuple[tuple[str, ...], ...]:
     """Connected components of the colours that groups tie together; each in the order of `colours`,
@@ -343,13 +351,15 @@ def components(
     """
     tied_sets: list[set[str]] = [{name} for name in colours]
     for group in groups:
-        tied = [part for part in tied_sets if part & group]
+        tied = [tied_set for tied_set in tied_sets if tied_set & group]
         if len(tied) > 1:
-            tied_sets = [part for part in tied_sets if part not in tied] + [set[str]().union(*tied)]
+            tied_sets = [other for other in tied_sets if other not in tied] + [
+                set[str]().union(*tied)
+            ]
     return tuple(
         sorted(
-            (tuple(name for name in colours if name in part) for part in tied_sets),
-            key=lambda part: (len(part), colours.index(part[0])),
+            (tuple(name for name in colours if name in tied_set) for tied_set in tied_sets),
+            key=lambda tied_set: (len(tied_set), colours.index(tied_set[0])),
         )
     )
 
@@ -360,77 +370,63 @@ class ItemTallies:
 
     Attributes:
         segments: number of segments of each list.
-        parts: components of the colours; `()` stands for items that depend on no colour that the
-            tensor axis could shard.
+        components: components of the colours; `()` stands for items that depend on no colour that
+            the tensor axis could shard.
     """
 
     lists: int
     segments: int
-    groups: tuple[Group, ...]
-    parts: tuple[tuple[str, ...], ...]
-    _known: dict[tuple[tuple[str, ...], Choice], Tally] = field(
-        default_factory=dict[tuple[tuple[str, ...], Choice], Tally], init=False, repr=False
-    )
-    _asked: dict[tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]] = (
-        field(
-            default_factory=dict[
-                tuple[tuple[str, ...], Choice], tuple[tuple[tuple[str, ...], Choice], Tally]
-            ],
-            init=False,
-            repr=False,
-        )
+    groups: tuple[ItemGroup, ...]
+    components: tuple[tuple[str, ...], ...]
+    _cache: dict[Key, Tally] = field(default_factory=dict[Key, Tally], init=False, repr=False)
+    _by_request: dict[Key, tuple[Key, Tally]] = field(
+        default_factory=dict[Key, tuple[Key, Tally]], init=False, repr=False
     )
 
-    def of(
-        self, part: tuple[str, ...], choice: Choice
-    ) -> tuple[tuple[tuple[str, ...], Choice], Tally]:
+    def of(self, component: tuple[str, ...], choice: Choice) -> tuple[Key, Tally]:
         """The tally of a component under a choice, and its cache key; choices that shard the
         component alike share both.
         """
-        request = part, choice
-        if request not in self._asked:
+        request = component, choice
+        if request not in self._by_request:
             key = (
-                part,
-                replace(choice, tensor=tuple(name for name in choice.tensor if name in part)),
+                component,
+                replace(choice, tensor=tuple(name for name in choice.tensor if name in component)),
             )
-            if key not in self._known:
-                cuttable = {name for component in self.parts for name in component}
-                own_colours = set(part)
+            if key not in self._cache:
+                shardable = {name for names in self.components for name in names}
+                own = set(component)
                 groups = (
                     group
                     for group in self.groups
-                    if (
-                        group.colours & own_colours if own_colours else not group.colours & cuttable
-                    )
+                    if (group.colours & own if own else not group.colours & shardable)
                 )
-                self._known[key] = tallied(
+                self._cache[key] = tallied(
                     entry for group in groups for entry in group.entries(choice)
                 )
-            self._asked[request] = key, self._known[key]
-        return self._asked[request]
+            self._by_request[request] = key, self._cache[key]
+        return self._by_request[request]
 
-    def on(self, values: MeasureValues, shapes: Array) -> OnShapes:
+    def on(self, values: MeasureValues, shapes: Array) -> EvaluatedTallies:
         """The tallies on some shapes."""
-        return OnShapes(tallies=self, values=values, at=shapes)
+        return EvaluatedTallies(tallies=self, values=values, shapes=shapes)
 
 
 @dataclass(kw_only=True)
-class OnShapes:
-    """Tallies on the shapes of `values` numbered `at`; components are evaluated once."""
+class EvaluatedTallies:
+    """Tallies on the shapes of `values` numbered `shapes`; components are evaluated once."""
 
     tallies: ItemTallies
     values: MeasureValues
-    at: Array
-    _known: dict[tuple[tuple[str, ...], Choice], Array] = field(
-        default_factory=dict[tuple[tuple[str, ...], Choice], Array], init=False, repr=False
-    )
+    shapes: Array
+    _cache: dict[Key, Array] = field(default_factory=dict[Key, Array], init=False, repr=False)
 
     def total(self, choice: Choice) -> Array:
         """Quantities under a choice: array [lists, segments, rows, shapes]."""
-        return self.columns([(choice, np.arange(len(self.at)))])
+        return self.columns([(choice, np.arange(len(self.shapes)))])
 
     def columns(self, choices: Sequence[tuple[Choice, Array]]) -> Array:
-        """Quantities under choices, each at some positions of `at`, concatenated: array [lists,
+        """Quantities under choices, each at some positions of `shapes`, concatenated: array [lists,
         segments, rows, columns].
         """
         tallies = self.tallies
@@ -443,11 +439,11 @@ class OnShapes:
         begin = 0
         for choice, positions in choices:
             columns = slice(begin, begin := begin + len(positions))
-            for part in ((), *tallies.parts):
-                key, tally = tallies.of(part, choice)
-                if key not in self._known:
-                    self._known[key] = tally.on(self.values, self.at)
-                quantities[tally.rows, columns] += self._known[key][:, positions]
+            for component in ((), *tallies.components):
+                key, tally = tallies.of(component, choice)
+                if key not in self._cache:
+                    self._cache[key] = tally.on(self.values, self.shapes)
+                quantities[tally.rows, columns] += self._cache[key][:, positions]
         return quantities.reshape(tallies.lists, tallies.segments, ROWS, -1)
 
 
@@ -456,14 +452,14 @@ class ModelTallies:
     """The tallies of a model.
 
     Attributes:
-        rest: stored arrays.
+        stored: stored arrays.
         work: computation and communication, by (remat policy, True where tokens are routed).
         points: memory, one list per point where it may peak, by the same keys.
     """
 
-    rest: ItemTallies
-    work: dict[tuple[str, bool], ItemTallies]
-    points: dict[tuple[str, bool], ItemTallies]
+    stored: ItemTallies
+    work: dict[ProgramKey, ItemTallies]
+    points: dict[ProgramKey, ItemTallies]
 
 
 class TallyCache:
@@ -472,73 +468,80 @@ class TallyCache:
     Args:
         work: work items by (remat policy, True where tokens are routed).
         points: returns the memory items of each point, by the same keys.
-        resting: items of stored parameters.
+        stored: items of stored parameters.
         classes: number of layer classes.
         fixed: colours other than those of a choice's tensor axis on which items may depend.
-        beside: a cache to share measures with, and the groups of lists of items that are in both.
+        sibling: a cache to share measures with, and the groups of lists of items that are in both.
     """
 
     def __init__(
         self,
-        work: dict[tuple[str, bool], list[Item]],
-        points: Callable[[], dict[tuple[str, bool], tuple[list[Item], ...]]],
-        resting: list[Item],
+        work: dict[ProgramKey, list[Item]],
+        points: Callable[[], dict[ProgramKey, tuple[list[Item], ...]]],
+        stored: list[Item],
         classes: int,
         profile: FrameworkProfile,
         fixed: frozenset[str],
-        beside: TallyCache | None = None,
+        sibling: TallyCache | None = None,
     ) -> None:
-        self._work, self._points, self._rest = work, points, resting
+        self._work, self._points, self._stored = work, points, stored
         self._segments, self._fixed = classes + 2, fixed
         self._item_entries = (
             ItemEntries(MeasureIndex(), profile, classes + 2)
-            if beside is None
-            else beside._item_entries
+            if sibling is None
+            else sibling._item_entries
         )
         self._groups: dict[
-            tuple[frozenset[str], tuple[int, ...]], tuple[Sequence[list[Item]], tuple[Group, ...]]
-        ] = {} if beside is None else beside._groups
-        self._known: dict[tuple[str, ...], ModelTallies] = {}
+            tuple[frozenset[str], tuple[int, ...]],
+            tuple[Sequence[list[Item]], tuple[ItemGroup, ...]],
+        ] = {} if sibling is None else sibling._groups
+        self._cache: dict[tuple[str, ...], ModelTallies] = {}
 
     @property
     def index(self) -> MeasureIndex:
         """The measures."""
         return self._item_entries.index
 
-    def uncut(self, key: tuple[str, bool] | None) -> ItemTallies:
+    def unsharded(self, key: ProgramKey | None) -> ItemTallies:
         """The tallies without tensor sharding of a program's work, or of stored arrays.
 
         Args:
             key: (remat policy, True where tokens are routed); None for stored arrays.
         """
-        items = self._rest if key is None else self._work[key]
+        items = self._stored if key is None else self._work[key]
         groups = self._grouped([items], self._fixed)
-        return ItemTallies(lists=1, segments=self._segments, groups=groups, parts=())
+        return ItemTallies(lists=1, segments=self._segments, groups=groups, components=())
 
-    def of_cuttable(self, cuttable: tuple[str, ...]) -> ModelTallies:
+    def of_shardable(self, shardable: tuple[str, ...]) -> ModelTallies:
         """The tallies where the tensor axis may shard the given colours."""
-        if cuttable not in self._known:
-            relevant = self._fixed | set(cuttable)
+        if shardable not in self._cache:
+            relevant = self._fixed | set(shardable)
             points = self._points()
             lists: list[Sequence[list[Item]]] = [
-                [self._rest],
+                [self._stored],
                 *([items] for items in self._work.values()),
                 *points.values(),
             ]
             groups = [self._grouped(items, relevant) for items in lists]
-            parts = components((group.colours for items in groups for group in items), cuttable)
-            resting, *others = [
-                ItemTallies(lists=len(listed), segments=self._segments, groups=items, parts=parts)
+            components = connected_components(
+                (group.colours for items in groups for group in items), shardable
+            )
+            stored, *others = [
+                ItemTallies(
+                    lists=len(listed), segments=self._segments, groups=items, components=components
+                )
                 for listed, items in zip(lists, groups, strict=True)
             ]
-            self._known[cuttable] = ModelTallies(
-                rest=resting,
+            self._cache[shardable] = ModelTallies(
+                stored=stored,
                 work=dict(zip(self._work, others[: len(self._work)], strict=True)),
                 points=dict(zip(points, others[len(self._work) :], strict=True)),
             )
-        return self._known[cuttable]
+        return self._cache[shardable]
 
-    def _grouped(self, lists: Sequence[list[Item]], relevant: frozenset[str]) -> tuple[Group, ...]:
+    def _grouped(
+        self, lists: Sequence[list[Item]], relevant: frozenset[str]
+    ) -> tuple[ItemGroup, ...]:
         """See `grouped`; cached by the identity of the lists, which are therefore kept alive."""
         key = relevant, tuple(map(id, lists))
         if key not in self._groups:
@@ -552,27 +555,27 @@ class Workload:
 
     Attributes:
         vendor: vendor of the chips.
-        frozen: (path, dim) of parameter dims that count layers.
+        stack_dims: (path, dim) of parameter dims that count layers.
         expert: colour of experts to which tokens can be routed; None without.
         programs: by (remat policy, True where tokens are routed).
-        rest: items of stored parameters.
+        stored: items of stored parameters.
         model: layers, and bytes of the batch.
         framework: the framework of the profile, with its abilities; None for programs of shardlib.
-        beside: the same problem under a profile with another attention kernel, whose tallies are
+        sibling: the same problem under a profile with another attention kernel, whose tallies are
             shared.
     """
 
     problem: Problem
     vendor: str
     colouring: Colouring
-    frozen: frozenset[tuple[str, int]]
+    stack_dims: frozenset[tuple[str, int]]
     expert: str | None
-    programs: Mapping[tuple[str, bool], Program]
-    rest: list[Item]
+    programs: Mapping[ProgramKey, CostProgram]
+    stored: list[Item]
     model: ModelFacts
     profile: FrameworkProfile = XLA
     framework: Framework | None = None
-    beside: Workload | None = None
+    sibling: Workload | None = None
 
     __repr__ = compact
 
@@ -581,16 +584,16 @@ class Workload:
         """The tallies of all programs, computed lazily and shared by all searches."""
         work = {key: program.work for key, program in self.programs.items()}
 
-        def points() -> dict[tuple[str, bool], tuple[list[Item], ...]]:
+        def points() -> dict[ProgramKey, tuple[list[Item], ...]]:
             return {key: program.points for key, program in self.programs.items()}
 
-        beside = None
-        if self.beside is not None and self.profile == replace(
-            self.beside.profile, attention=self.profile.attention
+        sibling = None
+        if self.sibling is not None and self.profile == replace(
+            self.sibling.profile, attention=self.profile.attention
         ):
-            beside = self.beside.tallies
+            sibling = self.sibling.tallies
         return TallyCache(
-            work, points, self.rest, len(self.counts), self.profile, self._fixed, beside=beside
+            work, points, self.stored, len(self.counts), self.profile, self._fixed, sibling=sibling
         )
 
     @property
@@ -621,13 +624,12 @@ class Workload:
             {key: (program.moments[0].stacks,) for key, program in self.programs.items()}
         )
 
-    def _of(self, points: dict[tuple[str, bool], tuple[list[Item], ...]]) -> TallyCache:
-        return TallyCache(
-            {}, lambda: points, [], len(self.counts), self.profile, self._fixed, beside=self.tallies
-        )
+    def _of(self, points: dict[ProgramKey, tuple[list[Item], ...]]) -> TallyCache:
+        groups, fixed = len(self.counts), self._fixed
+        return TallyCache({}, lambda: points, [], groups, self.profile, fixed, self.tallies)
 
     @cached_property
-    def by_class(self) -> bool:
+    def can_mix_remat(self) -> bool:
         """True if layer groups can follow different remat policies: there are several, and all
         programs have the same loops.
         """
@@ -635,18 +637,18 @@ class Workload:
         return len(loops) == 1 and () not in loops
 
     @cached_property
-    def class_names(self) -> tuple[str, ...]:
-        """Display names of the layer groups; see `names_of_classes`."""
+    def group_names(self) -> tuple[str, ...]:
+        """Display names of the layer groups; see `names_of_groups`."""
         first = next(iter(self.programs.values()))
         segments = parameter_segments(first.facts)
-        return names_of_classes(
+        return names_of_groups(
             [
                 [path for path, segment in segments.items() if segment == k]
                 for k in range(len(self.counts))
             ]
         )
 
-    def under(self, dtypes: Dtypes, attention: str = "traced") -> Workload:
+    def variant(self, dtypes: Dtypes, attention: str = "traced") -> Workload:
         """The same model in other dtypes (`shardlib.planner.stored`) or with another attention
         kernel; cached.
         """
@@ -657,30 +659,30 @@ class Workload:
             if attention == "blocks"
             else "fused"
         )
-        if (dtypes, kind) not in self._under:
-            problem, profile = under(dtypes, self.problem, self.profile)
+        if (dtypes, kind) not in self._variants:
+            problem, profile = with_dtypes(dtypes, self.problem, self.profile)
             changed = profile if kind == "traced" else replace(profile, attention=kind)
-            prepared_other = self._under.get((dtypes, "fused" if kind == "blocks" else "blocks"))
+            prepared_other = self._variants.get((dtypes, "fused" if kind == "blocks" else "blocks"))
             if kind == "traced" and not dtypes:
-                variant = self
+                other = self
             elif kind != "traced" and prepared_other is not None:
-                variant = prepared_other.attending(kind)
+                other = prepared_other.with_attention(kind)
             else:
-                beside = None if dtypes else self
-                variant = prepare(problem, self.vendor, changed, self.framework, beside)
-            self._under[dtypes, kind] = variant
-        return self._under[dtypes, kind]
+                sibling = None if dtypes else self
+                other = prepare(problem, self.vendor, changed, self.framework, sibling)
+            self._variants[dtypes, kind] = other
+        return self._variants[dtypes, kind]
 
-    def attending(self, kind: str) -> Workload:
+    def with_attention(self, kind: str) -> Workload:
         """The same model with another attention kernel, which changes its memory alone."""
         profile = replace(self.profile, attention=kind)
         programs = {
             key: replace(program, profile=profile) for key, program in self.programs.items()
         }
-        return replace(self, profile=profile, programs=programs, beside=self)
+        return replace(self, profile=profile, programs=programs, sibling=self)
 
     @cached_property
-    def _under(self) -> dict[tuple[Dtypes, str], Workload]:
+    def _variants(self) -> dict[tuple[Dtypes, str], Workload]:
         return {}
 
     @property
@@ -694,20 +696,20 @@ def prepare(
     vendor: str = "nvidia",
     profile: FrameworkProfile = XLA,
     framework: Framework | None = None,
-    beside: Workload | None = None,
+    sibling: Workload | None = None,
 ) -> Workload:
     """Colours a problem and splits its cost into items.
 
     Args:
         framework: the framework of the profile; None for programs of shardlib.
     """
-    colouring = colour(problem) if beside is None else beside.colouring
-    frozen = frozenset(stack_dims(problem)) if beside is None else beside.frozen
+    colouring = colour(problem) if sibling is None else sibling.colouring
+    stacked = frozenset(stack_dims(problem)) if sibling is None else sibling.stack_dims
     first = next(iter(problem.steps))
     expert = expert_colour(problem.steps[first].graph, colouring.steps[first])
     programs = {
-        (policy, routes): program_of(
-            problem, colouring, frozen, profile, vendor, policy=policy, routes=routes
+        (policy, routes): cost_program(
+            problem, colouring, stacked, profile, vendor, policy=policy, routes=routes
         )
         for policy in problem.steps
         for routes in ((False, True) if expert else (False,))
@@ -722,20 +724,20 @@ def prepare(
         problem=problem,
         vendor=vendor,
         colouring=colouring,
-        frozen=frozen,
+        stack_dims=stacked,
         expert=expert,
         programs=programs,
-        rest=stored_items(problem.parameters, colouring.parameters, frozen, segments),
+        stored=stored_items(problem.parameters, colouring.parameters, stacked, segments),
         profile=profile,
         framework=framework,
-        beside=beside,
+        sibling=sibling,
         model=ModelFacts(
             counts=facts.layers.counts,
             batch_bytes=batch_bytes,
             state_bytes=problem.state_bytes,
             largest_end=_largest_end(problem, segments),
             reduction_dtype_ratio=_reduction(profile, problem),
-            matmul_dtype_ratio=_working(problem),
+            matmul_dtype_ratio=_compute_dtype_ratio(problem),
             head_layers=_head_layers(facts),
         ),
     )
@@ -753,7 +755,7 @@ def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
     return max(sizes) / sum(sizes) if sizes else 1.0
 
 
-def _working(problem: Problem) -> float:
+def _compute_dtype_ratio(problem: Problem) -> float:
     """Ratio of the bytes of parameters in the compute dtype to their bytes as stored."""
     elements = [float(math.prod(parameter.shape)) for parameter in problem.parameters]
     stored_bytes = sum(

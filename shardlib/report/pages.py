@@ -37,8 +37,8 @@ from shardlib.planner.answers import (
     shock_row,
 )
 from shardlib.planner.plan import Plan
-from shardlib.planner.scaling import Curve, Point
-from shardlib.planner.stored import ActivationLayout, Move, together
+from shardlib.planner.scaling import Curve, ScalingPoint
+from shardlib.planner.stored import ActivationLayout, Move, joined_names
 from shardlib.report.changes import change
 from shardlib.report.elements import (
     bytes_text,
@@ -264,7 +264,7 @@ def html_report(
         collectives=collectives,
         parameters=rows,
         activations=_activations(plan, [row for row, _, _ in collectives]),
-        together=together,
+        joined_names=joined_names,
         findings=[(str(replace(f, hint="")), f.hint) for f in plan.findings],
         outcomes=", ".join(f"{count:,} {outcome}" for outcome, count in plan.search.counts),
         rejected=[
@@ -632,7 +632,7 @@ def _sums(move: Move) -> bool:
 
 def _moved_form(activation: ActivationLayout, move: Move) -> tuple[str, Layout, str]:
     """An activation on the other side of a collective."""
-    over, of = "·".join(move.axes), together(move.of)
+    over, of = "·".join(move.axes), joined_names(move.of)
     if move.kind == "collective-permute":
         note = f"as {of} hand it on, a shard at a time"
     elif _sums(move):
@@ -1067,5 +1067,5 @@ def curve_svg(curve: Curve) -> str:
     )
 
 
-def _rate(point: Point) -> float:
+def _rate(point: ScalingPoint) -> float:
     return point.plan.estimate.tokens_per_second if point.plan is not None else 0.0

@@ -22,7 +22,7 @@ from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
 from shardlib.planner.plan import Plan
 from shardlib.planner.space import unsupported_for
-from shardlib.planner.stored import Candidate, completed
+from shardlib.planner.stored import Candidate, decisions_of
 from shardlib.planner.workload import Workload
 from shardlib.propagation.colours import Choice
 from tests.planner.worlds import with_memory
@@ -182,7 +182,7 @@ def every_candidate(
 
 def lowered(load: Workload, candidate: Candidate) -> bool:
     """Whether a program can be made of a candidate."""
-    whole = completed(candidate, "dropless", load.class_names)
+    whole = decisions_of(candidate, "dropless", load.group_names)
     return not matching_rows(facts_of_decisions(whole), unsupported_for(load))
 
 

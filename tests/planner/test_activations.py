@@ -11,7 +11,7 @@ import pytest
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
-from shardlib.planner.stored import together
+from shardlib.planner.stored import joined_names
 from tests.planner import worlds
 
 PINS = (
@@ -27,8 +27,8 @@ OWN = ({"tensor"}, {"context"})
 
 
 def test_names_that_begin_alike_are_one():
-    assert together(["a.b.query", "a.b.key"]) == "a.b.query/key"
-    assert together(["head", "a.b.key"]) == "head, a.b.key"
+    assert joined_names(["a.b.query", "a.b.key"]) == "a.b.query/key"
+    assert joined_names(["head", "a.b.key"]) == "head, a.b.key"
 
 
 @pytest.mark.parametrize("pin", PINS, ids=lambda pin: "-".join(pin["mesh"]))

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from shardlib.layout import Layout, MeshShape
-from shardlib.planner.layouts import at_rest
+from shardlib.planner.layouts import stored_layout
 
 #: Dims of matrices of language models, all whole numbers of 128.
 SIZES = (256, 512, 1024, 4096, 5120, 8192, 11008, 14336, 28672)
@@ -28,7 +28,7 @@ def padded(rows: int, columns: int) -> int:
 def test_shards_of_a_matrix_are_not_padded_where_a_dim_has_whole_tiles(ways: int) -> None:
     mesh = MeshShape(fsdp=ways)
     for shape in itertools.product(SIZES, SIZES):
-        chosen = at_rest(Layout((), (), ()), (32, *shape), mesh, frozenset({0}))
+        chosen = stored_layout(Layout((), (), ()), (32, *shape), mesh, frozenset({0}))
         shards = {
             dim: tuple(size // (ways if dim == at else 1) for at, size in enumerate(shape))
             for dim in (0, 1)

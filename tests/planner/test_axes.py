@@ -17,7 +17,7 @@ from shardlib.graph import AttentionCalls
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
-from shardlib.planner.space import strategies
+from shardlib.planner.space import attention_strategies
 from shardlib.planner.workload import Workload, prepare
 from shardlib.report.elements import bytes_text
 from shardlib.report.text import reasons
@@ -242,13 +242,15 @@ def test_heads_that_a_chip_does_not_take_are_left_to_others(
     chip: str, width: int, kind: str
 ) -> None:
     problem = replace(function().problem, attention=AttentionCalls(width=width))
-    first, *_ = strategies(problem, Pins.parse({}), XLA, topology(f"{chip}:8").chip)
+    first, *_ = attention_strategies(problem, Pins.parse({}), XLA, topology(f"{chip}:8").chip)
     assert first.decisions.attention == kind
     if kind == "blocks":
         with pytest.raises(
             PinError, match=rf"heads are {width} wide; the kernel takes \d+ on {chip}"
         ):
-            strategies(problem, Pins.parse({"attention": "cudnn"}), XLA, topology(f"{chip}:8").chip)
+            attention_strategies(
+                problem, Pins.parse({"attention": "cudnn"}), XLA, topology(f"{chip}:8").chip
+            )
 
 
 def along_context(way: str, load: Workload | None = None, remat: str = "none") -> Plan:

@@ -8,7 +8,7 @@ import pytest
 
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
-from shardlib.planner.search import nearby
+from shardlib.planner.search import nearby_batches
 from tests.planner import worlds
 
 
@@ -36,10 +36,10 @@ def test_a_mesh_that_the_user_chose_is_no_matter_of_rows() -> None:
 
 
 def test_nearby_batches_divide_over_more_devices_the_nearest_first() -> None:
-    assert nearby(255, 256) == (256,)
-    assert nearby(60, 64) == (56, 64) or nearby(60, 64) == (64,)
+    assert nearby_batches(255, 256) == (256,)
+    assert nearby_batches(60, 64) == (56, 64) or nearby_batches(60, 64) == (64,)
     for rows in range(2, 80):
-        for other in nearby(rows, 48):
+        for other in nearby_batches(rows, 48):
             assert abs(other - rows) <= rows / 4
             nearer = range(min(rows, other) + 1, max(rows, other))
             assert all(_ways(n) < _ways(other) for n in (rows, *nearer))

@@ -17,8 +17,15 @@ from shardlib.decisions.pins import Pins
 from shardlib.decisions.table import Decisions
 from shardlib.machines.topology import place, topology
 from shardlib.planner.assembly import price
-from shardlib.planner.bounds import Entries, Pairs, StepBounds, Tick, mixed, step_seconds
-from shardlib.planner.space import Scope, Strategy, build
+from shardlib.planner.bounds import (
+    Entries,
+    MicrobatchBounds,
+    Pairs,
+    StepBounds,
+    fastest_mixture,
+    step_seconds,
+)
+from shardlib.planner.space import AttentionStrategy, Scope, build_space
 from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
@@ -63,15 +70,15 @@ def _entries(
     world: str, software: str, routes: bool, capacity: float, context: str = "all-gather"
 ) -> tuple[Entries, StepBounds]:
     load, pricer = _load(world, software), Pricer(topology(WHERE), framework_profile(software))
-    strategy = Strategy(decisions=Decisions(context=context))
-    room = build(load, Pins(), None, strategy)
+    strategy = AttentionStrategy(decisions=Decisions(context=context))
+    room = build_space(load, Pins(), None, strategy)
     sizes = room.mesh_sizes(load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
     fitting = StepBounds(space=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
     scope = Scope(
         workload=load,
         space=room,
-        cuttable=room.tensor,
+        shardable=room.tensor,
         context_colour=load.colouring.sequence_colour,
         routes=routes,
     )
@@ -136,7 +143,7 @@ def test_no_plan_that_fits_is_faster_than_its_bounds(
                 replace(one.choice, context=entries.scope.context_colour)
             )
             placed = _placed(entries, at, one, software)
-            kinds = entries.on_places(placed, np.zeros(1, dtype=np.int64), np.array([choice]))
+            kinds = entries.seconds_by_kind(placed, np.zeros(1, dtype=np.int64), np.array([choice]))
             on_place = min(float(least[0]) for least in kinds.values())
             assert entries.fastest[at] <= seconds * (1 + 1e-9)
             assert of_entries[at] <= bounds[at, choice] * (1 + 1e-9)
@@ -159,7 +166,7 @@ def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
     routes = _load(world, software).expert is not None
     entries, _ = _entries(world, software, routes, np.inf)
     every = np.arange(len(entries))
-    of_entries = entries.leanest(every)
+    of_entries = entries.least_bytes(every)
     of_pairs = entries.pairs(every, minimum_memory=True)
     places = _index(entries)
     bounds = {
@@ -186,17 +193,14 @@ def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
 
 def test_a_mixture_lies_on_the_line_between_policies() -> None:
     none = (np.array([1.0, 1.0, 1.0, 2.0]), np.array([10.0, 10.0, 4.0, 10.0]))
-    full = (
-        np.array([2.0, 2.0, 2.0, 1.0]),
-        np.array([2.0, 6.0, 2.0, 2.0]),
-    )
-    np.testing.assert_allclose(mixed([none, full], 5.0), [1 + 5 / 8, np.inf, 1.0, 1.0])
+    full = (np.array([2.0, 2.0, 2.0, 1.0]), np.array([2.0, 6.0, 2.0, 2.0]))
+    np.testing.assert_allclose(fastest_mixture([none, full], 5.0), [1 + 5 / 8, np.inf, 1.0, 1.0])
 
 
 def test_the_fullest_stage_has_whole_layers() -> None:
     busy, layers = np.array([7.0]), np.array([6.0])  # six layers, and a second outside of them
     none = np.zeros(1)
-    tick = Tick.of(np.stack([busy, busy, busy, none, none, none, layers]))
+    tick = MicrobatchBounds.of(np.stack([busy, busy, busy, none, none, none, layers]))
     stages, micro = np.array([4]), np.array([8])
     seconds = step_seconds(tick, stages, micro, stages - 1, 6)
     np.testing.assert_allclose(seconds, (8 + 3) * (2 + 1 / 4))

@@ -70,7 +70,7 @@ def test_the_search_equals_brute_force(where: str, share: float) -> None:
 @pytest.mark.long
 def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> None:
     load, place, few, many = _sizes("cpu:1")
-    assert load.counts == (2, 2) and load.class_names == ("first", "second")
+    assert load.counts == (2, 2) and load.group_names == ("first", "second")
     found = [
         planner.search(
             load.problem, with_memory(place, few + (many - few) * share), ANY, workload=load
@@ -146,7 +146,7 @@ def test_pinned_classes_are_priced_between_their_corners() -> None:
 @pytest.mark.long
 def test_one_class_is_told_in_the_words_for_all() -> None:
     load = prepare(worlds.layers(batch=2, depth=4))
-    (name,) = load.class_names
+    (name,) = load.group_names
     by_class, by_word = (
         planner.search(load.problem, "h100:1", pin, workload=load)
         for pin in ({"remat_classes": {name: ["full", 2]}}, {"remat": "full", "remat_layers": 2})

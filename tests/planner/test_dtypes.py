@@ -66,7 +66,7 @@ def test_the_search_equals_brute_force(where: str, share: float | None) -> None:
         place = with_memory(place, roomy.estimate.device_bytes.peak * share)
     allow = dict(list(ALLOW.items())[:2])
     best = min(
-        fastest(load.under(dtypes), place, all_variants=share is not None)[0]
+        fastest(load.variant(dtypes), place, all_variants=share is not None)[0]
         for dtypes in combinations((), tuple((word, tuple(some)) for word, some in allow.items()))
     )
     plan = planner.search(load.problem, place, {"allow": allow}, workload=load)

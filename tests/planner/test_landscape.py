@@ -13,7 +13,7 @@ from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
 from shardlib.planner.incumbents import GRAIN, Landscape, front
 from shardlib.planner.plan import Plan
-from shardlib.planner.search import MOST_POINTS
+from shardlib.planner.search import MAX_POINTS
 from shardlib.planner.workload import prepare
 from tests.planner import worlds
 from tests.planner.brute_force import every_candidate
@@ -53,7 +53,7 @@ def test_the_chosen_plan_is_the_first_and_json_brings_it_back(plan):
     assert first.mesh == plan.mesh
     assert first.step_seconds == pytest.approx(plan.estimate.step_seconds, rel=1e-5)
     assert Plan.from_json(plan.to_json()) == plan
-    assert len(plan.search.landscape) <= MOST_POINTS
+    assert len(plan.search.landscape) <= MAX_POINTS
 
 
 def test_of_many_plans_the_front_stays_and_no_plan_is_far_from_a_point():
@@ -62,9 +62,9 @@ def test_of_many_plans_the_front_stays_and_no_plan_is_far_from_a_point():
         seconds = 1 + (i * 7919 % 6_000) / 600
         size = 1e9 * (1 + (i * 104_729 % 5_987) / 600)
         plans.append((seconds, size))
-        seen.note(i, seconds, size, fits=size < 6e9)
-    points = seen.points(MOST_POINTS)
-    assert len(points) <= MOST_POINTS
+        seen.add(i, seconds, size, fits=size < 6e9)
+    points = seen.points(MAX_POINTS)
+    assert len(points) <= MAX_POINTS
     ours = front(points)
     for seconds, size in plans:  # nothing is better than the front by more than a cell
         if size < 6e9:

@@ -19,7 +19,7 @@ def test_numbers_of_devices_searched_together_have_the_plan_of_each_alone(
 ) -> None:
     place, load = topology(where), worlds.prepared(getattr(worlds, name))
     alone = planner.search(load.problem, place, workload=load)  # brute force has it: `test_search`
-    monkeypatch.setattr(priced, "MANY_PER_ROW", 0)
+    monkeypatch.setattr(priced, "MANY_DEVICES_PER_ROW", 0)
     plan = planner.search(load.problem, place, workload=load)
     assert plan.estimate.step_seconds == pytest.approx(alone.estimate.step_seconds, rel=1e-9)
     assert plan.decisions == alone.decisions

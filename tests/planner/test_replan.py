@@ -19,7 +19,7 @@ from shardlib.machines.topology import device_order, topology
 from shardlib.planner import search as planner
 from shardlib.planner.answers import Replan, Shards, lost_elements, moved_elements
 from shardlib.planner.plan import Plan
-from shardlib.planner.scaling import KEPT
+from shardlib.planner.scaling import KEPT_KEYS
 from shardlib.report.elements import WIDTH
 from tests.planner import worlds
 from tests.planner.worlds import planned, with_memory, workload
@@ -155,10 +155,10 @@ def test_a_replan_adds_up(old: str, new: str, pin: dict[str, object] | None):
     assert change.plan.topology == new and change.slowdown == pytest.approx(
         change.plan.estimate.step_seconds / plan.estimate.step_seconds
     )
-    kept = {word: getattr(plan, word) for word in KEPT}
-    assert {word: getattr(change.plan, word) for word in KEPT} == kept
+    kept = {word: getattr(plan, word) for word in KEPT_KEYS}
+    assert {word: getattr(change.plan, word) for word in KEPT_KEYS} == kept
     assert (
-        f"Kept without asking: {', '.join(KEPT)}. Searching anew may find a faster plan."
+        f"Kept without asking: {', '.join(KEPT_KEYS)}. Searching anew may find a faster plan."
         in change.notes
     )
     again, anew = planned(new, {**(pin or {}), **kept}), planned(new, pin)
@@ -237,7 +237,7 @@ def test_simulated_devices_keep_the_figures_that_they_were_priced_with():
     assert plan.replan("cpu:7").machine.devices == 7
     assert not any("chips" in note or "figures" in note for note in same.notes)
     other = plan.replan(rough)
-    assert not other.elsewhere and other.notes[1].startswith("The figures of cpu are others")
+    assert not other.other_chips and other.notes[1].startswith("The figures of cpu are others")
     assert "measured here before" in other.notes[1]
 
 
@@ -252,7 +252,7 @@ def test_growth_and_other_chips_are_said():
     assert any(
         note.startswith("The chips are others: h100 before, h200 now.") for note in other.notes
     )
-    assert all(other.moved_bytes_per_device) and other.elsewhere and not grown.elsewhere
+    assert all(other.moved_bytes_per_device) and other.other_chips and not grown.other_chips
     text = " ".join(other.text.split())
     assert "surviving device" not in text and "no checkpoint is needed" not in text
     assert "they come from a checkpoint, or from the old machine while it is still there" in text

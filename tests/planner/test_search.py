@@ -120,7 +120,7 @@ def test_components_are_the_classes_of_tied_colours() -> None:
     ]
     colours = ("vocab", "mlp", "rope", "heads", "head_dim")
     together = (("vocab",), ("mlp",), ("rope", "heads", "head_dim"))
-    assert workload.components(groups, colours) == together
+    assert workload.connected_components(groups, colours) == together
     assert space.subsets(("a", "b")) == [(), ("a",), ("b",), ("a", "b")]
 
 

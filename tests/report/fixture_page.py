@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 from shardlib.layout import Collective, Layout, MeshShape
 from shardlib.planner.answers import Answers, Kernels, KernelTime
-from shardlib.planner.stored import ActivationLayout, Move, Priced
+from shardlib.planner.stored import ActivationLayout, Move, PricedPlan
 from shardlib.report.pages import Evidence, html_report
 from tests.planner.fixture_plan import GIB, PLAN
 
@@ -33,7 +33,7 @@ ACTIVATIONS = (
     ),
 )
 LANDSCAPE = tuple(
-    Priced(
+    PricedPlan(
         mesh=MeshShape(fsdp=2**k, tensor=16 // 2**k),
         decided=(("zero", str(zero)),),
         step_seconds=1.8 + 0.1 * k + 0.2 * zero,

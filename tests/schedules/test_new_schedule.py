@@ -20,7 +20,7 @@ from shardlib.errors import PinError
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
-from shardlib.planner.space import build, strategies
+from shardlib.planner.space import attention_strategies, build_space
 from shardlib.planner.workload import prepare
 from shardlib.schedules import (
     Array,
@@ -116,8 +116,8 @@ def test_planning_tries_a_new_schedule_by_itself() -> None:
 def test_a_pinned_schedule_is_no_other_that_works_breadth_first_too() -> None:
     load = prepare(WORLD, "nvidia", XLA)
     pins = Pins.parse({"mesh": {"stage": 2, "fsdp": 8}, "schedule": "late"})
-    usual, *_ = strategies(load.problem, pins, XLA, topology("h100:8").chip)
-    room = build(load, pins, None, usual)
+    usual, *_ = attention_strategies(load.problem, pins, XLA, topology("h100:8").chip)
+    room = build_space(load, pins, None, usual)
     tried = room.zeros_and_schedules("full", pipelined=True)
     assert {one.schedule for one in tried} == {"late"}
     assert {one.virtual_stages for one in tried} > {1}
