@@ -24,9 +24,9 @@ from shardlib.machines.topology import Topology, place
 from shardlib.models.config import TransformerConfig
 from shardlib.models.transformer import build, example_batch
 from shardlib.planner.assembly import price
+from shardlib.planner.parts import Candidate
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import ranked, search
-from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import Workload, prepare
 from shardlib.tracing.trace import trace
 

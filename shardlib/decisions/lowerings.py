@@ -74,17 +74,17 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
 
 def facts_of_decisions(decisions: Decisions) -> frozenset[str]:
     """The facts of a plan that `UNSUPPORTED` test."""
-    one = decisions
+    mesh, dtypes = decisions.mesh, decisions.dtypes
     return frozenset(
         name
         for name, true in {
-            "stages": one.mesh["stage"] > 1,
-            "one program": one.pipeline != "programs",
-            "routed": one.experts != "none",
-            "activations on host": "activations" in one.offload,
-            "reduction dtype": "reduction_dtype" in dict(one.dtypes),
-            "dtype without lowering": any(not has_lowering(*pair) for pair in one.dtypes),
-            "schedule without lowering": not schedule_lowered(one.schedule),
+            "stages": mesh["stage"] > 1,
+            "one program": decisions.pipeline != "programs",
+            "routed": decisions.experts != "none",
+            "activations on host": "activations" in decisions.offload,
+            "reduction dtype": "reduction_dtype" in dict(dtypes),
+            "dtype without lowering": any(not has_lowering(*pair) for pair in dtypes),
+            "schedule without lowering": not schedule_lowered(decisions.schedule),
         }.items()
         if true
     )
@@ -144,7 +144,8 @@ def lowerable(
 
     Args:
         facts: facts of all candidates.
-        varying: by fact, a mask of the candidates that have it, arrays [candidates]; at least one.
+        varying: by fact, a mask of the candidates that have it, arrays [candidates]; at least
+            decisions.
     """
     mask = np.ones(len(next(iter(varying.values()))), dtype=bool)
     for row in unsupported:

@@ -420,7 +420,7 @@ T = TypeVar("T")
 #: Names of pins in order; `axes` are single mesh axes, (name, size).
 _ORDER: tuple[str, ...] = ("mesh", "axes", *(key for key in TABLE if key != "mesh"), "allow")
 #: Pins for which () leaves the decision to the planner; for others () is a value.
-_COLLECTED = ("axes", "remat_classes", "dtypes", "allow")
+_COLLECTIONS = ("axes", "remat_classes", "dtypes", "allow")
 
 
 class _Pinned(Generic[T]):
@@ -487,7 +487,7 @@ class Pins:
             tuple(
                 (key, values[key])
                 for key in _ORDER
-                if values.get(key) is not None and not (key in _COLLECTED and not values[key])
+                if values.get(key) is not None and not (key in _COLLECTIONS and not values[key])
             )
         )
 

@@ -83,7 +83,7 @@ DTYPES: tuple[str, ...] = (
 LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
 LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
 #: Common abbreviations.
-SHORT: Mapping[str, str] = {
+DTYPE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
     **dict.fromkeys(("fp16", "f16", "half"), "float16"),
     **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
@@ -113,7 +113,7 @@ def read_dtype(key: str, value: object) -> str:
     name = _name(value)
     if name is None or "float" not in name or name not in ITEMSIZE:
         legal = lowered_dtypes(key.rpartition(".")[2])
-        meant = SHORT.get(value.lower()) if isinstance(value, str) else None
+        meant = DTYPE_ALIASES.get(value.lower()) if isinstance(value, str) else None
         raise PinError(
             f"{key} is {shown(value)}; it is one of {', '.join(legal)}"
             + (f"; did you mean {meant!r}?" if meant in legal else "")
@@ -736,7 +736,7 @@ def illegal(decisions: JsonMapping) -> list[str]:
 # regenerates it between its two marks; everything else on the page is prose.
 
 #: Marks around the table on the page.
-BEGIN, END = "<!-- table of decisions -->", "<!-- end of the table -->"
+TABLE_BEGIN, TABLE_END = "<!-- table of decisions -->", "<!-- end of the table -->"
 
 
 def rows(table: Mapping[str, DecisionEntry] = TABLE) -> Iterator[tuple[str, str, str]]:
@@ -756,9 +756,9 @@ def table_text(table: Mapping[str, DecisionEntry] = TABLE) -> str:
 
 def page(text: str, table: Mapping[str, DecisionEntry] = TABLE) -> str:
     """The page with the table regenerated."""
-    before, _, remainder = text.partition(BEGIN)
-    _, _, after = remainder.partition(END)
-    return f"{before}{BEGIN}\n{table_text(table)}\n{END}{after}"
+    before, _, remainder = text.partition(TABLE_BEGIN)
+    _, _, after = remainder.partition(TABLE_END)
+    return f"{before}{TABLE_BEGIN}\n{table_text(table)}\n{TABLE_END}{after}"
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ from shardlib.graph import Problem
 from shardlib.lowering.program import Options
 from shardlib.lowering.training_program import TrainingProgram
 from shardlib.machines.topology import Topology, TopologyLike, of_size
+from shardlib.planner.parts import CHOSEN, SLOWER, Refined, Trial
 from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.questions import pinned, priced_on, with_unlimited_memory
 from shardlib.planner.scaling import Curve, curve
 from shardlib.planner.search import ranked, search
-from shardlib.planner.stored import CHOSEN, SLOWER, Refined, Trial
 from shardlib.report.elements import bytes_text, seconds_text
 from shardlib.verification.isolation import PLATFORMS, Limits, require_compiler
 from shardlib.verification.report import CompiledStep, Verification

@@ -2,15 +2,30 @@
 
 Terms, in the order of a search:
 
+workload     a problem prepared for pricing: its colours and its cost programs
+cost program one way to run a step (remat policy, tokens routed or not), as cost items
 colour       dims of all arrays that are sharded together (`shardlib.propagation.colours`)
 component    colours that some op ties together; costs are sums over components
 choice       the sharded colours, with or without sequence parallelism
+segment      a layer group, the ops outside of layers, or embedding and head
+phase        a loop over layers, or the ops between two (`shardlib.cost.facts`)
+shape        degrees of parallelism of a device's arrays; by number, one of the distinct ones
 tally        quantities of a program under a choice, as a matrix times measures of shapes
+stored       kept between steps: parameters, optimizer state, accumulated gradients
+abilities    what a training framework supports; without limits for programs of shardlib
 entry        a mesh with a number of microbatches
 pair         an entry under a choice
 candidate    in arrays (`Meshes`) a placed entry; alone (`Candidate`) all decisions of one plan
 row          a placed entry under a choice
 corner       a remat policy for each layer group
+mixture      a plan between corners: each policy in some of the layers
+footprint    lower bounds on the bytes of a candidate
+bubble       waiting time of a stage, in units of its busy time per microbatch
+routed       tokens are sent to the devices that have their experts
+breadth first  all microbatches go through one chunk of layers before the next
+slack        largest step time of the plans of a ranking, in multiples of the fastest
+left out     colours beyond those of which every set is tried
+landscape    the priced plans, thinned to representative points of time and memory
 
 answers.py        values that answer questions about a plan
 assembly.py       from a priced candidate to a plan
@@ -19,12 +34,12 @@ findings.py       rules of thumb about a finished plan
 incumbents.py     prices of rows, and the best plans priced so far
 layouts.py        layouts of parameters and main activations
 no_plan.py        errors where there is no plan
+parts.py          the parts of a plan: candidates, activations, trials, dtypes
 plan.py           the plan: a frozen value with JSON
 priced.py         a space of plans, priced by branch and bound
 questions.py      questions that search again: why not, what if
 scaling.py        scaling curves, and plans for a changed machine
 search.py         the fastest plan that fits, a ranking, and the source of every plan
 space.py          the candidates
-stored.py         the parts of a plan: candidates, activations, trials, dtypes
 workload.py       a problem prepared for pricing
 """

@@ -45,8 +45,8 @@ from shardlib.layout import BATCH_AXES, CONTEXT, EXPERT, STAGE, TENSOR, MeshShap
 from shardlib.machines.topology import Placement, Topology, place
 from shardlib.planner import findings, layouts
 from shardlib.planner.layouts import activation_layouts
+from shardlib.planner.parts import Candidate, decisions_of
 from shardlib.planner.plan import FrameworkJob, Link, Plan, Search
-from shardlib.planner.stored import Candidate, decisions_of
 from shardlib.planner.workload import (
     CostProgram,
     Workload,
@@ -215,14 +215,12 @@ class PricedCandidate:
             parts = {
                 policy: PolicyTallies(
                     work=self.tally(program.work),
-                    stacks=tuple(self.tally(moment.stacks) for moment in program.moments),
-                    points=tuple(
-                        tuple(map(self.tally, moment.points)) for moment in program.moments
-                    ),
+                    stacks=tuple(self.tally(phase.stacks) for phase in program.phases),
+                    points=tuple(tuple(map(self.tally, phase.points)) for phase in program.phases),
                 )
                 for policy, program in programs.items()
             }
-            segments = [moment.segment for moment in first.moments]
+            segments = [phase.segment for phase in first.phases]
             return priced(*corner_tallies(policies, parts, segments, workload.counts))
 
         if candidate.groups:

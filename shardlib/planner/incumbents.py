@@ -67,8 +67,8 @@ from shardlib.planner.bounds import (
     message_seconds,
     step_seconds,
 )
+from shardlib.planner.parts import Candidate
 from shardlib.planner.space import Space
-from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import ModelTallies, Workload
 from shardlib.propagation.colours import Choice
 from shardlib.report.elements import TIE
@@ -975,7 +975,7 @@ class GroupPricer(PricingInputs):
 
     @cached_property
     def _phases(self) -> ModelTallies:
-        return self.workload.moments.of_shardable(self.shardable)
+        return self.workload.phases.of_shardable(self.shardable)
 
     def _quantities(
         self,
@@ -1007,7 +1007,7 @@ class GroupPricer(PricingInputs):
         """Quantities of the corners whose layer groups differ, under one choice."""
         shapes = np.unique(meshes.degrees_index)
         local = replace(meshes, degrees_index=np.searchsorted(shapes, meshes.degrees_index))
-        segments = [moment.segment for moment in self.workload.programs[NO_REMAT, routes].moments]
+        segments = [phase.segment for phase in self.workload.programs[NO_REMAT, routes].phases]
         parts = {
             policy: self._tallies(policy, routes, choice, shapes) for policy in self.space.policies
         }
@@ -1023,17 +1023,17 @@ class GroupPricer(PricingInputs):
         return by_corner
 
     def _tallies(self, policy: str, routes: bool, choice: Choice, shapes: Array) -> PolicyTallies:
-        """The tallies of a program on some shapes, in the order of `Workload.moments`."""
+        """The tallies of a program on some shapes, in the order of `Workload.phases`."""
         columns = [(choice, np.arange(len(shapes)))]
         work = self._model_tallies.work[policy, routes].on(self.values, shapes).columns(columns)[0]
         lists = list(self._phases.points[policy, routes].on(self.values, shapes).columns(columns))
         points: list[tuple[Array, ...]] = []
         stacks: list[Array] = []
-        for moment in self.workload.programs[policy, routes].moments:
+        for phase in self.workload.programs[policy, routes].phases:
             first, *lists = lists
             stacks.append(first)
-            points.append(tuple(lists[: len(moment.points)]))
-            lists = lists[len(moment.points) :]
+            points.append(tuple(lists[: len(phase.points)]))
+            lists = lists[len(phase.points) :]
         return PolicyTallies(work=work, points=tuple(points), stacks=tuple(stacks))
 
     @cached_property

@@ -36,8 +36,8 @@ from shardlib.layout import (
     Rules,
 )
 from shardlib.machines.topology import Topology
+from shardlib.planner.parts import ActivationLayout, Move, joined_names
 from shardlib.planner.plan import ParameterLayout, Plan
-from shardlib.planner.stored import ActivationLayout, Move, joined_names
 from shardlib.propagation.colours import TOKENS, Choice, Spec, axes_of
 
 # --------------------------------------------------------------------------------------------------

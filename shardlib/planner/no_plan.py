@@ -27,7 +27,7 @@ from shardlib.graph import Problem
 from shardlib.layout import BATCH_AXES, INNER_AXES, STORED_AXES, MeshShape
 from shardlib.machines.topology import Topology, divisors
 from shardlib.machines.topology import topology as parse_topology
-from shardlib.planner.stored import Candidate
+from shardlib.planner.parts import Candidate
 from shardlib.planner.workload import (
     MAX_MICROBATCHES,
     Workload,

@@ -41,7 +41,7 @@ from shardlib.findings import Finding
 from shardlib.layout import ISLAND, Layout, LogicalAxes, MeshShape, Rules
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as find_topology
-from shardlib.planner.stored import MESH, ActivationLayout, PricedPlan, Refined
+from shardlib.planner.parts import MESH, ActivationLayout, PricedPlan, Refined
 from shardlib.schedules import SCHEDULES
 from shardlib.untrusted.data import (
     Form,
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
         Sensitivity,
     )
     from shardlib.planner.layouts import AxisSizes, PlanShardings
-    from shardlib.planner.stored import Candidate
+    from shardlib.planner.parts import Candidate
     from shardlib.planner.workload import Workload
     from shardlib.report.timelines import Timeline
 
@@ -288,7 +288,7 @@ class Plan(Decisions):
         model: display name of the model.
         topology: spelling of the topology.
         framework: the training framework that runs the plan; None for programs of shardlib.
-        origin: (word, value) pairs with which the command line can trace the model again.
+        origin: (key, value) pairs with which the command line can trace the model again.
         placement: for every axis the links along which it runs, the major one first; see
             `shardlib.machines.topology`.
         parameters: layout of every parameter, in the order of the model's tree.

@@ -35,8 +35,8 @@ from shardlib.planner.incumbents import (
     Ranking,
     RowPricer,
 )
+from shardlib.planner.parts import Candidate, PricedPlan, choice_of_rules, rules_in_colours
 from shardlib.planner.space import RowChoices, Scope, Space, spaces, unsupported_for
-from shardlib.planner.stored import Candidate, PricedPlan, choice_of_rules, rules_in_colours
 from shardlib.planner.workload import ItemTallies, Workload
 from shardlib.propagation.colours import Choice
 

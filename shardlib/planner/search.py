@@ -36,9 +36,9 @@ from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.assembly import PricedCandidate, assemble, price
 from shardlib.planner.findings import without_effect
 from shardlib.planner.incumbents import BestPlans, RankedEntry, Ranking
+from shardlib.planner.parts import Candidate, effective, with_dtypes
 from shardlib.planner.plan import Plan, Ranked, Rejected, Search, Source
 from shardlib.planner.priced import PricedSpace, priced_space
-from shardlib.planner.stored import Candidate, effective, with_dtypes
 from shardlib.planner.workload import Workload, batch_size, most_specific_first, prepare
 from shardlib.report.elements import TIE, ratio_text
 

@@ -30,7 +30,7 @@ from shardlib.graph import OF_VENDOR, Problem, Rows
 from shardlib.layout import BATCH_AXES, MESH_AXES, STORED_AXES, TENSOR
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import divisors
-from shardlib.planner.stored import combinations, effective
+from shardlib.planner.parts import combinations, effective
 from shardlib.planner.workload import (
     MAX_MICROBATCHES,
     ItemTallies,
@@ -236,7 +236,7 @@ def require_no_row_results(rows: Rows, microbatches: int, stages: int) -> None:
 #   axis keys and values all-gathered or passed around a ring, or heads exchanged (Ulysses);
 # - tokens of experts sorted as the model is written, or routed;
 # - optimizer state, activations or both in host memory, where a plan does not fit without;
-# - dtypes of the traced model, and others where they are allowed (`shardlib.planner.stored`).
+# - dtypes of the traced model, and others where they are allowed (`shardlib.planner.parts`).
 #
 # Every plan of the space can be lowered: combinations that cannot (`shardlib.decisions.lowerings`)
 # are left out.

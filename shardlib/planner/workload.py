@@ -31,7 +31,7 @@ from shardlib.cost.tables import (
 from shardlib.cost.terms import Item
 from shardlib.decisions.table import Dtypes
 from shardlib.graph import ITEMSIZE, Problem, StepGraph, forward_pass
-from shardlib.planner.stored import with_dtypes
+from shardlib.planner.parts import with_dtypes
 from shardlib.propagation.colours import Choice, Colouring, colour, stack_dims
 
 # --------------------------------------------------------------------------------------------------
@@ -50,10 +50,12 @@ class ModelLimits:
     Attributes:
         batch: examples per batch.
         sequence: positions; 1 without a sequence.
-        layers: layers of the largest class; 0 without layers.
+        layers: layers of the largest group; 0 without layers.
         experts: number of experts; 1 without.
         splits: True if microbatches give the same numbers as the whole batch.
         staged: True if microbatches can go through pipeline stages.
+        groups: number of layer groups.
+        abilities: abilities of the framework that runs the model.
     """
 
     batch: int
@@ -166,15 +168,15 @@ class CostProgram:
         return self._peaks.points
 
     @property
-    def moments(self) -> tuple[Phase, ...]:
-        """Memory by moment of the step, where layer groups can follow different policies."""
+    def phases(self) -> tuple[Phase, ...]:
+        """Memory by phase of the step, where layer groups can follow different policies."""
         return self._peaks.phases
 
     @property
-    def loops(self) -> tuple[int, ...]:
-        """The segments of `moments`."""
-        moments = phases(self.facts.graph, self.facts.layers) if self.can_mix_remat else ()
-        return tuple(span.segment for span in moments)
+    def phase_segments(self) -> tuple[int, ...]:
+        """The segment of every phase."""
+        phase_list = phases(self.facts.graph, self.facts.layers) if self.can_mix_remat else ()
+        return tuple(span.segment for span in phase_list)
 
     @cached_property
     def forward(self) -> list[Item]:
@@ -469,7 +471,7 @@ class TallyCache:
         work: work items by (remat policy, True where tokens are routed).
         points: returns the memory items of each point, by the same keys.
         stored: items of stored parameters.
-        classes: number of layer classes.
+        groups: number of layer groups.
         fixed: colours other than those of a choice's tensor axis on which items may depend.
         sibling: a cache to share measures with, and the groups of lists of items that are in both.
     """
@@ -479,15 +481,15 @@ class TallyCache:
         work: dict[ProgramKey, list[Item]],
         points: Callable[[], dict[ProgramKey, tuple[list[Item], ...]]],
         stored: list[Item],
-        classes: int,
+        groups: int,
         profile: FrameworkProfile,
         fixed: frozenset[str],
         sibling: TallyCache | None = None,
     ) -> None:
         self._work, self._points, self._stored = work, points, stored
-        self._segments, self._fixed = classes + 2, fixed
+        self._segments, self._fixed = groups + 2, fixed
         self._item_entries = (
-            ItemEntries(MeasureIndex(), profile, classes + 2)
+            ItemEntries(MeasureIndex(), profile, groups + 2)
             if sibling is None
             else sibling._item_entries
         )
@@ -602,14 +604,14 @@ class Workload:
         return frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
 
     @cached_property
-    def moments(self) -> TallyCache:
-        """The tallies of every program's moments: for each moment what is saved, then its points.
+    def phases(self) -> TallyCache:
+        """The tallies of every program's phases: for each phase what is saved, then its points.
         Its measures are in the index of `tallies`.
         """
         return self._of(
             {
                 key: tuple(
-                    items for moment in program.moments for items in (moment.stacks, *moment.points)
+                    items for phase in program.phases for items in (phase.stacks, *phase.points)
                 )
                 for key, program in self.programs.items()
             }
@@ -621,7 +623,7 @@ class Workload:
         end of the forward pass. Its measures are in the index of `tallies`.
         """
         return self._of(
-            {key: (program.moments[0].stacks,) for key, program in self.programs.items()}
+            {key: (program.phases[0].stacks,) for key, program in self.programs.items()}
         )
 
     def _of(self, points: dict[ProgramKey, tuple[list[Item], ...]]) -> TallyCache:
@@ -633,8 +635,8 @@ class Workload:
         """True if layer groups can follow different remat policies: there are several, and all
         programs have the same loops.
         """
-        loops = {program.loops for program in self.programs.values()}
-        return len(loops) == 1 and () not in loops
+        phase_segments = {program.phase_segments for program in self.programs.values()}
+        return len(phase_segments) == 1 and () not in phase_segments
 
     @cached_property
     def group_names(self) -> tuple[str, ...]:
@@ -649,7 +651,7 @@ class Workload:
         )
 
     def variant(self, dtypes: Dtypes, attention: str = "traced") -> Workload:
-        """The same model in other dtypes (`shardlib.planner.stored`) or with another attention
+        """The same model in other dtypes (`shardlib.planner.parts`) or with another attention
         kernel; cached.
         """
         kind = (
@@ -687,7 +689,7 @@ class Workload:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Number of layers of each class."""
+        """Number of layers of each group."""
         return self.model.counts
 
 

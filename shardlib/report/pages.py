@@ -36,9 +36,9 @@ from shardlib.planner.answers import (
     price_row,
     shock_row,
 )
+from shardlib.planner.parts import ActivationLayout, Move, joined_names
 from shardlib.planner.plan import Plan
 from shardlib.planner.scaling import Curve, ScalingPoint
-from shardlib.planner.stored import ActivationLayout, Move, joined_names
 from shardlib.report.changes import change
 from shardlib.report.elements import (
     bytes_text,

@@ -25,8 +25,8 @@ from shardlib.graph import ITEMSIZE
 from shardlib.layout import AXES, MESH_AXES, Collective, Layout, LogicalAxes
 from shardlib.machines.topology import Topology
 from shardlib.machines.topology import topology as find_topology
+from shardlib.planner.parts import Refined
 from shardlib.planner.plan import ParameterLayout, Plan, Rejected
-from shardlib.planner.stored import Refined
 from shardlib.report.elements import (
     aligned,
     and_more,

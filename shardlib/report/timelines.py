@@ -20,8 +20,8 @@ from shardlib.compact import compact
 from shardlib.errors import PlanError
 from shardlib.graph import Graph
 from shardlib.layout import KINDS as COLLECTIVE_KINDS
+from shardlib.planner.parts import microbatches_text
 from shardlib.planner.plan import Plan
-from shardlib.planner.stored import microbatches_text
 from shardlib.report.elements import percent_text, seconds_text
 from shardlib.report.markup import BLUE, GREEN, ORANGE, PURPLE, render
 from shardlib.report.text import lanes, parts_of

@@ -23,7 +23,7 @@ from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, place, topology
 from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
-from shardlib.planner.stored import Candidate
+from shardlib.planner.parts import Candidate
 from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import Choice
 from tests.planner import worlds

@@ -20,9 +20,9 @@ from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, placements
 from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
+from shardlib.planner.parts import Candidate, decisions_of
 from shardlib.planner.plan import Plan
 from shardlib.planner.space import unsupported_for
-from shardlib.planner.stored import Candidate, decisions_of
 from shardlib.planner.workload import Workload
 from shardlib.propagation.colours import Choice
 from tests.planner.worlds import with_memory

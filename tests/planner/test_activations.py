@@ -10,8 +10,8 @@ import pytest
 
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
+from shardlib.planner.parts import joined_names
 from shardlib.planner.plan import Plan
-from shardlib.planner.stored import joined_names
 from tests.planner import worlds
 
 PINS = (

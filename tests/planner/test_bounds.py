@@ -25,8 +25,8 @@ from shardlib.planner.bounds import (
     fastest_mixture,
     step_seconds,
 )
+from shardlib.planner.parts import Candidate
 from shardlib.planner.space import AttentionStrategy, Scope, build_space
-from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import Workload, prepare
 from tests.planner import worlds
 from tests.planner.brute_force import every_candidate, variants

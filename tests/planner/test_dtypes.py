@@ -20,8 +20,8 @@ from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, topology
 from shardlib.planner import search as planner
 from shardlib.planner.assembly import assemble
+from shardlib.planner.parts import Candidate, combinations
 from shardlib.planner.plan import Plan, Search
-from shardlib.planner.stored import Candidate, combinations
 from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import Choice
 from tests.planner import worlds

@@ -9,8 +9,8 @@ import pytest
 
 from shardlib.cost.pricing import Seconds
 from shardlib.layout import MeshShape
+from shardlib.planner.parts import Refined, Trial
 from shardlib.planner.plan import Plan
-from shardlib.planner.stored import Refined, Trial
 from shardlib.report.elements import WIDTH
 from shardlib.report.pages import html_report
 from shardlib.report.text import explain

@@ -22,8 +22,8 @@ from shardlib.machines.topology import Topology, topology
 from shardlib.planner import search as planner
 from shardlib.planner import space, workload
 from shardlib.planner.assembly import price
+from shardlib.planner.parts import Candidate
 from shardlib.planner.plan import Plan, source_of
-from shardlib.planner.stored import Candidate
 from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import Choice
 from tests.planner import worlds

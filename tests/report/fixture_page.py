@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 from shardlib.layout import Collective, Layout, MeshShape
 from shardlib.planner.answers import Answers, Kernels, KernelTime
-from shardlib.planner.stored import ActivationLayout, Move, PricedPlan
+from shardlib.planner.parts import ActivationLayout, Move, PricedPlan
 from shardlib.report.pages import Evidence, html_report
 from tests.planner.fixture_plan import GIB, PLAN
 

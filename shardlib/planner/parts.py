@@ -397,8 +397,8 @@ def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     plan that changes the least.
 
     Args:
-        pinned: (word, dtype) pairs that are fixed.
-        allowed: (word, dtypes) that may be chosen.
+        pinned: (key, dtype) pairs that are fixed.
+        allowed: (key, dtypes) that may be chosen.
     """
     fixed, others = dict(pinned), dict(allowed)
     options = [
@@ -537,7 +537,7 @@ class PricedPlan:
     """A plan that was priced exactly.
 
     Attributes:
-        decided: (word, value) of its other decisions that are not the default, as text.
+        decided: (key, value) of its other decisions that are not the default, as text.
         step_seconds: predicted step time, six digits.
         peak_bytes: predicted bytes per device.
         fits: True if it fits into the memory that plans may fill.
