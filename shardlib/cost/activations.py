@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from shardlib.cost.attention import BACKWARD, FORWARD, Core, Joined, causal_share, cores
-from shardlib.cost.experts import GROUPED, capacity_layers, has_capacity, slots_of
+from shardlib.cost.attention import BACKWARD, FORWARD, Core, FactorClasses, causal_share, cores
+from shardlib.cost.experts import GROUPED, capacity_layers, has_capacity, row_count
 from shardlib.cost.facts import Facts, LayerSearch, leaves_loop, named_results
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.terms import OUTSIDE_LAYERS
@@ -35,9 +35,9 @@ from shardlib.propagation.colours import Choice, Spec
 # element to find.
 
 _PRODUCTS: frozenset[str] = frozenset({"dot_general", "ragged_dot_general"})
-_WIDE: frozenset[str] = frozenset({"bfloat16", "float16"})
+_HALF: frozenset[str] = frozenset({"bfloat16", "float16"})
 #: Dtypes whose casts have no scale.
-_UNSCALED: frozenset[str] = frozenset({"float32", *_WIDE})
+_UNSCALED: frozenset[str] = frozenset({"float32", *_HALF})
 
 
 def quantised(
@@ -55,7 +55,7 @@ def quantised(
     """
     graph, weights, gradients = step.graph, step.weights(), step.gradient_like()
     scaled = dtype not in _UNSCALED
-    inputs = _WIDE if scaled else _UNSCALED - {dtype}
+    inputs = _HALF if scaled else _UNSCALED - {dtype}
     casts = _Casts(graph, names, searched=scaled and not delayed)
     for index, op in enumerate(graph.ops):
         wide = all(graph.values[value].dtype in inputs for value in op.operands[:2])
@@ -64,7 +64,7 @@ def quantised(
         )
         if op.kind in _PRODUCTS and wide and trained and graph.trips(op.region) > 1:
             factors = (
-                casts.of(value, dtype, op, index if rows else 0) for value in op.operands[:2]
+                casts.cast(value, dtype, op, index if rows else 0) for value in op.operands[:2]
             )
             op = replace(op, operands=(*factors, *op.operands[2:]))
         casts.ops.append(op)
@@ -81,22 +81,22 @@ class _Casts:
     ) -> None:
         self.values, self.names, self.ops = list(graph.values), list(names), list[Op]()
         self._graph, self._colours, self._searched = graph, names, searched
-        self._made: dict[tuple[int, int, int], int] = {}
+        self._cast_of: dict[tuple[int, int, int], int] = {}
 
     def applied(self, step: StepGraph) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
         """The step with the casts, and the colours of its values."""
-        if not self._made:
+        if not self._cast_of:
             return step, self._colours
         changed = replace(self._graph, values=tuple(self.values), ops=tuple(self.ops))
         check(changed)
         return replace(step, graph=changed), tuple(self.names)
 
-    def of(self, value: int, dtype: str, op: Op, which: int = 0) -> int:
+    def cast(self, value: int, dtype: str, op: Op, variant: int = 0) -> int:
         """The cast of a value for the op that reads it."""
-        key = value, op.region, which
-        if key not in self._made:
-            self._made[key] = self._cast(value, dtype, op)
-        return self._made[key]
+        key = value, op.region, variant
+        if key not in self._cast_of:
+            self._cast_of[key] = self._cast(value, dtype, op)
+        return self._cast_of[key]
 
     def _cast(self, value: int, dtype: str, op: Op) -> int:
         shape = self._graph.values[value].shape
@@ -156,7 +156,7 @@ class _Casts:
 # operands are float32, is unchanged.
 
 
-def in_halves(
+def in_half_precision(
     step: StepGraph, names: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with float32 operands cast if the other operand of the product is in half
@@ -166,10 +166,10 @@ def in_halves(
     casts = _Casts(graph, names)
     for op in graph.ops:
         dtypes = [graph.values[value].dtype for value in op.operands[:2]]
-        half = next((dtype for dtype in dtypes if dtype in _WIDE), None)
+        half = next((dtype for dtype in dtypes if dtype in _HALF), None)
         if op.kind in _PRODUCTS and half and "float32" in dtypes:
             factors = (
-                casts.of(value, half, op) if dtype == "float32" else value
+                casts.cast(value, half, op) if dtype == "float32" else value
                 for value, dtype in zip(op.operands, dtypes, strict=False)
             )
             op = replace(op, operands=(*factors, *op.operands[2:]))
@@ -181,17 +181,17 @@ def in_halves(
 # Values that one loop saves for another.
 #
 # A loop over layers in the forward pass saves a value (`exit`), and the loop of the backward pass
-# reads it (`enter`). `Builder` drops some of these pairs and clones the ops that recompute the
-# values.
+# reads it (`enter`). `SavedValueRewrite` drops some of these pairs and clones the ops that
+# recompute the values.
 
 #: Categories whose results are rematerialised.
-CHEAP: frozenset[str] = frozenset({"elementwise", "movement"})
+RECOMPUTABLE: frozenset[str] = frozenset({"elementwise", "movement"})
 #: Saved values below this share of the bytes that a loop saves are ignored: row statistics.
-_SMALL = 0.005
+_NEGLIGIBLE = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class SavedPair:
     """A value that one loop saves and another reads; `exit` and `enter` are op indices."""
 
     value: int
@@ -199,10 +199,10 @@ class Pair:
     enter: int
 
 
-def saved_pairs(graph: Graph) -> list[Pair]:
+def saved_pairs(graph: Graph) -> list[SavedPair]:
     exits = {op.results[0]: index for index, op in enumerate(graph.ops) if op.kind == "exit"}
     return [
-        Pair(
+        SavedPair(
             value=graph.ops[exits[op.operands[0]]].operands[0],
             exit=exits[op.operands[0]],
             enter=index,
@@ -212,7 +212,7 @@ def saved_pairs(graph: Graph) -> list[Pair]:
     ]
 
 
-class Builder:
+class SavedValueRewrite:
     """Rewrites the values that one loop saves for another."""
 
     def __init__(
@@ -221,8 +221,8 @@ class Builder:
         names: tuple[LogicalAxes, ...],
         forward: int,
         backward: int,
-        again: frozenset[int],
-        cheap: bool,
+        recomputed: frozenset[int],
+        elementwise: bool,
         named: frozenset[int],
     ) -> None:
         graph = step.graph
@@ -230,7 +230,7 @@ class Builder:
         self._weights = frozenset(step.weights())
         self._forward = forward
         self._backward = backward
-        self._rematerialised, self._cheap, self._named = again, cheap, named
+        self._rematerialised, self._elementwise, self._named = (recomputed, elementwise, named)
         self._values, self._names = list(graph.values), list(names)
         self._producers = graph.producers()
         pairs = [
@@ -240,7 +240,7 @@ class Builder:
         ]
         self._saved = {pair.value: graph.ops[pair.enter].results[0] for pair in pairs}
         total = sum(graph.values[pair.value].bytes for pair in pairs)
-        dropped = [pair for pair in pairs if self._replaceable(pair, total * _SMALL)]
+        dropped = [pair for pair in pairs if self._replaceable(pair, total * _NEGLIGIBLE)]
         self._kept = {
             value: inside
             for value, inside in self._saved.items()
@@ -251,7 +251,7 @@ class Builder:
         self._clones: list[Op] = []
         self._copies: dict[int, int] = {}
 
-    def _replaceable(self, pair: Pair, small: float) -> bool:
+    def _replaceable(self, pair: SavedPair, small: float) -> bool:
         """True if a saved value is the result of element-wise ops that no matmul reads in the other
         loop.
         """
@@ -268,8 +268,8 @@ class Builder:
         if pair.value in self._weights:
             return False
         return (
-            self._cheap
-            and op.category in CHEAP
+            self._elementwise
+            and op.category in RECOMPUTABLE
             and op.region == self._forward
             and not self._feeds_matmul(self._graph.ops[pair.enter].results[0])
         )
@@ -293,7 +293,7 @@ class Builder:
         """
         before = self._graph, tuple(self._names)
         swapped = {
-            self._graph.ops[pair.enter].results[0]: self._again(pair.value)
+            self._graph.ops[pair.enter].results[0]: self._in_backward(pair.value)
             for pair in self._dropped
         }
         removed = sum(self._graph.values[pair.value].bytes for pair in self._dropped)
@@ -332,7 +332,7 @@ class Builder:
         check(graph)
         return graph, tuple(self._names)
 
-    def _again(self, value: int) -> int:
+    def _in_backward(self, value: int) -> int:
         """The index of a value in the other loop, saved or rematerialised."""
         if value in self._kept:
             return self._kept[value]
@@ -348,7 +348,7 @@ class Builder:
                 and (quotient := self._quotient(value)) is not None
             ):
                 self._multiply(value, quotient)
-            elif op.category in CHEAP or maker in self._rematerialised:
+            elif op.category in RECOMPUTABLE or maker in self._rematerialised:
                 self._compute(op)
             elif op.kind == "enter":
                 self._copies[value] = self._new(value)
@@ -364,7 +364,7 @@ class Builder:
         return self._graph.regions[op.region].parent if leaves_loop(op) else op.region
 
     def _compute(self, op: Op) -> None:
-        operands = tuple(self._again(operand) for operand in op.operands)
+        operands = tuple(self._in_backward(operand) for operand in op.operands)
         results = tuple(self._new(result) for result in op.results)
         self._copies.update(zip(op.results, results, strict=True))
         self._clones.append(replace(op, operands=operands, results=results, region=self._backward))
@@ -390,7 +390,7 @@ class Builder:
     def _multiply(self, value: int, quotient: tuple[Op, int]) -> None:
         """Recomputes a value as quotient times divisor."""
         division, saved = quotient
-        divisor = self._again(division.operands[1])
+        divisor = self._in_backward(division.operands[1])
         self._copies[value] = self._new(value)
         self._clones.append(
             replace(
@@ -485,7 +485,7 @@ class LiveRange:
     all_heads: bool = False
 
 
-def arrived_values(
+def filled_shares(
     graph: Graph, names: Sequence[LogicalAxes], batch: str | None
 ) -> dict[int, float]:
     """Dispatched rows -> the share of them that can be filled: operands and results of grouped
@@ -509,7 +509,7 @@ def arrived_values(
                 (
                     value,
                     (
-                        capped[op.region].assignments / slots_of(graph, value)
+                        capped[op.region].assignments / row_count(graph, value)
                         if op.region in capped
                         else 1.0
                     ),
@@ -540,13 +540,13 @@ class ProfileMemory:
 
     def __init__(self, facts: Facts, profile: FrameworkProfile) -> None:
         self._facts, self._profile = facts, profile
-        self._arrived = (
-            arrived_values(facts.graph, facts.names, facts.batch) if facts.routes else {}
+        self._filled_shares = (
+            filled_shares(facts.graph, facts.names, facts.batch) if facts.routes else {}
         )
         self._shares: dict[int, float] = {}
         self._gathered: set[int] = set()
-        self._filled = (
-            frozenset(_filled(facts.graph)) if profile.saves != "traced" else frozenset[int]()
+        self._zeros = (
+            frozenset(_zeros(facts.graph)) if profile.saves != "traced" else frozenset[int]()
         )
         exits = [op for op in facts.graph.ops if op.kind == "exit"]
         if not (profile.offloaded or profile.attention_copies or profile.gathered_inputs == "kept"):
@@ -581,24 +581,24 @@ class ProfileMemory:
 
     def is_unchanged(self, value: int) -> bool:
         """True if a value is saved in its own sharding and takes exactly its bytes."""
-        return value not in self._gathered and value not in self._arrived
+        return value not in self._gathered and value not in self._filled_shares
 
     def padding(self, value: int, choice: Choice) -> float:
         """Memory of a value over its bytes; more than 1 for dispatched rows, whose messages are
         padded.
         """
         return (
-            self._facts.exchange.padding * self._arrived[value]
-            if choice.expert is not None and value in self._arrived
+            self._facts.exchange.padding * self._filled_shares[value]
+            if choice.expert is not None and value in self._filled_shares
             else 1.0
         )
 
-    def lives(self, lives: Sequence[LiveRange]) -> list[LiveRange]:
+    def live_ranges(self, live_ranges: Sequence[LiveRange]) -> list[LiveRange]:
         """The live ranges, adjusted by the profile."""
         shared = [
-            replace(life, share=life.share * self._shares.get(life.value, 1.0))
-            for life in lives
-            if life.value not in self._filled
+            replace(live, share=live.share * self._shares.get(live.value, 1.0))
+            for live in live_ranges
+            if live.value not in self._zeros
         ]
         return (
             shared
@@ -606,38 +606,38 @@ class ProfileMemory:
             else self._with_loss(shared, self._profile.logit_bytes)
         )
 
-    def _with_loss(self, lives: Sequence[LiveRange], size: float) -> list[LiveRange]:
+    def _with_loss(self, live_ranges: Sequence[LiveRange], size: float) -> list[LiveRange]:
         """Live ranges in which logits and values of equal size, outside of the layers, take `size`
         bytes per element until the head's backward pass begins, and afterwards only their gradient.
         """
         graph, roots = self._facts.graph, self._facts.fusion.roots
         producers = graph.producers()
 
-        def elements(life: LiveRange) -> int:
-            return math.prod(graph.values[life.value].shape)
+        def elements(live: LiveRange) -> int:
+            return math.prod(graph.values[live.value].shape)
 
         ends = [
-            life
-            for life in lives
-            if life.part in ("saved", "temporary")
-            and life.value in producers
-            and graph.values[life.value].shape
-            and self._facts.layers.segment(graph.ops[producers[life.value]].region)
+            live
+            for live in live_ranges
+            if live.part in ("saved", "temporary")
+            and live.value in producers
+            and graph.values[live.value].shape
+            and self._facts.layers.segment(graph.ops[producers[live.value]].region)
             == OUTSIDE_LAYERS
         ]
-        matmuls = [life for life in ends if graph.ops[producers[life.value]].category == "matmul"]
+        matmuls = [live for live in ends if graph.ops[producers[live.value]].category == "matmul"]
         if not matmuls:
-            return list(lives)
+            return list(live_ranges)
         logits = max(matmuls, key=elements)
-        logit_sized = [life for life in ends if elements(life) == elements(logits)]
-        large, last = {life.value for life in logit_sized}, max(life.death for life in logit_sized)
+        logit_sized = [live for live in ends if elements(live) == elements(logits)]
+        large, last = {live.value for live in logit_sized}, max(live.death for live in logit_sized)
         readers = [
             (i, op)
             for i, op in enumerate(graph.ops)
             if op.category == "matmul"
             and any(large.intersection(roots[value]) for value in op.operands)
         ]
-        turn = min((i for i, _ in readers), default=last + 1)
+        backward_start = min((i for i, _ in readers), default=last + 1)
         narrow = min(
             (graph.values[value].itemsize for _, op in readers for value in op.operands), default=0
         )
@@ -645,21 +645,21 @@ class ProfileMemory:
         retained = replace(
             logits,
             part="temporary",
-            birth=min(life.birth for life in logit_sized),
-            death=turn - 1,
+            birth=min(live.birth for live in logit_sized),
+            death=backward_start - 1,
             share=size / value.itemsize,
         )
         gradient = replace(
-            retained, birth=turn, death=last, share=min(size, narrow) / value.itemsize
+            retained, birth=backward_start, death=last, share=min(size, narrow) / value.itemsize
         )
         return [
-            *(life for life in lives if life not in logit_sized),
+            *(live for live in live_ranges if live not in logit_sized),
             retained,
-            *([gradient] if last >= turn else []),
+            *([gradient] if last >= backward_start else []),
         ]
 
 
-def _filled(graph: Graph) -> list[int]:
+def _zeros(graph: Graph) -> list[int]:
     """Results of ops that broadcast a constant: zeros that gradients are added to, which
     hand-written layers fill on demand.
     """
@@ -679,19 +679,19 @@ def _filled(graph: Graph) -> list[int]:
 # functions, and recompute the rest inside their backward kernels: for a layer of a GPT that is the
 # list of arXiv:2205.05198, section 4.1, which adds up to s b h (34 + 5 a s / h) bytes with dropout.
 #
-# `keep_operands` does that to a step whose layers are loops: a saved result of element-wise ops
+# `save_operands` does that to a step whose layers are loops: a saved result of element-wise ops
 # that no matmul reads in the backward pass is rematerialised from results of matmuls, row
 # statistics and the layer's input, which are saved in its place if they are not yet. Nothing
 # changes if these would take as much memory. The backward pass of a softmax reads its result, not
 # the exponentials.
 #
 # If no compiler fuses chains (`eager`), the product of two branches saves both factors, as every op
-# of PyTorch's autograd does; norms and rotary embeddings are library kernels there. `keep_named`
+# of PyTorch's autograd does; norms and rotary embeddings are library kernels there. `save_named`
 # goes further: it saves only the named results of a layer (`shardlib.cost.facts`), and
 # rematerialises the rest.
 
 
-def keep_operands(
+def save_operands(
     step: StepGraph, names: tuple[LogicalAxes, ...], *, eager: bool = False
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with operands of matmuls and inputs of non-linear functions saved, and no other
@@ -699,38 +699,38 @@ def keep_operands(
     """
     for forward, backward in _loops(step.graph):
         factors = _factors(step.graph, forward) if eager else frozenset[int]()
-        step, names = _rebuilt(step, names, forward, backward, cheap=True, named=factors)
+        step, names = _rebuilt(step, names, forward, backward, elementwise=True, named=factors)
     return step, names
 
 
-def keep_named(
+def save_named(
     step: StepGraph, names: tuple[LogicalAxes, ...], saved: Collection[str]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step that saves only the named results of a layer, and its input."""
     for forward, backward in _loops(step.graph):
         results = named_results(step.graph, forward, step.weights())
         named = frozenset(value for name in saved for value in results[name])
-        again = frozenset(
+        recomputed = frozenset(
             i
             for i, op in enumerate(step.graph.ops)
             if op.region == forward
             and op.category != "boundary"
             and not named.intersection(op.results)
         )
-        step, names = _rebuilt(step, names, forward, backward, again, named=named)
+        step, names = _rebuilt(step, names, forward, backward, recomputed, named=named)
     return step, names
 
 
-def keep_rows(
+def remat_rows(
     step: StepGraph, names: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with activations of routed experts rematerialised in the backward pass from the
     results of their matmuls, as `shardlib.lowering.experts` does.
     """
     for forward, backward in _loops(step.graph):
-        again = _after_grouped(step.graph, forward)
-        if again:
-            step, names = _rebuilt(step, names, forward, backward, again)
+        recomputed = _after_grouped(step.graph, forward)
+        if recomputed:
+            step, names = _rebuilt(step, names, forward, backward, recomputed)
     return step, names
 
 
@@ -744,7 +744,7 @@ def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
             continue
         if op.kind in GROUPED:
             descendants.update(op.results)
-        elif op.category in CHEAP and (
+        elif op.category in RECOMPUTABLE and (
             descendants.intersection(op.operands)
             or (has_capacity(op) and graph.values[op.results[0]].dtype == "bool")
         ):
@@ -760,8 +760,8 @@ def rematerialise_attention(
     selective recomputation (arXiv:2205.05198, section 5).
     """
     for forward, backward in _loops(step.graph):
-        again = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))
-        step, names = _rebuilt(step, names, forward, backward, again)
+        recomputed = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))
+        step, names = _rebuilt(step, names, forward, backward, recomputed)
     return step, names
 
 
@@ -770,14 +770,14 @@ def _rebuilt(
     names: tuple[LogicalAxes, ...],
     forward: int,
     backward: int,
-    again: frozenset[int] = frozenset(),
+    recomputed: frozenset[int] = frozenset(),
     *,
-    cheap: bool = False,
+    elementwise: bool = False,
     named: frozenset[int] = frozenset(),
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """The step after a rewrite by `Builder`."""
-    builder = Builder(step, names, forward, backward, again, cheap, named)
-    graph, names = builder.rewritten()
+    """The step after a rewrite by `SavedValueRewrite`."""
+    rewrite = SavedValueRewrite(step, names, forward, backward, recomputed, elementwise, named)
+    graph, names = rewrite.rewritten()
     return replace(step, graph=graph), names
 
 
@@ -801,7 +801,7 @@ def _factors(graph: Graph, region: int) -> frozenset[int]:
             op = makers.get(current)
             if current not in seen and op is not None:
                 seen.add(current)
-                if op.category in CHEAP:
+                if op.category in RECOMPUTABLE:
                     pending.extend(op.operands)
                 else:
                     sources.add(current)
@@ -875,7 +875,7 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
     """The kernels of a core, by the index of the op that they replace; None if the statistic does
     not reach the gradients.
     """
-    joined = Joined(graph, {*core.products, *core.chain, *core.sinks})
+    joined = FactorClasses(graph, {*core.products, *core.chain, *core.sinks})
     rows = joined.classes(core.sums, graph.ops[core.sums].rule.summed)
     keys = math.prod(joined.size(index) for index in rows)
     share = causal_share(keys, block, core.window) if core.causal else 1.0
@@ -977,11 +977,11 @@ def rewritten(
     if profile.attention == "rematerialised":
         step, names = rematerialise_attention(step, names)
     if profile.kept or profile.offloaded:
-        step, names = keep_named(step, names, (*profile.kept, *profile.offloaded))
+        step, names = save_named(step, names, (*profile.kept, *profile.offloaded))
     elif profile.saves in ("operands", "eager"):
-        step, names = keep_operands(step, names, eager=profile.saves == "eager")
+        step, names = save_operands(step, names, eager=profile.saves == "eager")
     if profile.products == "half":
-        step, names = in_halves(step, names)
+        step, names = in_half_precision(step, names)
     if profile.matmul_dtype:
         step, names = quantised(
             step,

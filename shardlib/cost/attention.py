@@ -271,7 +271,7 @@ class _Search:
             if i not in products and op.category == "matmul" and tainted.intersection(op.operands)
         ]
         _, gradients = self._descendants(products - scores)
-        joined = Joined(graph, {*products, *chain, *matmuls})
+        joined = FactorClasses(graph, {*products, *chain, *matmuls})
         rows = (
             joined.classes(sums, graph.ops[sums].rule.summed)
             if sums is not None
@@ -357,7 +357,7 @@ class _Search:
 # op that makes it to those of the ops that read it.
 
 
-class Joined:
+class FactorClasses:
     """Equivalence classes of (op, factor) over some ops of a graph; each class is one index."""
 
     def __init__(self, graph: Graph, ops: Iterable[int]) -> None:
@@ -379,12 +379,12 @@ class Joined:
         first, first_dims = self._dims.setdefault(value, (index, dims))
         for factors, theirs in zip(dims, first_dims, strict=True):
             if len(factors) == len(theirs):
-                for left, two in zip(factors, theirs, strict=True):
+                for factor, other in zip(factors, theirs, strict=True):
                     if (
-                        self._graph.ops[index].rule.sizes[left]
-                        == self._graph.ops[first].rule.sizes[two]
+                        self._graph.ops[index].rule.sizes[factor]
+                        == self._graph.ops[first].rule.sizes[other]
                     ):
-                        self._classes.join([(first, two), (index, left)])
+                        self._classes.join([(first, other), (index, factor)])
 
     def _class(self, index: int, factor: int) -> int:
         number = self._number.setdefault(self._classes.find((index, factor)), len(self._number))

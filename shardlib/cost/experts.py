@@ -20,9 +20,9 @@ from shardlib.graph import Dims, Graph, Op, StepGraph
 from shardlib.layout import LogicalAxes
 
 #: Name scope of the operations of experts with a capacity.
-CAPPED = "shardlib_capacity"
+CAPACITY_SCOPE = "shardlib_capacity"
 #: (value, dim).
-_Place = tuple[int, int]
+_ValueDim = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,10 +52,10 @@ class CapacityLayer:
 
 def has_capacity(op: Op) -> bool:
     """True if an op belongs to experts with a capacity."""
-    return CAPPED in op.scope
+    return CAPACITY_SCOPE in op.scope
 
 
-def _moves(graph: Graph, op: Op) -> tuple[int, int] | None:
+def _moved_rows(graph: Graph, op: Op) -> tuple[int, int] | None:
     """(stationary rows, moving rows) of a capped gather or scatter of whole feature rows; None for
     other ops.
     """
@@ -76,7 +76,7 @@ def capacity_layers(graph: Graph) -> dict[int, CapacityLayer]:
     """The layers of experts with a capacity in a graph, by region."""
     sizes: dict[int, dict[int, tuple[int, ...]]] = defaultdict(dict)
     for op in graph.ops:
-        move = _moves(graph, op)
+        move = _moved_rows(graph, op)
         if move is not None:
             shape = graph.values[move[1]].shape
             sizes[op.region][len(shape)] = shape
@@ -96,9 +96,9 @@ def with_dispatch(
     capped = capacity_layers(graph)
     if not capped or batch is None:
         return graph, names
-    places = _along_tokens(graph)
+    value_dims = _along_tokens(graph)
     names = tuple(
-        tuple(batch if (value, dim) in places else colour for dim, colour in enumerate(axes))
+        tuple(batch if (value, dim) in value_dims else colour for dim, colour in enumerate(axes))
         for value, axes in enumerate(names)
     )
     ops = tuple(
@@ -110,32 +110,32 @@ def with_dispatch(
     return replace(graph, ops=ops), names
 
 
-def _along_tokens(graph: Graph) -> set[_Place]:
+def _along_tokens(graph: Graph) -> set[_ValueDim]:
     """Dims of slots and of the queue: those of moved rows, and all that share a factor with
     them.
     """
     pending = [
-        place
+        value_dim
         for op in graph.ops
-        if (move := _moves(graph, op)) is not None
-        for place in _rows(graph, *move)
+        if (move := _moved_rows(graph, op)) is not None
+        for value_dim in _row_dims(graph, *move)
     ]
-    shared: dict[_Place, list[_Place]] = defaultdict(list)
+    shared: dict[_ValueDim, list[_ValueDim]] = defaultdict(list)
     for op in graph.ops:
         if has_capacity(op) or op.category == "boundary":
-            for places in _by_factor(graph, op).values():
-                for place in places:
-                    shared[place] += places
-    tied: set[_Place] = set()
+            for value_dims in _by_factor(graph, op).values():
+                for value_dim in value_dims:
+                    shared[value_dim] += value_dims
+    tied: set[_ValueDim] = set()
     while pending:
-        place = pending.pop()
-        if place not in tied:
-            tied.add(place)
-            pending += shared[place]
+        value_dim = pending.pop()
+        if value_dim not in tied:
+            tied.add(value_dim)
+            pending += shared[value_dim]
     return tied
 
 
-def _rows(graph: Graph, stationary: int, moving: int) -> Iterator[_Place]:
+def _row_dims(graph: Graph, stationary: int, moving: int) -> Iterator[_ValueDim]:
     """The slots and assignments of rows moved to or from slots; rows of tokens already have their
     colour.
     """
@@ -145,24 +145,24 @@ def _rows(graph: Graph, stationary: int, moving: int) -> Iterator[_Place]:
         yield stationary, 0
 
 
-def _by_factor(graph: Graph, op: Op) -> dict[int, list[_Place]]:
+def _by_factor(graph: Graph, op: Op) -> dict[int, list[_ValueDim]]:
     """The dims of an op by their factor, without those that merge several factors."""
-    places: dict[int, list[_Place]] = defaultdict(list)
+    value_dims: dict[int, list[_ValueDim]] = defaultdict(list)
 
     def note(values: Sequence[int], all_dims: tuple[Dims, ...]) -> None:
         for value, dims in zip(values, all_dims, strict=True):
             for dim, factors in enumerate(dims):
                 if len([factor for factor in factors if op.rule.sizes[factor] > 1]) == 1:
-                    places[next(factor for factor in factors if op.rule.sizes[factor] > 1)].append(
-                        (value, dim)
-                    )
+                    value_dims[
+                        next(factor for factor in factors if op.rule.sizes[factor] > 1)
+                    ].append((value, dim))
 
     note(op.operands, op.rule.operands)
     note(op.results, op.rule.results)
-    return places
+    return value_dims
 
 
-def slots_of(graph: Graph, value: int) -> int:
+def row_count(graph: Graph, value: int) -> int:
     """Rows of an array [slots..., features]."""
     return math.prod(graph.values[value].shape[:-1])
 
@@ -240,14 +240,14 @@ def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
         and batch is not None
         and (factor := op.rule.major(factors)) is not None
     }
-    in_results = _mentioned(op.rule.results)
+    in_results = _factors_in(op.rule.results)
     local, summed = tokens & op.rule.whole, op.rule.summed | ((tokens & op.rule.whole) - in_results)
     if op.category in ("gather", "scatter") and tokens & in_results:
         summed -= tokens
     return replace(op, rule=replace(op.rule, whole=op.rule.whole - local, summed=summed))
 
 
-def _mentioned(values: tuple[Dims, ...]) -> set[int]:
+def _factors_in(values: tuple[Dims, ...]) -> set[int]:
     return {factor for dims in values for dim in dims for factor in dim}
 
 

@@ -44,7 +44,7 @@ _READS_WHOLE: frozenset[str] = frozenset(
     {"matmul", "convolution", "scatter", "sort", "boundary", "opaque"}
 )
 #: Roles of inputs, which are always in memory.
-_SOURCES: frozenset[str] = frozenset({"parameter", "frozen", "state", "batch", "constant"})
+_INPUT_ROLES: frozenset[str] = frozenset({"parameter", "frozen", "state", "batch", "constant"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,19 +123,19 @@ class Fusion:
     Attributes:
         kernels: in execution order; loop boundaries move no memory and are left out.
         materialised: value indices that exist in memory.
-        by_rows: results of kernels on whole rows, which are not written over an operand.
+        row_results: results of kernels on whole rows, which are not written over an operand.
         roots: for every value, the materialised values it is made of (itself, if materialised).
     """
 
     kernels: tuple[Kernel, ...]
     materialised: frozenset[int]
-    by_rows: frozenset[int]
+    row_results: frozenset[int]
     roots: tuple[tuple[int, ...], ...]
 
 
 def _is_materialised(graph: Graph, traits: Traits) -> frozenset[int]:
     materialised: set[int] = set(graph.inputs) | set(graph.outputs)
-    materialised |= {i for i, value in enumerate(graph.values) if value.role in _SOURCES}
+    materialised |= {i for i, value in enumerate(graph.values) if value.role in _INPUT_ROLES}
     for op in graph.ops:
         if op.category in _WRITES:
             materialised |= set(op.results)
@@ -148,7 +148,7 @@ def _is_materialised(graph: Graph, traits: Traits) -> frozenset[int]:
     return frozenset(materialised | exponentials(graph, traits))
 
 
-def _by_rows(graph: Graph, traits: Traits) -> frozenset[int]:
+def _row_results(graph: Graph, traits: Traits) -> frozenset[int]:
     return frozenset(
         i
         for i, value in enumerate(graph.values)
@@ -202,7 +202,7 @@ def fuse(graph: Graph, traits: Traits | None = None) -> Fusion:
     return Fusion(
         kernels=tuple(kernels),
         materialised=materialised,
-        by_rows=_by_rows(graph, traits or Traits()),
+        row_results=_row_results(graph, traits or Traits()),
         roots=tuple(roots),
     )
 
@@ -422,7 +422,7 @@ def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
     return tuple(sums)
 
 
-def live_ranges(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
+def live_spans(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int, tuple[int, int]]:
     """First and last op index of the live range of each materialised value."""
     chains = _chains(graph)
     extents = _extents(graph, chains)
@@ -467,7 +467,7 @@ def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict
         if op.category != "elementwise":
             continue
         for value in op.results:
-            if value not in births or value in fusion.by_rows:
+            if value not in births or value in fusion.row_results:
                 continue
             dying = [
                 root
@@ -742,7 +742,7 @@ def head_paths(
     """The values that ops without a contraction make of projection results for a kernel, and of the
     kernel's results for the products of gradients.
     """
-    producers, found_heads, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
+    producers, value_heads, paired = graph.producers(), dict[int, KernelHeads](), set[int]()
     readers: dict[int, list[int]] = {}
     for index, op in enumerate(graph.ops):
         for value in op.operands:
@@ -763,14 +763,14 @@ def head_paths(
             pending = [start]
             while pending:
                 value = pending.pop()
-                if value in found_heads or heads.colour is None or heads.colour not in names[value]:
+                if value in value_heads or heads.colour is None or heads.colour not in names[value]:
                     continue
-                found_heads[value] = heads
+                value_heads[value] = heads
                 for op in beyond(value, forward):
                     pending.extend(op.operands if forward else op.results)
                     if op.category == "movement" and op.rule.whole and not forward:
                         paired.add(start)
-    return HeadPaths(heads=found_heads, paired=frozenset(paired))
+    return HeadPaths(heads=value_heads, paired=frozenset(paired))
 
 
 class Facts:
@@ -811,7 +811,7 @@ class Facts:
         self.names = names = merged_names(step.graph, names, batch, sequence)
         self.weights, self.gradients = step.weights(), step.gradient_like()
         self.factors = all_factor_colours(step.graph, names, {*self.weights, *self.gradients})
-        self.rows = tuple(
+        self.query = tuple(
             _query_factor(step.graph, op, names, colours, sequence[0])
             for op, colours in zip(step.graph.ops, self.factors, strict=True)
         )
@@ -830,7 +830,7 @@ class Facts:
         self.frozen = frozen
         self._specs: dict[Choice, dict[LogicalAxes, Spec]] = {}
         self._last_specs: tuple[Choice | None, dict[LogicalAxes, Spec]] = None, {}
-        self._shared: dict[tuple[int, Choice], bool] = {}
+        self._sharded_inside: dict[tuple[int, Choice], bool] = {}
         self.producers = step.graph.producers()
         self.consumers: dict[int, list[int]] = defaultdict(list)
         for index, op in enumerate(step.graph.ops):
@@ -858,8 +858,8 @@ class Facts:
 
     def op_spec(self, index: int, choice: Choice) -> Spec:
         """The sharding of the factors of an op."""
-        spec = choice.spec(self.factors[index], self.graph.ops[index].rule.whole, self.rows[index])
-        return over_heads(spec, self.heads[index]) if self.shares_heads(index, choice) else spec
+        spec = choice.spec(self.factors[index], self.graph.ops[index].rule.whole, self.query[index])
+        return over_heads(spec, self.heads[index]) if self.shards_heads(index, choice) else spec
 
     def value_spec(self, value: int, choice: Choice) -> Spec:
         """The sharding of the dims of a value."""
@@ -881,20 +881,20 @@ class Facts:
             specs[axes] = choice.spec(axes)
         return specs[axes]
 
-    def shares_heads(self, index: int, choice: Choice) -> bool:
+    def shards_heads(self, index: int, choice: Choice) -> bool:
         """True for an attention kernel whose heads tensor shards only inside the kernel, while
         outside it shards the sequence or the width of heads.
         """
         if index not in self.heads:
             return False
         key = index, choice
-        if key not in self._shared:
-            self._shared[key] = self._shares_heads(index, choice)
-        return self._shared[key]
+        if key not in self._sharded_inside:
+            self._sharded_inside[key] = self._shards_heads(index, choice)
+        return self._sharded_inside[key]
 
-    def _shares_heads(self, index: int, choice: Choice) -> bool:
+    def _shards_heads(self, index: int, choice: Choice) -> bool:
         heads, op = self.heads[index], self.graph.ops[index]
-        spec = choice.spec(self.factors[index], op.rule.whole, self.rows[index])
+        spec = choice.spec(self.factors[index], op.rule.whole, self.query[index])
         return not any("tensor" in axes_of(spec[factor]) for factor in heads.factors) and any(
             sharded_by(self._colour_spec(value, choice), "tensor")
             for value in (*op.operands, *op.results)
@@ -909,7 +909,7 @@ class Facts:
             or any(value in self._between.heads for value in values)
         )
 
-    def pairs(self, value: int, choice: Choice) -> bool:
+    def pairs_head_dims(self, value: int, choice: Choice) -> bool:
         """True if a gradient made by an attention kernel satisfies `has_whole_heads`, and an
         op pairs its head dims (a rotation by positions) before the gradient of the projection reads
         it.
@@ -936,7 +936,7 @@ class Facts:
             if colour is not None
         )
 
-    def shares_width(self, region: int, choice: Choice) -> bool:
+    def shards_width(self, region: int, choice: Choice) -> bool:
         """True if tensor shards an index of the grouped matmuls of a region."""
         return any(
             sharded_by(self.op_spec(number, choice), "tensor")
@@ -968,12 +968,12 @@ def merged_names(
     sequence: tuple[str | None, int],
 ) -> tuple[LogicalAxes, ...]:
     """The colours of every value, with `TOKENS` for dims that merge batch and sequence."""
-    (name, examples), (along, length) = batch, sequence
-    if name is None or along is None or length == 1:
+    (name, examples), (sequence_name, length) = batch, sequence
+    if name is None or sequence_name is None or length == 1:
         return names
 
     def merges(colour: str | None, size: int, axes: LogicalAxes) -> bool:
-        return colour == name and along not in axes and size % (examples * length) == 0
+        return colour == name and sequence_name not in axes and size % (examples * length) == 0
 
     return tuple(
         tuple(

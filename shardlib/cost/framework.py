@@ -34,7 +34,7 @@ from shardlib.untrusted.data import JsonMapping, JsonObject, construct, shown
 from shardlib.wings import required
 
 #: Legal values of the fields that are words.
-CHOICES: Mapping[str, tuple[str, ...]] = {
+FIELD_WORDS: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "blocks", "rematerialised"),
     "saves": ("traced", "operands", "eager"),
     "routed_saves": ("as others", "rows"),
@@ -62,7 +62,7 @@ RESULTS: tuple[str, ...] = (
     "narrow",
 )
 #: Fields that are between 0 and 1 if given.
-SHARES: tuple[str, ...] = (
+OVERLAPS: tuple[str, ...] = (
     "gather_overlap",
     "reduce_overlap",
     "tensor_overlap",
@@ -221,12 +221,12 @@ class FrameworkProfile:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         failures = [
             f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}"
-            for name, words in CHOICES.items()
+            for name, words in FIELD_WORDS.items()
             if getattr(self, name) not in words
         ]
         failures += [
             f"{name} is {getattr(self, name)}; it is a share from 0 to 1"
-            for name in SHARES
+            for name in OVERLAPS
             if not 0 <= (getattr(self, name) or 0) <= 1
         ]
         failures += [
@@ -357,12 +357,12 @@ RULES: Mapping[str, str] = {
     "ZeRO or replicas": "with ZeRO there is no data axis beside it",
     "experts in sequence": "with experts, tensor shards the sequence too",
 }
-_CHOICES: Mapping[str, tuple[str, ...]] = {
+_ABILITY_WORDS: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel": ("never", "either", "always"),
     "tensor": ("any", "all"),
 }
 #: Decisions that no framework leaves to its configuration, by pin.
-OWN: Mapping[str, str] = {
+FIXED_PINS: Mapping[str, str] = {
     "attention": "how attention is computed is the framework's own",
     "pipeline": "how stages are made programs is the framework's own",
     "collective_matmul": "how matmuls over tensor wait for collectives is the framework's own",
@@ -410,7 +410,7 @@ class Abilities:
     def __post_init__(self) -> None:
         failures = [
             f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}"
-            for name, words in _CHOICES.items()
+            for name, words in _ABILITY_WORDS.items()
             if getattr(self, name) not in words
         ]
         vocabulary: Mapping[str, tuple[Any, ...]] = {
@@ -440,7 +440,7 @@ class Abilities:
     @property
     def free(self) -> bool:
         """True if it supports every plan."""
-        return self == ANYTHING
+        return self == ANY_PLAN
 
     def refusals(self, pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> list[str]:
         """The pins that the framework cannot honour, as text."""
@@ -452,15 +452,15 @@ class Abilities:
             if size > 1 and axis not in self.axes
         ]
         refused += [
-            f"{word}={pins[word]!r} (it has {word} {', '.join(map(str, able)) or 'nothing'})"
-            for word, able in (
+            f"{word}={pins[word]!r} (it has {word} {', '.join(map(str, supported)) or 'nothing'})"
+            for word, supported in (
                 ("schedule", ("none", *self.schedules)),
                 ("zero", self.zero),
                 ("remat", self.remat),
                 ("context", ("none", *self.contexts)),
                 ("gather", (*self.gathers, "any")),
             )
-            if pins.get(word) is not None and pins[word] not in able
+            if pins.get(word) is not None and pins[word] not in supported
         ]
         refused += [
             f"offload of {part!r} (it has {', '.join(self.offload) or 'none'})"
@@ -474,11 +474,11 @@ class Abilities:
         pinned = pins.get("sequence_parallel")
         if pinned is not None and self.sequence_parallel == ("never" if pinned else "always"):
             refused.append(f"sequence_parallel={pinned} (it does so {self.sequence_parallel})")
-        return refused + [f"{word} ({why})" for word, why in OWN.items() if pins.get(word)]
+        return refused + [f"{word} ({why})" for word, why in FIXED_PINS.items() if pins.get(word)]
 
 
 #: The abilities of programs that shardlib lowers.
-ANYTHING = Abilities()
+ANY_PLAN = Abilities()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,5 +505,5 @@ class Framework:
     emits: str = ""
     release: str = ""
     param_dtype: str = ""
-    able: Abilities = ANYTHING
+    able: Abilities = ANY_PLAN
     sources: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardlib.cost.attention import BACKWARD, FORWARD, KERNELS, KernelHeads
-from shardlib.cost.experts import GROUPED, routed_values, slots_of
+from shardlib.cost.experts import GROUPED, routed_values, row_count
 from shardlib.cost.facts import Facts, Kernel, accumulators
 from shardlib.cost.memory import GatheredParameter, gathered, gathered_bytes
 from shardlib.cost.terms import (
@@ -26,7 +26,7 @@ from shardlib.cost.terms import (
     Transfer,
     TransferOps,
     amount,
-    named,
+    colours_in,
 )
 from shardlib.graph import ITEMSIZE, Op, Problem
 from shardlib.propagation.colours import Choice, Spec, axes_of, dividing_axes, sharded_by
@@ -58,7 +58,7 @@ def exchange_item(facts: Facts, index: int) -> Item:
         )
 
     return Item(
-        colours=frozenset[str]().union(*(named(facts.names[value]) for value, _ in moved)),
+        colours=frozenset[str]().union(*(colours_in(facts.names[value]) for value, _ in moved)),
         terms=terms,
         segment=facts.layers.segment(op.region),
     )
@@ -80,7 +80,7 @@ def exchanged_values(facts: Facts, index: int) -> list[tuple[int, int]]:
     return [*((value, 1) for value in op.operands), (op.results[0], once)]
 
 
-def routed_load(facts: Facts, op: Op, value: int, choice: Choice) -> RoutedRows:
+def routed_rows(facts: Facts, op: Op, value: int, choice: Choice) -> RoutedRows:
     """The rows of an array of tokens and the experts of its region, those of the largest stack of
     weights in a grouped matmul.
     """
@@ -113,7 +113,7 @@ def route_items(facts: Facts) -> list[Item]:
         op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
         size = facts.graph.values[value].bytes * facts.exchange.padding
         if capped is not None:  # of the slots, only as many as there are assignments are sent
-            size *= capped.assignments / slots_of(facts.graph, value)
+            size *= capped.assignments / row_count(facts.graph, value)
 
         def terms(choice: Choice) -> tuple[Term, ...]:
             if choice.expert is None:
@@ -131,7 +131,7 @@ def route_items(facts: Facts) -> list[Item]:
                 bytes=replace(tokens, tensor=tokens.tensor or split_ranks),
                 trips=facts.trips[op.region],
                 cause=op.scope or op.kind,
-                routed=routed_load(facts, op, value, choice),
+                routed=routed_rows(facts, op, value, choice),
             )
             if not split_ranks or tokens.tensor or facts.exchange.sent == "ranks":
                 return (sent, *gathered)
@@ -146,7 +146,7 @@ def route_items(facts: Facts) -> list[Item]:
             )
             return (sent, arrived)
 
-        colours = named(facts.names[value])
+        colours = colours_in(facts.names[value])
         if facts.sequence is not None:
             colours |= {facts.sequence, *facts.widths_of(op.region)}  # the rows sent depend on them
         return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
@@ -167,7 +167,7 @@ def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tu
     (`reductions`).
     """
     op = facts.graph.ops[index]
-    if choice.sequence is None or not facts.shares_width(op.region, choice):
+    if choice.sequence is None or not facts.shards_width(op.region, choice):
         return ()
     tokens = amount(float(facts.graph.values[value].bytes), facts.value_spec(value, choice))
     return (
@@ -203,7 +203,7 @@ def boundary_items(facts: Facts) -> list[Item]:
                 )
             )
 
-        return Item(colours=named(facts.names[value]), terms=terms, segment=OUTSIDE_LAYERS)
+        return Item(colours=colours_in(facts.names[value]), terms=terms, segment=OUTSIDE_LAYERS)
 
     return [item(value) for value in carried]
 
@@ -219,10 +219,10 @@ def boundary_items(facts: Facts) -> list[Item]:
 # per microbatch.
 
 #: Fused dims of parameters, by path.
-Fused = Mapping[str, frozenset[int]]
+FusedDims = Mapping[str, frozenset[int]]
 
 
-def fused_parameters(problem: Problem) -> Fused:
+def fused_parameters(problem: Problem) -> FusedDims:
     """The fused dims of the parameters that have some."""
     fused: dict[str, frozenset[int]] = {}
     for index in problem.forward.inputs_of("parameter"):
@@ -232,25 +232,25 @@ def fused_parameters(problem: Problem) -> Fused:
     return fused
 
 
-def order_items(facts: Facts, fused: Fused) -> list[Item]:
+def reorder_items(facts: Facts, fused: FusedDims) -> list[Item]:
     """Items of the reordering of fused weights and of their gradients."""
     return [
         item
         for value, source in facts.sources.items()
         if (dims := fused.get(source.paths[0]))
-        for item in _items(facts, value, frozenset(dim + source.stacked for dim in dims))
+        for item in _reorderings(facts, value, frozenset(dim + source.stacked for dim in dims))
     ]
 
 
-def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
+def _reorderings(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
     """One item for each use of a weight, and one for its gradient."""
     graph, stack = facts.graph, facts.stack_dims(value)
     uses = [use for use in gathered(facts) if use.source == value]
     inside = [use.region for use in uses if stack]
     unrolled = value in facts.sources and facts.sources[value].stacked
-    again = [] if unrolled else sorted(inside)[1:]
-    places = (
-        [min(inside), *(region for region in again if _again(facts, region))] if inside else [0]
+    others = [] if unrolled else sorted(inside)[1:]
+    regions = (
+        [min(inside), *(region for region in others if _remats(facts, region))] if inside else [0]
     )
     back = [max(inside)] if inside else [0]
     size = float(
@@ -285,15 +285,15 @@ def _items(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
             return (moved,) if vector else (moved, moved)
 
         return Item(
-            colours=named(facts.names[value]),
+            colours=colours_in(facts.names[value]),
             terms=terms,
             segment=facts.layers.segment(region) if stack else OUTSIDE_LAYERS,
         )
 
-    return [item(region) for region in (*places, *back)]
+    return [item(region) for region in (*regions, *back)]
 
 
-def _again(facts: Facts, region: int) -> bool:
+def _remats(facts: Facts, region: int) -> bool:
     """True if a region rematerialises layers."""
     return any(op.region == region and "rematted_computation" in op.scope for op in facts.graph.ops)
 
@@ -313,7 +313,7 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
     readers = _readers(facts, value)
     if not readers or not any(facts.names[value]) or value in facts.weights:
         return None
-    colours = named(facts.names[value]).union(*(named(facts.factors[i]) for i in readers))
+    colours = colours_in(facts.names[value]).union(*(colours_in(facts.factors[i]) for i in readers))
     return Item(
         colours=colours,
         terms=lambda choice: tuple(
@@ -342,7 +342,7 @@ def _gathers_key(facts: Facts, value: int, readers: list[int]) -> Hashable:
                 op.rule,
                 op.operands.index(value),
                 facts.factors[index],
-                facts.rows[index],
+                facts.query[index],
                 facts.trips[op.region],
                 regions.index(op.region),
                 _own_gather(facts, index, rematerialised),
@@ -419,7 +419,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     index,
                 )
             if kind:
-                phase = _own_gather(facts, index, rematerialised)
+                own = _own_gather(facts, index, rematerialised)
                 moved = (
                     amount(size, spec)
                     if kind == "all-to-all"
@@ -427,7 +427,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                 )
                 group = "keys" if axis == "context" and op.kind in KERNELS else axis
                 need(
-                    (group, kind, op.region, phase),
+                    (group, kind, op.region, own),
                     Transfer(
                         kind=kind,
                         group=group,
@@ -461,7 +461,7 @@ def _exchanged(facts: Facts, index: int, value: int, choice: Choice) -> bool:
     """True if an attention kernel, or an op between it and a projection, gets a value by the
     exchange of parts of the sequence, or of the width of heads, for heads.
     """
-    return facts.shares_heads(index, choice) or facts.has_whole_heads(value, choice)
+    return facts.shards_heads(index, choice) or facts.has_whole_heads(value, choice)
 
 
 def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:
@@ -509,7 +509,7 @@ def head_exchange_item(facts: Facts, index: int) -> Item:
     op, moved = facts.graph.ops[index], exchanged_values(facts, index)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
-        if not facts.shares_heads(index, choice):
+        if not facts.shards_heads(index, choice):
             return ()
         return tuple(
             term
@@ -518,8 +518,8 @@ def head_exchange_item(facts: Facts, index: int) -> Item:
         )
 
     return Item(
-        colours=named(facts.factors[index]).union(
-            *(named(facts.names[value]) for value in (*op.operands, *op.results))
+        colours=colours_in(facts.factors[index]).union(
+            *(colours_in(facts.names[value]) for value in (*op.operands, *op.results))
         ),
         terms=terms,
         segment=facts.layers.segment(op.region),
@@ -533,7 +533,7 @@ def _head_collectives(
     op, heads, spec = facts.graph.ops[index], facts.heads[index], facts.value_spec(value, choice)
     if not sharded_by(spec, "tensor"):
         return
-    sharded = amount(_bytes(facts, index, value), spec)
+    sharded = amount(_exchanged_bytes(facts, index, value), spec)
     gradient, result = op.kind == BACKWARD, value in op.results
 
     def transfer(kind: str, count: int, *shared: DividedHeads) -> Transfer:
@@ -553,7 +553,7 @@ def _head_collectives(
         shared for shared in _SHARING if shared not in separate
     )
     if gathered:
-        scattered = "all-reduce" if facts.pairs(value, choice) else "reduce-scatter"
+        scattered = "all-reduce" if facts.pairs_head_dims(value, choice) else "reduce-scatter"
         yield transfer(scattered if gradient else "all-gather", times, *gathered)
     # If every device computes the same, it has all results; only operands are gathered.
     gathers = 0 if gradient else times - 1 if result else times
@@ -578,7 +578,7 @@ def _distinct_heads(
     return _SHARING if heads.queries_per_group == 1 or factors & heads.within else ("all",)
 
 
-def _bytes(facts: Facts, index: int, value: int) -> float:
+def _exchanged_bytes(facts: Facts, index: int, value: int) -> float:
     """Bytes of a value as exchanged: gradients in the dtype of queries."""
     op, values = facts.graph.ops[index], facts.graph.values
     itemsize = values[value].itemsize
@@ -619,8 +619,8 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         for i in kernel.fused
         for value in (*facts.graph.ops[i].operands, *facts.graph.ops[i].results)
     }
-    colours = named(facts.factors[kernel.op]).union(
-        *(named(facts.names[value]) for value in {*values, *touched})
+    colours = colours_in(facts.factors[kernel.op]).union(
+        *(colours_in(facts.names[value]) for value in {*values, *touched})
     )
     weight = op.category == "matmul" and bool(facts.gradients & set(op.results))
     dtype = max(
@@ -640,7 +640,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
     )
 
     def shares(choice: Choice) -> bool:
-        return facts.shares_heads(kernel.op, choice)
+        return facts.shards_heads(kernel.op, choice)
 
     def local(sizes: list[tuple[int, float]], choice: Choice) -> tuple[Amount, ...]:
         totals: dict[_Divisors, float] = defaultdict(float)
@@ -662,22 +662,22 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
             kind=op.kind,
             category=op.category,
             weight=weight,
-            routed=routed_load(facts, op, op.operands[0], choice) if op.kind in GROUPED else None,
+            routed=routed_rows(facts, op, op.operands[0], choice) if op.kind in GROUPED else None,
             core=_core(op),
         )
         return _by_heads(facts, kernel.op, compute) if shares(choice) else (compute,)
 
     segment = facts.layers.segment(op.region)
-    alike = op.kind not in GROUPED and facts.follows_colours((kernel.op,), (*values, *touched))
+    comparable = op.kind not in GROUPED and facts.follows_colours((kernel.op,), (*values, *touched))
     key = (
-        (op.kind, op.category, op.flops, op.rule, facts.factors[kernel.op], facts.rows[kernel.op]),
+        (op.kind, op.category, op.flops, op.rule, facts.factors[kernel.op], facts.query[kernel.op]),
         (facts.trips[op.region], segment, weight, dtype, len(op.operands)),
         *(
             tuple((facts.names[value], size) for value, size in work)
             for work in (bytes_moved, simple_work, transcendental_work)
         ),
     )
-    return Item(colours=colours, terms=terms, segment=segment, key=key if alike else None)
+    return Item(colours=colours, terms=terms, segment=segment, key=key if comparable else None)
 
 
 def _by_heads(facts: Facts, index: int, compute: Compute) -> tuple[Term, ...]:
@@ -686,7 +686,7 @@ def _by_heads(facts: Facts, index: int, compute: Compute) -> tuple[Term, ...]:
     """
     heads = facts.heads[index]
 
-    def whole(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
+    def replicated(amounts: tuple[Amount, ...]) -> tuple[Amount, ...]:
         return tuple(replace(amount, tensor=False) for amount in amounts)
 
     return (
@@ -694,10 +694,10 @@ def _by_heads(facts: Facts, index: int, compute: Compute) -> tuple[Term, ...]:
         replace(
             compute,
             flops=replace(compute.flops, tensor=False),
-            traffic=whole(compute.traffic),
+            traffic=replicated(compute.traffic),
             elements=Elements(
-                simple=whole(compute.elements.simple),
-                transcendental=whole(compute.elements.transcendental),
+                simple=replicated(compute.elements.simple),
+                transcendental=replicated(compute.elements.transcendental),
             ),
             heads=heads.condition("none"),
         ),
@@ -918,7 +918,7 @@ def reduce_item(facts: Facts, summands: Summands) -> Item:
     group = summands.ops
     colours = frozenset[str]().union(
         *(
-            named(facts.factors[i]) | named(facts.names[facts.graph.ops[i].results[0]])
+            colours_in(facts.factors[i]) | colours_in(facts.names[facts.graph.ops[i].results[0]])
             for i in group
         )
     )
@@ -952,7 +952,7 @@ def _reductions_key(facts: Facts, summands: Summands) -> Hashable:
         *(
             (
                 (op.rule, op.category == "gather", facts.trips[op.region]),
-                (facts.factors[index], facts.rows[index]),
+                (facts.factors[index], facts.query[index]),
                 *(
                     (
                         (facts.names[value], value in facts.gradients),
@@ -978,8 +978,8 @@ def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[TransferO
                 (transfers.get(key, transfer), transfer), key=lambda pair: pair.bytes.total
             )
             if transfer.group == "gradient" and transfer.case != "all-reduce" and key in transfers:
-                again = (*key[:2], index)  # each use scatters its own gradient
-                transfers[again], makers[again] = replace(small, case="repeated"), [index]
+                own = (*key[:2], index)  # each use scatters its own gradient
+                transfers[own], makers[own] = replace(small, case="repeated"), [index]
             transfers[key] = large
             makers[key].append(index)
     return [(transfer, tuple(makers[key])) for key, transfer in transfers.items()]
@@ -1125,8 +1125,8 @@ def _reduced_bytes(facts: Facts, value: int) -> int:
     """Bytes of partial sums as reduced: in the dtype of the weight in use, to which the gradient of
     a contraction, or of a row of a table, is cast immediately.
     """
-    value_, current = facts.graph.values[value], value
-    smallest = value_.bytes
+    reduced, current = facts.graph.values[value], value
+    smallest = reduced.bytes
     while len(readers := facts.consumers.get(current, ())) == 1 and facts.graph.ops[
         readers[0]
     ].kind in ("transpose", "convert_element_type"):
@@ -1156,7 +1156,7 @@ def reductions_of(facts: Facts, choice: Choice) -> list[TransferOps]:
 # bytes for many meshes at once.
 
 
-def _times(facts: Facts, item: GatheredParameter) -> int:
+def _gather_count(facts: Facts, item: GatheredParameter) -> int:
     """The number of times that a parameter is gathered in a region: once per iteration, except for
     loop-invariant computations of a forward loop (the matrix of a recurrence), which JAX moves
     before the loop (`_scan_partial_eval` of jax-ml/jax `jax/_src/lax/control_flow/loops.py`).
@@ -1173,7 +1173,7 @@ def gather_item(facts: Facts, item: GatheredParameter) -> Item:
     result.
     """
     parameter = facts.graph.values[item.source]
-    trips = _times(facts, item)
+    trips = _gather_count(facts, item)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         spec = facts.value_spec(item.source, choice)
@@ -1191,7 +1191,7 @@ def gather_item(facts: Facts, item: GatheredParameter) -> Item:
         )
 
     return Item(
-        colours=named(facts.names[item.source]),
+        colours=colours_in(facts.names[item.source]),
         terms=terms,
         segment=facts.layers.segment(item.region),
     )

@@ -21,7 +21,7 @@ from shardlib.cost.facts import (
     accumulators,
     alive_at,
     leaves_loop,
-    live_ranges,
+    live_spans,
     phases,
 )
 from shardlib.cost.framework import XLA, FrameworkProfile
@@ -33,7 +33,7 @@ from shardlib.cost.terms import (
     Stored,
     Term,
     amount,
-    named,
+    colours_in,
 )
 from shardlib.graph import BLOCK, ITEMSIZE, Graph, Op, Parameter, StepGraph
 from shardlib.layout import LogicalAxes
@@ -76,7 +76,7 @@ def gathered(facts: Facts) -> list[GatheredParameter]:
                 continue
             key = source, op.region
             uses[key].append(index)
-            narrow = _cast_rows(facts, op) if op.category == "gather" else 1.0
+            narrow = _cast_ratio(facts, op) if op.category == "gather" else 1.0
             size = facts.graph.values[value].bytes * narrow
             if key not in values or size < facts.graph.values[values[key]].bytes:
                 values[key] = value
@@ -97,7 +97,7 @@ def _shardwise(facts: Facts, op: Op) -> bool:
     )
 
 
-def _cast_rows(facts: Facts, op: Op) -> float:
+def _cast_ratio(facts: Facts, op: Op) -> float:
     """Ratio by which a cast after a lookup shrinks the rows: XLA casts the table instead, before it
     gathers it.
     """
@@ -119,7 +119,7 @@ def gathered_bytes(facts: Facts, item: GatheredParameter) -> float:
         facts.graph.ops[use] for use in item.uses if facts.graph.ops[use].category == "gather"
     ]
     narrow = min(
-        (_cast_rows(facts, op) for op in lookups if item.value in op.operands), default=1.0
+        (_cast_ratio(facts, op) for op in lookups if item.value in op.operands), default=1.0
     )
     return facts.graph.values[item.value].bytes * narrow
 
@@ -136,30 +136,30 @@ def gathered_bytes(facts: Facts, item: GatheredParameter) -> float:
 _CONTRACTIONS: frozenset[str] = frozenset({"matmul", "convolution", "scatter"})
 
 
-def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> list[LiveRange]:
+def live_ranges(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> list[LiveRange]:
     """The live range of every value besides the arguments of a step, under a framework profile."""
     graph = facts.graph
     producers = graph.producers()
-    when = live_ranges(graph, facts.fusion, frozenset())
-    turn = max((producers.get(value, 0) for value in graph.outputs[:1]), default=0)
+    spans = live_spans(graph, facts.fusion, frozenset())
+    loss = max((producers.get(value, 0) for value in graph.outputs[:1]), default=0)
     carried = {
         value
         for op in graph.ops
         if op.kind == "carry" and not leaves_loop(op)
         for value in op.results
     }
-    lives: list[LiveRange] = []
-    for value, (birth, death) in when.items():
+    ranges: list[LiveRange] = []
+    for value, (birth, death) in spans.items():
         op = graph.ops[producers[value]] if value in producers else None
         if op is None or value in carried or op.kind == "enter":
             continue
         if value in facts.weights:
             if op.kind == "exit":
-                lives.append(LiveRange(value=value, part="copy", birth=birth, death=death))
+                ranges.append(LiveRange(value=value, part="copy", birth=birth, death=death))
         elif value in facts.gradients:
             partial = op.category in _CONTRACTIONS and bool(op.rule.summed)
             whole = value in step.gradients and op.kind != "exit"
-            lives.append(
+            ranges.append(
                 LiveRange(
                     value=value,
                     part="temporary" if partial else "added" if whole else "gradient",
@@ -168,22 +168,22 @@ def lives(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) -> lis
                 )
             )
         else:
-            lives.append(
+            ranges.append(
                 LiveRange(
                     value=value,
-                    part="saved" if birth <= turn < death else "temporary",
+                    part="saved" if birth <= loss < death else "temporary",
                     birth=birth,
                     death=death,
                 )
             )
-    lives = _extend_expert_ranges(facts, lives)
+    ranges = _extend_expert_ranges(facts, ranges)
     return (
-        (_overlapped(facts, lives, turn) if profile.early_remat and facts.traits.peels else lives)
+        (_overlapped(facts, ranges, loss) if profile.early_remat and facts.traits.peels else ranges)
         + _accumulated(facts)
         + _in_use(facts, profile)
         + (_blocks(facts) if profile.attention == "blocks" else [])
         + _with_all_heads(facts)
-        + _casts(facts, lives)
+        + _casts(facts, ranges)
     )
 
 
@@ -201,13 +201,13 @@ def _accumulated(facts: Facts) -> list[LiveRange]:
     ]
 
 
-def _extend_expert_ranges(facts: Facts, all_lives: list[LiveRange]) -> list[LiveRange]:
+def _extend_expert_ranges(facts: Facts, ranges: list[LiveRange]) -> list[LiveRange]:
     """Extends live ranges in the backward pass of a layer of routed experts: one kernel makes all
     operands of its grouped matmuls, that is, the rematerialised activations and the gradients of
     the values they were made of, so that all of them live as long as any of them.
     """
     if not facts.routes:
-        return all_lives
+        return ranges
     ops, producers = facts.graph.ops, facts.graph.producers()
     grouped = [op for op in ops if op.kind in GROUPED]
     backward = {op.region for op in grouped if facts.gradients.intersection(op.results)}
@@ -217,23 +217,23 @@ def _extend_expert_ranges(facts: Facts, all_lives: list[LiveRange]) -> list[Live
             read[op.region].update(
                 root for value in op.operands for root in facts.fusion.roots[value]
             )
-    lives = {life.value: life for life in all_lives}
+    table = {live.value: live for live in ranges}
     for region, values in read.items():
         results = [
-            lives[value]
+            table[value]
             for value in values
-            if value in lives
+            if value in table
             and value in producers
             and ops[producers[value]].category == "elementwise"
             and ops[producers[value]].region == region
         ]
         if results:
-            birth, death = min(life.birth for life in results), max(life.death for life in results)
-            lives.update({life.value: replace(life, birth=birth, death=death) for life in results})
-    return [lives[life.value] for life in all_lives]
+            birth, death = min(live.birth for live in results), max(live.death for live in results)
+            table.update({live.value: replace(live, birth=birth, death=death) for live in results})
+    return [table[live.value] for live in ranges]
 
 
-def _overlapped(facts: Facts, all_lives: list[LiveRange], turn: int) -> list[LiveRange]:
+def _overlapped(facts: Facts, ranges: list[LiveRange], loss: int) -> list[LiveRange]:
     """Live ranges with gathers that are pipelined through the loop over layers (ZeRO 3), of which
     the compiler peels the first iteration.
 
@@ -246,19 +246,19 @@ def _overlapped(facts: Facts, all_lives: list[LiveRange], turn: int) -> list[Liv
     again = [
         i
         for i, op in enumerate(ops)
-        if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > turn
+        if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > loss
     ]
     if not again:
-        return all_lives
+        return ranges
     region = ops[again[0]].region
     inside = [i for i, op in enumerate(ops) if op.region == region]
     head = [
-        life
-        for life in all_lives
-        if life.part in ("temporary", "saved") and turn < life.death < inside[0]
+        live
+        for live in ranges
+        if live.part in ("temporary", "saved") and loss < live.death < inside[0]
     ]
     if not head:
-        return all_lives
+        return ranges
     last = inside[-1]
     read = {
         root
@@ -268,21 +268,21 @@ def _overlapped(facts: Facts, all_lives: list[LiveRange], turn: int) -> list[Liv
         for root in facts.fusion.roots[operand]
     }
     extended = [
-        max(head, key=lambda life: (facts.graph.values[life.value].bytes, life.death)),
+        max(head, key=lambda live: (facts.graph.values[live.value].bytes, live.death)),
         *(
-            life
-            for life in all_lives
-            if life.value in read
-            and life.part == "temporary"
-            and inside[0] <= life.birth
-            and life.death < last
+            live
+            for live in ranges
+            if live.value in read
+            and live.part == "temporary"
+            and inside[0] <= live.birth
+            and live.death < last
         ),
     ]
     return [
-        *all_lives,
+        *ranges,
         *(
-            LiveRange(value=life.value, part="gathered", birth=life.death + 1, death=last)
-            for life in extended
+            LiveRange(value=live.value, part="gathered", birth=live.death + 1, death=last)
+            for live in extended
         ),
     ]
 
@@ -338,14 +338,14 @@ def _with_all_heads(facts: Facts) -> list[LiveRange]:
     ]
 
 
-def _casts(facts: Facts, all_lives: Sequence[LiveRange]) -> list[LiveRange]:
+def _casts(facts: Facts, ranges: Sequence[LiveRange]) -> list[LiveRange]:
     """Parameters of layers that are cast to a narrower dtype, all layers at once and for the whole
     step, except for those whose casts are saved.
     """
     if not facts.traits.casts_stacks:
         return []
     ops, values = facts.graph.ops, facts.graph.values
-    copied = {facts.weights[life.value] for life in all_lives if life.part == "copy"}
+    copied = {facts.weights[live.value] for live in ranges if live.part == "copy"}
     casts: dict[int, LiveRange] = {}
     for op in ops:
         if (
@@ -377,11 +377,11 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
     """Live ranges of gathered parameters: in a loop the next one arrives while the current one is
     in use; outside of loops, a framework may keep them gathered for the whole step.
     """
-    lives: list[LiveRange] = []
+    ranges: list[LiveRange] = []
     last: dict[int, int] = {}
     for item in sorted(gathered(facts), key=lambda item: item.uses[0]):
         if profile.embedding_and_head_gathered and facts.trips[item.region] == 1:
-            lives.append(
+            ranges.append(
                 LiveRange(
                     value=item.value,
                     part="gathered",
@@ -394,7 +394,7 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
         for use in item.uses if facts.trips[item.region] > 1 else (item.uses[0],):
             cast = item.value != item.source and not facts.traits.fuses_operands
             end = use if facts.trips[item.region] > 1 else item.uses[-1]
-            lives.append(
+            ranges.append(
                 LiveRange(
                     value=item.value,
                     part="temporary" if cast else "gathered",
@@ -403,7 +403,7 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
                 )
             )
             last[item.region] = use
-    return lives
+    return ranges
 
 
 # --------------------------------------------------------------------------------------------------
@@ -411,14 +411,14 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
 
 #: Assumed factor by which ZeRO 2 and 3 with a large fsdp axis shrink a part, in the search for the
 #: points where memory may peak.
-_WEIGHTS: tuple[dict[str, float], ...] = (
+_ZERO_SHARES: tuple[dict[str, float], ...] = (
     {"gathered": 0.0},
     {"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64},
     {"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64},
 )
 
 
-def levels(
+def bytes_alive(
     graph: Graph, spans: dict[int, tuple[int, int]], weightings: Iterable[np.ndarray]
 ) -> list[np.ndarray]:
     """Bytes alive at every op, one array per hypothesis about the layout.
@@ -449,7 +449,7 @@ def points(
 
     Args:
         spans: key -> first and last op index.
-        alive: bytes at every op by hypothesis, see `levels`.
+        alive: bytes at every op by hypothesis, see `bytes_alive`.
         outside: True for the ops outside of loops over layers, array [ops].
     """
     peaks: dict[int, None] = {}
@@ -468,7 +468,7 @@ class Peaks:
 
     Attributes:
         points: items of memory for each point where memory may peak.
-        moments: the same for each phase from the end of the forward pass on, if requested.
+        phases: the same for each phase from the end of the forward pass on, if requested.
     """
 
     points: tuple[list[Item], ...]
@@ -481,23 +481,23 @@ def peaks(
     choices: Iterable[Choice],
     profile: FrameworkProfile = XLA,
     *,
-    moments: bool = False,
+    with_phases: bool = False,
 ) -> Peaks:
     """Items of memory for each point of the program where memory may peak, under several
     hypothetical choices.
     """
-    keeping = ProfileMemory(facts, profile)
-    all_lives = keeping.lives(lives(facts, step, profile))
+    memory = ProfileMemory(facts, profile)
+    ranges = memory.live_ranges(live_ranges(facts, step, profile))
     producers = facts.graph.producers()
-    when = {number: (life.birth, life.death) for number, life in enumerate(all_lives)}
-    alive = levels(
+    spans = {number: (live.birth, live.death) for number, live in enumerate(ranges)}
+    alive = bytes_alive(
         facts.graph,
-        when,
+        spans,
         [
-            sizes * np.array([parts.get(life.part, 1.0) for life in all_lives])
+            sizes * np.array([parts.get(live.part, 1.0) for live in ranges])
             for choice in choices
-            for sizes in [_sizes(facts, all_lives, choice)]
-            for parts in _WEIGHTS
+            for sizes in [_sizes(facts, ranges, choice)]
+            for parts in _ZERO_SHARES
         ],
     )
     outside = np.array([facts.trips[op.region] <= 1 for op in facts.graph.ops])
@@ -505,13 +505,13 @@ def peaks(
 
     def item(number: int) -> Item:
         if number not in cache:
-            cache[number] = _item(facts, producers, all_lives[number], keeping)
+            cache[number] = _item(facts, producers, ranges[number], memory)
         return cache[number]
 
     def items(numbers: Iterable[int]) -> list[Item]:
         return [item(number) for number in sorted(numbers)]
 
-    def moment(span: PhaseOps) -> Phase:
+    def phase(span: PhaseOps) -> Phase:
         peak_points = (
             dict.fromkeys(
                 span.first + int(np.argmax(level[span.first : span.last + 1])) for level in alive
@@ -521,77 +521,77 @@ def peaks(
         )
         return Phase(
             segment=span.segment,
-            points=tuple(items(alive_at(when, peak, peak)) for peak in peak_points),
+            points=tuple(items(alive_at(spans, peak, peak)) for peak in peak_points),
             stacks=[
                 stacked
-                for stacked in items(alive_at(when, span.before, span.after))
+                for stacked in items(alive_at(spans, span.before, span.after))
                 if stacked.segment >= 0
             ],
         )
 
     return Peaks(
-        points=tuple(map(items, points(when, alive, outside))),
-        phases=tuple(map(moment, phases(facts.graph, facts.layers))) if moments else (),
+        points=tuple(map(items, points(spans, alive, outside))),
+        phases=tuple(map(phase, phases(facts.graph, facts.layers))) if with_phases else (),
     )
 
 
-def _sizes(facts: Facts, all_lives: list[LiveRange], choice: Choice) -> np.ndarray:
+def _sizes(facts: Facts, ranges: list[LiveRange], choice: Choice) -> np.ndarray:
     """Bytes of every live range if each kind of sharding divides by 64."""
     return np.array(
         [
-            facts.graph.values[life.value].bytes
-            * life.share
-            / 64.0 ** sum(part is not None for part in facts.value_spec(life.value, choice))
-            for life in all_lives
+            facts.graph.values[live.value].bytes
+            * live.share
+            / 64.0 ** sum(part is not None for part in facts.value_spec(live.value, choice))
+            for live in ranges
         ]
     )
 
 
-def _item(facts: Facts, producers: dict[int, int], life: LiveRange, keeping: ProfileMemory) -> Item:
-    value = facts.graph.values[life.value]
-    op = facts.graph.ops[producers[life.value]] if life.value in producers else None
+def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: ProfileMemory) -> Item:
+    value = facts.graph.values[live.value]
+    op = facts.graph.ops[producers[live.value]] if live.value in producers else None
     segment = facts.layers.segment(op.region) if op else OUTSIDE_LAYERS
-    stacked = op is not None and (op.kind == "exit" or life.part == "cast") and segment >= 0
+    stacked = op is not None and (op.kind == "exit" or live.part == "cast") and segment >= 0
 
     def terms(choice: Choice) -> tuple[Term, ...]:
-        spec = keeping.spec(life.value, choice)
+        spec = memory.spec(live.value, choice)
         resident = Resident(
-            bytes=amount(value.bytes * life.share * keeping.padding(life.value, choice), spec),
-            part=life.part,
+            bytes=amount(value.bytes * live.share * memory.padding(live.value, choice), spec),
+            part=live.part,
             stacked=stacked,
             shape=value.shape,
             spec=spec,
         )
-        return (resident,) if life.kernel is None else _by_heads(facts, life, resident, choice)
+        return (resident,) if live.kernel is None else _by_heads(facts, live, resident, choice)
 
     counted_in = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE_LAYER
-    names, size = facts.names[life.value], value.bytes * life.share
-    kernels = () if life.kernel is None else (life.kernel,)
-    alike = facts.follows_colours(kernels, (life.value,)) and keeping.is_unchanged(life.value)
+    names, size = facts.names[live.value], value.bytes * live.share
+    kernels = () if live.kernel is None else (live.kernel,)
+    comparable = facts.follows_colours(kernels, (live.value,)) and memory.is_unchanged(live.value)
     return Item(
-        colours=named(names),
+        colours=colours_in(names),
         terms=terms,
         segment=counted_in,
-        key=(life.part, stacked, names, value.shape, size, counted_in) if alike else None,
+        key=(live.part, stacked, names, value.shape, size, counted_in) if comparable else None,
     )
 
 
 def _by_heads(
-    facts: Facts, life: LiveRange, resident: Resident, choice: Choice
+    facts: Facts, live: LiveRange, resident: Resident, choice: Choice
 ) -> tuple[Term, ...]:
     """Terms of a value inside an attention kernel: of a device's own heads if tensor shards them
     only inside the kernel, and of all heads if they do not divide among the devices.
     """
-    assert life.kernel is not None
-    if not facts.shares_heads(life.kernel, choice):
-        return () if life.all_heads else (resident,)
-    heads = facts.heads[life.kernel]
+    assert live.kernel is not None
+    if not facts.shards_heads(live.kernel, choice):
+        return () if live.all_heads else (resident,)
+    heads = facts.heads[live.kernel]
     replicated = replace(
         resident, bytes=replace(resident.bytes, tensor=False), heads=heads.condition("none")
     )
     return (
         (replicated,)
-        if life.all_heads
+        if live.all_heads
         else (replace(resident, heads=heads.condition("all", "queries")), replicated)
     )
 
@@ -607,7 +607,7 @@ def stored_items(
     segments: Mapping[str, int],
 ) -> list[Item]:
     """Items of stored parameters; identical parameters share one."""
-    alike: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int, bool]] = (
+    counts: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int, bool]] = (
         Counter(
             (
                 names[p.path],
@@ -633,7 +633,7 @@ def stored_items(
         count: int,
     ) -> Item:
         return Item(
-            colours=named(axes),
+            colours=colours_in(axes),
             segment=segment,
             terms=lambda choice: (
                 Stored(
@@ -649,7 +649,7 @@ def stored_items(
             ),
         )
 
-    return [item(*key, count) for key, count in alike.items()]
+    return [item(*key, count) for key, count in counts.items()]
 
 
 def parameter_segments(facts: Facts) -> dict[str, int]:

@@ -168,7 +168,7 @@ class Applied:
 
 
 @lru_cache(maxsize=1)
-def learned() -> tuple[Correction, ...]:
+def learned_corrections() -> tuple[Correction, ...]:
     """The corrections shipped with shardlib."""
     folder = resources.files("shardlib.cost") / "learned"
     files = (
@@ -192,7 +192,7 @@ def applied(
     """The factors applied to predictions for a topology, sorted by quantity, without those that are
     1.
     """
-    corrections = tuple(learned() if corrections is None else corrections)
+    corrections = tuple(learned_corrections() if corrections is None else corrections)
     of_chip = (
         entry
         for entry in corrections

@@ -285,7 +285,7 @@ def amount(total: float, spec: Spec) -> Amount:
     return Amount(total=total, batch=batch, tensor=tensor, context=context, expert=expert)
 
 
-def named(axes: LogicalAxes) -> frozenset[str]:
+def colours_in(axes: LogicalAxes) -> frozenset[str]:
     """The colours among the dims of an array."""
     return frozenset(name for name in axes if name)
 

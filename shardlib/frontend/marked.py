@@ -33,7 +33,7 @@ from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.planner.search import search
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import layout_constraints
-from shardlib.tracing.steps import FoundLoss, TracedStep, tied_rows, total_loss
+from shardlib.tracing.steps import StepLoss, TracedStep, tied_rows, total_loss
 from shardlib.tracing.trace import trace
 
 # --------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class SingleLoss:
         names: of the dims of each array of the batch, by path.
     """
 
-    found: FoundLoss
+    found: StepLoss
     model: TracedModel
     params: tuple[tuple[str, int], ...]
     batch: tuple[tuple[str, int], ...]
@@ -89,7 +89,7 @@ class SingleLoss:
         )
 
 
-def single_loss(traced: TracedStep, marked: FoundLoss, colouring: Colouring) -> SingleLoss:
+def single_loss(traced: TracedStep, marked: StepLoss, colouring: Colouring) -> SingleLoss:
     """A marked loss of a step by itself."""
     names, form = colouring.forward, marked.form
     shapes = form.shapes
@@ -141,7 +141,7 @@ def single_loss(traced: TracedStep, marked: FoundLoss, colouring: Colouring) -> 
 
 
 def _pure(
-    marked: FoundLoss, params: Sequence[tuple[str, int]], batch: Sequence[tuple[str, int]]
+    marked: StepLoss, params: Sequence[tuple[str, int]], batch: Sequence[tuple[str, int]]
 ) -> PureLoss:
     """(params, state, batch) -> (loss, (auxiliary results by name, state))."""
 
@@ -170,7 +170,7 @@ def _results(aux: Tree) -> list[tuple[str, Any]]:
     ]
 
 
-def _root(marked: FoundLoss, position: int) -> int:
+def _root(marked: StepLoss, position: int) -> int:
     root = marked.roots[position]
     assert root is not None
     return root

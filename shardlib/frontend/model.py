@@ -40,8 +40,8 @@ from shardlib.machines.topology import Topology, devices_of
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import rare_garbage_collection
 from shardlib.propagation.colours import Colouring, colour
-from shardlib.tracing.layouts import NO_MESH, OwnLayout, brings_layouts, freed, names_axes
-from shardlib.tracing.trace import PlacedLayout, Traced, abstract, trace
+from shardlib.tracing.layouts import NO_MESH, UserLayout, brings_layouts, freed, names_axes
+from shardlib.tracing.trace import LayoutOfValue, Traced, abstract, trace
 from shardlib.untrusted.data import Kind, require_kinds
 
 # --------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def require_honour(honour: object) -> None:
 class _Coloured:
     """A layout with the colours of the dims that it speaks of."""
 
-    layout: OwnLayout
+    layout: UserLayout
     colours: LogicalAxes
 
     @property
@@ -107,7 +107,7 @@ class Layouts:
     colouring: Colouring
 
     @staticmethod
-    def of(layouts: Iterable[PlacedLayout], colouring: Colouring) -> Layouts:
+    def of(layouts: Iterable[LayoutOfValue], colouring: Colouring) -> Layouts:
         """The layouts of a traced program."""
         read = (
             _Coloured(layout=layout, colours=colouring.forward[value])
@@ -341,7 +341,7 @@ def _named(sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def layout_pins(
-    layouts: Sequence[PlacedLayout],
+    layouts: Sequence[LayoutOfValue],
     problem: Problem,
     pin: PinMapping | Pins | None,
     search: Callable[[Pins], Plan],
@@ -355,7 +355,7 @@ def layout_pins(
 
 @diagnostic
 def layout_findings(
-    layouts: Sequence[PlacedLayout],
+    layouts: Sequence[LayoutOfValue],
     problem: Problem,
     plan: Plan,
     pin: PinMapping | Pins | None,

@@ -37,7 +37,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from shardlib._jax_compat import AnyJaxpr, open_jaxpr
-from shardlib.cost.experts import CAPPED
+from shardlib.cost.experts import CAPACITY_SCOPE
 from shardlib.errors import ModelError, TracingError, raise_all
 from shardlib.findings import Finding
 from shardlib.functions.attention import Attention, Operand, Operands, marked
@@ -359,7 +359,7 @@ class ExpertForm:
     @property
     def scope(self) -> str:
         """The name scope by which pricing recognises its operations; "" for none."""
-        return "" if self.capacity is None else CAPPED
+        return "" if self.capacity is None else CAPACITY_SCOPE
 
     def slots(self, *, tokens: int, per_token: int, experts: int) -> int:
         """Maximum number of tokens that one expert takes."""

@@ -46,8 +46,8 @@ from shardlib.planner.plan import Plan
 from shardlib.planner.space import require_no_row_results
 from shardlib.tracing.program import INLINED, REMAT, Equation, Program, callee, flatten
 from shardlib.tracing.rewriting import Walk, evaluate_equations, needed, strong
-from shardlib.tracing.row_kinds import Draw, Kind, Unlike, WholeBatchValue, draws
-from shardlib.tracing.rows import Inputs, Names, Proof, compare
+from shardlib.tracing.row_kinds import DifferentPrograms, Draw, Kind, WholeBatchValue, draws
+from shardlib.tracing.rows import LossInputs, Proof, ResultNames, compare
 from shardlib.tracing.trace import result_names
 
 # --------------------------------------------------------------------------------------------------
@@ -852,8 +852,8 @@ class WholeBatch:
 
     traced: LossJaxpr
     rows: Rows
-    inputs: Inputs
-    names: Names
+    inputs: LossInputs
+    names: ResultNames
     size: int
 
 
@@ -1079,7 +1079,7 @@ def _factor(exponent: Fraction, count: int) -> float:
 
 def _result(kind: Kind, count: int) -> float | WholeBatchValue | str:
     """The change of a result that makes its mean over microbatches that of the whole batch."""
-    if kind.vouched:
+    if kind.declared_mean:
         return "vouched"
     if kind.family == "data":
         assert kind.origin is not None
@@ -1178,7 +1178,7 @@ def whole_batch(
         ),
         1,
     )
-    inputs = Inputs(
+    inputs = LossInputs(
         parameters=len(jax.tree.leaves(model.params)),
         states=len(jax.tree.leaves(model.state)),
         dims=row_dims,
@@ -1217,7 +1217,7 @@ def contribution(
             whole.names,
             (whole.size, whole.size // plan.microbatches),
         )
-    except Unlike as error:
+    except DifferentPrograms as error:
         raise TracingError(
             "the loss computes other operations on a microbatch than on the whole batch\nTry:"
             f" microbatches=1, or another number than {plan.microbatches}"
@@ -1266,7 +1266,7 @@ def _asserted(
     programs = [flatten(loss.traced.closed_jaxpr) for loss in (whole, microbatch)]
     try:
         draw_by_path = draws(programs[0], programs[1], sizes)
-    except Unlike:
+    except DifferentPrograms:
         return written
     draws_by_row = {path: draw for path, draw in draw_by_path.items() if draw is not None}
     if len(draws_by_row) < len(draw_by_path):

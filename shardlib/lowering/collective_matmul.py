@@ -30,7 +30,7 @@ from shardlib.lowering.weights import (
 )
 from shardlib.planner.plan import ParameterLayout
 from shardlib.tracing.program import Program
-from shardlib.tracing.rewriting import IN_PIECES, Together
+from shardlib.tracing.rewriting import SHARDED_MATMUL, EquationGroup
 
 # --------------------------------------------------------------------------------------------------
 # Matmuls of a loss that gather their activation along the sequence, or scatter their result, over
@@ -555,7 +555,7 @@ def ring_loops(
     parameters: Callable[[WeightMatmul], ParameterLayout],
     layouts: ValueLayouts,
     regions: Regions,
-) -> dict[str, Together]:
+) -> dict[str, EquationGroup]:
     """Replacements of matmuls, by path of each."""
     size = regions.ways((TENSOR,))
     if size == 1:
@@ -570,7 +570,7 @@ def ring_loops(
         tuple(regions.mesh.shape[part] for part in regions.physical_axes((TENSOR,))),
         sequential=not regions.torus,
     )
-    by_path: dict[str, Together] = {}
+    by_path: dict[str, EquationGroup] = {}
     for members in loop_groups(matches, candidates, layouts):
         paths = tuple(member.matmul.path for member in members)
         loop = MatmulLoop(
@@ -584,7 +584,7 @@ def ring_loops(
                 dict(enumerate(members[0].activation)), len(members[0].activation)
             ),
         )
-        by_path |= dict.fromkeys(paths, Together(paths=paths, run=loop.run))
+        by_path |= dict.fromkeys(paths, EquationGroup(paths=paths, run=loop.run))
     return by_path
 
 
@@ -630,7 +630,7 @@ class MatmulLoop:
             activation,
             *(arrays[member.weight] for member, arrays in zip(self.members, operands, strict=True)),
         )
-        return [checkpoint_name(result, IN_PIECES) for result in results]
+        return [checkpoint_name(result, SHARDED_MATMUL) for result in results]
 
     @property
     def _differentiable(self) -> Callable[..., tuple[Any, ...]]:

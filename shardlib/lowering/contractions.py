@@ -28,7 +28,7 @@ from shardlib.lowering.collectives import Regions, is_eight_bit
 from shardlib.lowering.mesh import constrain, named_sharding
 from shardlib.propagation.contractions import gather_key, use_key
 from shardlib.tracing.program import Equation
-from shardlib.tracing.rewriting import Run, Walk, bind
+from shardlib.tracing.rewriting import EquationCallback, Walk, bind
 
 #: (path of an equation, index of its result), the arguments of `place`.
 ValueSource = tuple[str, int]
@@ -480,7 +480,7 @@ class Interleaving:
 
         return place
 
-    def _run(self, inner: Run | None) -> Run:
+    def _run(self, inner: EquationCallback | None) -> EquationCallback:
         def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
             changed = self.operands.get(equation.path)
             if changed is None and equation.path not in self.piece_ops:

@@ -56,7 +56,7 @@ from shardlib.lowering.weights import (
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.propagation.contractions import gradient_key
 from shardlib.tracing.program import CUSTOM, Equation, by_elements, has_matmul, is_element_lookup
-from shardlib.tracing.rewriting import Together, Walk, bind
+from shardlib.tracing.rewriting import EquationGroup, Walk, bind
 
 # --------------------------------------------------------------------------------------------------
 # Sharding constraints on values of a loss, inside and outside of manual regions.
@@ -480,7 +480,7 @@ class LossLayouts:
                 place=place,
                 run=run,
                 calls=self._call_replacements(mesh),
-                together={} if manual else self.ring_loops(mesh),
+                groups={} if manual else self.ring_loops(mesh),
             )
         )
 
@@ -510,7 +510,7 @@ class LossLayouts:
             for value, layout in zip(operands, layouts, strict=True)
         ]
 
-    def ring_loops(self, mesh: Mesh | AbstractMesh) -> dict[str, Together]:
+    def ring_loops(self, mesh: Mesh | AbstractMesh) -> dict[str, EquationGroup]:
         """The matmuls that run in loops over the tensor axis, by path."""
         return _ring_loops(
             self.matmuls,
@@ -571,7 +571,7 @@ def _ring_loops(
     parameters: Sequence[ParameterLayout],
     value_layouts: ValueLayouts,
     regions: Regions,
-) -> dict[str, Together]:
+) -> dict[str, EquationGroup]:
     """The matmuls that run in loops over the tensor axis, by path."""
     return ring_loops(
         candidates, lambda matmul: parameters[matmul.use.view.parameter], value_layouts, regions

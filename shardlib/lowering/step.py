@@ -56,7 +56,7 @@ from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import layout_constraints
 from shardlib.schedules import GPIPE, Timetable
-from shardlib.tracing.trace import describe_batch, graph_from_program, named
+from shardlib.tracing.trace import describe_batch, graph_from_program, with_paths
 from shardlib.untrusted.data import Kind, is_count, is_positive, require_kinds
 
 # --------------------------------------------------------------------------------------------------
@@ -115,10 +115,10 @@ def loss_for_rows(
         )
     traced = trace_loss(loss, model.params, model.state, batch, what="an evaluation of")
     program = traced.program
-    inputs = [(path or "params", "parameter") for path, _ in named(model.params, "")]
+    inputs = [(path or "params", "parameter") for path, _ in with_paths(model.params, "")]
     count = len(inputs)
-    inputs += [(path, "state") for path, _ in named(model.state, "state")] + [
-        (path, "batch") for path, _ in named(batch, "batch")
+    inputs += [(path, "state") for path, _ in with_paths(model.state, "state")] + [
+        (path, "batch") for path, _ in with_paths(batch, "batch")
     ]
     graph = graph_from_program(program, inputs)
     problem = Problem(
@@ -158,7 +158,7 @@ def _described(
 ) -> tuple[Any, ...]:
     if batch_axes is not None:
         return describe_batch(batch, batch_axes)
-    leaves = named(batch, "batch")
+    leaves = with_paths(batch, "batch")
     if all(
         len(axes_by_path.get(path, ())) == len(leaf.shape)
         and (path in axes_by_path or not leaf.shape)

@@ -29,7 +29,7 @@ from shardlib.tracing.layouts import NO_MESH, brings_layouts, freed
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
-    Call,
+    CustomCall,
     Equation,
     Program,
     flatten,
@@ -330,7 +330,7 @@ class CallSite:
         views: for each operand, the parameter that it is, or is a layer of; None for others.
     """
 
-    call: Call
+    call: CustomCall
     avals: tuple[Aval, ...]
     results: tuple[Aval, ...]
     producers: tuple[ValueSource | None, ...]
@@ -434,7 +434,7 @@ def _call_starting(
     )
 
 
-def _producers(program: Program, call: Call) -> tuple[ValueSource | None, ...]:
+def _producers(program: Program, call: CustomCall) -> tuple[ValueSource | None, ...]:
     """The sources of the results of a call."""
     makers = {
         number: result_path(equation, index)

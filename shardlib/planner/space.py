@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from shardlib.cost.framework import ANYTHING, XLA, Abilities, FrameworkProfile
+from shardlib.cost.framework import ANY_PLAN, XLA, Abilities, FrameworkProfile
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Tally
 from shardlib.cost.terms import Degrees
@@ -68,7 +68,7 @@ def attention_strategies(
     pins: Pins,
     profile: FrameworkProfile,
     chip: Chip,
-    abilities: Abilities = ANYTHING,
+    abilities: Abilities = ANY_PLAN,
 ) -> list[AttentionStrategy]:
     """Lists the ways to compute attention and to use the context axis.
 
@@ -592,7 +592,7 @@ def build_space(
         splits=problem.rows.splits,
         staged=not problem.rows.by_row,
         groups=len(workload.counts),
-        abilities=workload.framework.able if workload.framework is not None else ANYTHING,
+        abilities=workload.framework.able if workload.framework is not None else ANY_PLAN,
     )
     parts = max(pins.microbatches or 1, pins.accumulation or 1)
     require_splittable(problem.rows, parts)
@@ -635,7 +635,7 @@ def spaces(
     workload that it is for.
     """
     problem, profile = workload.problem, workload.profile
-    abilities = workload.framework.able if workload.framework is not None else ANYTHING
+    abilities = workload.framework.able if workload.framework is not None else ANY_PLAN
     all_dtypes = dict.fromkeys(
         effective(dtypes, problem, profile, pins.dtypes)
         for dtypes in combinations(pins.dtypes, pins.allow)

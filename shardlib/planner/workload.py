@@ -12,11 +12,11 @@ from functools import cached_property
 import numpy as np
 
 from shardlib.compact import compact
-from shardlib.cost.activations import keep_rows, rewritten
+from shardlib.cost.activations import remat_rows, rewritten
 from shardlib.cost.experts import TokenExchange, expert_colour, localised
 from shardlib.cost.facts import Facts, Phase, Traits, phases, traits
-from shardlib.cost.framework import ANYTHING, XLA, Abilities, Framework, FrameworkProfile
-from shardlib.cost.items import fused_parameters, order_items, work_items
+from shardlib.cost.framework import ANY_PLAN, XLA, Abilities, Framework, FrameworkProfile
+from shardlib.cost.items import fused_parameters, reorder_items, work_items
 from shardlib.cost.memory import Peaks, parameter_segments, peaks, stored_items
 from shardlib.cost.stages import ModelFacts
 from shardlib.cost.tables import (
@@ -65,7 +65,7 @@ class ModelLimits:
     splits: bool = True
     staged: bool = True
     groups: int = 1
-    abilities: Abilities = ANYTHING
+    abilities: Abilities = ANY_PLAN
 
 
 def experts_form(problem: Problem) -> str:
@@ -159,7 +159,7 @@ class CostProgram:
     @cached_property
     def _peaks(self) -> Peaks:
         return peaks(
-            self.facts, self.step, self.peak_choices, self.profile, moments=self.can_mix_remat
+            self.facts, self.step, self.peak_choices, self.profile, with_phases=self.can_mix_remat
         )
 
     @property
@@ -198,7 +198,7 @@ def cost_program(
     step, names = rewritten(problem.steps[policy], colouring.steps[policy], profile)
     if routes:
         step, names = localised(step, names, colouring.batch_colour)
-        step, names = keep_rows(step, names) if profile.routed_saves == "rows" else (step, names)
+        step, names = remat_rows(step, names) if profile.routed_saves == "rows" else (step, names)
     facts = Facts(
         step,
         names,
@@ -222,7 +222,7 @@ def cost_program(
         ),
         profile=profile,
         can_mix_remat=can_mix_remat,
-        work=[*work_items(facts), *order_items(facts, fused_parameters(problem))],
+        work=[*work_items(facts), *reorder_items(facts, fused_parameters(problem))],
     )
 
 

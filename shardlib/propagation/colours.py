@@ -356,7 +356,7 @@ class Choice:
         )
 
     def rules(self) -> Rules:
-        """The choice as sharding rules batch_axes mesh axes."""
+        """The choice as sharding rules over mesh axes."""
         batch_axes = tuple(a for a in BATCH_AXES if self.expert or a != EXPERT.name)
         entries: list[tuple[str, tuple[str, ...]]] = (
             [(self.batch, batch_axes)] if self.batch else []
@@ -593,7 +593,7 @@ def _long_size(op: Op, window: Window) -> int:
 
 
 def _tie_positions(same_index: UnionFind, program: str, graph: Graph) -> None:
-    """Ties dims that an op maps to the same_index index, position by position."""
+    """Ties dims that an op maps to the same index, position by position."""
     for op in graph.ops:
         members: dict[int, list[Hashable]] = defaultdict(list)
         for (result, position, axis), dim in op.rule.dims():
@@ -864,7 +864,7 @@ class Colouring:
         )
 
 
-def _short(path: str, dim: int) -> str:
+def _readable_name(path: str, dim: int) -> str:
     """A readable colour name from a tree path: the last parts, without layer numbers."""
     parts = [part for part in path.split(".") if not re.fullmatch(r"\d+", part)]
     return f"{'.'.join(parts[-3:])}:{dim}"
@@ -987,15 +987,15 @@ def _choose_names(
 ) -> tuple[dict[Hashable, str], tuple[Finding, ...]]:
     chosen: dict[Hashable, str] = {}
     findings: list[Finding] = []
-    taken: set[str] = set()
+    used_names: set[str] = set()
     for root, members in inputs.items():
         candidates = names[root]
         conventional = [name for name in candidates if name in BATCH_NAMES + SEQUENCE_NAMES]
-        name = (conventional or candidates or [_short(*members[0])])[0]
+        name = (conventional or candidates or [_readable_name(*members[0])])[0]
         base, number = name, 2
-        while name in taken:
+        while name in used_names:
             name, number = f"{base}#{number}", number + 1
-        taken.add(name)
+        used_names.add(name)
         chosen[root] = name
         if len(candidates) > 1:
             findings.append(

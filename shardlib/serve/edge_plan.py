@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shardlib.cost.facts import Facts, leaves_loop, live_ranges, traits
+from shardlib.cost.facts import Facts, leaves_loop, live_spans, traits
 from shardlib.cost.items import kernel_items
 from shardlib.cost.roofline import efficiency_of, kernel_seconds
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute
@@ -527,7 +527,7 @@ def _live(facts: Facts) -> Array:
     """Live bytes at each op, without weights."""
     graph = facts.graph
     change = np.zeros(len(graph.ops) + 1)
-    for value, (birth, death) in live_ranges(graph, facts.fusion, frozenset(facts.weights)).items():
+    for value, (birth, death) in live_spans(graph, facts.fusion, frozenset(facts.weights)).items():
         change[birth] += graph.values[value].bytes
         change[death + 1] -= graph.values[value].bytes
     return np.cumsum(change)[:-1]

@@ -47,7 +47,7 @@ from shardlib.serve.cache import (
     plain,
     product,
 )
-from shardlib.tracing.program import REMAT, Call, Equation, Program
+from shardlib.tracing.program import REMAT, CustomCall, Equation, Program
 from shardlib.tracing.rewriting import Labels, bind, carried_avals, dependence, needed, strong
 
 
@@ -271,7 +271,7 @@ class Latent:
     value: int
 
 
-def latent(program: Program, call: Call) -> Latent | None:
+def latent(program: Program, call: CustomCall) -> Latent | None:
     """Finds the vector that the keys and values of a call are made of; None where it is not worth
     it.
     """
@@ -424,7 +424,7 @@ def bodies(equation: Equation) -> Iterator[tuple[Program, int]]:
 
 def _calls(program: Program, layers: Sequence[Constants]) -> Iterator[CachedCall]:
     """Calls of attention of a program that runs once for each layer."""
-    done: Call | None = None
+    done: CustomCall | None = None
     for equation in program.equations:
         call = equation.call
         if call is not None and isinstance(call.form, Attention):
@@ -445,7 +445,7 @@ def _calls(program: Program, layers: Sequence[Constants]) -> Iterator[CachedCall
             yield from _calls(body, inner)
 
 
-def _cached(program: Program, call: Call, layers: Sequence[Constants]) -> CachedCall:
+def _cached(program: Program, call: CustomCall, layers: Sequence[Constants]) -> CachedCall:
     windows = (call.form.window,) * len(layers)
     everywhere = Operands.of(call.form, call.inputs).global_layer  # its number
     if everywhere is not None:  # a layer that sees all tokens, or may, keeps all of them
@@ -617,7 +617,9 @@ def evaluate(
     return [env[number] for number in program.outputs], cached.pages
 
 
-def _attended(call: Call, env: Mapping[int, Value], cached: TokenState) -> tuple[Value, TokenState]:
+def _attended(
+    call: CustomCall, env: Mapping[int, Value], cached: TokenState
+) -> tuple[Value, TokenState]:
     """Computes a call of attention, and the pages with the token's keys and values."""
     operands, form = [env[number] for number in call.inputs], call.form
     assert isinstance(form, Attention)

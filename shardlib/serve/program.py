@@ -41,7 +41,7 @@ from shardlib.serve.layers import (
     positions,
     summed_dims,
 )
-from shardlib.tracing.program import Equation, Program, called, flatten
+from shardlib.tracing.program import Equation, Program, flatten, forms_of
 
 #: The user's forward pass: (model, int32 tokens [batch, seq]) -> logits [batch, seq, vocab].
 Forward = Callable[[Tree, jax.Array], jax.Array]
@@ -260,7 +260,7 @@ def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedFor
         raise ModelError(
             f"the forward pass of tokens [1, 1] gives {list(shape)}; logits are [1, 1, vocab]"
         )
-    all_calls = sum(isinstance(form, Attention) for form, _ in called(jaxpr))
+    all_calls = sum(isinstance(form, Attention) for form, _ in forms_of(jaxpr))
     calls = cached_calls(program, all_calls)
     lost = all_calls - len(calls) - len(beside_calls(program))
     if lost:
@@ -284,6 +284,7 @@ def traced_forward(model: Model, forward: Forward, *, longest: int) -> TracedFor
         longest=longest,
         vocab=shape[2],
         capped=any(
-            isinstance(form, ExpertForm) and form.capacity is not None for form, _ in called(jaxpr)
+            isinstance(form, ExpertForm) and form.capacity is not None
+            for form, _ in forms_of(jaxpr)
         ),
     )

@@ -161,7 +161,7 @@ def fold(program: Program, *parameters: set[int]) -> Folded:
         if any(position in group for group in parameters)
     }
     kinds = [{program.inputs[position] for position in group} for group in parameters]
-    taken: set[int] = set()
+    stacked_inputs: set[int] = set()
     columns: list[Column] = []
     for loop in loops:
         for column in loop.stacked.values():
@@ -169,10 +169,10 @@ def fold(program: Program, *parameters: set[int]) -> Folded:
                 column not in columns
                 and any(kind.issuperset(column) for kind in kinds)
                 and len(set(column)) == len(column)
-                and not taken & set(column)
+                and not stacked_inputs & set(column)
             ):
                 columns.append(column)
-                taken |= set(column)
+                stacked_inputs |= set(column)
     first = {column[0]: column for column in columns}
     inputs: list[tuple[int, ...]] = []
     stacks: dict[int, Column] = {}
@@ -180,7 +180,7 @@ def fold(program: Program, *parameters: set[int]) -> Folded:
         if number in first:
             stacks[len(inputs)] = first[number]
             inputs.append(tuple(positions[n] for n in first[number]))
-        elif number not in taken:
+        elif number not in stacked_inputs:
             inputs.append((position,))
     return Folded(program=program, loops=loops, inputs=tuple(inputs), stacks=stacks)
 
@@ -240,15 +240,13 @@ def _fold_loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
         for index, equation in enumerate(reps[0])
         for k in range(len(equation.outputs))
     ]
-    read_after = tuple(
+    kept = tuple(
         column
         for column in columns
         if any(last.get(n, -1) >= run.stop and n not in finals for n in column)
     )
-    read = frozenset(n for column in read_after for n in column if last.get(n, -1) >= run.stop)
-    return Loop(
-        run=run, block=tuple(block), stacked=stacked, carried=carried, kept=read_after, read=read
-    )
+    read = frozenset(n for column in kept for n in column if last.get(n, -1) >= run.stop)
+    return Loop(run=run, block=tuple(block), stacked=stacked, carried=carried, kept=kept, read=read)
 
 
 def _same_type(a: Aval, b: Aval) -> bool:
@@ -315,7 +313,7 @@ _VIEWS = frozenset(
         "copy",
     }
 )
-_PLAIN = Walk(inside=True)
+_INLINED = Walk(inside=True)
 
 Values = dict[int, Any]
 
@@ -365,7 +363,7 @@ class Split:
             if isinstance(step, SplitLoop):
                 _early(step, env)
             else:
-                evaluate_equations([step], env, _PLAIN)
+                evaluate_equations([step], env, _INLINED)
         return [env[number] for number in self.early], [env[number] for number in self.passed]
 
     def run_second(self, inputs: Sequence[Value], passed: Sequence[Value]) -> list[Value]:
@@ -381,18 +379,18 @@ class Split:
             if isinstance(step, SplitLoop):
                 _late(step, env)
             else:
-                evaluate_equations([step], env, _PLAIN)
+                evaluate_equations([step], env, _INLINED)
         return [env[number] for number in self.late]
 
 
 def split(
-    program: Program, early: Sequence[int], late: Sequence[int], at_hand: Collection[int]
+    program: Program, early: Sequence[int], late: Sequence[int], available: Collection[int]
 ) -> Split:
     """Splits a program."""
     needed_early = results_wanted(program.equations, early)
     labels = dependence(
         program,
-        [frozenset() if number in at_hand else frozenset({"gone"}) for number in program.inputs],
+        [frozenset() if number in available else frozenset({"gone"}) for number in program.inputs],
     )
     fresh = len(program.avals)
     first: dict[int, Equation | SplitLoop] = {
@@ -408,7 +406,7 @@ def split(
         early_results = needed.intersection(needed_early[position])
         if not needed:
             continue
-        if not needed_early[position] or _again(equation, labels):
+        if not needed_early[position] or _is_recomputed(equation, labels):
             second.append(equation)
             reads.update(equation.inputs)
         elif equation.name == "scan" and needed != early_results:
@@ -420,7 +418,7 @@ def split(
             reads.update(_late_operands(loop))
         else:
             passed.update(needed)
-    passed |= {number for number in program.inputs if number in reads and number not in at_hand}
+    passed |= {number for number in program.inputs if number in reads and number not in available}
     return Split(
         program=program,
         first=tuple(first[position] for position in sorted(first)),
@@ -431,10 +429,10 @@ def split(
     )
 
 
-def _again(equation: Equation, labels: dict[int, frozenset[str]]) -> bool:
+def _is_recomputed(equation: Equation, labels: dict[int, frozenset[str]]) -> bool:
     """True if the late part recomputes a value of the early part."""
-    at_hand = all(not labels[number] for number in equation.inputs)
-    return equation.name in _VIEWS or (at_hand and not has_matmul(equation.eqn))
+    available = all(not labels[number] for number in equation.inputs)
+    return equation.name in _VIEWS or (available and not has_matmul(equation.eqn))
 
 
 def _split_loop(equation: Equation, early: set[int], late: set[int], fresh: int) -> SplitLoop:
@@ -445,14 +443,14 @@ def _split_loop(equation: Equation, early: set[int], late: set[int], fresh: int)
     body = equation.inside("body", remat=True)
     first, _ = closed(equation, body, positions_of(equation, early))
     carries = {body.inputs[constants + k]: k for k in range(carried)}
-    at_hand = [number for number in body.inputs if carries.get(number) not in first]
+    available = [number for number in body.inputs if carries.get(number) not in first]
     second = positions_of(equation, late) - first
     while True:
         inner = split(
             body,
             [body.outputs[k] for k in sorted(first)],
             [body.outputs[k] for k in sorted(second)],
-            at_hand,
+            available,
         )
         grown = second | {
             k for number, k in carries.items() if k not in first and number in _second_reads(inner)
@@ -508,7 +506,7 @@ def _late(loop: SplitLoop, env: Values) -> None:
 
 
 def _split_scan(
-    equation: Equation, results: Sequence[int], env: Values, body: Any, more: Sequence[Value]
+    equation: Equation, results: Sequence[int], env: Values, body: Any, passed: Sequence[Value]
 ) -> Sequence[Value]:
     """Runs a scan for some of its results; returns the other values that the body returns, stacked.
     Operands missing from `env` are unread and replaced by None.
@@ -522,7 +520,7 @@ def _split_scan(
         carry: list[Any], sliced: tuple[list[Any], Sequence[Any]]
     ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         carries_by_position = dict(zip(carries, carry, strict=True))
-        outputs, beside = body(
+        outputs, extra = body(
             [
                 *operands[:constants],
                 *(carries_by_position.get(k) for k in range(carried)),
@@ -530,18 +528,18 @@ def _split_scan(
             ],
             *sliced[1],
         )
-        return outputs[: len(carries)], (outputs[len(carries) :], beside)
+        return outputs[: len(carries)], (outputs[len(carries) :], extra)
 
     init = [
         strong(operands[constants + k], program.avals[program.inputs[constants + k]])
         for k in carries
     ]
-    final, (stacked, beside) = jax.lax.scan(
+    final, (stacked, extra) = jax.lax.scan(
         step,
         init,
-        (operands[constants + carried :], list(more)),
+        (operands[constants + carried :], list(passed)),
         length=equation.params["length"],
         reverse=equation.params["reverse"],
     )
     env.update(zip((equation.outputs[k] for k in results), [*final, *stacked], strict=True))
-    return beside
+    return extra

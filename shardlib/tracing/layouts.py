@@ -57,7 +57,7 @@ from shardlib.layout import INNER_AXES
 #: Folders of installed packages: source lines under them are not the user's.
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 #: The folder of this package; matched whole, because a user's folder may have the same name.
-_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 def user_line(eqn: Eqn) -> str:
@@ -66,16 +66,16 @@ def user_line(eqn: Eqn) -> str:
     """
     traceback = eqn.source_info.traceback
     frames = traceback.frames if traceback is not None else ()
-    return _users((frame.file_name, frame.line_num) for frame in frames)
+    return _first_user_line((frame.file_name, frame.line_num) for frame in frames)
 
 
 def raising_line(error: Exception) -> str:
     """The user's innermost line in the traceback of an error, as `user_line` formats it."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    return _users((frame.filename, frame.lineno or 0) for frame in frames)
+    return _first_user_line((frame.filename, frame.lineno or 0) for frame in frames)
 
 
-def _users(lines: Iterable[tuple[str, int]]) -> str:
+def _first_user_line(lines: Iterable[tuple[str, int]]) -> str:
     """The first source line, of (file, number) pairs, that is not a library's."""
     return next(
         (
@@ -83,7 +83,7 @@ def _users(lines: Iterable[tuple[str, int]]) -> str:
             for name, number in lines
             if not name.startswith("<")
             and not any(part in name for part in _INSTALLED)
-            and not name.startswith(_OWN)
+            and not name.startswith(_PACKAGE)
             and "importlib" not in name
         ),
         "",
@@ -94,11 +94,11 @@ def _users(lines: Iterable[tuple[str, int]]) -> str:
 Spec = tuple[tuple[str, ...] | None, ...]
 
 _MARK = "shardlib-layout-"
-_MARKED: dict[str, OwnLayout] = {}
+_MARKED: dict[str, UserLayout] = {}
 #: Parameters of primitives that contain the layout of a result.
 _PARAMETERS = ("out_sharding", "sharding")
 #: Primitives whose result layout the user chose; others propagate the layout of their operands.
-_USERS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "gather"})
+_SETS_LAYOUT = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated", "gather"})
 #: Casts between types of mesh axes, which are not layouts.
 _CASTS = frozenset(
     {
@@ -113,21 +113,21 @@ _CASTS = frozenset(
 )
 _CALLS = frozenset({"jit", "pjit", "closed_call", "call", "core_call", "core_closed_call"})
 #: A `PartitionSpec` axis that the current mesh lacks, in JAX's words (0.10 and 0.12 alike).
-_LACKING = re.compile(r"Resource axis: (\S+) of ")
+_MISSING_AXIS = re.compile(r"Resource axis: (\S+) of ")
 #: The layout and type that a `shard_map` expects of an operand sharded differently, in JAX's words.
-_UNSHARDED = re.compile(
+_OTHER_LAYOUT = re.compile(
     r"in_specs passed to shard_map: P(\(.*?\)) does not match .* for arg: (\S+\])"
 )
 #: Matches JAX's errors about meshes and layouts; any other error has another cause.
-_OF_MESHES = re.compile(r"mesh|PartitionSpec|[Ss]harding|shard_map")
+_MESH_ERROR = re.compile(r"mesh|PartitionSpec|[Ss]harding|shard_map")
 #: Maximum number of retries: each adds a mesh axis, or a layout required of an input.
-_MOST_TRIES = 32
+_MAX_RETRIES = 32
 #: Depth and number of objects searched for meshes that a function refers to.
-_DEEPEST, _MOST_REFERRED = 8, 5000
+_MAX_DEPTH, _MAX_OBJECTS = 8, 5000
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnLayout:
+class UserLayout:
     """A layout that the user's program requests.
 
     Attributes:
@@ -140,7 +140,7 @@ class OwnLayout:
 
     spec: Spec
     mesh: tuple[tuple[str, int], ...]
-    by: str
+    requested_by: str
     line: str
 
     @property
@@ -159,10 +159,10 @@ class OwnLayout:
             else repr(axes)
             for axes in self.spec
         )
-        return f"{self.by} P({spec})"
+        return f"{self.requested_by} P({spec})"
 
 
-def layout_of(eqn: Eqn) -> OwnLayout | None:
+def layout_of(eqn: Eqn) -> UserLayout | None:
     """The layout that a marking equation gives its operand; None for any other equation."""
     return _MARKED.get(eqn.params["name"]) if eqn.primitive.name == "name" else None
 
@@ -200,12 +200,12 @@ class _Setting:
         """
         if self.mesh.empty:
             return None
-        if lacking := _LACKING.search(str(error)):
-            names = (*self.mesh.axis_names, lacking[1].strip("'\""))
+        if missing := _MISSING_AXIS.search(str(error)):
+            names = (*self.mesh.axis_names, missing[1].strip("'\""))
             return _planning_mesh(names, (self.mesh.axis_types[0],) * len(names), self.sizes)
-        if lacking := _UNSHARDED.search(str(error)):
-            spec = PartitionSpec(*ast.literal_eval(lacking[1]))
-            kind = re.sub(r"@[^,\]]+", "", lacking[2])
+        if missing := _OTHER_LAYOUT.search(str(error)):
+            spec = PartitionSpec(*ast.literal_eval(missing[1]))
+            kind = re.sub(r"@[^,\]]+", "", missing[2])
             if self.inputs.get(kind) != spec:
                 return replace(self, inputs={**self.inputs, kind: spec})
         return None
@@ -261,9 +261,9 @@ def _meshes(function: Function) -> list[AbstractMesh]:
     meshes: list[AbstractMesh] = []
     seen: set[int] = set()
     waiting: list[tuple[Any, int]] = [(function, 0)]
-    while waiting and len(seen) < _MOST_REFERRED:
+    while waiting and len(seen) < _MAX_OBJECTS:
         value, depth = waiting.pop(0)
-        if id(value) in seen or depth > _DEEPEST:
+        if id(value) in seen or depth > _MAX_DEPTH:
             continue
         seen.add(id(value))
         if isinstance(value, (Mesh, AbstractMesh)):
@@ -313,18 +313,18 @@ def _filled(cell: Any) -> bool:
 
 def freed(function: Function, ambient: AbstractMesh) -> Function:
     """A function without its layouts: marked, and traceable without a mesh."""
-    liked: list[_Setting] = []
+    last_setting: list[_Setting] = []
 
     def free(*args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         results = _Results()
         flat = results.flat(lambda *leaves: function(*structure.unflatten(leaves)))
         setting, closed = _traced(
-            flat, leaves, itertools.chain(liked, _settings(ambient, function))
+            flat, leaves, itertools.chain(last_setting, _settings(ambient, function))
         )
-        liked[:] = [setting]
+        last_setting[:] = [setting]
         jaxpr, constants = open_jaxpr(closed)
-        return results.whole(_Free(setting, ambient).run(jaxpr, constants, leaves, _Manual()))
+        return results.rebuilt(_Stripped(setting, ambient).run(jaxpr, constants, leaves, _Manual()))
 
     return free
 
@@ -377,7 +377,7 @@ class _Results:
 
         return flat
 
-    def whole(self, arrays: Sequence[Value]) -> Any:
+    def rebuilt(self, arrays: Sequence[Value]) -> Any:
         """The result tree with these arrays."""
         fresh = iter(arrays)
         return self._tree.unflatten(
@@ -394,9 +394,9 @@ def _traced(
 ) -> tuple[_Setting, jex.ClosedJaxpr]:
     """The jaxpr of a function, and the first setting under which it traces."""
     errors: list[Exception] = []
-    for tried in settings:
-        setting: _Setting | None = tried
-        for _ in range(_MOST_TRIES):
+    for candidate in settings:
+        setting: _Setting | None = candidate
+        for _ in range(_MAX_RETRIES):
             if setting is None:
                 break
             try:
@@ -407,7 +407,7 @@ def _traced(
                 setting = setting.after(error)
     # An error unrelated to meshes occurs under any mesh; otherwise the user's own setting explains
     # it.
-    others = (error for error in errors if not _OF_MESHES.search(str(error)))
+    others = (error for error in errors if not _MESH_ERROR.search(str(error)))
     raise next(others, errors[0])
 
 
@@ -448,7 +448,7 @@ class _Manual:
         return results[-1]
 
 
-class _Free:
+class _Stripped:
     """Evaluates a traced program without layouts.
 
     Args:
@@ -483,8 +483,8 @@ class _Free:
         if name in _CASTS:
             return operands
         if name == "sharding_constraint":
-            opened = params.get("unconstrained_dims", ())
-            return [self.mark(operands[0], params["sharding"], eqn, "", opened)]
+            unconstrained = params.get("unconstrained_dims", ())
+            return [self.mark(operands[0], params["sharding"], eqn, "", unconstrained)]
         if name == "reshard":
             explicit = AxisType.Explicit in params["dst_sharding"].mesh.axis_types
             requested = params["dst_sharding"] if explicit else None
@@ -511,7 +511,7 @@ class _Free:
             return [_ragged_dot(partial(eqn.primitive.bind, **bound), bound)(*operands)]
         results = eqn.primitive.bind(*operands, **bound)
         results = list(results) if eqn.primitive.multiple_results else [results]
-        if layouts and name in _USERS:
+        if layouts and name in _SETS_LAYOUT:
             results[0] = self.mark(results[0], layouts[0], eqn)
         return results
 
@@ -556,7 +556,7 @@ class _Free:
                     )
                 )
             jaxpr, constants = open_jaxpr(closed)
-            return results.whole(self.run(jaxpr, constants, arguments, manual))
+            return results.rebuilt(self.run(jaxpr, constants, arguments, manual))
 
         return made
 
@@ -600,14 +600,14 @@ class _Free:
         return remarked(form, closed, operands)
 
     def mark(
-        self, value: Value, sharding: Any, eqn: Eqn, by: str = "", opened: Sequence[int] = ()
+        self, value: Value, sharding: Any, eqn: Eqn, by: str = "", unconstrained: Sequence[int] = ()
     ) -> Value:
         """The value marked with the requested layout, if the request is one."""
         if not isinstance(sharding, NamedSharding) or jax.dtypes.issubdtype(
             value.dtype, jax.dtypes.extended
         ):
             return value
-        return self.marked(value, sharding.spec, sharding.mesh.shape, eqn, by, opened)
+        return self.marked(value, sharding.spec, sharding.mesh.shape, eqn, by, unconstrained)
 
     def marked(
         self,
@@ -616,7 +616,7 @@ class _Free:
         sizes: Mapping[str, int],
         eqn: Eqn,
         by: str = "",
-        opened: Sequence[int] = (),
+        unconstrained: Sequence[int] = (),
     ) -> Value:
         parts = [_axes_of(part) for part in (*spec, *(None,) * (np.ndim(value) - len(spec)))]
         mesh_sizes = (
@@ -624,10 +624,11 @@ class _Free:
             if all(size == 1 for size in sizes.values()) and not self.setting.mesh.empty
             else sizes
         ) or self.setting.sizes
-        layout = OwnLayout(
-            spec=tuple(None if dim in opened else axes for dim, axes in enumerate(parts)),
+        layout = UserLayout(
+            spec=tuple(None if dim in unconstrained else axes for dim, axes in enumerate(parts)),
             mesh=tuple(mesh_sizes.items()),
-            by=by or _WORDS.get(eqn.primitive.name, f"{eqn.primitive.name}(out_sharding)"),
+            requested_by=by
+            or _SPELLINGS.get(eqn.primitive.name, f"{eqn.primitive.name}(out_sharding)"),
             line=user_line(eqn),
         )
         name = f"{_MARK}{hashlib.sha256(repr(layout).encode()).hexdigest()[:12]}"
@@ -671,7 +672,7 @@ class _Free:
                 for value, spec in zip(operands, params["in_specs"], strict=True)
             ]
             return [
-                _together(value, spec, large, varying)
+                _from_shards(value, spec, large, varying)
                 for value, spec in zip(function(*shards), params["out_specs"], strict=True)
             ]
 
@@ -702,7 +703,7 @@ class _Free:
 
 
 #: The user's spelling of a primitive.
-_WORDS: Mapping[str, str] = {
+_SPELLINGS: Mapping[str, str] = {
     "sharding_constraint": "with_sharding_constraint",
     "dot_general": "einsum or dot(out_sharding)",
     "jit": "jit(in_shardings, out_shardings)",
@@ -757,14 +758,14 @@ def _in_shards(
     `large`.
     """
     shape: list[int] = []
-    places: dict[str, int] = {}
+    axis_dims: dict[str, int] = {}
     for dim, size in enumerate(np.shape(value)):
         axes = [a for a in _axes_of(spec[dim]) or () if a in large] if dim < len(spec) else []
         for axis in axes:
-            places[axis] = len(shape)
+            axis_dims[axis] = len(shape)
             shape.append(sizes[axis])
         shape.append(size // int(np.prod([sizes[axis] for axis in axes], dtype=int)))
-    first = [places[axis] for axis in large if axis in places]
+    first = [axis_dims[axis] for axis in large if axis in axis_dims]
     if not first:
         return value
     others = [dim for dim in range(len(shape)) if dim not in first]
@@ -777,7 +778,7 @@ def _ragged_dot(bind: Function, params: EqnParams) -> Function:
     """
     numbers = params["ragged_dot_dimension_numbers"]
     forward = jax.lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
-    plain = numbers == forward
+    is_forward = numbers == forward
 
     @jax.custom_batching.custom_vmap
     def product(*operands: Value) -> Value:
@@ -787,21 +788,21 @@ def _ragged_dot(bind: Function, params: EqnParams) -> Function:
     def _(size: int, batched: Sequence[bool], *operands: Value) -> tuple[Value, bool]:
         def shard(index: int) -> list[Value]:
             return [
-                operand[index] if of else operand
-                for operand, of in zip(operands, batched, strict=True)
+                operand[index] if is_batched else operand
+                for operand, is_batched in zip(operands, batched, strict=True)
             ]
 
         rows, weights, groups = operands
-        if plain and list(batched) == [False, True, False]:
+        if is_forward and list(batched) == [False, True, False]:
             count, inner, width = weights.shape[1:]
             side_by_side = weights.transpose(1, 2, 0, 3).reshape(count, inner, size * width)
             result = product(rows, side_by_side, groups)
             return result.reshape(len(rows), size, width).transpose(1, 0, 2), True
-        if not plain:
+        if not is_forward:
             return jax.numpy.stack([product(*shard(index)) for index in range(size)]), True
         rows, weights, groups = (
-            operand if of else jax.numpy.broadcast_to(operand, (size, *operand.shape))
-            for operand, of in zip(operands, batched, strict=True)
+            operand if is_batched else jax.numpy.broadcast_to(operand, (size, *operand.shape))
+            for operand, is_batched in zip(operands, batched, strict=True)
         )
         # The rows of a shard that are in no group join the last group, and are masked out.
         count, inside = rows.shape[1], groups.sum(1, keepdims=True, dtype=groups.dtype)
@@ -816,7 +817,7 @@ def _ragged_dot(bind: Function, params: EqnParams) -> Function:
     return product
 
 
-def _together(value: Value, spec: PartitionSpec, large: Sequence[str], varying: bool) -> Value:
+def _from_shards(value: Value, spec: PartitionSpec, large: Sequence[str], varying: bool) -> Value:
     """The global array of shards. They have leading dims as in `_in_shards`; with `varying`, for
     all axes, and along those that do not shard the array the shards are equal.
     """
@@ -860,20 +861,20 @@ def _collective(eqn: Eqn, operands: list[Value], sizes: Mapping[str, int]) -> Se
         raise TracingError(
             f"the shard_map at {user_line(eqn) or 'an unknown line'} uses {what}{name} over"
             f" {', '.join(sizes)}, which cannot be written for whole arrays\nTry: one of"
-            f" {', '.join(sorted({_NAMES.get(op, op) for op in _COLLECTIVES}))} over whole"
+            f" {', '.join(sorted({_PUBLIC_NAMES.get(op, op) for op in _COLLECTIVES}))} over whole"
             " axes, or the same computation without shard_map"
         )
     return run(operands, params, large)
 
 
 def _reduced(reduce: Function) -> Callable[[list[Value], EqnParams, list[str]], list[Value]]:
-    def one(value: Value, params: EqnParams, large: list[str]) -> Value:
+    def reduced(value: Value, params: EqnParams, large: list[str]) -> Value:
         for axis in large:
             value = reduce(jax.lax.all_gather(value, axis), axis=0)
         dims = tuple(axis for axis in params["axes"] if isinstance(axis, int))
         return reduce(value, axis=dims) if dims else value
 
-    return lambda operands, params, large: [one(value, params, large) for value in operands]
+    return lambda operands, params, large: [reduced(value, params, large) for value in operands]
 
 
 def _sum(value: Value, axis: Any) -> Value:
@@ -942,7 +943,7 @@ _COLLECTIVES: Mapping[str, Callable[[list[Value], EqnParams, list[str]], list[Va
     "ppermute": _ppermute,
     "axis_index": _axis_index,
 }
-_NAMES: Mapping[str, str] = {
+_PUBLIC_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("psum2", "psum_invariant"), "psum"),
     "all_gather_invariant": "all_gather",
     "reduce_scatter": "psum_scatter",

@@ -23,21 +23,21 @@ from shardlib.jax_types import Constant
 from shardlib.tracing import rules
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program
 from shardlib.tracing.row_kinds import (
+    EqnPair,
     Kind,
-    Place,
+    RowPlace,
     Shape,
-    Step,
-    added,
     by_position,
     common,
     data,
     differing,
+    dims_of_draw,
     draw_of,
     free,
     line_of,
     mixed,
-    own_dims,
     row,
+    sum_powers,
     total,
 )
 from shardlib.tracing.rules import ARITHMETIC, COPIES, Describe, whole_dims
@@ -46,15 +46,15 @@ from shardlib.tracing.rules import ARITHMETIC, COPIES, Describe, whole_dims
 # Element-wise operations.
 
 #: A rule: (equation, kinds of its operands) -> the kind of all its results, or one kind per result.
-Rule = Callable[[Step, list[Kind]], "Kind | list[Kind]"]
+Rule = Callable[[EqnPair, list[Kind]], "Kind | list[Kind]"]
 
 #: Reason for a mixed result that is no longer a sum over rows.
 NOT_LINEAR = "a function of a sum over rows that is not linear"
-_ADDING = frozenset({"add", "add_any", "sub"})
-_PASSING = frozenset({*COPIES, "neg", "real", "imag"})
+_ADDITIONS = frozenset({"add", "add_any", "sub"})
+_LINEAR_UNARY = frozenset({*COPIES, "neg", "real", "imag"})
 
 
-def elementwise(step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
+def elementwise(step: EqnPair, kinds: list[Kind]) -> Kind | list[Kind]:
     """Element-wise operations; operands have the shape of the result, or are scalars."""
     if step.name == "bitcast_convert_type" and len(step.operands[0][0]) != len(step.results[0][0]):
         return step.mixed("nothing is known about its rows", kinds)
@@ -73,7 +73,7 @@ def elementwise(step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
     return _rows(step, kinds, row_kinds) if row_kinds else _sums(step, kinds, sums)
 
 
-def _rows(step: Step, kinds: list[Kind], row_kinds: list[Kind]) -> Kind:
+def _rows(step: EqnPair, kinds: list[Kind], row_kinds: list[Kind]) -> Kind:
     places = {kind.rows for kind in row_kinds}
     if len(places) > 1:
         return step.mixed("rows meet other rows", kinds)
@@ -92,25 +92,25 @@ def _rows(step: Step, kinds: list[Kind], row_kinds: list[Kind]) -> Kind:
 
 def _power(name: str, kinds: list[Kind]) -> Fraction | None:
     if name == "mul":
-        return added([kind.power for kind in kinds])
+        return sum_powers([kind.power for kind in kinds])
     if name == "div":
-        return added([kind.power for kind in kinds], [1, -1])
+        return sum_powers([kind.power for kind in kinds], [1, -1])
     chosen = kinds[1:] if name == "select_n" else kinds
     powers = {kind.power for kind in chosen if not kind.zero} or {Fraction(0)}
     if name == "select_n" and kinds[0].power != 0:
         return None
-    if name in _ADDING or name in _PASSING or name == "select_n":
+    if name in _ADDITIONS or name in _LINEAR_UNARY or name == "select_n":
         return next(iter(powers)) if len(powers) == 1 else None
     return Fraction(0) if powers == {Fraction(0)} else None
 
 
-def _sums(step: Step, kinds: list[Kind], sums: list[Kind]) -> Kind:
+def _sums(step: EqnPair, kinds: list[Kind], sums: list[Kind]) -> Kind:
     name, more = step.name, common(kinds)
     if step.is_lossy:
         return step.mixed(NOT_LINEAR, kinds)
-    if name in _PASSING:
+    if name in _LINEAR_UNARY:
         return kinds[0]
-    if name in _ADDING:
+    if name in _ADDITIONS:
         running = name != "sub" and sum(kind.running for kind in sums) == 1
         return joined(step, kinds, list(range(len(kinds)))).with_(running=running)
     if name == "select_n" and kinds[0].family == "free" and kinds[0].power == 0:
@@ -130,14 +130,14 @@ def _sums(step: Step, kinds: list[Kind], sums: list[Kind]) -> Kind:
     return step.mixed(NOT_LINEAR, kinds)
 
 
-def _product(step: Step, kinds: list[Kind], signs: list[int], more: dict[str, object]) -> Kind:
-    power = added([kind.power for kind in kinds], signs)
+def _product(step: EqnPair, kinds: list[Kind], signs: list[int], more: dict[str, object]) -> Kind:
+    power = sum_powers([kind.power for kind in kinds], signs)
     if power is None:
         return step.mixed("the number of rows goes into a factor", kinds)
     return total(power=power, **more)  # pyright: ignore[reportArgumentType]
 
 
-def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
+def joined(step: EqnPair, kinds: list[Kind], positions: list[int]) -> Kind:
     """The sum or the concatenation of terms, some of which are sums over rows."""
     terms = [(index, kinds[index]) for index in positions if not kinds[index].zero]
     more = common(kinds)
@@ -160,7 +160,7 @@ def joined(step: Step, kinds: list[Kind], positions: list[int]) -> Kind:
     return total(power=Fraction(-1), **{**more, "scaled": True})
 
 
-def _running(step: Step, kinds: list[Kind]) -> Kind:
+def _running(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A row is added to the running sum of a scan over rows."""
     inside = all(not kind.rows.dims for kind in kinds if kind.family == "row")
     powers = {kind.power for kind in kinds if not kind.zero}
@@ -182,21 +182,21 @@ Read = Callable[[list[tuple[int, int]]], list[Kind]]
 
 
 def declared(
-    first_equation: Equation, two: Equation, first: Program, second: Program, read: Read
+    first_equation: Equation, second_equation: Equation, first: Program, second: Program, read: Read
 ) -> list[Kind] | None:
     """The kinds of the results of a custom call, as the function declares them; None if it declares
     none for such operands.
     """
-    assert first_equation.call is not None and two.call is not None
+    assert first_equation.call is not None and second_equation.call is not None
     form = first_equation.call.form
-    pairs = list(zip(first_equation.call.inputs, two.call.inputs, strict=True))
+    pairs = list(zip(first_equation.call.inputs, second_equation.call.inputs, strict=True))
     if isinstance(form, WeightedMeanForm):
         kinds = read(pairs)
         why = _no_sums(kinds)
         return (
             [mixed(why, f"shardlib.WeightedMean at {line_of(first_equation)}")]
             if why
-            else [total(weighted=True, vouched=True, **_of(kinds))]
+            else [total(weighted=True, declared_mean=True, **_traits(kinds))]
         )
     if isinstance(form, Balance):
         kinds = read(pairs)
@@ -204,11 +204,13 @@ def declared(
             all(kind.family == "row" and kind.power == 0 for kind in kinds)
             and len({kind.rows for kind in kinds}) == 1
         ):
-            return [total(power=Fraction(-1), **{**_of(kinds), "notes": frozenset({"balance"})})]
+            return [
+                total(power=Fraction(-1), **{**_traits(kinds), "notes": frozenset({"balance"})})
+            ]
     if isinstance(form, ExpertForm) and form.capacity is None:
         kinds = read(pairs)
         shapes = [(tuple(first.avals[a].shape), tuple(second.avals[b].shape)) for a, b in pairs]
-        return _visit(kinds, shapes)
+        return _dropless(kinds, shapes)
     return None
 
 
@@ -235,11 +237,11 @@ def _growth(kind: Kind) -> Fraction | None:
     return kind.power + (1 if kind.family == "sum" else 0)
 
 
-def _of(kinds: list[Kind]) -> dict[str, Any]:
+def _traits(kinds: list[Kind]) -> dict[str, Any]:
     return {name: value for name, value in common(kinds).items() if name in ("learned", "notes")}
 
 
-def _visit(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] | None:
+def _dropless(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] | None:
     """Dropless experts: the result for a token does not depend on other tokens."""
     tokens, parameters = kinds[:3], kinds[3:]
     row_kinds = [kind for kind in tokens if kind.family == "row"]
@@ -261,7 +263,7 @@ def _visit(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind] |
     return [row(place, **more), free(zero=True, splat=True)]
 
 
-def stacked(step: Step, kinds: list[Kind]) -> Kind:
+def stacked(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Rows along stack dims stay independent."""
     places = {kind.rows for kind in kinds if kind.family == "row"}
     if len(places) != 1 or any(kind.family not in ("free", "row") for kind in kinds):
@@ -311,12 +313,12 @@ def moved(kind: Kind, target_dim: Callable[[int], int | None]) -> Kind | None:
     return kind.with_(place=replace(kind.rows, start=new[0], stop=new[0] + len(new)), tag=None)
 
 
-def kept(step: Step, kinds: list[Kind], result: Kind | None) -> Kind:
+def or_mixed(step: EqnPair, kinds: list[Kind], result: Kind | None) -> Kind:
     """The kind, or "mixed" if it is None because the rows lost their order."""
     return step.mixed("the order of the rows is lost", kinds) if result is None else result
 
 
-def _of_sum(step: Step, kinds: list[Kind]) -> Kind:
+def _of_sum(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A sum over rows whose elements are moved."""
     return (
         step.mixed("a sum over rows is handed to every row", kinds)
@@ -325,7 +327,7 @@ def _of_sum(step: Step, kinds: list[Kind]) -> Kind:
     )
 
 
-def broadcast_in_dim(step: Step, kinds: list[Kind]) -> Kind:
+def broadcast_in_dim(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Operand dim i becomes result dim `broadcast_dimensions[i]`."""
     kind, dims = kinds[0], step.params["broadcast_dimensions"]
     if kind.family == "sum":
@@ -339,26 +341,30 @@ def broadcast_in_dim(step: Step, kinds: list[Kind]) -> Kind:
         and any(step.operands[0][0][dim] != step.results[0][0][dims[dim]] for dim in kind.rows.dims)
     ):
         return step.mixed("the order of the rows is lost", kinds)
-    return kept(step, kinds, result)
+    return or_mixed(step, kinds, result)
 
 
-def transpose(step: Step, kinds: list[Kind]) -> Kind:
+def transpose(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Permutes dims."""
     order = list(step.params["permutation"])
-    return kinds[0] if kinds[0].family == "sum" else kept(step, kinds, moved(kinds[0], order.index))
+    if kinds[0].family == "sum":
+        return kinds[0]
+    return or_mixed(step, kinds, moved(kinds[0], order.index))
 
 
-def squeeze(step: Step, kinds: list[Kind]) -> Kind:
+def squeeze(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Removes dims of size 1."""
     rank = len(step.operands[0][0])
     gone = {dim % rank for dim in step.params["dimensions"]}
     left = [dim for dim in range(rank) if dim not in gone]
     if kinds[0].family == "sum":
         return kinds[0]
-    return kept(step, kinds, moved(kinds[0], lambda dim: left.index(dim) if dim in left else None))
+    return or_mixed(
+        step, kinds, moved(kinds[0], lambda dim: left.index(dim) if dim in left else None)
+    )
 
 
-def reshape(step: Step, kinds: list[Kind]) -> Kind:
+def reshape(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Elements keep their order; the place of the rows follows from the number of consecutive
     elements of a row.
     """
@@ -378,7 +384,7 @@ def reshape(step: Step, kinds: list[Kind]) -> Kind:
     )
 
 
-def regrouped_alike(place: Place, step: Step) -> Place | None:
+def regrouped_alike(place: RowPlace, step: EqnPair) -> RowPlace | None:
     """The place of rows after a reshape, for both numbers of rows; None if the two differ or there
     is none. With a single row any dim of size 1 could be the place: the other trace decides.
     """
@@ -404,7 +410,7 @@ def regrouped_alike(place: Place, step: Step) -> Place | None:
     return new if same else None
 
 
-def regrouped(place: Place, before: Shape, after: Shape, rows: int) -> Place | None:
+def regrouped(place: RowPlace, before: Shape, after: Shape, rows: int) -> RowPlace | None:
     """The place of rows after a reshape; None if no dims of the result contain exactly the rows."""
     stride = place.inner * math.prod(before[place.stop :])
     stop = next(
@@ -418,11 +424,11 @@ def regrouped(place: Place, before: Shape, after: Shape, rows: int) -> Place | N
     return (
         None
         if start is None
-        else Place(start=start, stop=stop, inner=stride // math.prod(after[stop:]))
+        else RowPlace(start=start, stop=stop, inner=stride // math.prod(after[stop:]))
     )
 
 
-def _in_scan(step: Step, kinds: list[Kind]) -> Kind:
+def _in_scan(step: EqnPair, kinds: list[Kind]) -> Kind:
     """In the body of a scan over rows, which rows they are is unknown: only a dim of the same size
     before and after is followed.
     """
@@ -434,7 +440,7 @@ def _in_scan(step: Step, kinds: list[Kind]) -> Kind:
         if tuple(shape[dim] for shape in after) in merged
         and math.prod(before[0][: place.start]) == math.prod(after[0][:dim])
     ]
-    return kept(
+    return or_mixed(
         step,
         kinds,
         (
@@ -445,10 +451,10 @@ def _in_scan(step: Step, kinds: list[Kind]) -> Kind:
     )
 
 
-def along(dims_of: Callable[[Step], list[int]], *, linear: bool) -> Rule:
+def along(dims_of: Callable[[EqnPair], list[int]], *, linear: bool) -> Rule:
     """The rule of an operation that mixes elements along some dims."""
 
-    def rule(step: Step, kinds: list[Kind]) -> Kind:
+    def rule(step: EqnPair, kinds: list[Kind]) -> Kind:
         row_kinds = [kind for kind in kinds if kind.family == "row"]
         if not row_kinds and linear and len(kinds) == 1:
             return kinds[0]
@@ -468,16 +474,16 @@ def along(dims_of: Callable[[Step], list[int]], *, linear: bool) -> Rule:
     return rule
 
 
-def axis(step: Step) -> list[int]:
+def axis(step: EqnPair) -> list[int]:
     return [step.params["axis"]]
 
 
-def last(step: Step) -> list[int]:
+def last(step: EqnPair) -> list[int]:
     rank = len(step.operands[0][0])
     return [step.params.get("axis", rank - 1) % rank]
 
 
-def tile(step: Step, kinds: list[Kind]) -> Kind:
+def tile(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Repeats an array along its dims."""
     kind = kinds[0]
     if kind.family == "row" and any(step.params["reps"][dim] != 1 for dim in kind.rows.dims):
@@ -489,7 +495,7 @@ def tile(step: Step, kinds: list[Kind]) -> Kind:
 # Lookups of a row, or by the position of a row.
 
 #: Operations by which jax.numpy's indexing prepares positions; they keep the tag.
-_KEEPING = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"})
+_KEEPS_TAG = frozenset({"convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "copy"})
 LOOKUPS: frozenset[str] = frozenset(
     {"gather", "scatter", "scatter-add", "scatter-mul", "scatter-max", "scatter-min"}
 )
@@ -504,13 +510,13 @@ def positional(kind: Kind) -> bool:
     )
 
 
-def tagged(step: Step, kinds: list[Kind]) -> Kind | None:
+def tagged(step: EqnPair, kinds: list[Kind]) -> Kind | None:
     """The result of an indexing operation on positions in the batch; None for any other
     operation.
     """
     tags = [kind.tag for kind in kinds]
     if (
-        step.name in _KEEPING
+        step.name in _KEEPS_TAG
         and tags[0] in ("positions", "false")
         and step.first.eqn.outvars[0].aval.dtype.kind in "iub"
         and len(step.result_dims()) == 1
@@ -525,7 +531,7 @@ def tagged(step: Step, kinds: list[Kind]) -> Kind | None:
     return None
 
 
-def _components(step: Step, kinds: list[Kind]) -> Kind | None:
+def _components(step: EqnPair, kinds: list[Kind]) -> Kind | None:
     """Positions concatenated with other components of an index."""
     others = [kind for kind in kinds if kind.tag != "positions"]
     batch = {
@@ -533,7 +539,7 @@ def _components(step: Step, kinds: list[Kind]) -> Kind | None:
     }
     if len(batch) != 1 or len(dims := batch.pop()) != 1 or step.params["dimension"] in dims:
         return None
-    place = Place(start=dims[0], stop=dims[0] + 1)
+    place = RowPlace(start=dims[0], stop=dims[0] + 1)
     if any(
         not (
             kind.family == "free"
@@ -545,11 +551,11 @@ def _components(step: Step, kinds: list[Kind]) -> Kind | None:
     return row(place, tag=tuple(kind.tag for kind in kinds), **common(others))
 
 
-def gather(step: Step, kinds: list[Kind]) -> Kind:
+def gather(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Slices of an array at computed positions."""
     numbers, (source, index) = step.params["dimension_numbers"], kinds
     more = {**common(kinds), "learned": source.descent.learned or index.descent.learned}
-    places = [dim for dim in range(len(step.results[0][0])) if dim not in numbers.offset_dims]
+    to_dim = [dim for dim in range(len(step.results[0][0])) if dim not in numbers.offset_dims]
     if index.power != 0 and index.family != "data":
         return step.mixed("the number of rows goes into a position", kinds)
     if source.family == "sum":
@@ -560,7 +566,7 @@ def gather(step: Step, kinds: list[Kind]) -> Kind:
         )
     if source.family == "free":
         moved_rows = (
-            moved(index, lambda dim: places[dim] if dim < len(places) else None)
+            moved(index, lambda dim: to_dim[dim] if dim < len(to_dim) else None)
             if index.family == "row" and not positional(index) and _alongside(step, index)
             else None
         )
@@ -571,10 +577,10 @@ def gather(step: Step, kinds: list[Kind]) -> Kind:
         )
     if source.family != "row":
         return step.mixed("rows are looked up by position", kinds)
-    return _of_rows(step, kinds, places, more)
+    return _of_rows(step, kinds, to_dim, more)
 
 
-def _alongside(step: Step, index: Kind) -> bool:
+def _alongside(step: EqnPair, index: Kind) -> bool:
     """True if an array that is the same for all rows has no dim of rows, or one that is batched
     with the index.
     """
@@ -585,7 +591,7 @@ def _alongside(step: Step, index: Kind) -> bool:
     return all(along.get(dim) in index.rows.dims for dim in step.batch_dims(0))
 
 
-def _of_rows(step: Step, kinds: list[Kind], places: list[int], more: dict[str, object]) -> Kind:
+def _of_rows(step: EqnPair, kinds: list[Kind], to_dim: list[int], more: dict[str, object]) -> Kind:
     numbers, (source, index) = step.params["dimension_numbers"], kinds
     rows, batching = source.rows, list(numbers.operand_batching_dims)
     if not rows.dims:
@@ -603,7 +609,7 @@ def _of_rows(step: Step, kinds: list[Kind], places: list[int], more: dict[str, o
             or (index.rows.inner, index.rows.scans) != (rows.inner, rows.scans)
         ):
             return step.mixed("rows are looked up by other rows", kinds)
-        return _placed(step, kinds, rows, [places[dim] for dim in along], more)
+        return _placed(step, kinds, rows, [to_dim[dim] for dim in along], more)
     window = [
         dim
         for dim in range(len(step.operands[0][0]))
@@ -625,12 +631,12 @@ def _of_rows(step: Step, kinds: list[Kind], places: list[int], more: dict[str, o
         and _indexing_by_position(step, index, list(numbers.start_index_map), rows)
     ):
         dims = step.batch_dims(1)
-        if len(dims) == 1 and dims[0] < len(places):
-            return _placed(step, kinds, rows, [places[dims[0]]], more)
+        if len(dims) == 1 and dims[0] < len(to_dim):
+            return _placed(step, kinds, rows, [to_dim[dims[0]]], more)
     return step.mixed("rows are looked up by position or content", kinds)
 
 
-def _indexing_by_position(step: Step, index: Kind, mapped: list[int], rows: Place) -> bool:
+def _indexing_by_position(step: EqnPair, index: Kind, mapped: list[int], rows: RowPlace) -> bool:
     """True if every row looks itself up."""
     component = mapped.index(rows.start) if rows.start in mapped else -1
     tags = index.tag if isinstance(index.tag, tuple) else (index.tag,)
@@ -644,17 +650,17 @@ def _indexing_by_position(step: Step, index: Kind, mapped: list[int], rows: Plac
 
 
 def _placed(
-    step: Step, kinds: list[Kind], rows: Place, dims: list[int], more: dict[str, object]
+    step: EqnPair, kinds: list[Kind], rows: RowPlace, dims: list[int], more: dict[str, object]
 ) -> Kind:
     if dims != list(range(dims[0], dims[0] + len(dims))) or not set(step.result_dims()) <= set(
         dims
     ):
         return step.mixed("the order of the rows is lost", kinds)
-    place = Place(start=dims[0], stop=dims[0] + len(dims), inner=rows.inner, scans=rows.scans)
+    place = RowPlace(start=dims[0], stop=dims[0] + len(dims), inner=rows.inner, scans=rows.scans)
     return row(place, power=kinds[0].power, **more)  # pyright: ignore[reportArgumentType]
 
 
-def scatter(step: Step, kinds: list[Kind]) -> Kind:
+def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Writes, or adds, updates at computed positions."""
     numbers, (target, index, updates) = step.params["dimension_numbers"], kinds
     if any(kind.family == "sum" for kind in kinds) or (index.power != 0 and index.family != "data"):
@@ -684,18 +690,18 @@ def scatter(step: Step, kinds: list[Kind]) -> Kind:
         return step.mixed("rows meet other rows", kinds)
     ((elements, scans),) = inner
     return (
-        row(Place(start=place, stop=place + 1, inner=elements, scans=scans), power=power, **more)
+        row(RowPlace(start=place, stop=place + 1, inner=elements, scans=scans), power=power, **more)
         if numbers is not None
         else step.mixed("", kinds)
     )
 
 
-def _in_rows(step: Step, kinds: list[Kind]) -> bool:
+def _in_rows(step: EqnPair, kinds: list[Kind]) -> bool:
     """True if the target has rows, in a scan over them."""
     return kinds[0].family == "row" and bool(kinds[0].rows.dims)
 
 
-def _written(step: Step, kinds: list[Kind]) -> int | None:
+def _written(step: EqnPair, kinds: list[Kind]) -> int | None:
     """The dim of the result that contains the rows; None if updates of different rows can meet."""
     numbers, (target, index, updates) = step.params["dimension_numbers"], kinds
     dims = step.result_dims() or list(target.rows.dims)
@@ -734,7 +740,7 @@ def _written(step: Step, kinds: list[Kind]) -> int | None:
             else None
         )
     if dim in numbers.inserted_window_dims and dim in numbers.scatter_dims_to_operand_dims:
-        rows = Place(start=dim, stop=dim + 1)
+        rows = RowPlace(start=dim, stop=dim + 1)
         along = step.batch_dims(1)
         in_place = (
             _indexing_by_position(step, index, list(numbers.scatter_dims_to_operand_dims), rows)
@@ -750,7 +756,7 @@ def _written(step: Step, kinds: list[Kind]) -> int | None:
 # Rows through operations that split and join arrays.
 
 
-def slice_(step: Step, kinds: list[Kind]) -> Kind:
+def slice_(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A slice of each dim."""
     kind = kinds[0]
     if kind.family == "sum":
@@ -776,7 +782,7 @@ def slice_(step: Step, kinds: list[Kind]) -> Kind:
     return step.mixed("rows are picked by their position", kinds)
 
 
-def split(step: Step, kinds: list[Kind]) -> Kind:
+def split(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Splits along one dim."""
     kind, dim = kinds[0], step.params["axis"]
     if kind.family == "sum" or dim not in kind.rows.dims:
@@ -792,7 +798,7 @@ def split(step: Step, kinds: list[Kind]) -> Kind:
     )
 
 
-def concatenate(step: Step, kinds: list[Kind]) -> Kind:
+def concatenate(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Concatenates along one dim."""
     dim, row_kinds = step.params["dimension"], [kind for kind in kinds if kind.family == "row"]
     if not row_kinds:
@@ -820,15 +826,17 @@ def concatenate(step: Step, kinds: list[Kind]) -> Kind:
     return step.mixed("rows are joined with others that are none", kinds)
 
 
-def unstack(step: Step, kinds: list[Kind]) -> Kind:
+def unstack(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Slices along one dim, which is removed."""
     kind, axis = kinds[0], step.params["axis"]
     if kind.family == "sum":
         return kind
-    return kept(step, kinds, moved(kind, lambda dim: None if dim == axis else dim - (dim > axis)))
+    return or_mixed(
+        step, kinds, moved(kind, lambda dim: None if dim == axis else dim - (dim > axis))
+    )
 
 
-def stack(step: Step, kinds: list[Kind]) -> Kind:
+def stack(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Joins arrays along a new dim."""
     axis, row_kinds = step.params["axis"], [kind for kind in kinds if kind.family == "row"]
     if not row_kinds:
@@ -845,10 +853,10 @@ def stack(step: Step, kinds: list[Kind]) -> Kind:
     ):
         return step.mixed("rows of two orders are joined", kinds)
     result = row(place, power=next(iter(powers), row_kinds[0].power), **common(kinds))
-    return kept(step, kinds, moved(result, lambda dim: dim + (dim >= axis)))
+    return or_mixed(step, kinds, moved(result, lambda dim: dim + (dim >= axis)))
 
 
-def pad(step: Step, kinds: list[Kind]) -> Kind:
+def pad(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Pads dims."""
     kind = kinds[0]
     if kinds[1].family != "free" or (kind.family == "sum" and not kinds[1].zero):
@@ -864,7 +872,7 @@ def pad(step: Step, kinds: list[Kind]) -> Kind:
     )
 
 
-def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
+def dynamic_slice(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A slice of each dim at a computed position."""
     kind = kinds[0]
     if any(position.family != "free" or position.power != 0 for position in kinds[1:]):
@@ -881,7 +889,7 @@ def dynamic_slice(step: Step, kinds: list[Kind]) -> Kind:
     )
 
 
-def dynamic_update_slice(step: Step, kinds: list[Kind]) -> Kind:
+def dynamic_update_slice(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Writes an update into an array at a computed position."""
     row_kinds = [kind for kind in kinds[:2] if kind.family == "row"]
     powers = {kind.power for kind in kinds[:2] if not kind.zero}
@@ -921,7 +929,7 @@ def exponent(pair: tuple[Constant, Constant] | None, sizes: tuple[int, int]) -> 
     """
     if pair is None:
         return Fraction(0)
-    first, two = (
+    first, second = (
         (
             complex(np.asarray(number).item())
             if np.iscomplexobj(number)
@@ -929,23 +937,23 @@ def exponent(pair: tuple[Constant, Constant] | None, sizes: tuple[int, int]) -> 
         )
         for number in pair
     )
-    if first == two or (first != first and two != two):
+    if first == second or (first != first and second != second):
         return Fraction(0)
     if (
         isinstance(first, complex)
-        or isinstance(two, complex)
+        or isinstance(second, complex)
         or first == 0
-        or two == 0
-        or first * two < 0
-        or not (math.isfinite(first) and math.isfinite(two))
+        or second == 0
+        or first * second < 0
+        or not (math.isfinite(first) and math.isfinite(second))
     ):
         return None
-    power = math.log(first / two) / math.log(sizes[0] / sizes[1])
+    power = math.log(first / second) / math.log(sizes[0] / sizes[1])
     near = Fraction(power).limit_denominator(4)
     return near if abs(float(near) - power) < 1e-5 else None
 
 
-def folded_scalar(step: Step, kinds: list[Kind]) -> Kind | None:
+def folded_scalar(step: EqnPair, kinds: list[Kind]) -> Kind | None:
     """A scalar computed from known scalars; None if it cannot be folded."""
     if (
         not kinds
@@ -962,12 +970,12 @@ def folded_scalar(step: Step, kinds: list[Kind]) -> Kind | None:
             (np.asarray(dividend / divisor).astype(dtype) if divisor else np.asarray(np.nan, dtype))
             for dividend, divisor in zip(kinds[0].value or (), kinds[1].value or (), strict=True)
         )
-    elif step.name in _NUMBERS:
+    elif step.name in _SCALAR_OPS:
         extra = (step.params["y"],) if step.name == "integer_pow" else ()
         with np.errstate(all="ignore"):
             pair = tuple(
                 np.asarray(
-                    _NUMBERS[step.name](*((kind.value or ())[trace] for kind in kinds), *extra)
+                    _SCALAR_OPS[step.name](*((kind.value or ())[trace] for kind in kinds), *extra)
                 ).astype(dtype)
                 for trace in (0, 1)
             )
@@ -982,7 +990,7 @@ def folded_scalar(step: Step, kinds: list[Kind]) -> Kind | None:
     )
 
 
-_NUMBERS: Mapping[str, Callable[..., Any]] = {
+_SCALAR_OPS: Mapping[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -996,12 +1004,12 @@ _NUMBERS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def result_power(step: Step, kinds: list[Kind]) -> Fraction | None:
+def result_power(step: EqnPair, kinds: list[Kind]) -> Fraction | None:
     name = step.name
     if name == "mul":
-        return added([kind.power for kind in kinds])
+        return sum_powers([kind.power for kind in kinds])
     if name == "div":
-        return added([kind.power for kind in kinds], [1, -1])
+        return sum_powers([kind.power for kind in kinds], [1, -1])
     chosen = kinds[1:] if name == "select_n" else kinds
     powers = {kind.power for kind in chosen if not kind.zero} or {Fraction(0)}
     if step.is_lossy:
@@ -1058,11 +1066,11 @@ _UNIFORM = frozenset(
 _ALONG = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 
 
-def constant(left: Constant, two: Constant, sizes: tuple[int, int]) -> Kind:
+def constant(left: Constant, right: Constant, sizes: tuple[int, int]) -> Kind:
     """The kind of a literal or a captured array, from its two traces."""
-    if _opaque(left) or _opaque(two):
+    if _opaque(left) or _opaque(right):
         return free()
-    first, second = np.asarray(left), np.asarray(two)
+    first, second = np.asarray(left), np.asarray(right)
     if (
         first.dtype.kind not in "fiubc"
         and first.dtype.name not in ("bfloat16",)
@@ -1101,7 +1109,7 @@ def _opaque(array: Any) -> bool:
     return "key<" in str(getattr(array, "dtype", ""))
 
 
-def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Kind]:
+def constants(step: EqnPair, kinds: list[Kind], *, learned: bool) -> Kind | list[Kind]:
     """The kinds of the results of an operation on free values."""
     name = step.name
     if name == "iota":
@@ -1125,7 +1133,7 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
         )
     if name == "dot_general":
         (contracted, _), _ = step.params["dimension_numbers"]
-        power = added([kind.power for kind in kinds])
+        power = sum_powers([kind.power for kind in kinds])
         return free(
             power=None if power is None else power + len(set(contracted) & set(step.batch_dims(0))),
             **more,
@@ -1161,13 +1169,13 @@ def constants(step: Step, kinds: list[Kind], *, learned: bool) -> Kind | list[Ki
     return [free(power=power, splat=splat, zero=zero, **more) for _ in step.results]
 
 
-def _along_others(step: Step) -> bool:
+def _along_others(step: EqnPair) -> bool:
     """True if an operation works along one dim that is not a dim of the batch."""
     axis = step.params.get("axis", step.params.get("dimension"))
     return step.name in _ALONG and axis not in step.batch_dims(0)
 
 
-def _reshaped(step: Step, kinds: list[Kind]) -> Kind:
+def _reshaped(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Equal elements stay equal; values with a batch dim are followed like rows that are all
     equal.
     """
@@ -1183,14 +1191,14 @@ def _reshaped(step: Step, kinds: list[Kind]) -> Kind:
             shape[dim] / size for shape, size in zip(step.operands[0], step.sizes, strict=True)
         ]
         if inner[0] == inner[1] == int(inner[0]):
-            place = Place(start=dim, stop=dim + 1, inner=int(inner[0]))
+            place = RowPlace(start=dim, stop=dim + 1, inner=int(inner[0]))
             regrouped = regrouped_alike(place, step)
             if regrouped is not None:
                 return row(regrouped, power=kind.power, **more)
     return step.mixed("rows are regrouped in a way that depends on their number", kinds)
 
 
-def _joined(step: Step, kinds: list[Kind]) -> Kind:
+def _joined(step: EqnPair, kinds: list[Kind]) -> Kind:
     powers = {kind.power for kind in kinds if not kind.zero} or {Fraction(0)}
     power = next(iter(powers)) if len(powers) == 1 else None
     more, zero = common(kinds), all(kind.zero for kind in kinds)
@@ -1211,47 +1219,47 @@ def _joined(step: Step, kinds: list[Kind]) -> Kind:
 # --------------------------------------------------------------------------------------------------
 # Random numbers and their keys.
 
-_TOGETHER = "random numbers of all rows are drawn together"
+_DRAWN_TOGETHER = "random numbers of all rows are drawn together"
 
 
-def shaped(step: Step, kinds: list[Kind]) -> Kind:
+def shaped(step: EqnPair, kinds: list[Kind]) -> Kind:
     """An array drawn from each key: the numbers at a row's positions belong to that row."""
     (keys,), dims, rank = kinds, step.result_dims(), len(step.operands[0][0])
-    drawn_dims, more = own_dims(step.first.eqn, step.second.eqn), common(kinds)
+    drawn_dims, more = dims_of_draw(step.first.eqn, step.second.eqn), common(kinds)
     if keys.family == "free" and not drawn_dims:
         return free(**more)
     if keys.family == "row" and not drawn_dims:
         exact = by_position(step.first.eqn.invars[0].aval.dtype) and set(dims) <= set(
             keys.rows.dims
         )
-        return row(keys.rows, **more) if exact else step.mixed(_TOGETHER, kinds)
+        return row(keys.rows, **more) if exact else step.mixed(_DRAWN_TOGETHER, kinds)
     draw = draw_of(step.first.eqn, step.second.eqn, step.sizes) if keys.family == "free" else None
     if draw is None:
-        return step.mixed(_TOGETHER, kinds)
+        return step.mixed(_DRAWN_TOGETHER, kinds)
     if step.unchanged:
         return step.mixed(
             "random numbers are drawn inside of a function with a derivative of its own", kinds
         )
     dim = rank + draw.dim
-    return row(Place(start=dim, stop=dim + 1, inner=draw.inner), **more)
+    return row(RowPlace(start=dim, stop=dim + 1, inner=draw.inner), **more)
 
 
-def alike(step: Step, kinds: list[Kind]) -> Kind:
+def by_key(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Element-wise operations on keys, and draws with one key per sample."""
     if any(kind.power != 0 for kind in kinds):
         return step.mixed("the number of rows goes into a random key", kinds)
     places = {kind.rows for kind in kinds if kind.family == "row"}
     if any(kind.family not in ("free", "row") for kind in kinds) or len(places) > 1:
-        return step.mixed(_TOGETHER, kinds)
+        return step.mixed(_DRAWN_TOGETHER, kinds)
     if not places:
         return free(**common(kinds))
     (place,), (shape, _) = places, step.results[0]
     if place.stop <= len(shape) and set(step.result_dims()) <= set(place.dims):
         return row(place, **common(kinds))
-    return step.mixed(_TOGETHER, kinds)
+    return step.mixed(_DRAWN_TOGETHER, kinds)
 
 
-def gamma(step: Step, kinds: list[Kind]) -> Kind:
+def gamma(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Rejection sampling: the number of tries varies, and a key for all rows is split by their
     number.
     """
@@ -1259,35 +1267,35 @@ def gamma(step: Step, kinds: list[Kind]) -> Kind:
     exact = keys.family == "row" and by_position(dtype)
     rank = len(step.operands[0][0])
     if step.result_dims() and not (exact and keys.rows.stop <= rank):
-        return step.mixed(_TOGETHER, kinds)
-    return alike(step, kinds)
+        return step.mixed(_DRAWN_TOGETHER, kinds)
+    return by_key(step, kinds)
 
 
 # --------------------------------------------------------------------------------------------------
 # Reductions, windows, products and convolutions.
 
 
-def reduce_sum(step: Step, kinds: list[Kind]) -> Kind:
+def reduce_sum(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A sum along dims."""
     kind, axes = kinds[0], set(step.params["axes"])
     if kind.family == "sum":
         return kind
     if kind.rows.dims and set(kind.rows.dims) <= axes:
         return total(power=kind.power, **common(kinds))
-    return _beside(step, kinds, axes, "parts of the batch are added up")
+    return _along_other_dims(step, kinds, axes, "parts of the batch are added up")
 
 
-def reduce_other(step: Step, kinds: list[Kind]) -> Kind:
+def reduce_other(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A reduction along dims that is not a sum."""
     kind, axes = kinds[0], set(step.params["axes"])
     if kind.family == "sum":
         return step.mixed(NOT_LINEAR, kinds)
     if kind.power != 0:
         return step.mixed("the number of rows goes into what is made of each row", kinds)
-    return _beside(step, kinds, axes, "a reduction over the batch that is not a sum")
+    return _along_other_dims(step, kinds, axes, "a reduction over the batch that is not a sum")
 
 
-def _beside(step: Step, kinds: list[Kind], axes: set[int], why: str) -> Kind:
+def _along_other_dims(step: EqnPair, kinds: list[Kind], axes: set[int], why: str) -> Kind:
     """A reduction along dims other than those of the rows."""
     place = kinds[0].rows
     if axes & set(place.dims):
@@ -1298,7 +1306,7 @@ def _beside(step: Step, kinds: list[Kind], axes: set[int], why: str) -> Kind:
     return result
 
 
-def window(step: Step, kinds: list[Kind]) -> Kind:
+def window(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A reduction over windows."""
     row_kinds = [kind for kind in kinds if kind.family == "row"]
     if (
@@ -1317,9 +1325,9 @@ def window(step: Step, kinds: list[Kind]) -> Kind:
     return row(place, **common(kinds)) if still else step.mixed("windows over rows", kinds)
 
 
-def dot_general(step: Step, kinds: list[Kind]) -> Kind:
+def dot_general(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A product with contracted and batch dims."""
-    power = added([kind.power for kind in kinds])
+    power = sum_powers([kind.power for kind in kinds])
     if power is None:
         return step.mixed("the number of rows goes into a factor", kinds)
     if any(kind.family == "sum" for kind in kinds):
@@ -1358,7 +1366,7 @@ def dot_general(step: Step, kinds: list[Kind]) -> Kind:
     return row(result.rows, power=power, **more)
 
 
-def _paired(step: Step, operand: int, rows: Place) -> set[int]:
+def _paired(step: EqnPair, operand: int, rows: RowPlace) -> set[int]:
     """The dims of one operand that are paired with the rows of the other."""
     pairs = step.params["dimension_numbers"][1]
     return {
@@ -1368,21 +1376,21 @@ def _paired(step: Step, operand: int, rows: Place) -> set[int]:
     }
 
 
-def _with_sum(step: Step, kinds: list[Kind]) -> Kind:
+def _with_sum(step: EqnPair, kinds: list[Kind]) -> Kind:
     if len([kind for kind in kinds if kind.family == "sum"]) == 2 or any(
         kind.family == "row" for kind in kinds
     ):
         return step.mixed("a sum over rows is multiplied with what depends on rows", kinds)
     if step.result_dims():
         return step.mixed("a sum over rows is handed to every row", kinds)
-    return total(power=added([kind.power for kind in kinds]), **common(kinds))
+    return total(power=sum_powers([kind.power for kind in kinds]), **common(kinds))
 
 
-def _rows_by_rows(step: Step, kinds: list[Kind]) -> Kind:
+def _rows_by_rows(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A product of rows with rows, each with itself, summed or not."""
     contracted, batched, place = _dims(step)
     first, second = (kind.rows for kind in kinds)
-    power, more = added([kind.power for kind in kinds]), common(kinds)
+    power, more = sum_powers([kind.power for kind in kinds]), common(kinds)
     if replace(first, start=0, stop=0) != replace(second, start=0, stop=0):
         return step.mixed("rows meet other rows", kinds)
     if not first.dims and not second.dims:
@@ -1399,7 +1407,7 @@ def _rows_by_rows(step: Step, kinds: list[Kind]) -> Kind:
     return step.mixed("rows meet other rows", kinds)
 
 
-def _dims(step: Step) -> tuple[list[dict[int, int]], list[dict[int, int]], list[dict[int, int]]]:
+def _dims(step: EqnPair) -> tuple[list[dict[int, int]], list[dict[int, int]], list[dict[int, int]]]:
     """For each operand: contracted dim -> the other's, batch dim -> the other's, dim -> dim of the
     result.
     """
@@ -1424,10 +1432,10 @@ def _dims(step: Step) -> tuple[list[dict[int, int]], list[dict[int, int]], list[
     return *pairs, [left, right]
 
 
-def convolution(step: Step, kinds: list[Kind]) -> Kind:
+def convolution(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A convolution."""
     numbers, (images, kernels) = step.params["dimension_numbers"], kinds
-    power, more = added([kind.power for kind in kinds]), common(kinds)
+    power, more = sum_powers([kind.power for kind in kinds]), common(kinds)
     if (
         power is None
         or step.params["batch_group_count"] != 1
@@ -1485,7 +1493,7 @@ class Primitive:
     linear: slice | str | None = None
 
 
-def _alike(names: tuple[str, ...], primitive: Primitive) -> Mapping[str, Primitive]:
+def _each(names: tuple[str, ...], primitive: Primitive) -> Mapping[str, Primitive]:
     return dict.fromkeys(names, primitive)
 
 
@@ -1499,15 +1507,15 @@ _RUNNING_ALONG = rules.along("axis", "reduction")
 
 TABLE: Mapping[str, Primitive] = {
     # element-wise
-    **_alike(rules.ARITHMETIC, Primitive(factors=rules.arithmetic, rows=elementwise)),
-    **_alike(
+    **_each(rules.ARITHMETIC, Primitive(factors=rules.arithmetic, rows=elementwise)),
+    **_each(
         ("add", "add_any", "complex", "conj", "imag", "neg", "real", "sub"),
         Primitive(factors=rules.arithmetic, rows=elementwise, linear=ALL),
     ),
     "mul": Primitive(factors=rules.arithmetic, rows=elementwise, linear=EACH),
     "div": Primitive(factors=rules.arithmetic, rows=elementwise, linear=_FIRST),
     "select_n": Primitive(factors=rules.arithmetic, rows=elementwise, linear=slice(1, None)),
-    **_alike(rules.COPIES, Primitive(factors=rules.identity, rows=elementwise, linear=ALL)),
+    **_each(rules.COPIES, Primitive(factors=rules.identity, rows=elementwise, linear=ALL)),
     "bitcast_convert_type": Primitive(factors=rules.same_bits, rows=elementwise),
     "psum": Primitive(linear=ALL),
     # contractions
@@ -1518,22 +1526,22 @@ TABLE: Mapping[str, Primitive] = {
     ),
     # reductions, windows and sorts
     "reduce_sum": Primitive(factors=_REDUCED, rows=reduce_sum, linear=ALL),
-    **_alike(
+    **_each(
         ("reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_xor"),
         Primitive(factors=_REDUCED, rows=reduce_other),
     ),
-    **_alike(
+    **_each(
         ("argmax", "argmin"),
         Primitive(factors=rules.reduction("axes", partial=False), rows=reduce_other),
     ),
     "reduce": Primitive(factors=rules.reduction("dimensions", partial=False)),
     "cumsum": Primitive(factors=_RUNNING_ALONG, rows=along(axis, linear=True), linear=ALL),
-    **_alike(
+    **_each(
         ("cumlogsumexp", "cummax", "cummin", "cumprod"),
         Primitive(factors=_RUNNING_ALONG, rows=along(axis, linear=False)),
     ),
     "reduce_window_sum": Primitive(factors=rules.window_reduction, rows=window, linear=ALL),
-    **_alike(
+    **_each(
         ("reduce_window", "reduce_window_max", "reduce_window_min"),
         Primitive(factors=rules.window_reduction, rows=window),
     ),
@@ -1546,7 +1554,7 @@ TABLE: Mapping[str, Primitive] = {
         factors=rules.along("dimension", "sort"),
         rows=along(lambda step: [step.params["dimension"]], linear=False),
     ),
-    **_alike(
+    **_each(
         ("approx_top_k", "top_k"), Primitive(factors=rules.top_k, rows=along(last, linear=False))
     ),
     # movement
@@ -1574,15 +1582,15 @@ TABLE: Mapping[str, Primitive] = {
         factors=rules.in_parts("axis", joins=False, stacks=True), rows=unstack, linear=ALL
     ),
     "tile": Primitive(factors=rules.tile, rows=tile),
-    **_alike(
+    **_each(
         ("empty2", "iota", "iota_2x32_shape", "platform_index"), Primitive(factors=rules.generated)
     ),
     # lookups
     "gather": Primitive(factors=rules.gather, rows=gather, linear=_FIRST),
-    **_alike(
+    **_each(
         ("scatter", "scatter-add"), Primitive(factors=rules.scatter, rows=scatter, linear=_WRITTEN)
     ),
-    **_alike(
+    **_each(
         ("scatter-max", "scatter-min", "scatter-mul"),
         Primitive(factors=rules.scatter, rows=scatter),
     ),
@@ -1592,21 +1600,21 @@ TABLE: Mapping[str, Primitive] = {
         factors=rules.dynamic_update_slice, rows=dynamic_update_slice, linear=_FIRST_TWO
     ),
     # random numbers
-    **_alike(
+    **_each(
         ("random_bits", "random_split"), Primitive(factors=rules.drawn, rows=shaped, keys=True)
     ),
-    **_alike(
-        ("random_unwrap", "random_wrap"), Primitive(factors=rules.same_bits, rows=alike, keys=True)
+    **_each(
+        ("random_unwrap", "random_wrap"), Primitive(factors=rules.same_bits, rows=by_key, keys=True)
     ),
-    **_alike(
+    **_each(
         ("random_fold_in", "random_seed", "threefry2x32"),
-        Primitive(factors=rules.arithmetic, rows=alike, keys=True),
+        Primitive(factors=rules.arithmetic, rows=by_key, keys=True),
     ),
     "random_gamma": Primitive(factors=rules.arithmetic, rows=gamma, keys=True),
-    "random_clone": Primitive(factors=rules.identity, rows=alike, keys=True),
-    **_alike(("rng_bit_generator", "rng_uniform"), Primitive(factors=rules.sequential)),
+    "random_clone": Primitive(factors=rules.identity, rows=by_key, keys=True),
+    **_each(("rng_bit_generator", "rng_uniform"), Primitive(factors=rules.sequential)),
     # linear algebra
-    **_alike(
+    **_each(
         (
             "cholesky",
             "eig",
@@ -1622,7 +1630,7 @@ TABLE: Mapping[str, Primitive] = {
         ),
         Primitive(factors=rules.matrices, rows=stacked),
     ),
-    **_alike(
+    **_each(
         ("cholesky_update", "geqp3", "hessenberg", "symmetric_product", "tridiagonal"),
         Primitive(rows=stacked),
     ),
@@ -1732,12 +1740,12 @@ def _called(equation: Equation, kinds: list[int]) -> list[int]:
     return _dependences(equation.inside(), kinds)
 
 
-def _settled(turn: Callable[[list[int]], list[int]], carried: list[int]) -> list[int]:
+def _fixed_point(iteration: Callable[[list[int]], list[int]], carried: list[int]) -> list[int]:
     """The dependences of a loop's carries after any number of iterations; a sum of a linear and a
     constant value is neither.
     """
     while True:
-        after = [_agreed(equals) for equals in zip(carried, turn(carried), strict=True)]
+        after = [_agreed(equals) for equals in zip(carried, iteration(carried), strict=True)]
         if after == carried:
             return carried
         carried = after
@@ -1755,7 +1763,7 @@ def _scan(equation: Equation, kinds: list[int]) -> list[int]:
         equation.inside("body"),
         (kinds[:constants], kinds[constants + carried :]),
     )
-    carry = _settled(
+    carry = _fixed_point(
         lambda carry: _dependences(body, [*first, *carry, *scanned])[:carried],
         kinds[constants : constants + carried],
     )
@@ -1766,7 +1774,7 @@ def _while(equation: Equation, kinds: list[int]) -> list[int]:
     tests, constants = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     body = equation.inside("body")
     test = equation.inside("cond")
-    state = _settled(
+    state = _fixed_point(
         lambda state: _dependences(body, [*kinds[tests : tests + constants], *state]),
         kinds[tests + constants :],
     )

@@ -34,7 +34,7 @@ a whole number of periods, the block may start at several places; the one with t
 passed between repetitions is chosen, which is the residual stream between two layers. The equations
 before and after it are searched again: an encoder, then a decoder.
 
->>> tokens = Tokens(
+>>> tokens = EquationTokens(
 ...     kinds=(9, 1, 2, 1, 2, 1, 2, 8),
 ...     heavy=(False, True, False) + (True, False) * 2 + (False,),
 ...     inputs=((), (0,), (1,), (2,), (3,), (4,), (5,), (6,)),
@@ -61,7 +61,7 @@ from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.functions.attention import Form, form_of
 from shardlib.graph import Dims
 from shardlib.jax_types import Aval, Constant, Eqn, EqnParams, Jaxpr, Value
-from shardlib.tracing.layouts import OwnLayout, layout_of
+from shardlib.tracing.layouts import UserLayout, layout_of
 
 #: Calls that are inlined; the name of the parameter with the callee differs.
 INLINED: tuple[str, ...] = ("jit", "pjit", "closed_call", "call", "core_call", "core_closed_call")
@@ -81,7 +81,7 @@ CUSTOM: tuple[str, ...] = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class CustomCall:
     """A custom call (`shardlib.functions`), whose equations are inlined like those of other calls.
 
     Attributes:
@@ -116,7 +116,7 @@ class Equation:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     scope: str = ""
-    call: Call | None = None
+    call: CustomCall | None = None
     within: tuple[Eqn, ...] = ()
 
     @property
@@ -162,7 +162,7 @@ class Program:
     outputs: tuple[int, ...]
     equations: tuple[Equation, ...]
     frozen: frozenset[int] = frozenset()
-    layouts: tuple[tuple[OwnLayout, int], ...] = ()
+    layouts: tuple[tuple[UserLayout, int], ...] = ()
 
 
 def with_frozen(program: Program, positions: Iterable[int]) -> Program:
@@ -178,7 +178,7 @@ class _Numbering:
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.equations: list[Equation] = []
-        self.layouts: list[tuple[OwnLayout, int]] = []
+        self.layouts: list[tuple[UserLayout, int]] = []
         self._literals: dict[tuple[str, str, bool], int] = {}
         self._captured: dict[int, int] = {}
 
@@ -227,7 +227,7 @@ class _Numbering:
                 numbers[eqn.outvars[0]] = inputs[0]
                 self.layouts.append((layout, inputs[0]))
                 continue
-            if eqn.primitive.name in _REDUCED and _over_dims(eqn):
+            if eqn.primitive.name in _REDUCED and _is_over_dims(eqn):
                 inner, _ = open_jaxpr(_reduction(eqn))
                 outputs = self.walk(inner, (), inputs, f"{prefix}{index}/", inner_scope, within)
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
@@ -241,7 +241,7 @@ class _Numbering:
                 numbers.update(zip(eqn.outvars, outputs, strict=True))
                 form = form_of(eqn)
                 if form is not None:
-                    call = Call(
+                    call = CustomCall(
                         path=f"{prefix}{index}", form=form, inputs=inputs, outputs=tuple(outputs)
                     )
                     self.equations[first:] = [
@@ -263,7 +263,7 @@ class _Numbering:
         return list(map(read, jaxpr.outvars))
 
 
-def _over_dims(eqn: Eqn) -> bool:
+def _is_over_dims(eqn: Eqn) -> bool:
     """True if a reduction is over dims alone, not over named axes."""
     return not any(isinstance(axis, str) for axis in eqn.params["axes"])
 
@@ -358,7 +358,7 @@ def has_matmul(eqn: Eqn) -> bool:
     return any(has_matmul(inner) for jaxpr in subjaxprs(eqn) for inner in jaxpr.eqns)
 
 
-def called(jaxpr: Jaxpr) -> Iterator[tuple[Form, tuple[Aval, ...]]]:
+def forms_of(jaxpr: Jaxpr) -> Iterator[tuple[Form, tuple[Aval, ...]]]:
     """The custom calls of a jaxpr, loops and branches included: (form, abstract operands)."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         form = form_of(eqn)
@@ -366,7 +366,7 @@ def called(jaxpr: Jaxpr) -> Iterator[tuple[Form, tuple[Aval, ...]]]:
             yield form, tuple(var.aval for var in eqn.invars)
             continue
         for inner in subjaxprs(eqn):
-            yield from called(inner)
+            yield from forms_of(inner)
 
 
 def result_path(equation: Equation, index: int) -> tuple[str, int] | None:
@@ -422,7 +422,7 @@ def stacking(shape: tuple[int, ...]) -> tuple[Dims, Dims]:
 
 
 #: Maximum number of elements picked from a row at once: each reads the whole row.
-MOST = 8
+MAX_PICKED = 8
 
 
 def is_element_lookup(equation: Equation) -> bool:
@@ -434,14 +434,14 @@ def is_element_lookup(equation: Equation) -> bool:
     return (
         rows > 0
         and jnp.issubdtype(operand.dtype, jnp.floating)
-        and operand.shape[rows] > MOST
+        and operand.shape[rows] > MAX_PICKED
         and numbers.operand_batching_dims == tuple(range(rows))
         and numbers.start_indices_batching_dims == tuple(range(rows))
         and numbers.collapsed_slice_dims == numbers.start_index_map == (rows,)
         and not numbers.offset_dims
         and set(equation.params["slice_sizes"]) == {1}
         and indices.ndim == rows + 2
-        and indices.shape[rows] <= MOST
+        and indices.shape[rows] <= MAX_PICKED
     )
 
 
@@ -501,7 +501,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class EquationTokens:
     """A program as input of the search.
 
     Attributes:
@@ -519,7 +519,7 @@ class Tokens:
     outputs: tuple[tuple[int, ...], ...]
     sizes: tuple[float, ...]
     results: tuple[int, ...] = ()
-    made: dict[int, tuple[int, int]] = field(init=False, repr=False, compare=False)
+    producers: dict[int, tuple[int, int]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         producers = {
@@ -527,7 +527,7 @@ class Tokens:
             for position, numbers in enumerate(self.outputs)
             for k, number in enumerate(numbers)
         }
-        object.__setattr__(self, "made", producers)
+        object.__setattr__(self, "producers", producers)
 
 
 def find_repeats(program: Program) -> tuple[Run, ...]:
@@ -535,12 +535,12 @@ def find_repeats(program: Program) -> tuple[Run, ...]:
     return search(tokenise(program))
 
 
-def search(tokens: Tokens) -> tuple[Run, ...]:
+def search(tokens: EquationTokens) -> tuple[Run, ...]:
     """The repeated stretches of a token list, in order."""
     return _search(tokens, 0, len(tokens.kinds))
 
 
-def _search(tokens: Tokens, start: int, stop: int) -> tuple[Run, ...]:
+def _search(tokens: EquationTokens, start: int, stop: int) -> tuple[Run, ...]:
     if not any(tokens.heavy[start:stop]):
         return ()
     for begin, period, length in _stretches(tokens, start, stop)[:_ATTEMPTS]:
@@ -550,7 +550,7 @@ def _search(tokens: Tokens, start: int, stop: int) -> tuple[Run, ...]:
     return ()
 
 
-def _stretches(tokens: Tokens, start: int, stop: int) -> list[tuple[int, int, int]]:
+def _stretches(tokens: EquationTokens, start: int, stop: int) -> list[tuple[int, int, int]]:
     """(begin, period, tokens) of the longest stretch with matmuls for every period, best first."""
     kinds = np.asarray(tokens.kinds[start:stop])
     heavy = np.concatenate([[0], np.cumsum(tokens.heavy[start:stop])])
@@ -571,12 +571,12 @@ def _stretches(tokens: Tokens, start: int, stop: int) -> list[tuple[int, int, in
     return [(begin, period, length) for _, period, begin, length in sorted(stretches)]
 
 
-def _fit(tokens: Tokens, begin: int, period: int, length: int) -> Run | None:
+def _fit(tokens: EquationTokens, begin: int, period: int, length: int) -> Run | None:
     """The run inside a stretch whose wiring repeats; None if fewer than two repetitions agree."""
     count = length // period
     slack = length - count * period
-    crossing = _crossing(tokens, begin, period, slack)
-    order = sorted(range(slack + 1), key=lambda offset: (crossing[offset], offset))[:_ROTATIONS]
+    passed = _bytes_between(tokens, begin, period, slack)
+    order = sorted(range(slack + 1), key=lambda offset: (passed[offset], offset))[:_ROTATIONS]
     best: Run | None = None
     for offset in order:
         first, repetitions = _consistent(tokens, begin + offset, period, count)
@@ -587,7 +587,7 @@ def _fit(tokens: Tokens, begin: int, period: int, length: int) -> Run | None:
     return best
 
 
-def _crossing(tokens: Tokens, begin: int, period: int, slack: int) -> np.ndarray:
+def _bytes_between(tokens: EquationTokens, begin: int, period: int, slack: int) -> np.ndarray:
     """Bytes passed from the first repetition to the second, for every possible start of the
     block.
     """
@@ -604,7 +604,7 @@ def _crossing(tokens: Tokens, begin: int, period: int, slack: int) -> np.ndarray
     return np.cumsum(change)[period : period + slack + 1]
 
 
-def _consistent(tokens: Tokens, start: int, period: int, count: int) -> tuple[int, int]:
+def _consistent(tokens: EquationTokens, start: int, period: int, count: int) -> tuple[int, int]:
     """(first, count) of the longest sequence of repetitions with the same wiring."""
     best = (0, 1)
     first = 0
@@ -633,12 +633,12 @@ def _agrees(opening: Sequence[Source], later: Sequence[Source]) -> bool:
     )
 
 
-def _wiring(tokens: Tokens, start: int, period: int, begin: int) -> list[Source]:
+def _wiring(tokens: EquationTokens, start: int, period: int, begin: int) -> list[Source]:
     """The origins of the operands of the repetition at `start`, in a run that begins at `begin`."""
     wiring: list[Source] = []
     for position in range(start, start + period):
         for number in tokens.inputs[position]:
-            producer, result = tokens.made.get(number, (-1, 0))
+            producer, result = tokens.producers.get(number, (-1, 0))
             if producer < begin:
                 wiring.append(("outside",))
             elif producer >= start:
@@ -650,7 +650,7 @@ def _wiring(tokens: Tokens, start: int, period: int, begin: int) -> list[Source]
     return wiring
 
 
-def tokenise(program: Program) -> Tokens:
+def tokenise(program: Program) -> EquationTokens:
     """A program as tokens. The kind of an equation is its primitive, its parameters, the types of
     its operands, and which of these are frozen parameters.
     """
@@ -669,7 +669,7 @@ def tokenise(program: Program) -> Tokens:
             _params(equation, texts),
         )
         kinds.append(numbers.setdefault(key, len(numbers)))
-    return Tokens(
+    return EquationTokens(
         kinds=tuple(kinds),
         heavy=tuple(has_matmul(equation.eqn) for equation in program.equations),
         inputs=tuple(equation.inputs for equation in program.equations),

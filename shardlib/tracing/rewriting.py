@@ -26,7 +26,7 @@ from shardlib.jax_types import Aval, EqnParam, EqnParams, Function, Jaxpr, Value
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
-    Call,
+    CustomCall,
     Equation,
     Program,
     find_repeats,
@@ -78,16 +78,16 @@ def needed(
 
 def _results(equation: Equation, operands: list[Labels]) -> list[Labels]:
     if equation.name == "scan":
-        return _dependence_scan(equation, operands)
+        return _scan_labels(equation, operands)
     if equation.name in (*REMAT, *CUSTOM):
         inner = equation.inside()
         if len(inner.inputs) == len(operands):
             labels = dependence(inner, operands)
             return [labels[number] for number in inner.outputs]
-    return [_union(operands)] * len(equation.outputs)
+    return [frozenset[str]().union(*operands)] * len(equation.outputs)
 
 
-def _dependence_scan(equation: Equation, operands: list[Labels]) -> list[Labels]:
+def _scan_labels(equation: Equation, operands: list[Labels]) -> list[Labels]:
     constants, carried = scan_counts(equation.params)
     body = equation.inside("body")
     while True:
@@ -102,10 +102,6 @@ def _dependence_scan(equation: Equation, operands: list[Labels]) -> list[Labels]
         if grown == operands[constants : constants + carried]:
             return results
         operands = [*operands[:constants], *grown, *operands[constants + carried :]]
-
-
-def _union(labels: Iterable[Labels]) -> Labels:
-    return frozenset().union(*labels)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -198,7 +194,7 @@ def as_array(program: Program, number: int, value: Value) -> Value:
     )
 
 
-def scope_of(call: Call | None) -> AbstractContextManager[object]:
+def scope_of(call: CustomCall | None) -> AbstractContextManager[object]:
     """The name scope of a custom call whose form has one; other scopes are dropped."""
     name = getattr(call.form, "scope", "") if call is not None else ""
     return jax.named_scope(name) if name else nullcontext()
@@ -306,13 +302,13 @@ def recomputed(function: Function) -> Function:
 #     "dots"    its inputs, and results of matmuls
 
 #: Name of results of matmuls that are computed in several pieces.
-IN_PIECES = "shardlib: a result of matmuls in shards"
+SHARDED_MATMUL = "shardlib: a result of matmuls in shards"
 
 
 _MATMULS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
-_NAMED = jax.checkpoint_policies.save_only_these_names(IN_PIECES)
+_NAMED = jax.checkpoint_policies.save_only_these_names(SHARDED_MATMUL)
 
 
 def results_of_matmuls(primitive: Primitive, *avals: Aval, **params: EqnParam) -> bool:
@@ -333,7 +329,7 @@ def _manual_over_tensor(aval: Any) -> bool:
 
 
 #: Name of slices read from a stack by index in a loop: not saved, since the stack is still there.
-READ = "shardlib: read from a stack"
+STACK_SLICE = "shardlib: read from a stack"
 
 
 #: Name of the input of a layer under a scan.
@@ -416,7 +412,7 @@ def _offloading(remat: str) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class LayerRange:
     """A range of layers.
 
     Attributes:
@@ -440,18 +436,18 @@ def keeping(body: Function) -> Function:
     return jax.checkpoint(body, policy=_saves, prevent_cse=False)
 
 
-_NOT_READ = jax.checkpoint_policies.save_anything_except_these_names(READ)
+_SAVEABLE = jax.checkpoint_policies.save_anything_except_these_names(STACK_SLICE)
 
 
 def _saves(primitive: Any, *avals: Any, **params: Any) -> Any:
     """True if a layer without recomputation saves the result of an operation: not a slice read from
     a stack, nor the result of a layout constraint, whose input is saved (see `keeping`).
     """
-    return primitive.name != "sharding_constraint" and _NOT_READ(primitive, *avals, **params)
+    return primitive.name != "sharding_constraint" and _SAVEABLE(primitive, *avals, **params)
 
 
-def in_parts(
-    parts: Sequence[Part],
+def in_layer_ranges(
+    parts: Sequence[LayerRange],
     body: Function,
     init: Tree,
     stacks: Tree,
@@ -464,7 +460,7 @@ def in_parts(
         loop: (body, carry, slices, number of layers) -> (carry, stacked results).
     """
     leaves, structure = jax.tree.flatten(stacks)
-    fixed = [jax.lax.stop_gradient(leaf) if _by_number(leaf) else None for leaf in leaves]
+    fixed = [jax.lax.stop_gradient(leaf) if _differentiable(leaf) else None for leaf in leaves]
     carry, results = init, {}
     for part in parts:
 
@@ -474,7 +470,7 @@ def in_parts(
                 (
                     own_slice
                     if stack is None
-                    else _standing_for(
+                    else _with_gradient_of_slice(
                         own_slice, jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
                     )
                 )
@@ -495,20 +491,20 @@ def in_parts(
     return carry, jax.tree.map(lambda *stacked: jnp.concatenate(stacked), *ordered)
 
 
-def _by_number(leaf: Any) -> bool:
+def _differentiable(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 @jax.custom_vjp
-def _standing_for(own_slice: jax.Array, read: jax.Array) -> jax.Array:
+def _with_gradient_of_slice(own_slice: jax.Array, read: jax.Array) -> jax.Array:
     """The array read from the stack, with the gradient of the slice; the values of the slice are
     unused.
     """
-    return checkpoint_name(read, READ)
+    return checkpoint_name(read, STACK_SLICE)
 
 
-_standing_for.defvjp(
-    lambda values, read: (checkpoint_name(read, READ), None),
+_with_gradient_of_slice.defvjp(
+    lambda values, read: (checkpoint_name(read, STACK_SLICE), None),
     lambda _, cotangent: (cotangent, jnp.zeros_like(cotangent)),
 )
 
@@ -520,15 +516,15 @@ _standing_for.defvjp(
 #     Walk(run=lambda equation, operands: [...])                   # in place of an equation
 
 #: (path of an op of the graph, index of its result, value) -> the value to continue with.
-Place = Callable[[str, int, Any], Any]
+ValueCallback = Callable[[str, int, Any], Any]
 
 
 #: (equation, its operands) -> its results, or None to run it unchanged.
-Run = Callable[[Equation, Sequence[Any]], "list[Any] | None"]
+EquationCallback = Callable[[Equation, Sequence[Any]], "list[Any] | None"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Together:
+class EquationGroup:
     """Equations that run as one, at the place of the first of them; their operands must not depend
     on any of them.
 
@@ -581,10 +577,10 @@ class Walk:
             dropped.
     """
 
-    place: Place | None = None
-    run: Run | None = None
+    place: ValueCallback | None = None
+    run: EquationCallback | None = None
     calls: Mapping[str, Callable[..., Sequence[Value]]] = field(default_factory=dict)
-    together: Mapping[str, Together] = field(default_factory=dict)
+    groups: Mapping[str, EquationGroup] = field(default_factory=dict)
     extra: Mapping[str, Callable[[Sequence[Value], Value], Value]] = field(default_factory=dict)
     arrays: Mapping[str, Value] = field(default_factory=dict)
     remat: str = "none"
@@ -639,8 +635,8 @@ def evaluate(
     closed_jaxpr: Jaxpr,
     args: Sequence[Value],
     *,
-    place: Place | None = None,
-    run: Run | None = None,
+    place: ValueCallback | None = None,
+    run: EquationCallback | None = None,
     remat: str | None = None,
 ) -> list[Value]:
     """Evaluates a closed jaxpr with callbacks, see `Walk`."""
@@ -697,7 +693,7 @@ def _block(
         evaluate_equations(equations, inner, walk.layer())
         return [inner[number] for number in left]
 
-    outputs = rematerialised(block, walk.remat, prevent_cse=True, in_pieces=bool(walk.together))(
+    outputs = rematerialised(block, walk.remat, prevent_cse=True, in_pieces=bool(walk.groups))(
         *(env[number] for number in read)
     )
     env.update(zip(left, outputs, strict=True))
@@ -705,13 +701,13 @@ def _block(
 
 def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], walk: Walk) -> None:
     """Runs equations in order; reads values by number from `env` and adds the results to it."""
-    done: Call | None = None
+    done: CustomCall | None = None
     ready: set[str] = set()
     for position, equation in enumerate(equations):
         if equation.path in ready:
             continue
-        if equation.path in walk.together:
-            ready |= _together(walk.together[equation.path], equations[position:], env, walk)
+        if equation.path in walk.groups:
+            ready |= _run_group(walk.groups[equation.path], equations[position:], env, walk)
             continue
         call = equation.call
         if call is not None and call.path in walk.calls:
@@ -731,8 +727,8 @@ def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], wal
         env.update(zip(equation.outputs, results, strict=True))
 
 
-def _together(
-    group: Together, equations: Sequence[Equation], env: dict[int, Any], walk: Walk
+def _run_group(
+    group: EquationGroup, equations: Sequence[Equation], env: dict[int, Any], walk: Walk
 ) -> set[str]:
     """Runs a group as one, and first the equations that compute its other operands; returns the
     paths of all equations that ran.
@@ -751,7 +747,7 @@ def _together(
 
 def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
     if equation.name == "scan":
-        return _interpreter_scan(equation, arguments, walk)
+        return _scan(equation, arguments, walk)
     if equation.name == "while":
         return _while(equation, arguments, walk)
     if equation.name == "cond":
@@ -779,7 +775,7 @@ def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
     )(*arguments)
 
 
-def _interpreter_scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
+def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
     params, path = equation.params, equation.path
     constants, carried = scan_counts(params)
     program = equation.inside("body")
@@ -806,7 +802,7 @@ def _interpreter_scan(equation: Equation, arguments: list[Any], walk: Walk) -> S
         outputs = evaluate_program(program, values, replace(inner, arrays=sliced[1]))
         return tuple(outputs[:carried]), tuple(outputs[carried:])
 
-    def looped(
+    def scan_layers(
         function: Callable[..., Any], carry: tuple[Any, ...], sliced: Any, length: int
     ) -> Any:
         return jax.lax.scan(
@@ -818,7 +814,7 @@ def _interpreter_scan(equation: Equation, arguments: list[Any], walk: Walk) -> S
             unroll=params["unroll"],
         )
 
-    options = {"in_pieces": bool(walk.together), "offloaded": offloaded}
+    options = {"in_pieces": bool(walk.groups), "offloaded": offloaded}
     wrap = partial(rematerialised, remat=policy, prevent_cse=False, **options)
 
     init = tuple(
@@ -833,14 +829,14 @@ def _interpreter_scan(equation: Equation, arguments: list[Any], walk: Walk) -> S
     if layer and count < params["length"]:
         wrap_others = partial(wrap, remat="none") if offloaded else keeping
         parts = [
-            Part(first=0, count=count, wrap=wrap),
-            Part(first=count, count=params["length"] - count, wrap=wrap_others),
+            LayerRange(first=0, count=count, wrap=wrap),
+            LayerRange(first=count, count=params["length"] - count, wrap=wrap_others),
         ]
-        final, stacked = in_parts(
-            parts[::-1] if params["reverse"] else parts, body, init, sliced, looped
+        final, stacked = in_layer_ranges(
+            parts[::-1] if params["reverse"] else parts, body, init, sliced, scan_layers
         )
     else:
-        final, stacked = looped(wrap(body), init, sliced, params["length"])
+        final, stacked = scan_layers(wrap(body), init, sliced, params["length"])
     return [*items("final", final), *items("exit", stacked)]
 
 
@@ -852,7 +848,7 @@ def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
     inner = walk.as_written()
     condition = replace(inner, place=None, run=None)
 
-    def going(state: tuple[Any, ...]) -> Any:
+    def continues(state: tuple[Any, ...]) -> Any:
         return evaluate_program(test, [*arguments[:tests], *state], condition)[0]
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -867,7 +863,7 @@ def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
             arguments[tests + constants :], carried_avals(program, constants), strict=True
         )
     )
-    final = jax.lax.while_loop(going, body, init)
+    final = jax.lax.while_loop(continues, body, init)
     return [walk.put(f"{path}/final/{k}", 0, value) for k, value in enumerate(final)]
 
 

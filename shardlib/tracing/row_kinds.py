@@ -3,7 +3,7 @@
 Five families, from the least to the most entangled:
 
     free    depends on no row; along dims of the batch all elements are equal
-    row     every element depends on one row, given by `Place`
+    row     every element depends on one row, given by `RowPlace`
     sum     a sum over all rows of one function of a row (with coefficients, and with values that
             depend on no row)
     data    several rows in any other way, but no parameter: computed from the batch in advance
@@ -36,7 +36,7 @@ Origin = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RowPlace:
     """Position of the rows of a value: the element at flat position f over dims start..stop depends
     on row (f // inner) % rows.
 
@@ -119,12 +119,12 @@ class Kind:
         origin: the result that makes it, of a value that can be computed from the whole batch in
             advance.
         cause: the operation that mixes rows, of "mixed" and of some "data".
-        vouched: whether it is a `shardlib.WeightedMean`, which the user declares to be a mean.
+        declared_mean: whether it is a `shardlib.WeightedMean`, a mean as the user declares.
     """
 
     family: str
     descent: Descent = Descent()
-    place: Place | None = None
+    place: RowPlace | None = None
     power: Fraction | None = Fraction(0)
     zero: bool = False
     splat: bool = False
@@ -133,16 +133,16 @@ class Kind:
     running: bool = False
     origin: Origin | None = None
     cause: Cause | None = None
-    vouched: bool = False
+    declared_mean: bool = False
 
     @property
-    def rows(self) -> Place:
+    def rows(self) -> RowPlace:
         """The position of the rows, of a "row"."""
         assert self.place is not None
         return self.place
 
     @property
-    def beforehand(self) -> bool:
+    def precomputable(self) -> bool:
         """True if the value differs between the whole batch and a part of it, and can be computed
         from the batch alone, before the parameters are read.
         """
@@ -162,7 +162,7 @@ def free(**more: Trait) -> Kind:
     return Kind(family="free").with_(**more)
 
 
-def row(place: Place, **more: Trait) -> Kind:
+def row(place: RowPlace, **more: Trait) -> Kind:
     """A value whose elements depend on one row each."""
     return Kind(family="row", place=place).with_(**more)
 
@@ -190,7 +190,7 @@ def data(*, tag: Tag = None, cause: Cause | None = None) -> Kind:
     return Kind(family="data", tag=tag, cause=cause)
 
 
-def added(powers: list[Fraction | None], signs: list[int] | None = None) -> Fraction | None:
+def sum_powers(powers: list[Fraction | None], signs: list[int] | None = None) -> Fraction | None:
     """The power of a product; None if a factor has none.
 
     Args:
@@ -222,7 +222,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
+class EqnPair:
     """An equation in two traces.
 
     Attributes:
@@ -254,16 +254,16 @@ class Step:
     def operands(self) -> list[tuple[Shape, Shape]]:
         """Shapes of each operand in the two traces."""
         return [
-            (tuple(first.aval.shape), tuple(two.aval.shape))
-            for first, two in zip(self.first.eqn.invars, self.second.eqn.invars, strict=True)
+            (tuple(first.aval.shape), tuple(second.aval.shape))
+            for first, second in zip(self.first.eqn.invars, self.second.eqn.invars, strict=True)
         ]
 
     @cached_property
     def results(self) -> list[tuple[Shape, Shape]]:
         """Shapes of each result in the two traces."""
         return [
-            (tuple(first.aval.shape), tuple(two.aval.shape))
-            for first, two in zip(self.first.eqn.outvars, self.second.eqn.outvars, strict=True)
+            (tuple(first.aval.shape), tuple(second.aval.shape))
+            for first, second in zip(self.first.eqn.outvars, self.second.eqn.outvars, strict=True)
         ]
 
     def inside(self, word: str = "") -> tuple[Program, Program]:
@@ -304,7 +304,7 @@ class Step:
 
 def differing(shapes: tuple[Shape, Shape]) -> list[int]:
     """The dims in which two shapes of the same rank differ."""
-    return [dim for dim, (size, two) in enumerate(zip(*shapes, strict=True)) if size != two]
+    return [dim for dim, (size, other) in enumerate(zip(*shapes, strict=True)) if size != other]
 
 
 def line_of(equation: Equation) -> str:
@@ -332,7 +332,7 @@ class WholeBatchValue:
     inner: int = 1
 
 
-def as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -> Kind:
+def in_microbatch(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -> Kind:
     """The kind of a whole-batch value in a part of the batch: a constant, or one value for each
     row.
     """
@@ -348,11 +348,11 @@ def as_number(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int]) -
         and len(dims) == 1
         and (shapes[0][dims[0]], shapes[1][dims[0]]) == sizes
     ):
-        return row(Place(start=dims[0], stop=dims[0] + 1), weighted=True)
+        return row(RowPlace(start=dims[0], stop=dims[0] + 1), weighted=True)
     return kind
 
 
-class Unlike(Exception):
+class DifferentPrograms(Exception):
     """The two traces are different programs."""
 
 
@@ -390,36 +390,34 @@ def by_position(dtype: Any) -> bool:
     return dtype == _threefry() and bool(getattr(jax.config, "jax_threefry_partitionable", True))
 
 
-def own_dims(first_eqn: Eqn, two: Eqn) -> list[int]:
+def dims_of_draw(first_eqn: Eqn, second_eqn: Eqn) -> list[int]:
     """Dims of the drawn shape that the number of rows changes."""
-    pairs = zip(first_eqn.params["shape"], two.params["shape"], strict=True)
+    pairs = zip(first_eqn.params["shape"], second_eqn.params["shape"], strict=True)
     return [dim for dim, (first, second) in enumerate(pairs) if first != second]
 
 
-def draw_of(first: Eqn, two: Eqn, sizes: tuple[int, int]) -> Draw | None:
+def draw_of(first: Eqn, second: Eqn, sizes: tuple[int, int]) -> Draw | None:
     """The rows of a draw; None if they cannot be drawn by position."""
-    keys: Any = (first.invars[0].aval, two.invars[0].aval)
-    dims = own_dims(first, two)
+    keys: Any = (first.invars[0].aval, second.invars[0].aval)
+    dims = dims_of_draw(first, second)
     if len(dims) != 1 or keys[0].shape != keys[1].shape or not by_position(keys[0].dtype):
         return None
-    shapes = (first.params["shape"], two.params["shape"])
+    shapes = (first.params["shape"], second.params["shape"])
     inner = {divmod(shape[dims[0]], size) for shape, size in zip(shapes, sizes, strict=True)}
     quotient, remainder = next(iter(inner))
     return None if len(inner) > 1 or remainder else Draw(dim=dims[0], inner=quotient)
 
 
-def draws(first_program: Program, two: Program, sizes: tuple[int, int]) -> dict[str, Draw | None]:
+def draws(left: Program, right: Program, sizes: tuple[int, int]) -> dict[str, Draw | None]:
     """Every draw whose shape the number of rows changes, by path, loops included; None for one
     whose rows cannot be drawn by position.
     """
-    if [(e.path, e.name) for e in first_program.equations] != [
-        (e.path, e.name) for e in two.equations
-    ]:
-        raise Unlike
+    if [(e.path, e.name) for e in left.equations] != [(e.path, e.name) for e in right.equations]:
+        raise DifferentPrograms
     draw_by_path: dict[str, Draw | None] = {}
-    for first, second in zip(first_program.equations, two.equations, strict=True):
+    for first, second in zip(left.equations, right.equations, strict=True):
         if first.name in SHAPED:
-            if own_dims(first.eqn, second.eqn):
+            if dims_of_draw(first.eqn, second.eqn):
                 draw_by_path[first.path] = draw_of(first.eqn, second.eqn, sizes)
         else:
             for pair in zip(first.programs, second.programs, strict=True):

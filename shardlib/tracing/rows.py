@@ -27,14 +27,14 @@ from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, f
 from shardlib.tracing.rewriting import bind
 from shardlib.tracing.row_kinds import (
     Cause,
+    DifferentPrograms,
+    EqnPair,
     Kind,
-    Place,
-    Step,
-    Unlike,
+    RowPlace,
     WholeBatchValue,
-    as_number,
     data,
     free,
+    in_microbatch,
     mixed,
     row,
     total,
@@ -44,7 +44,7 @@ from shardlib.tracing.row_kinds import (
 # The walk over two traces.
 #
 # A primitive without a rule that reads rows has mixed results. A whole-batch value that does not
-# depend on parameters (`Kind.beforehand`) acts as a constant where a learned operation reads it:
+# depend on parameters (`Kind.precomputable`) acts as a constant where a learned operation reads it:
 # the operand is recorded in `Analysis.whole_values`, so that microbatches can be passed the value.
 
 
@@ -58,80 +58,80 @@ class Analysis:
 
     Attributes:
         sizes: number of rows in the two traces.
-        scales: see `Step.scales`, for operands of equations.
+        scales: see `EqnPair.scales`, for operands of equations.
         whole_values: whole-batch values passed to every microbatch, by (path, operand).
-        judged: custom derivatives already checked, with the fault found ("" if none).
+        checked: custom derivatives already checked, with the fault found ("" if none).
         independent: whether microbatches are computed independently, so that none is passed a value
             of the whole batch.
-        derivatives_are_judged: whether the walk is inside a function whose derivative is checked as
+        derivatives_checked: whether the walk is inside a function whose derivative is checked as
             a whole, or inside that derivative (no further one is taken).
     """
 
     sizes: tuple[int, int]
     scales: dict[tuple[str, int], Fraction] = field(default_factory=dict)
     whole_values: dict[tuple[str, int], WholeBatchValue] = field(default_factory=dict)
-    judged: dict[Any, str] = field(default_factory=dict)
+    checked: dict[Any, str] = field(default_factory=dict)
     independent: bool = False
-    derivatives_are_judged: bool = False
+    derivatives_checked: bool = False
 
-    def beneath(self) -> Analysis:
+    def inside_custom(self) -> Analysis:
         """The walk inside a function with a custom derivative."""
-        return Analysis(sizes=self.sizes, independent=self.independent, derivatives_are_judged=True)
+        return Analysis(sizes=self.sizes, independent=self.independent, derivatives_checked=True)
 
     def run(
         self, programs: tuple[Program, Program], arguments: Sequence[Kind], *, editable: bool
     ) -> list[Kind]:
         """The kinds of the results of a program."""
-        first_program, two = programs
-        if [(e.path, e.name) for e in first_program.equations] != [
-            (e.path, e.name) for e in two.equations
+        left, right = programs
+        if [(e.path, e.name) for e in left.equations] != [
+            (e.path, e.name) for e in right.equations
         ]:
-            raise Unlike
-        env = dict(zip(first_program.inputs, arguments, strict=True))
+            raise DifferentPrograms
+        env = dict(zip(left.inputs, arguments, strict=True))
 
         def read(first: int, second: int) -> Kind:
-            if (first in first_program.constants) != (second in two.constants):
-                raise Unlike
+            if (first in left.constants) != (second in right.constants):
+                raise DifferentPrograms
             return (
-                constant(first_program.constants[first], two.constants[second], self.sizes)
-                if first in first_program.constants
+                constant(left.constants[first], right.constants[second], self.sizes)
+                if first in left.constants
                 else env[first]
             )
 
         done, examined = None, None
-        for e1, e2 in zip(first_program.equations, two.equations, strict=True):
-            if e1.call is not None and e1.call is done:
+        for first, second in zip(left.equations, right.equations, strict=True):
+            if first.call is not None and first.call is done:
                 continue
             declared = None
-            if e1.call is not None and e2.call is not None and e1.call is not examined:
+            if first.call is not None and second.call is not None and first.call is not examined:
                 declared = primitives.declared(
-                    e1, e2, first_program, two, lambda pairs: [read(*pair) for pair in pairs]
+                    first, second, left, right, lambda pairs: [read(*pair) for pair in pairs]
                 )
-                examined = e1.call
-            if declared is not None and e1.call is not None:
-                env.update(zip(e1.call.outputs, declared, strict=True))
-                done = e1.call
+                examined = first.call
+            if declared is not None and first.call is not None:
+                env.update(zip(first.call.outputs, declared, strict=True))
+                done = first.call
                 continue
-            kinds = [read(*pair) for pair in zip(e1.inputs, e2.inputs, strict=True)]
-            results = self.equation(e1, e2, kinds, editable=editable)
-            env.update(zip(e1.outputs, results, strict=True))
-        return [read(*pair) for pair in zip(first_program.outputs, two.outputs, strict=True)]
+            kinds = [read(*pair) for pair in zip(first.inputs, second.inputs, strict=True)]
+            results = self.equation(first, second, kinds, editable=editable)
+            env.update(zip(first.outputs, results, strict=True))
+        return [read(*pair) for pair in zip(left.outputs, right.outputs, strict=True)]
 
     def equation(
-        self, first: Equation, two: Equation, kinds: list[Kind], *, editable: bool
+        self, first: Equation, second: Equation, kinds: list[Kind], *, editable: bool
     ) -> list[Kind]:
         """The kinds of the results of an equation."""
-        step = Step(
+        step = EqnPair(
             first=first,
-            second=two,
+            second=second,
             sizes=self.sizes,
             scales=self.scales if editable else None,
-            unchanged=self.derivatives_are_judged,
+            unchanged=self.derivatives_checked,
         )
         mixed = next((kind for kind in kinds if kind.family == "mixed"), None)
         if mixed is not None:
             return [mixed] * len(step.results)
-        if any(kind.vouched for kind in kinds):
+        if any(kind.declared_mean for kind in kinds):
             return [
                 step.mixed(
                     "shardlib.WeightedMean is computed with; it is what a loss or a metric returns",
@@ -156,14 +156,14 @@ class Analysis:
         )
         if editable:
             results = [
-                kind.with_(origin=(first.path, index)) if kind.beforehand else kind
+                kind.with_(origin=(first.path, index)) if kind.precomputable else kind
                 for index, kind in enumerate(results)
             ]
         if first.name not in _RUNNING:
             results = [kind.with_(running=False) if kind.running else kind for kind in results]
         return results
 
-    def _results(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
+    def _results(self, step: EqnPair, kinds: list[Kind]) -> Kind | list[Kind]:
         name = step.name
         if name in _CALLS:
             return _CALLS[name](self, step, kinds)
@@ -186,7 +186,7 @@ class Analysis:
             return self._unlearned(step, kinds)
         return self._by_rule(step, kinds)
 
-    def _by_rule(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
+    def _by_rule(self, step: EqnPair, kinds: list[Kind]) -> Kind | list[Kind]:
         if all(kind.family == "free" for kind in kinds) and not (
             step.name in primitives.LOOKUPS and step.name != "gather" and step.result_dims()
         ):
@@ -198,7 +198,7 @@ class Analysis:
             else primitive.rows(step, kinds)
         )
 
-    def _unlearned(self, step: Step, kinds: list[Kind]) -> Kind | list[Kind]:
+    def _unlearned(self, step: EqnPair, kinds: list[Kind]) -> Kind | list[Kind]:
         """Results that do not depend on parameters: where the rules do not apply, they are values
         of the whole batch.
         """
@@ -208,7 +208,7 @@ class Analysis:
         ):
             cause = next((kind.cause for kind in kinds if kind.cause), None)
             kinds = [
-                as_number(step.operands[index], kind, self.sizes)
+                in_microbatch(step.operands[index], kind, self.sizes)
                 for index, kind in enumerate(kinds)
             ]
             if any(kind.family == "data" for kind in kinds) or not any(
@@ -217,15 +217,15 @@ class Analysis:
                 return data(cause=cause)
         return self._by_rule(step, kinds)
 
-    def _passed_whole(self, step: Step, index: int, kind: Kind, *, editable: bool) -> Kind:
+    def _passed_whole(self, step: EqnPair, index: int, kind: Kind, *, editable: bool) -> Kind:
         """The kind of an operand of an equation that has learned operands."""
         if (
-            not kind.beforehand
+            not kind.precomputable
             or (step.name in primitives.LOOKUPS and primitives.positional(kind))
             or kind.running
         ):
             return kind
-        number = as_number(step.operands[index], kind, self.sizes)
+        number = in_microbatch(step.operands[index], kind, self.sizes)
         reason = f": {kind.cause}" if kind.cause else ""
         if number.family == "data" or (
             number.family == "row" and (len(number.rows.dims) != 1 or number.rows.scans)
@@ -260,15 +260,15 @@ class Analysis:
 # (`shardlib.tracing.primitives`), whose size depends on the number of rows.
 
 
-def _custom(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+def _custom(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
     """The kinds of the results of a call with a custom derivative."""
     inner = step.inside()
     if len(inner[0].inputs) != len(kinds):
         return [step.mixed("nothing is known about its rows", kinds)] * len(step.results)
-    beneath = walk.beneath()
-    kinds_inside = beneath.run(inner, kinds, editable=False)
+    inside_custom = walk.inside_custom()
+    kinds_inside = inside_custom.run(inner, kinds, editable=False)
     if (
-        walk.derivatives_are_judged
+        walk.derivatives_checked
         or not any(kind.descent.learned for kind in kinds)
         or any(kind.family == "mixed" for kind in kinds_inside)
     ):
@@ -276,18 +276,18 @@ def _custom(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     rule = step.params.get("bwd", step.params.get("jvp_jaxpr_fun"))
     key = (
         step.name,
-        _told_apart(rule),
+        _hashable(rule),
         str(callee(step.first.eqn)),
         tuple((kind.family, kind.place, kind.descent.learned, kind.power) for kind in kinds),
         tuple(map(str, step.operands)),
     )
-    if key not in walk.judged:
-        walk.judged[key] = _fault(beneath, step, kinds, kinds_inside)
-    why = walk.judged[key]
+    if key not in walk.checked:
+        walk.checked[key] = _fault(inside_custom, step, kinds, kinds_inside)
+    why = walk.checked[key]
     return [step.mixed(why, kinds)] * len(kinds_inside) if why else kinds_inside
 
 
-def _told_apart(rule: Any) -> Any:
+def _hashable(rule: Any) -> Any:
     """A hashable key of the rule: itself, or its id if it contains lists."""
     try:
         hash(rule)
@@ -296,7 +296,7 @@ def _told_apart(rule: Any) -> Any:
     return rule
 
 
-def _fault(walk: Analysis, step: Step, kinds: list[Kind], kinds_inside: list[Kind]) -> str:
+def _fault(walk: Analysis, step: EqnPair, kinds: list[Kind], kinds_inside: list[Kind]) -> str:
     """The reason why the derivative cannot be split over microbatches; "" if it can."""
     moving = [
         index
@@ -312,17 +312,17 @@ def _fault(walk: Analysis, step: Step, kinds: list[Kind], kinds_inside: list[Kin
         return ""
     try:
         first, second = (
-            flatten(_pulled(equation, moving, leaving)) for equation in (step.first, step.second)
+            flatten(_vjp_jaxpr(equation, moving, leaving)) for equation in (step.first, step.second)
         )
     except (TracingError, TypeError, ValueError) as error:
         return f"its derivative cannot be taken alone ({type(error).__name__})"
-    bent = (
+    nonlinear = (
         linearity_fault(first, range(len(kinds), len(first.inputs))) if "vjp" in step.name else ""
     )
-    if bent:
+    if nonlinear:
         return (
             "its derivative, which was written by hand, is not linear in the gradient that comes"
-            f" in: {bent}"
+            f" in: {nonlinear}"
         )
     if not any(kind.family == "row" for kind in kinds):
         return ""
@@ -372,7 +372,7 @@ def _allowed(operand: Kind, gradient: Kind, power: Fraction | None, *, summed: b
     )
 
 
-def _pulled(equation: Equation, moving: list[int], leaving: list[int]) -> Any:
+def _vjp_jaxpr(equation: Equation, moving: list[int], leaving: list[int]) -> Any:
     """The jaxpr of (operands, cotangents) -> gradients of the operands."""
 
     def gradients(operands: list[Any], cotangents: list[Any]) -> list[Any]:
@@ -396,7 +396,7 @@ def _pulled(equation: Equation, moving: list[int], leaving: list[int]) -> Any:
     )
 
 
-def _linear_solve(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+def _linear_solve(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
     """A solver, and the matrix product that it inverts, by which JAX differentiates it."""
     lengths = step.params["const_lengths"]
     product, transposed, solver, _ = (
@@ -418,10 +418,10 @@ def _linear_solve(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
 # Loops and branches.
 
 #: Maximum number of passes over a loop body until the kinds of its carry are stable.
-_ROUNDS = 24
+_MAX_PASSES = 24
 
 
-def _scan(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+def _scan(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
     """A loop over slices: of a stack of layers, of positions in a sequence, or of rows."""
     constants, carried = scan_counts(step.params)
     body = step.inside("body")
@@ -438,10 +438,10 @@ def _scan(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
             _loops_by_position(step, kind) if before != after else kind
             for kind, before, after in zip(carry, entering, body[0].outputs, strict=False)
         ]
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_PASSES):
         results = walk.run(body, [*kinds[:constants], *carry, *items], editable=False)
         after = [
-            _after(step, before, result, over=over)
+            _next_carry(step, before, result, over=over)
             for before, result in zip(carry, results, strict=False)
         ]
         if after == carry:
@@ -456,7 +456,7 @@ def _scan(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     ]
 
 
-def _item(step: Step, index: int, kind: Kind, *, over: bool) -> Kind:
+def _item(step: EqnPair, index: int, kind: Kind, *, over: bool) -> Kind:
     """The kind of one slice of a scanned operand."""
     kind = replace(kind, value=None, tag=None)
     if kind.family == "row":
@@ -491,7 +491,7 @@ def _entering(kind: Kind, *, over: bool) -> Kind:
     return kind
 
 
-def _loops_by_position(step: Step, kind: Kind) -> Kind:
+def _loops_by_position(step: EqnPair, kind: Kind) -> Kind:
     """The kind of a carry that a loop over rows changes without reading them: it depends on a row's
     position.
     """
@@ -500,11 +500,11 @@ def _loops_by_position(step: Step, kind: Kind) -> Kind:
     return kind
 
 
-def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
+def _next_carry(step: EqnPair, before: Kind, result: Kind, *, over: bool) -> Kind:
     """The kind of a carry in the next iteration."""
     if over and result.family == "sum" and not result.running:
         return step.mixed("a loop over rows carries what is not a sum over them", [result])
-    joined = _meet(step, before, result)
+    joined = _join(step, before, result)
     if (
         over
         and joined.family in ("free", "row")
@@ -515,7 +515,7 @@ def _after(step: Step, before: Kind, result: Kind, *, over: bool) -> Kind:
     return joined
 
 
-def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
+def _stacked(step: EqnPair, kind: Kind, *, over: bool) -> Kind:
     """The kind of the results of all iterations, stacked."""
     if kind.family == "row":
         place = kind.rows
@@ -540,51 +540,51 @@ def _stacked(step: Step, kind: Kind, *, over: bool) -> Kind:
     return replace(kind, value=None, tag=None, running=False)
 
 
-def _meet(step: Step, first: Kind, two: Kind) -> Kind:
+def _join(step: EqnPair, first: Kind, second: Kind) -> Kind:
     """The kind of a value that has either of two kinds."""
-    if first == two:
+    if first == second:
         return first
-    kinds = [first, two]
+    kinds = [first, second]
     mixed = next((kind for kind in kinds if kind.family == "mixed"), None)
     if mixed is not None:
         return mixed
-    learned = first.descent.learned or two.descent.learned
-    power = (
-        first.power if first.power == two.power or two.zero else two.power if first.zero else None
-    )
+    learned = first.descent.learned or second.descent.learned
+    power = second.power if first.zero else None
+    if first.power == second.power or second.zero:
+        power = first.power
     more = {
         "learned": learned,
-        "weighted": first.descent.weighted or two.descent.weighted,
-        "scaled": first.descent.scaled or two.descent.scaled,
-        "notes": first.descent.notes | two.descent.notes,
-        "zero": first.zero and two.zero,
+        "weighted": first.descent.weighted or second.descent.weighted,
+        "scaled": first.descent.scaled or second.descent.scaled,
+        "notes": first.descent.notes | second.descent.notes,
+        "zero": first.zero and second.zero,
     }
-    families = {first.family, two.family}
+    families = {first.family, second.family}
     if power is None and families != {"data"}:
         return step.mixed("the number of rows goes into it differently", kinds)
     if families == {"free"}:
-        return free(power=power, splat=first.splat and two.splat, **more)
-    if families == {"row"} and first.place == two.place:
+        return free(power=power, splat=first.splat and second.splat, **more)
+    if families == {"row"} and first.place == second.place:
         return row(first.rows, power=power, **more)
     if families == {"free", "row"}:
-        return row((first if first.family == "row" else two).rows, power=power, **more)
+        return row((first if first.family == "row" else second).rows, power=power, **more)
     if families <= {"free", "sum"}:
         constant = next((kind for kind in kinds if kind.family == "free"), None)
         if constant is None or constant.zero or power == Fraction(-1):
-            return total(power=power, running=first.running or two.running, **more)
+            return total(power=power, running=first.running or second.running, **more)
     return step.mixed("a loop or branch gives rows, or sums over them, by turns", kinds)
 
 
-def _while(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+def _while(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
     """A while loop, whose condition may depend on the rows."""
     tests, constants = step.params["cond_nconsts"], step.params["body_nconsts"]
     body = step.inside("body")
     test = step.inside("cond")
     state = [replace(kind, value=None, tag=None) for kind in kinds[tests + constants :]]
-    for _ in range(_ROUNDS):
+    for _ in range(_MAX_PASSES):
         results = walk.run(body, [*kinds[tests : tests + constants], *state], editable=False)
         after = [
-            replace(_meet(step, before, result), value=None, tag=None)
+            replace(_join(step, before, result), value=None, tag=None)
             for before, result in zip(state, results, strict=True)
         ]
         if after == state:
@@ -600,7 +600,7 @@ def _while(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
     return [step.mixed("a loop runs as long as some row wants", [kind, going]) for kind in state]
 
 
-def _cond(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
+def _cond(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
     """A conditional: one of several branches is taken."""
     results: list[Kind] | None = None
     for number in range(len(step.params["branches"])):
@@ -609,7 +609,7 @@ def _cond(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
         results = (
             branch_results
             if results is None
-            else [_meet(step, *pair) for pair in zip(results, branch_results, strict=True)]
+            else [_join(step, *pair) for pair in zip(results, branch_results, strict=True)]
         )
     chosen = kinds[0]
     if chosen.family == "free" and chosen.power == 0:
@@ -620,7 +620,7 @@ def _cond(walk: Analysis, step: Step, kinds: list[Kind]) -> list[Kind]:
 
 
 #: (the walk, equation, kinds of its operands) -> kinds of its results.
-_CALLS: Mapping[str, Callable[[Analysis, Step, list[Kind]], list[Kind]]] = {
+_CALLS: Mapping[str, Callable[[Analysis, EqnPair, list[Kind]], list[Kind]]] = {
     **dict.fromkeys(CUSTOM, _custom),
     "custom_linear_solve": _linear_solve,
     "scan": _scan,
@@ -637,7 +637,7 @@ _CALLS: Mapping[str, Callable[[Analysis, Step, list[Kind]], list[Kind]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class LossInputs:
     """The kinds of the inputs of a loss.
 
     Attributes:
@@ -656,7 +656,9 @@ class Inputs:
     def kinds(self, program: Program) -> list[Kind]:
         """The kinds of all inputs."""
         batch_kinds = [
-            free() if dim is None else row(Place(start=dim, stop=dim + 1), learned=self.independent)
+            free()
+            if dim is None
+            else row(RowPlace(start=dim, stop=dim + 1), learned=self.independent)
             for dim in self.dims
         ]
         assert len(program.inputs) == self.parameters + self.states + len(batch_kinds)
@@ -681,7 +683,7 @@ class Proof:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Names:
+class ResultNames:
     """Names of the results of a loss: the loss, then metrics, then model state."""
 
     metrics: tuple[str, ...]
@@ -691,8 +693,8 @@ class Names:
 def prove(
     first: jex.ClosedJaxpr,
     second: Callable[[int], jex.ClosedJaxpr],
-    inputs: Inputs,
-    names: Names,
+    inputs: LossInputs,
+    names: ResultNames,
     rows: int,
 ) -> Proof:
     """Compares the trace of a loss with one for another number of rows.
@@ -701,30 +703,30 @@ def prove(
         second: number of rows -> its closed jaxpr; may raise any error of tracing.
     """
     if rows < 2:
-        return Proof(rows=_alike(Dependence(kind="mean"), names))
+        return Proof(rows=_for_all_results(Dependence(kind="mean"), names))
     fault: Dependence | None = None
     for other_rows in candidates(rows):
         try:
             again = second(other_rows)
         except Exception as error:  # the user's loss can raise any error for another batch size
-            fault = fault or _fixed(error, f"{other_rows} rows in place of {rows}")
+            fault = fault or _fixed_size(error, f"{other_rows} rows in place of {rows}")
             continue
         try:
             return compare(first, again, inputs, names, (rows, other_rows))
-        except Unlike:
+        except DifferentPrograms:
             fault = fault or Dependence(
                 kind="coupled",
                 why=f"it computes other operations for {other_rows} rows than for {rows}",
             )
     assert fault is not None
-    return Proof(rows=_alike(fault, names))
+    return Proof(rows=_for_all_results(fault, names))
 
 
 def prove_parts(
     first: jex.ClosedJaxpr,
     second: Callable[[int], jex.ClosedJaxpr],
-    inputs: Inputs,
-    names: Names,
+    inputs: LossInputs,
+    names: ResultNames,
     rows: int,
     parts: int,
 ) -> Rows:
@@ -734,7 +736,7 @@ def prove_parts(
     number = rows // parts
     try:
         return compare(first, second(number), inputs, names, (rows, number)).rows
-    except Unlike:
+    except DifferentPrograms:
         fault = Dependence(
             kind="coupled",
             why=(
@@ -743,8 +745,8 @@ def prove_parts(
             ),
         )
     except Exception as error:  # as above
-        fault = _fixed(error, f"{number} rows, those of one of {parts} microbatches,")
-    return _alike(fault, names)
+        fault = _fixed_size(error, f"{number} rows, those of one of {parts} microbatches,")
+    return _for_all_results(fault, names)
 
 
 def candidates(rows: int) -> tuple[int, ...]:
@@ -755,35 +757,33 @@ def candidates(rows: int) -> tuple[int, ...]:
 def compare(
     first: jex.ClosedJaxpr,
     second: jex.ClosedJaxpr,
-    inputs: Inputs,
-    names: Names,
+    inputs: LossInputs,
+    names: ResultNames,
     sizes: tuple[int, int],
 ) -> Proof:
     """The proof from two traces."""
-    first_program, two = flatten(first), flatten(second)
-    if len(first_program.inputs) != len(two.inputs) or len(first_program.outputs) != len(
-        two.outputs
-    ):
-        raise Unlike
+    left, right = flatten(first), flatten(second)
+    if len(left.inputs) != len(right.inputs) or len(left.outputs) != len(right.outputs):
+        raise DifferentPrograms
     analysis = Analysis(sizes=sizes, independent=inputs.independent)
-    kinds = analysis.run((first_program, two), inputs.kinds(first_program), editable=True)
+    kinds = analysis.run((left, right), inputs.kinds(left), editable=True)
     loss = kinds[0]
     metrics = kinds[1 : 1 + len(names.metrics)]
     states = kinds[1 + len(names.metrics) :]
     unchanged = [
         before == after
         for before, after in zip(
-            first_program.inputs[inputs.parameters : inputs.parameters + inputs.states],
-            first_program.outputs[1 + len(names.metrics) :],
+            left.inputs[inputs.parameters : inputs.parameters + inputs.states],
+            left.outputs[1 + len(names.metrics) :],
             strict=True,
         )
     ]
     rows = Rows(
         loss=dependence(loss),
         metrics=tuple(
-            (name, _by_row(kind, first_program.avals[value], sizes[0]) or dependence(kind))
+            (name, _by_row(kind, left.avals[value], sizes[0]) or dependence(kind))
             for name, kind, value in zip(
-                names.metrics, metrics, first_program.outputs[1 : 1 + len(metrics)], strict=True
+                names.metrics, metrics, left.outputs[1 : 1 + len(metrics)], strict=True
             )
         ),
         state=tuple(
@@ -792,7 +792,7 @@ def compare(
             if not same
         ),
     )
-    return Proof(rows=rows, kinds=tuple(kinds), analysis=analysis, programs=(first_program, two))
+    return Proof(rows=rows, kinds=tuple(kinds), analysis=analysis, programs=(left, right))
 
 
 def dependence(kind: Kind) -> Dependence:
@@ -832,7 +832,7 @@ def _by_row(kind: Kind, aval: Aval, rows: int) -> Dependence | None:
     place = kind.place
     if kind.family != "row" or kind.power is None or place is None or place.scans:
         return None
-    if kind.beforehand or kind.descent.scaled:
+    if kind.precomputable or kind.descent.scaled:
         return None
     if len(place.dims) != 1 or aval.shape[place.start] != rows * place.inner:
         return None
@@ -856,13 +856,13 @@ def _of_state(kind: Kind) -> Dependence:
     return Dependence(kind="coupled", why=cause.why, where=cause.where)
 
 
-def _alike(dependence_of_all: Dependence, names: Names) -> Rows:
+def _for_all_results(dependence_of_all: Dependence, names: ResultNames) -> Rows:
     return Rows(
         loss=dependence_of_all, metrics=tuple((name, dependence_of_all) for name in names.metrics)
     )
 
 
-def _fixed(error: Exception, what: str) -> Dependence:
+def _fixed_size(error: Exception, what: str) -> Dependence:
     """The dependence of a loss that raises an error for another number of rows."""
     return Dependence(
         kind="coupled",

@@ -3,7 +3,7 @@
 Data movement maps dims of the operand to dims of the result. In a reshape both shapes are walked
 from the major side and split into common factors:
 
->>> call = Call(name="reshape", operands=((2, 12),), results=((6, 4),), params={})
+>>> call = RuleInput(name="reshape", operands=((2, 12),), results=((6, 4),), params={})
 >>> print(reshape(call).rule)
 [a b*c] -> [a*b c] where a=2 b=3 c=4
 """
@@ -21,15 +21,15 @@ from shardlib.graph import Dim, Dims, FactorRule, Place, Window, elementwise
 # --------------------------------------------------------------------------------------------------
 # Input and output of a rule.
 #
-# Every rule is a function from `Call` to `Description` (`primitives.py` maps primitives to rules).
-# Neither depends on JAX except for the parameters, so every rule can be read as a small theorem
-# about shapes.
+# Every rule is a function from `RuleInput` to `Description` (`primitives.py` maps primitives to
+# rules). Neither depends on JAX except for the parameters, so every rule can be read as a small
+# theorem about shapes.
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RuleInput:
     """The part of an equation that a rule reads.
 
     Attributes:
@@ -57,7 +57,7 @@ class Description:
     flops: float = 0.0
 
 
-Describe = Callable[[Call], Description]
+Describe = Callable[[RuleInput], Description]
 
 
 class Factors:
@@ -119,7 +119,7 @@ def elements(shape: Shape) -> float:
 # Matrix products and convolutions: contracted and free dims.
 
 
-def dot_general(call: Call) -> Description:
+def dot_general(call: RuleInput) -> Description:
     """[batch, m, k] x [batch, k, n] -> [batch, m, n] for any number and order of dims."""
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = call.params["dimension_numbers"]
     lhs, rhs = call.operands
@@ -143,7 +143,7 @@ def dot_general(call: Call) -> Description:
     return Description(factors.rule([_ordered(left), _ordered(right)], [result]), "matmul", flops)
 
 
-def ragged_dot_general(call: Call) -> Description:
+def ragged_dot_general(call: RuleInput) -> Description:
     """A product whose rows are in groups of unequal size, each with its own right-hand side.
 
     The ragged dim and the group dim stay unsharded: a shard of the rows needs other group sizes.
@@ -181,7 +181,7 @@ def ragged_dot_general(call: Call) -> Description:
     )
 
 
-def conv_general_dilated(call: Call) -> Description:
+def conv_general_dilated(call: RuleInput) -> Description:
     """[batch, in, space] * [out, in, window] -> [batch, out, space], with feature and batch groups.
 
     Spatial dims stay unsharded (their shards overlap), except where the window is a single
@@ -335,7 +335,7 @@ COPIES: tuple[str, ...] = (
 )
 
 
-def arithmetic(call: Call) -> Description:
+def arithmetic(call: RuleInput) -> Description:
     """One floating-point operation per element of the result, transcendental or not."""
     return Description(
         elementwise(call.operands, call.results[0], len(call.results)),
@@ -344,7 +344,7 @@ def arithmetic(call: Call) -> Description:
     )
 
 
-def identity(call: Call) -> Description:
+def identity(call: RuleInput) -> Description:
     """Each result is its operand, perhaps in another dtype or memory."""
     factors = Factors()
     dims: list[Dims] = [factors.dims(shape) for shape in call.results]
@@ -352,7 +352,7 @@ def identity(call: Call) -> Description:
     return Description(factors.rule(operands, dims), "elementwise")
 
 
-def same_bits(call: Call) -> Description:
+def same_bits(call: RuleInput) -> Description:
     """The same bits in another dtype, or keys as their words; a change of width adds or removes a
     last dim, which stays unsharded.
     """
@@ -380,7 +380,7 @@ def whole_dims(name: str, params: Mapping[str, Any]) -> int:
     return len(params["fft_lengths"]) if name == "fft" else 1 if name in _VECTORS else 2
 
 
-def matrices(call: Call) -> Description:
+def matrices(call: RuleInput) -> Description:
     """Each matrix or vector of the stack is a unit; about n^3 operations for an n x n matrix, n for
     a vector.
     """
@@ -403,7 +403,7 @@ def matrices(call: Call) -> Description:
     )
 
 
-def broadcast_in_dim(call: Call) -> Description:
+def broadcast_in_dim(call: RuleInput) -> Description:
     """Operand dim i becomes result dim `broadcast_dimensions[i]`; along every other result dim the
     operand is repeated.
     """
@@ -418,7 +418,7 @@ def broadcast_in_dim(call: Call) -> Description:
     return Description(factors.rule([tuple(source), *size_operands], [dims]), "movement")
 
 
-def reshape(call: Call) -> Description:
+def reshape(call: RuleInput) -> Description:
     """Splits and merges dims; if the shapes have no common factorisation, these dims stay
     unsharded.
     """
@@ -484,7 +484,7 @@ def _misaligned(
     return i, j, 1, 1
 
 
-def squeeze(call: Call) -> Description:
+def squeeze(call: RuleInput) -> Description:
     """Removes dims of size 1."""
     factors = Factors()
     dims = factors.dims(call.operands[0])
@@ -495,7 +495,7 @@ def squeeze(call: Call) -> Description:
     )
 
 
-def transpose(call: Call) -> Description:
+def transpose(call: RuleInput) -> Description:
     """Permutes dims."""
     factors = Factors()
     dims = factors.dims(call.operands[0])
@@ -504,7 +504,7 @@ def transpose(call: Call) -> Description:
     )
 
 
-def slice_(call: Call) -> Description:
+def slice_(call: RuleInput) -> Description:
     """Sliced dims stay unsharded; dims taken in full may be sharded."""
     starts, strides = call.params["start_indices"], call.params["strides"]
     sliced = [
@@ -523,7 +523,7 @@ def slice_(call: Call) -> Description:
     )
 
 
-def pad(call: Call) -> Description:
+def pad(call: RuleInput) -> Description:
     """Padded dims stay unsharded; the padding value is a scalar."""
     padded = {
         i: tuple(config)
@@ -556,7 +556,7 @@ def _side_by_side(
         start += int(size)
 
 
-def resize(call: Call, *, touched: AbstractSet[int] = frozenset()) -> Description:
+def resize(call: RuleInput, *, touched: AbstractSet[int] = frozenset()) -> Description:
     """A result of the operand's rank: dims of equal size that are not `touched` are shared, the
     others stay unsharded.
     """
@@ -580,7 +580,7 @@ def in_parts(key: str, *, joins: bool, stacks: bool = False) -> Describe:
         stacks: whether the parts do not have that dim.
     """
 
-    def describe(call: Call) -> Description:
+    def describe(call: RuleInput) -> Description:
         axis = call.params[key]
         parts, whole = (
             (call.operands, call.results[0]) if joins else (call.results, call.operands[0])
@@ -601,7 +601,7 @@ def in_parts(key: str, *, joins: bool, stacks: bool = False) -> Describe:
     return describe
 
 
-def tile(call: Call) -> Description:
+def tile(call: RuleInput) -> Description:
     """Repeats an array along its dims: a tiled dim of the result is (copy, position)."""
     operand, result = call.operands[0], call.results[0]
     factors = Factors()
@@ -615,7 +615,7 @@ def tile(call: Call) -> Description:
     )
 
 
-def generated(call: Call) -> Description:
+def generated(call: RuleInput) -> Description:
     """A result made from its position alone (iota): every device can make its own shard."""
     factors = Factors()
     results = [factors.dims(shape) for shape in call.results]
@@ -631,7 +631,7 @@ def generated(call: Call) -> Description:
 # sharding the updates of a scatter-add leaves partial sums.
 
 
-def gather(call: Call) -> Description:
+def gather(call: RuleInput) -> Description:
     """`jax.lax.gather`, from its dimension numbers."""
     numbers, slices = call.params["dimension_numbers"], call.params["slice_sizes"]
     (operand, indices), (result,) = call.operands, call.results
@@ -664,7 +664,7 @@ def gather(call: Call) -> Description:
     return Description(factors.rule([tuple(source), tuple(index_dims)], [tuple(results)]), "gather")
 
 
-def scatter(call: Call) -> Description:
+def scatter(call: RuleInput) -> Description:
     """The scatter family, from its dimension numbers; an overwriting scatter must apply its updates
     in order.
     """
@@ -700,12 +700,12 @@ def scatter(call: Call) -> Description:
     return Description(rule, "scatter", 0.0 if call.name == "scatter" else elements(updates))
 
 
-def dynamic_slice(call: Call) -> Description:
+def dynamic_slice(call: RuleInput) -> Description:
     """A window at a position known only at run time; dims that it covers in full may be sharded."""
     return Description(resize(call).rule, "gather")
 
 
-def dynamic_update_slice(call: Call) -> Description:
+def dynamic_update_slice(call: RuleInput) -> Description:
     """(operand, window, position) -> the operand with the window written into it."""
     operand, update, *starts = call.operands
     factors = Factors()
@@ -724,7 +724,7 @@ def dynamic_update_slice(call: Call) -> Description:
 # Random numbers. Typed PRNG keys hide their words, so a key array has the dims of its keys only.
 
 
-def drawn(call: Call) -> Description:
+def drawn(call: RuleInput) -> Description:
     """keys -> keys x shape: counters are positions, so every device can draw its own shard
     (partitionable Threefry).
     """
@@ -734,7 +734,7 @@ def drawn(call: Call) -> Description:
     return Description(factors.rule([dims[: len(keys)]], [dims]), "elementwise", elements(result))
 
 
-def sequential(call: Call) -> Description:
+def sequential(call: RuleInput) -> Description:
     """A generator with hidden state: its results cannot be sharded."""
     factors = Factors()
     dims = [tuple(map(factors.keep, shape)) for shape in (*call.operands, *call.results)]
@@ -760,7 +760,7 @@ def reduction(key: str, *, partial: bool) -> Describe:
             per shard (`jax.lax.reduce`).
     """
 
-    def describe(call: Call) -> Description:
+    def describe(call: RuleInput) -> Description:
         shape, reduced = call.operands[0], {int(axis) for axis in call.params[key]}
         factors = Factors()
         dims: Dims = tuple(
@@ -785,7 +785,7 @@ def along(key: str, category: str) -> Describe:
         key: the parameter that has the dim, or several.
     """
 
-    def describe(call: Call) -> Description:
+    def describe(call: RuleInput) -> Description:
         axes, shape = call.params[key], call.operands[0]
         factors = Factors()
         dims = factors.dims(shape, {axes} if isinstance(axes, int) else set(axes))
@@ -798,7 +798,7 @@ def along(key: str, category: str) -> Describe:
     return describe
 
 
-def top_k(call: Call) -> Description:
+def top_k(call: RuleInput) -> Description:
     """The k largest along one dim, with their positions."""
     shape = call.operands[0]
     axis = call.params.get("axis", call.params.get("reduction_dimension", -1)) % len(shape)
@@ -809,7 +809,7 @@ def top_k(call: Call) -> Description:
     return Description(factors.rule([operand], [result] * len(call.results)), "sort")
 
 
-def window_reduction(call: Call) -> Description:
+def window_reduction(call: RuleInput) -> Description:
     """Pooling, and its tangent. A dim can be sharded freely if windows are single positions, and
     between windows if they tile the dim.
     """
@@ -824,7 +824,7 @@ def window_reduction(call: Call) -> Description:
     return Description(factors.rule(operands, results), "reduction", elements(result) * window)
 
 
-def _window(call: Call, factors: Factors, i: int, size: int, count: int) -> tuple[Dim, Dim]:
+def _window(call: RuleInput, factors: Factors, i: int, size: int, count: int) -> tuple[Dim, Dim]:
     window, stride = call.params["window_dimensions"][i], call.params["window_strides"][i]
     dilated = any(
         call.params.get(key, (1,) * (i + 1))[i] != 1 for key in ("base_dilation", "window_dilation")
@@ -839,7 +839,7 @@ def _window(call: Call, factors: Factors, i: int, size: int, count: int) -> tupl
     return factors.keep(size), factors.keep(count)
 
 
-def select_and_scatter_add(call: Call) -> Description:
+def select_and_scatter_add(call: RuleInput) -> Description:
     """The gradient of max-pooling: (one value per window, operand) -> the operand's shape."""
     source, shape = call.operands[0], call.operands[1]
     factors = Factors()

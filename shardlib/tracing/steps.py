@@ -42,18 +42,18 @@ from shardlib.propagation.colours import UnionFind, tie_graph
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
-    Call,
+    CustomCall,
     Equation,
     Program,
-    called,
     dtype_name,
     flatten,
+    forms_of,
 )
 from shardlib.tracing.rewriting import Walk, evaluate_equations
 from shardlib.tracing.trace import (
-    Described,
-    PlacedCall,
-    PlacedLayout,
+    BatchArray,
+    CallOperands,
+    LayoutOfValue,
     abstract,
     compute_dtype,
     describe_batch,
@@ -74,13 +74,13 @@ from shardlib.tracing.trace import (
 # proportion to the batch are rows.
 
 #: Categories of operations after which a value is no longer an element-wise form of an array.
-_OTHERS = frozenset({"matmul", "convolution", "scatter", "reduction", "gather"})
+_NOT_ELEMENTWISE = frozenset({"matmul", "convolution", "scatter", "reduction", "gather"})
 #: Factor on the number of rows of the batch -> the losses that the step marks then, in order.
-Again = Callable[[Fraction], Sequence[MarkedLoss]]
+Retrace = Callable[[Fraction], Sequence[MarkedLoss]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FoundLoss:
+class StepLoss:
     """A marked loss in a step.
 
     Attributes:
@@ -90,15 +90,15 @@ class FoundLoss:
         roots: for each leaf, the number of the state array that it is computed from; None for
             leaves with rows of the batch or computed from no weight.
         number: index among the losses of the step.
-        again: traces the step for other batches.
+        retrace: traces the step for other batches.
     """
 
-    call: Call
+    call: CustomCall
     form: MarkedLoss
     operands: tuple[int, ...]
     roots: tuple[int | None, ...]
     number: int
-    again: Again
+    retrace: Retrace
 
     @property
     def trained(self) -> tuple[int, ...]:
@@ -123,15 +123,15 @@ class FoundLoss:
         """
         ratio = Fraction(2)
         try:
-            shapes = [aval.shape for aval in self._other(ratio).shapes]
+            shapes = [aval.shape for aval in self._at_ratio(ratio).shapes]
             pairs = zip([aval.shape for aval in self.form.shapes], shapes, strict=True)
             grown = [
                 [
                     dim
-                    for dim, (old, new) in enumerate(zip(traced_shape, two, strict=True))
+                    for dim, (old, new) in enumerate(zip(traced_shape, other_shape, strict=True))
                     if new != old
                 ]
-                for traced_shape, two in pairs
+                for traced_shape, other_shape in pairs
             ]
         except Exception:  # the user's step can raise any error for another batch
             return None
@@ -151,7 +151,7 @@ class FoundLoss:
         shapes = [jnp.shape(leaf) for leaf in leaves]
         form = self.form
         if shapes != [aval.shape for aval in form.shapes]:
-            form = self._other(self._ratio(shapes))
+            form = self._at_ratio(self._ratio(shapes))
         if shapes != [aval.shape for aval in form.shapes]:
             raise TracingError(
                 f"the loss {form.name} closes over arrays whose sizes do not follow the rows of the"
@@ -170,20 +170,20 @@ class FoundLoss:
             if old != new
         )
 
-    def _other(self, ratio: Fraction) -> MarkedLoss:
+    def _at_ratio(self, ratio: Fraction) -> MarkedLoss:
         """The same loss in a trace of the step for another batch."""
-        return self.again(ratio)[self.number]
+        return self.retrace(ratio)[self.number]
 
 
-def found_losses(
-    calls: Mapping[str, PlacedCall],
+def step_losses(
+    calls: Mapping[str, CallOperands],
     graph: Graph,
     state: int,
     weights: Collection[int],
     step: str,
     rows: Collection[tuple[int, int]],
-    again: Again,
-) -> tuple[FoundLoss, ...]:
+    retrace: Retrace,
+) -> tuple[StepLoss, ...]:
     """The marked losses of a step, in order."""
     marked = [
         (call, values) for call, values in calls.values() if isinstance(call.form, MarkedLoss)
@@ -195,7 +195,7 @@ def found_losses(
     }
     of_rows = {value for value, _ in rows}
     forms = list(dict.fromkeys(call.form for call, _ in marked))
-    losses: list[FoundLoss] = []
+    losses: list[StepLoss] = []
     for call, values in marked:
         form: MarkedLoss = call.form
         operands = values[form.constants :]
@@ -209,13 +209,13 @@ def found_losses(
             for value, flag in zip(operands, form.trained, strict=True)
         ]
         losses.append(
-            FoundLoss(
+            StepLoss(
                 call=call,
                 form=form,
                 operands=operands,
                 roots=tuple(roots),
                 number=forms.index(form),
-                again=again,
+                retrace=retrace,
             )
         )
     rootless = [
@@ -246,11 +246,11 @@ def _root(graph: Graph, value: int, state: Mapping[int, int]) -> int | None:
     makers = {result: op for op in graph.ops for result in op.results}
     seen, waiting = {value}, [value]
     while waiting:
-        now = waiting.pop(0)
-        if now in state:
-            return state[now]
-        op = makers.get(now)
-        if op is None or op.category in _OTHERS:
+        current = waiting.pop(0)
+        if current in state:
+            return state[current]
+        op = makers.get(current)
+        if op is None or op.category in _NOT_ELEMENTWISE:
             continue
         for operand in op.operands:
             if operand not in seen and graph.values[operand].shape == shape:
@@ -307,13 +307,13 @@ def tied_parts(graph: Graph, rows: frozenset[tuple[int, int]]) -> Graph:
     parts_by_dim = dict.fromkeys(rows, 1)
     ops: list[Op] = []
     for op in graph.ops:
-        divided = _joined(graph, op, parts_by_dim) or _parts_taken(graph, op, parts_by_dim)
+        divided = _concatenated(graph, op, parts_by_dim) or _split_parts(graph, op, parts_by_dim)
         ops.append(op if divided is None else divided)
         _spread(graph, ops[-1], parts_by_dim)
     return replace(graph, ops=tuple(ops))
 
 
-def _joined(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int]) -> Op | None:
+def _concatenated(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int]) -> Op | None:
     """A concatenation of equal parts along rows."""
     if op.kind != "concatenate":
         return None
@@ -327,7 +327,7 @@ def _joined(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int]) -> O
     return _in_parts(op, axis, len(shapes), shapes[0], joined=True)
 
 
-def _parts_taken(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int]) -> Op | None:
+def _split_parts(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int]) -> Op | None:
     """A slice, or a split, of one part of concatenated rows."""
     if op.kind not in ("slice", "split") or len(op.operands) != 1:
         return None
@@ -345,8 +345,8 @@ def _parts_taken(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int])
 def _in_parts(op: Op, axis: int, parts: int, shape: tuple[int, ...], *, joined: bool) -> Op:
     counter = len(shape)
     plain: Dims = tuple((dim,) if size > 1 else () for dim, size in enumerate(shape))
-    side: Dim = (counter, axis)
-    long: Dims = (*plain[:axis], side, *plain[axis + 1 :])
+    joined_dim: Dim = (counter, axis)
+    long: Dims = (*plain[:axis], joined_dim, *plain[axis + 1 :])
     rule = FactorRule(
         sizes=(*shape, parts),
         operands=(plain,) * len(op.operands) if joined else (long,),
@@ -479,16 +479,16 @@ def _used(
     moving = {value for value in graph.inputs if value not in views}
     used: set[int] = set()
     for op in graph.ops:
-        shown = [views[value] for value in op.operands if value in views]
+        viewed = [views[value] for value in op.operands if value in views]
         others = [value for value in op.operands if value not in views]
-        if op.kind in _VIEWS and shown and not others:
-            views.update(dict.fromkeys(op.results, shown[0]))
+        if op.kind in _VIEWS and viewed and not others:
+            views.update(dict.fromkeys(op.results, viewed[0]))
             continue
         if any(value in moving for value in others):
             moving.update(op.results)
             if (op.category in _USES) or any(value in rows for value in others):
-                used.update(shown)
-        elif shown:  # of the state alone, such as a key from which random numbers are drawn
+                used.update(viewed)
+        elif viewed:  # of the state alone, such as a key from which random numbers are drawn
             moving.update(value for value in op.results if op.category in _USES)
     return frozenset(used)
 
@@ -526,7 +526,7 @@ def _gradient(graph: Graph, weight: int, new: int) -> tuple[int | None, set[int]
     for op in graph.ops:
         if (
             op.region == 0
-            and _adds(op)
+            and op.kind in _SUMS
             and all(value in summed for value in op.operands if like(value))
         ):
             summed.update(
@@ -537,10 +537,6 @@ def _gradient(graph: Graph, weight: int, new: int) -> tuple[int | None, set[int]
                 and any(operand in summed for operand in op.operands)
             )
     return max(summed, key=lambda value: order[value]), seen
-
-
-def _adds(op: Op) -> bool:
-    return op.kind in _SUMS
 
 
 # --------------------------------------------------------------------------------------------------
@@ -559,7 +555,7 @@ def _adds(op: Op) -> bool:
 def total_loss(
     program: Program,
     arguments: Sequence[Value | None],
-    losses: Sequence[FoundLoss],
+    losses: Sequence[StepLoss],
     weights: Mapping[int, Value],
     unmarked: Mapping[int, int] | None = None,
 ) -> Value:
@@ -572,13 +568,13 @@ def total_loss(
     env = {**program.constants, **dict(zip(program.inputs, arguments, strict=True))}
     value = total.run(program, env, frozenset((unmarked or {}).values()))
     for position, number in (unmarked or {}).items():
-        value = value + _total_loss_taken(weights[position], env[number])
+        value = value + _zero_with_gradient(weights[position], env[number])
     return value
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Total:
-    losses: Mapping[str, FoundLoss]
+    losses: Mapping[str, StepLoss]
     weights: Mapping[int, Value]
 
     def run(
@@ -607,7 +603,7 @@ class _Total:
                 evaluate_equations([equation], env, Walk())
         return sum(values, start=jnp.zeros((), jnp.float32))
 
-    def _loss(self, equation: Equation) -> FoundLoss | None:
+    def _loss(self, equation: Equation) -> StepLoss | None:
         return None if equation.call is None else self.losses.get(equation.call.path)
 
     def _around(self, equation: Equation) -> bool:
@@ -635,17 +631,17 @@ class _Total:
                 numbers |= {*equation.inputs}
         return positions
 
-    def _value(self, loss: FoundLoss, env: dict[int, Any], program: Program) -> Any:
-        def taken(number: int) -> Any:  # operands that a loss does not read may be missing
+    def _value(self, loss: StepLoss, env: dict[int, Any], program: Program) -> Any:
+        def operand(number: int) -> Any:  # operands that a loss does not read may be missing
             value = env[number]
             return _zeros(program.avals[number]) if value is None else value
 
         first = loss.form.constants
-        arguments = [_stopped(taken(number)) for number in loss.call.inputs[:first]]
+        arguments = [_stopped(operand(number)) for number in loss.call.inputs[:first]]
         for position, (number, root) in enumerate(
             zip(loss.call.inputs[first:], loss.roots, strict=True)
         ):
-            value = taken(number) if root is None else self.weights[root]
+            value = operand(number) if root is None else self.weights[root]
             arguments.append(value if position in loss.trained else _stopped(value))
         value, *aux = loss.form.evaluated(arguments)
         gradients = [arguments[first + position] for position in loss.trained]
@@ -681,10 +677,10 @@ class _Total:
         fixed, sliced = arguments[: constants + carried], arguments[constants + carried :]
         body = equation.inside("body")
 
-        def one(_: None, items: list[Any]) -> tuple[None, Any]:
+        def iteration(_: None, items: list[Any]) -> tuple[None, Any]:
             return None, self._body(body, [*fixed, *items])[0]
 
-        values = jax.lax.scan(one, None, sliced, length=equation.params["length"])[1]
+        values = jax.lax.scan(iteration, None, sliced, length=equation.params["length"])[1]
         stacked = [_zeros(var.aval) for var in equation.eqn.outvars[carried:]]
         return values.sum(), [*fixed[constants:], *stacked]
 
@@ -699,20 +695,20 @@ class _Total:
 
 
 @jax.custom_vjp
-def _total_loss_taken(weight: Any, gradient: Any) -> Any:
+def _zero_with_gradient(weight: Any, gradient: Any) -> Any:
     """Zero, with a given gradient."""
     return jnp.zeros((), jnp.float32)
 
 
-def _known(weight: Any, gradient: Any) -> tuple[Any, Any]:
+def _zero_forward(weight: Any, gradient: Any) -> tuple[Any, Any]:
     return jnp.zeros((), jnp.float32), gradient.reshape(weight.shape).astype(weight.dtype)
 
 
-def _as_known(carry: Any, _: Any) -> tuple[Any, None]:
+def _zero_backward(carry: Any, _: Any) -> tuple[Any, None]:
     return carry, None
 
 
-_total_loss_taken.defvjp(_known, _as_known)
+_zero_with_gradient.defvjp(_zero_forward, _zero_backward)
 
 
 def _stopped(value: Any) -> Any:
@@ -750,7 +746,7 @@ def unmarked_gradients(
     program: Program,
     values: Mapping[int, int],
     gradients: Mapping[int, int],
-    losses: Sequence[FoundLoss],
+    losses: Sequence[StepLoss],
     state: int,
 ) -> UnmarkedGradients:
     """The gradients that a step takes outside of its marked losses; empty if it marks none.
@@ -841,10 +837,10 @@ class TracedStep:
     batch: Tree
     metrics: Tree
     returns_pair: bool = True
-    losses: tuple[FoundLoss, ...] = ()
+    losses: tuple[StepLoss, ...] = ()
     unmarked: UnmarkedGradients = field(default_factory=UnmarkedGradients)
     others: frozenset[str] = frozenset()
-    layouts: tuple[PlacedLayout, ...] = ()
+    layouts: tuple[LayoutOfValue, ...] = ()
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -892,7 +888,7 @@ def trace_step(
     paths = tuple(
         path_text(path) or "state" for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])
     )
-    _requiresame_form(shapes[0], new)
+    _require_same_form(shapes[0], new)
     program = flatten(closed)
     inputs = [*((path, "state") for path in paths), *((path, "batch") for path, *_ in described)]
     translation = translated(program, inputs)
@@ -900,14 +896,14 @@ def trace_step(
     rows = _rows(graph, len(paths), described)
     graph = tied_parts(graph, rows)
     roles = state_roles(graph, len(paths), _rows(graph, len(paths), described))
-    losses = found_losses(
+    losses = step_losses(
         calls,
         graph,
         len(paths),
         roles.weights,
         name,
         _rows(graph, len(paths), described),
-        _again(step, shapes, described),
+        _retrace(step, shapes, described),
     )
     unmarked = unmarked_gradients(program, translation.values, roles.gradients, losses, len(paths))
     named, findings = of_state(shapes[0], axes, stacks, roles.weights)
@@ -951,7 +947,7 @@ def _traced(
         ) from error
 
 
-def _again(step: Step, shapes: tuple[Tree, Tree], described: Sequence[Described]) -> Again:
+def _retrace(step: Step, shapes: tuple[Tree, Tree], described: Sequence[BatchArray]) -> Retrace:
     """A function that traces the step for a larger batch and returns the losses that it marks."""
     leaves, structure = jax.tree.flatten(shapes[1])
 
@@ -965,14 +961,14 @@ def _again(step: Step, shapes: tuple[Tree, Tree], described: Sequence[Described]
         return jax.ShapeDtypeStruct(tuple(map(int, sizes)), leaf.dtype)
 
     @cache
-    def again(ratio: Fraction) -> tuple[MarkedLoss, ...]:
+    def retrace(ratio: Fraction) -> tuple[MarkedLoss, ...]:
         pairs = zip(leaves, described, strict=True)
         batch = structure.unflatten([sized(leaf, axes, ratio) for leaf, (*_, axes) in pairs])
         closed = jax.make_jaxpr(step)(shapes[0], batch)
-        forms = dict.fromkeys(form for form, _ in called(closed) if isinstance(form, MarkedLoss))
+        forms = dict.fromkeys(form for form, _ in forms_of(closed) if isinstance(form, MarkedLoss))
         return tuple(forms)
 
-    return again
+    return retrace
 
 
 def _is_pair(state: Tree, out: Any, name: str) -> bool:
@@ -998,7 +994,7 @@ def same_form(first: Tree, second: Tree) -> bool:
     )
 
 
-def _requiresame_form(before: Tree, after: Tree) -> None:
+def _require_same_form(before: Tree, after: Tree) -> None:
     difference = static_difference(jax.tree.structure(before), jax.tree.structure(after))
     if difference:
         was, now = ([path_text(path) for path, _ in _with_paths(tree)] for tree in (before, after))
@@ -1020,9 +1016,9 @@ def _requiresame_form(before: Tree, after: Tree) -> None:
         raise_all(StateError, "the state has other arrays after a step", failures)
 
 
-def _rows(graph: Graph, count: int, described: tuple[Described, ...]) -> frozenset[tuple[int, int]]:
+def _rows(graph: Graph, count: int, arrays: tuple[BatchArray, ...]) -> frozenset[tuple[int, int]]:
     """(value, dim) of dims that some operations tie to the rows of the batch."""
-    inputs = zip(graph.inputs[count:], described, strict=True)
+    inputs = zip(graph.inputs[count:], arrays, strict=True)
     return rows_of(graph, [(value, axes) for value, (_, _, _, axes) in inputs])
 
 
@@ -1030,7 +1026,7 @@ def _problem(
     graph: Graph,
     roles: StateRoles,
     paths: tuple[str, ...],
-    described: tuple[Described, ...],
+    described: tuple[BatchArray, ...],
     axes: Mapping[str, LogicalAxes],
     name: str,
     mapped: Sequence[str],
@@ -1048,7 +1044,7 @@ def _problem(
     gradients = tuple(roles.gradients[number] for number in trained)
     step = prune(replace(full_graph, outputs=(*graph.outputs[count:], *gradients)))
     check(step)
-    bytes_per_element = _bytes_kept(full_graph, roles)
+    bytes_per_element = _state_bytes_per_element(full_graph, roles)
     parameters = tuple(
         Parameter(
             path=paths[number],
@@ -1080,7 +1076,7 @@ def _problem(
     )
 
 
-def _bytes_kept(graph: Graph, roles: StateRoles) -> Mapping[int, float]:
+def _state_bytes_per_element(graph: Graph, roles: StateRoles) -> Mapping[int, float]:
     """Bytes of followers per element of a trained weight: those of its shape, shared evenly among
     the weights of that shape; the rest is spread over all.
     """

@@ -62,27 +62,26 @@ from shardlib.jax_types import Aval, Function, Index, Jaxpr, KeyPath, Leaf
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import with_fused_dims
 from shardlib.tracing.folding import Folded, fold
-from shardlib.tracing.layouts import OwnLayout
+from shardlib.tracing.layouts import UserLayout
 from shardlib.tracing.primitives import TABLE
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
-    Call,
+    CustomCall,
     Equation,
     Program,
-    called,
     dtype_name,
     flatten,
+    forms_of,
     has_matmul,
     literal,
     stacking,
     with_frozen,
 )
-from shardlib.tracing.rewriting import Place, Walk, check_policy, evaluate_program
-from shardlib.tracing.rows import Inputs, Names, prove, prove_parts
-from shardlib.tracing.rules import Call as rules_Call
-from shardlib.tracing.rules import Description
-from shardlib.tracing.updates import Span, alike, multiplies, spans, token
+from shardlib.tracing.rewriting import ValueCallback, Walk, check_policy, evaluate_program
+from shardlib.tracing.rows import LossInputs, ResultNames, prove, prove_parts
+from shardlib.tracing.rules import Description, RuleInput
+from shardlib.tracing.updates import Span, digest, multiplies, same_as_unit, spans
 from shardlib.untrusted.data import fit
 
 # --------------------------------------------------------------------------------------------------
@@ -94,11 +93,11 @@ from shardlib.untrusted.data import fit
 # and the "carry" that joins branches reads the branch index, so that both stay live.
 
 #: A custom call, and the graph values of its operands.
-PlacedCall = tuple[Call, tuple[int, ...]]
+CallOperands = tuple[CustomCall, tuple[int, ...]]
 
 
 #: A layout written in a program, and the graph value that has it.
-PlacedLayout = tuple[OwnLayout, int]
+LayoutOfValue = tuple[UserLayout, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,9 +113,9 @@ class Translated:
     """
 
     graph: Graph
-    calls: Mapping[str, PlacedCall]
+    calls: Mapping[str, CallOperands]
     values: Mapping[int, int]
-    layouts: tuple[PlacedLayout, ...] = ()
+    layouts: tuple[LayoutOfValue, ...] = ()
 
 
 def graph_from_jaxpr(closed_jaxpr: jex.ClosedJaxpr, inputs: Sequence[tuple[str, str]]) -> Graph:
@@ -155,9 +154,9 @@ class _Builder:
     """Collects the parts of one graph."""
 
     def __init__(self) -> None:
-        self.calls: dict[str, PlacedCall] = {}
+        self.calls: dict[str, CallOperands] = {}
         self.numbers: dict[int, int] = {}
-        self.layouts: list[PlacedLayout] = []
+        self.layouts: list[LayoutOfValue] = []
         self.values: list[Value] = []
         self.ops: list[Op] = []
         self.regions: list[Region] = [Region(parent=-1, kind="root")]
@@ -250,7 +249,7 @@ class _Builder:
         results = tuple(self.value(program.avals[number]) for number in equation.outputs)
         described = self.describe(
             equation,
-            rules_Call(
+            RuleInput(
                 name=equation.name,
                 operands=self.shapes(operands),
                 results=self.shapes(results),
@@ -272,7 +271,7 @@ class _Builder:
         )
         return results
 
-    def describe(self, equation: Equation, call: rules_Call) -> Description:
+    def describe(self, equation: Equation, call: RuleInput) -> Description:
         primitive = TABLE.get(call.name)
         entry = None if primitive is None else primitive.factors
         if entry is None:
@@ -472,16 +471,16 @@ def counted_trips(equation: Equation, first: int) -> int | None:
 # Names of the dims of a batch, and its number of tokens.
 
 #: Kinds of NumPy dtypes that are not numbers: strings, objects, dates.
-NO_NUMBERS = "SUOMm"
+NON_NUMERIC = "SUOMm"
 #: (path, shape, dtype name, logical axes) of one batch array, as `Problem.batch` has it.
-Described = tuple[str, tuple[int, ...], str, LogicalAxes]
+BatchArray = tuple[str, tuple[int, ...], str, LogicalAxes]
 #: Arrays must have fewer elements: counts are 63-bit integers, here and in XLA.
-ELEMENTS = 1 << 63
+MAX_ELEMENTS = 1 << 63
 #: Maximum number of arrays that a message lists.
-LISTED = 4
+MAX_LISTED = 4
 
 
-def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[Described, ...]:
+def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[BatchArray, ...]:
     """Names the dims of every array of a batch.
 
     Args:
@@ -512,15 +511,15 @@ def check_counts(arrays: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         *dict.fromkeys(
             f"{path}: shape {fit(str(shape), 200)}"
             for path, shape in arrays
-            if math.prod(shape) >= ELEMENTS
+            if math.prod(shape) >= MAX_ELEMENTS
         )
     ]
     if failures:
-        more = [f"and {len(failures) - LISTED} more"] if len(failures) > LISTED else []
+        more = [f"and {len(failures) - MAX_LISTED} more"] if len(failures) > MAX_LISTED else []
         raise_all(
             BatchError,
             "arrays have 2^63 elements or more, which nothing can count",
-            [*failures[:LISTED], *more],
+            [*failures[:MAX_LISTED], *more],
             hint="a smaller batch or sequence",
         )
 
@@ -535,7 +534,7 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
         except (TypeError, ValueError):
             failures.append(f"{path} is a {type(leaf).__name__}")
             continue
-        if getattr(array.dtype, "kind", "") in NO_NUMBERS and not jax.dtypes.issubdtype(
+        if getattr(array.dtype, "kind", "") in NON_NUMERIC and not jax.dtypes.issubdtype(
             array.dtype, jax.dtypes.prng_key
         ):
             failures.append(f"{path} is an array of {array.dtype}")
@@ -550,7 +549,7 @@ def _arrays(leaves: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return arrays
 
 
-def require_rows(described: tuple[Described, ...]) -> None:
+def require_rows(described: tuple[BatchArray, ...]) -> None:
     """Raises an error for a batch without rows."""
     empty = [
         f"{path}: shape {shape}"
@@ -674,7 +673,7 @@ def _as_given(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> l
     ]
 
 
-def tokens_of(batch: tuple[Described, ...]) -> int:
+def tokens_of(batch: tuple[BatchArray, ...]) -> int:
     """Tokens of a batch: elements of the first integer array of rank 2, else the leading size of
     the first array.
     """
@@ -697,7 +696,7 @@ def described_parameters(
     Args:
         optimizer: optax transformation, whose state is counted for each parameter.
     """
-    leaves = [(path or "params", leaf) for path, leaf in named(abstract(model.params), "")]
+    leaves = [(path or "params", leaf) for path, leaf in with_paths(abstract(model.params), "")]
     roles = ["trained" if trained else "frozen" for trained in model.partition.flags]
     extra, arrays = _state_bytes(
         model,
@@ -705,7 +704,7 @@ def described_parameters(
         [leaf for leaf, role in zip(leaves, roles, strict=True) if role == "trained"],
     )
     updated = [
-        (path, leaf) for path, leaf in named(abstract(model.state), STATE) if trainable(leaf)
+        (path, leaf) for path, leaf in with_paths(abstract(model.state), STATE) if trainable(leaf)
     ]
     named_axes = {
         **model.axes,
@@ -754,7 +753,7 @@ def _state_bytes(
     if optimizer is None:
         return total, arrays
     shapes = {path: tuple(leaf.shape) for path, leaf in leaves}
-    for path, leaf in named(
+    for path, leaf in with_paths(
         jax.eval_shape(optimizer.init, model.partition.trained(abstract(model.params))), ""
     ):
         parts = path.split(".")
@@ -799,7 +798,9 @@ class TracedUpdate:
     @property
     def facts(self) -> tuple[MatrixUpdate, ...]:
         """The matrix updates for the planner."""
-        return tuple(replace(span.facts, alike=token(self.unit, unit)) for span, unit in self.spans)
+        return tuple(
+            replace(span.facts, alike=digest(self.unit, unit)) for span, unit in self.spans
+        )
 
 
 def trace_update(optimizer: optax.GradientTransformation, params: Tree) -> TracedUpdate:
@@ -810,7 +811,7 @@ def trace_update(optimizer: optax.GradientTransformation, params: Tree) -> Trace
     """
     params = abstract(params)
     program, out_tree, graph, owners = _traced_update(optimizer, params)
-    shapes = {path: tuple(leaf.shape) for path, leaf in named(params, "")}
+    shapes = {path: tuple(leaf.shape) for path, leaf in with_paths(params, "")}
     listed, coupled = spans(program, graph.graph, graph.values, owners, shapes)
     stacks = {span.path: span.facts.stack for span in listed}
 
@@ -824,9 +825,9 @@ def trace_update(optimizer: optax.GradientTransformation, params: Tree) -> Trace
     else:
         of_one = jax.tree_util.tree_map_with_path(unit, params)
         unit_program, _, unit_graph, owners = _traced_update(optimizer, of_one)
-        unit_shapes = {path: tuple(leaf.shape) for path, leaf in named(of_one, "")}
+        unit_shapes = {path: tuple(leaf.shape) for path, leaf in with_paths(of_one, "")}
         units, _ = spans(unit_program, unit_graph.graph, unit_graph.values, owners, unit_shapes)
-    pairs, others = alike(listed, units)
+    pairs, others = same_as_unit(listed, units)
     return TracedUpdate(
         program=program,
         out_tree=out_tree,
@@ -860,8 +861,8 @@ def _traced_update(
     each input belongs to.
     """
     closed, arguments, out = _update_jaxpr(optimizer, params)
-    paths = {path for path, _ in named(params, "")}
-    inputs = [path for path, _ in named(arguments, "")]
+    paths = {path for path, _ in with_paths(params, "")}
+    inputs = [path for path, _ in with_paths(arguments, "")]
     program = flatten(closed)
     graph = translated(program, [(path, "state") for path in inputs])
     return program, jax.tree.structure(out), graph, [_owner(path, paths) for path in inputs]
@@ -940,7 +941,7 @@ def trainable(leaf: Leaf) -> bool:
     return bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
 
 
-def named(tree: Tree, prefix: str) -> list[tuple[str, Tree]]:
+def with_paths(tree: Tree, prefix: str) -> list[tuple[str, Tree]]:
     """(dotted path, leaf) in tree order; `prefix` goes before every path."""
     return [
         (".".join(filter(None, (prefix, path_text(path)))), leaf)
@@ -955,12 +956,12 @@ def named_inputs(model: Model, shapes: tuple[Tree, Tree, Tree]) -> list[tuple[st
     params, state, batch = shapes
     inputs = [
         (path or "params", "parameter" if trained else "frozen")
-        for (path, _), trained in zip(named(params, ""), model.partition.flags, strict=True)
+        for (path, _), trained in zip(with_paths(params, ""), model.partition.flags, strict=True)
     ]
     inputs += [
-        (path, "frozen" if trainable(leaf) else "state") for path, leaf in named(state, STATE)
+        (path, "frozen" if trainable(leaf) else "state") for path, leaf in with_paths(state, STATE)
     ]
-    return inputs + [(path, "batch") for path, _ in named(batch, "batch")]
+    return inputs + [(path, "batch") for path, _ in with_paths(batch, "batch")]
 
 
 def abstract(tree: Tree) -> Tree:
@@ -980,7 +981,7 @@ def abstract_leaf(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 def constant_state(jaxpr: Jaxpr, shapes: tuple[Tree, Tree, Tree]) -> frozenset[str]:
     """Paths of floating-point arrays of model state that the loss returns unchanged."""
-    leaves, first = named(shapes[1], ""), len(jax.tree.leaves(shapes[0]))
+    leaves, first = with_paths(shapes[1], ""), len(jax.tree.leaves(shapes[0]))
     results = origins(jaxpr)
     state = enumerate(results[len(results) - len(leaves) :], first)
     return frozenset(
@@ -1021,7 +1022,7 @@ def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
 # A forward pass for the planner, without a loss and its gradient.
 
 #: Rows and tokens of the batch for which weights are laid out; layouts hardly depend on them.
-ROWS, TOKENS = 8, 32
+SERVED_ROWS, SERVED_TOKENS = 8, 32
 
 
 def forward_problem(
@@ -1056,9 +1057,9 @@ def served_problem(
 ) -> Problem:
     """The forward pass from which serving programs lay out weights."""
     try:
-        return forward_problem(model, forward, rows=ROWS, tokens=min(longest, TOKENS))
+        return forward_problem(model, forward, rows=SERVED_ROWS, tokens=min(longest, SERVED_TOKENS))
     except ModelError:  # some models need whole blocks of tokens
-        return forward_problem(model, forward, rows=ROWS, tokens=longest)
+        return forward_problem(model, forward, rows=SERVED_ROWS, tokens=longest)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1071,7 +1072,7 @@ def proven_rows(
     shapes: tuple[Tree, Tree, Tree],
     closed: jex.ClosedJaxpr,
     out_shape: Tree,
-    described: Sequence[Described],
+    described: Sequence[BatchArray],
     rows: str,
 ) -> Callable[[int], Rows]:
     """A function from a number of microbatches to the dependence of the loss on rows: from the
@@ -1096,22 +1097,22 @@ def proven_rows(
             )
         )
     (size,), (params, state, batch) = sizes, shapes
-    inputs = Inputs(
+    inputs = LossInputs(
         parameters=len(jax.tree.leaves(params)), states=len(jax.tree.leaves(state)), dims=dims
     )
     names = result_names(out_shape)
 
-    def at(number: int) -> Any:
+    def retraced(number: int) -> Any:
         return jax.make_jaxpr(model.bind(loss))(params, state, with_rows(batch, dims, number))
 
     return lambda parts: (
-        prove(closed, at, inputs, names, size).rows
+        prove(closed, retraced, inputs, names, size).rows
         if parts == 1
-        else prove_parts(closed, at, inputs, names, size, parts)
+        else prove_parts(closed, retraced, inputs, names, size, parts)
     )
 
 
-def rows_of(described: Sequence[Described]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
+def rows_of(described: Sequence[BatchArray]) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
     """The row dim of each array of a batch (None if it has none), and the numbers of rows that
     occur.
     """
@@ -1127,12 +1128,12 @@ def rows_of(described: Sequence[Described]) -> tuple[tuple[int | None, ...], tup
     )
 
 
-def result_names(out_shape: Tree) -> Names:
+def result_names(out_shape: Tree) -> ResultNames:
     """Names of the results of a loss, for (loss, (metrics, state))."""
     _, (metrics, state) = out_shape
-    return Names(
-        metrics=tuple(path for path, _ in named(metrics, "")),
-        states=tuple(path for path, _ in named(state, "")),
+    return ResultNames(
+        metrics=tuple(path for path, _ in with_paths(metrics, "")),
+        states=tuple(path for path, _ in with_paths(state, "")),
     )
 
 
@@ -1179,9 +1180,9 @@ class Traced:
     problem: Problem
     model: Model
     rows_in: Callable[[int], Rows]
-    layouts: tuple[PlacedLayout, ...] = ()
+    layouts: tuple[LayoutOfValue, ...] = ()
 
-    def rewrite(self, place: Place | None = None, remat: str = "none") -> PureLoss:
+    def rewrite(self, place: ValueCallback | None = None, remat: str = "none") -> PureLoss:
         """The loss, evaluated again with a callback on every value.
 
         Returns:
@@ -1239,9 +1240,9 @@ def trace(
     require_rows(described)
     shapes = (abstract(model.params), abstract(model.state), abstract(batch))
     model, mapped, closed, out_shape = _trace_loss(model, loss, shapes)
-    settled = freeze(model, constant_state(closed, shapes))
-    if settled is not model:
-        model, shapes = settled, (abstract(settled.params), abstract(settled.state), shapes[2])
+    frozen = freeze(model, constant_state(closed, shapes))
+    if frozen is not model:
+        model, shapes = (frozen, (abstract(frozen.params), abstract(frozen.state), shapes[2]))
         model, _, closed, out_shape = _trace_loss(model, loss, shapes)
     program = flatten(closed)
     inputs = named_inputs(model, shapes)
@@ -1283,7 +1284,7 @@ def trace(
         state_bytes=sum(forward.values[i].bytes for i in forward.inputs_of("state")),
         tokens=tokens_of(described),
         compute_dtype=compute_dtype(forward),
-        functions=frozenset(form.kind for form, _ in called(closed)),
+        functions=frozenset(form.kind for form, _ in forms_of(closed)),
         attention=_attention_calls(closed),
         rows=proven(1),
         updates=updates,
@@ -1324,7 +1325,7 @@ def _trace_loss(
             ) from error
         arrays = ", ".join(
             f"{path} {dtype_name(leaf)}{list(leaf.shape)}"
-            for path, leaf in named(shapes[2], "batch")
+            for path, leaf in with_paths(shapes[2], "batch")
         )
         raise TracingError(
             f"the loss {function_name(loss)} of model {model.name!r} could not be traced:"
@@ -1343,7 +1344,7 @@ def _trace_loss(
 def _attention_calls(closed: jex.ClosedJaxpr) -> AttentionCalls:
     """The kernel requirements of the attention calls."""
     calls = [
-        Wanted.by(form, avals) for form, avals in called(closed) if isinstance(form, Attention)
+        Wanted.by(form, avals) for form, avals in forms_of(closed) if isinstance(form, Attention)
     ]
     return AttentionCalls(
         without=tuple(
@@ -1418,28 +1419,28 @@ def freeze(model: Model, paths: Collection[str]) -> Model:
     moved = _movable(model, paths)
     if not moved:
         return model
-    moving = _Moving(params=model.params, state=model.state, moved=moved)
+    moved_state = _MovedState(params=model.params, state=model.state, moved=moved)
 
     def init(seed: Index) -> tuple[Tree, Tree]:
-        return moving.there(*model.init(seed))
+        return moved_state.after_move(*model.init(seed))
 
     def bind(loss: Callable[..., Tree]) -> PureLoss:
         pure = model.bind(loss)
 
         def run(params: Tree, state: Tree, batch: Tree) -> Tree:
-            value, (metrics, after) = pure(*moving.back(params, state), batch)
-            return value, (metrics, moving.left(after))
+            value, (metrics, after) = pure(*moved_state.before_move(params, state), batch)
+            return value, (metrics, moved_state.remaining(after))
 
         return run
 
-    params, state = moving.there(model.params, model.state)
+    params, state = moved_state.after_move(model.params, model.state)
     return replace(
         model,
         init=init,
         params=params,
         state=state,
         bind=bind,
-        rebuild=lambda params, state: model.rebuild(*moving.back(params, state)),
+        rebuild=lambda params, state: model.rebuild(*moved_state.before_move(params, state)),
         frozen=model.frozen | moved,
         axes={
             **model.axes,
@@ -1450,7 +1451,7 @@ def freeze(model: Model, paths: Collection[str]) -> Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Moving:
+class _MovedState:
     """Trees of params and state, before and after some leaves of the state have moved.
 
     Attributes:
@@ -1462,20 +1463,20 @@ class _Moving:
     state: Tree
     moved: frozenset[str]
 
-    def there(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
+    def after_move(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
         """The trees after the move."""
         gone = [
             (path, leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(state)
             if path_text(path) in self.moved
         ]
-        return _grafted(params, gone), self.left(state)
+        return _grafted(params, gone), self.remaining(state)
 
-    def left(self, state: Tree) -> Tree:
+    def remaining(self, state: Tree) -> Tree:
         """The state after the move."""
         return _without(state, self.moved, "")
 
-    def back(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
+    def before_move(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
         """The trees before the move, from those after it."""
         params_by_path, theirs = _by_path(params), _by_path(state)
         ours = [leaf for path, leaf in params_by_path.items() if path not in self.moved]

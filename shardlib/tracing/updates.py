@@ -134,11 +134,11 @@ class _Reader:
     def shape(self, number: int) -> tuple[int, ...]:
         return tuple(getattr(self.program.avals[number], "shape", ()))
 
-    def wide(self, number: int) -> bool:
+    def is_array(self, number: int) -> bool:
         return number not in self.program.constants and math.prod(self.shape(number)) > 1
 
     def bytes(self, numbers: Iterable[int]) -> int:
-        return sum(self.graph.values[self.values[n]].bytes for n in numbers if self.wide(n))
+        return sum(self.graph.values[self.values[n]].bytes for n in numbers if self.is_array(n))
 
     def multiplies(self, position: int) -> bool:
         return any(_product(op) for op in self.ops[position])
@@ -147,16 +147,16 @@ class _Reader:
         """The parameters that each equation works for: by what it reads, arrays before scalars;
         equations that read nothing of a parameter, by what reads them.
         """
-        nobody = frozenset[str]()
+        no_owner = frozenset[str]()
         owners = {
-            number: nobody if path is None else frozenset({path})
+            number: no_owner if path is None else frozenset({path})
             for number, path in zip(self.program.inputs, inputs, strict=True)
         }
         of_equation: list[frozenset[str]] = []
         for equation in self.program.equations:
-            read = [(n, owners.get(n, nobody)) for n in equation.inputs]
-            arrays = nobody.union(*(of for n, of in read if self.wide(n)))
-            of_equation.append(arrays or nobody.union(*(of for _, of in read)))
+            read = [(n, owners.get(n, no_owner)) for n in equation.inputs]
+            arrays = no_owner.union(*(owner for n, owner in read if self.is_array(n)))
+            of_equation.append(arrays or no_owner.union(*(owner for _, owner in read)))
             owners.update(dict.fromkeys(equation.outputs, of_equation[-1]))
         for position in reversed(range(len(of_equation))):
             if not of_equation[position]:
@@ -165,7 +165,7 @@ class _Reader:
                     for number in self.program.equations[position].outputs
                     for reader in self.readers[number]
                 }
-                reading = nobody.union(*(of_equation[reader] for reader in readers))
+                reading = no_owner.union(*(of_equation[reader] for reader in readers))
                 if len(reading) == 1:
                     of_equation[position] = reading
         return of_equation
@@ -282,8 +282,8 @@ class _Reader:
         """The dims of a parameter that are stacks, and those of each end; None where an end has
         some of them only, or in another order.
         """
-        alike = [n for n in ends if self.shape(n) == shape]
-        if not alike:
+        same = [n for n in ends if self.shape(n) == shape]
+        if not same:
             return None
         linked: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         contracted: set[tuple[int, int]] = set()
@@ -301,10 +301,10 @@ class _Reader:
         stack: list[int] = []
         touched: dict[int, dict[int, int]] = defaultdict(dict)  # value -> dim -> stack
         for dim, size in enumerate(shape):
-            places = _reached((self.values[alike[0]], dim), linked) if size > 1 else set()
+            places = _reached((self.values[same[0]], dim), linked) if size > 1 else set()
             if not places or places & contracted:
                 continue
-            if all([d for value, d in places if value == self.values[n]] == [dim] for n in alike):
+            if all([d for value, d in places if value == self.values[n]] == [dim] for n in same):
                 stack.append(dim)
                 for value, d in places:
                     touched[value][d] = dim
@@ -381,7 +381,7 @@ def _reached(
     return reached
 
 
-def alike(
+def same_as_unit(
     spans: Sequence[Span], units: Sequence[Span]
 ) -> tuple[list[tuple[Span, Span]], list[str]]:
     """Each matrix update with that of one matrix, and the parameters for which they differ.
@@ -404,7 +404,7 @@ def _same(span: Span, unit: Span) -> bool:
     ) == (len(unit.inputs), len(unit.outputs))
 
 
-def token(program: Program, span: Span) -> str:
+def digest(program: Program, span: Span) -> str:
     """A text that is equal for matrix updates that compute the same."""
     numbers: dict[int, str] = {}
 

@@ -21,7 +21,7 @@ from shardlib.functions.losses import WeightedMean
 from shardlib.graph import Dependence, Rows
 from shardlib.lowering.runtime import shapes_of_batch
 from shardlib.lowering.training_program import TrainingProgram
-from shardlib.tracing.rows import Inputs, prove
+from shardlib.tracing.rows import LossInputs, prove
 from shardlib.tracing.trace import describe_batch, result_names, rows_of, with_rows
 from shardlib.training.states import averaged
 
@@ -334,7 +334,7 @@ class Validator:
             return jax.make_jaxpr(loss)(params, state, with_rows(batch, dims, count))
 
         out = jax.eval_shape(loss, params, state, with_rows(batch, dims, number))
-        inputs = Inputs(
+        inputs = LossInputs(
             parameters=len(jax.tree.leaves(params)),
             states=len(jax.tree.leaves(state)),
             dims=dims,

@@ -12,10 +12,10 @@ import pytest
 
 from shardlib.cost.activations import (
     fused,
-    keep_operands,
     quantised,
     rematerialise_attention,
     rewritten,
+    save_operands,
 )
 from shardlib.cost.attention import BACKWARD, FORWARD, causal_share, cores
 from shardlib.cost.framework import XLA, framework_profile
@@ -231,20 +231,20 @@ def test_saved_bytes_are_those_of_korthikanti() -> None:
     statistics = (
         6 * 4 / config.embed + 2 * 4 * config.heads / config.embed
     )  # rows of norms and of the softmax, float32
-    assert per_layer(keep_operands(step, names)[0], "gpt") == pytest.approx(
+    assert per_layer(save_operands(step, names)[0], "gpt") == pytest.approx(
         32 + 2 * wide, abs=statistics
     )
     assert per_layer(
-        keep_operands(*rematerialise_attention(step, names))[0], "gpt"
+        save_operands(*rematerialise_attention(step, names))[0], "gpt"
     ) == pytest.approx(32, abs=statistics)
-    assert per_layer(keep_operands(fused(step), names)[0], "gpt") == pytest.approx(
+    assert per_layer(save_operands(fused(step), names)[0], "gpt") == pytest.approx(
         32, abs=statistics
     )
     assert per_layer(step, "gpt") > 1.2 * (32 + 2 * wide)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("how", [keep_operands, rematerialise_attention])
+@pytest.mark.parametrize("how", [save_operands, rematerialise_attention])
 def test_values_saved_otherwise_leave_a_sound_graph(
     name: str, how: Callable[..., tuple[StepGraph, tuple[object, ...]]]
 ) -> None:
@@ -260,7 +260,7 @@ def test_values_saved_otherwise_leave_a_sound_graph(
         sum(op.flops * graph.trips(op.region) for op in graph.ops if op.category == "matmul")
         for graph in (step.graph, changed.graph)
     ]
-    assert matmuls[1] == matmuls[0] if how is keep_operands else matmuls[1] > matmuls[0]
+    assert matmuls[1] == matmuls[0] if how is save_operands else matmuls[1] > matmuls[0]
 
 
 def test_stacks_decide() -> None:

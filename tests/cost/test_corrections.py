@@ -225,7 +225,10 @@ def test_which_corrections_apply():
     new = replace(old, versions=(("jaxlib", "0.10.2"),), factor=3.0)
     other = replace(old, chip="v5e")
     where = topology("2*h100:8")
-    assert [one.factor for one in applied(where, (new, old, other))] == [UNKNOWN_MARGIN, 3.0]
+    assert [one.factor for one in applied(where, (new, old, other))] == [
+        UNKNOWN_MARGIN,
+        3.0,
+    ]
     own = replace(where, corrections={"temporaries": 1.5, "compute": 1.1})  # pyright: ignore[reportArgumentType]
     assert [(one.quantity, one.factor, one.n) for one in applied(own, (new, old))] == [
         ("compute", 1.1, 0),
@@ -319,10 +322,10 @@ def test_the_margin_is_learned_from_what_programs_need():
     assert few == "7 programs of 2 families; it takes 8 of 2"
 
 
-@pytest.mark.parametrize("name", sorted({one.chip for one in room.learned()}))
+@pytest.mark.parametrize("name", sorted({one.chip for one in room.learned_corrections()}))
 def test_every_program_behind_a_margin_fits_where_it_is_predicted_to(name: str):
     """However many bytes a device has besides, from the share of a device that the program takes."""
-    for one in room.learned():
+    for one in room.learned_corrections():
         if one.quantity != "margin" or one.chip != name:
             continue
         usable = CATALOG[name].chip.usable_bytes
@@ -486,7 +489,7 @@ def test_a_topology_file_brings_its_own(tmp_path: Path):
 
 
 def test_what_comes_with_shardlib_can_be_read():
-    for entry in room.learned():
+    for entry in room.learned_corrections():
         assert entry.n == len(entry.evidence) >= 4
         if entry.quantity != "margin":
             assert entry.held_out_error < entry.median_error_before

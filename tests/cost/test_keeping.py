@@ -13,18 +13,18 @@ from shardlib.cost.activations import (
     LiveRange,
     ProfileMemory,
     fused,
-    in_halves,
-    keep_named,
-    keep_operands,
-    keep_rows,
+    in_half_precision,
     quantised,
+    remat_rows,
     rewritten,
+    save_named,
+    save_operands,
 )
 from shardlib.cost.attention import FORWARD
 from shardlib.cost.experts import localised
 from shardlib.cost.facts import named_results
 from shardlib.cost.framework import RESULTS, XLA, FrameworkProfile
-from shardlib.cost.memory import lives
+from shardlib.cost.memory import live_ranges
 from shardlib.cost.pricing import Estimate
 from shardlib.graph import Graph, check
 from shardlib.machines.topology import topology
@@ -121,7 +121,7 @@ def test_what_is_named_is_saved_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_keeping_less_leaves_a_sound_graph_and_computes_more(name: str) -> None:
     step, names = fused(plain(name).steps["none"]), colour(plain(name)).steps["none"]
-    changed, new = keep_named(step, names, ("query", "context"))
+    changed, new = save_named(step, names, ("query", "context"))
     check(changed.graph)
     assert len(new) == len(changed.graph.values) and new[: len(names)] == names
     flops = [
@@ -135,7 +135,7 @@ def test_eager_layers_keep_the_activated_gate() -> None:
     assert kept_bytes("llama", saves="eager") - kept_bytes("llama") == 2 * CONFIGS["llama"].mlp
     assert kept_bytes("gpt", saves="eager") == kept_bytes("gpt")
     step, names = fused(plain("llama").steps["none"]), colour(plain("llama")).steps["none"]
-    check(keep_operands(step, names, eager=True)[0].graph)
+    check(save_operands(step, names, eager=True)[0].graph)
 
 
 @pytest.mark.long
@@ -171,8 +171,8 @@ def test_inputs_gathered_along_the_sequence_are_kept_whole() -> None:
 def test_the_loss_takes_so_many_bytes_a_logit() -> None:
     facts, step = loaded(HAND).programs["none", False].facts, plain("llama").steps["none"]
     profile = replace(HAND, logit_bytes=10.0)
-    found = ProfileMemory(facts, profile).lives(lives(facts, step, profile))
-    before = ProfileMemory(facts, HAND).lives(lives(facts, step, HAND))
+    found = ProfileMemory(facts, profile).live_ranges(live_ranges(facts, step, profile))
+    before = ProfileMemory(facts, HAND).live_ranges(live_ranges(facts, step, HAND))
     logits = TOKENS * CONFIGS["llama"].vocab_size
 
     def large(among: list[LiveRange]) -> list[LiveRange]:
@@ -258,7 +258,7 @@ def test_routed_experts_keep_rows_and_the_products_that_activations_read() -> No
     config, step = CONFIGS["mixture"], plain("mixture").steps["none"]
     assert config.experts is not None
     before, names = localised(step, colour(plain("mixture")).steps["none"], "batch")
-    after, _ = keep_rows(before, names)
+    after, _ = remat_rows(before, names)
     check(after.graph)
     freed = (saved_bytes(before) - saved_bytes(after)) / config.layers / TOKENS
     assert freed == 4 * 2 * config.experts.per_token * config.experts.mlp
@@ -312,7 +312,7 @@ def products(graph: Graph) -> Counter[frozenset[str]]:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_product_mixes_half_and_single_precision(name: str) -> None:
     step, names = plain(name).steps["none"], colour(plain(name)).steps["none"]
-    changed, new = in_halves(step, names)
+    changed, new = in_half_precision(step, names)
     check(changed.graph)
     assert new[: len(names)] == names and [len(one) for one in new] == [
         len(value.shape) for value in changed.graph.values
@@ -333,8 +333,10 @@ def test_no_product_mixes_half_and_single_precision(name: str) -> None:
 
 
 def test_a_step_without_mixed_products_is_left_alone() -> None:
-    step, names = in_halves(plain("llama").steps["none"], colour(plain("llama")).steps["none"])
-    again, same = in_halves(step, names)
+    step, names = in_half_precision(
+        plain("llama").steps["none"], colour(plain("llama")).steps["none"]
+    )
+    again, same = in_half_precision(step, names)
     assert again is step and same is names
     eight, _ = quantised(step, names, "float8_e4m3fn", delayed=True)
     assert products(eight.graph)[frozenset({"float8_e4m3fn"})] > 0, (

@@ -10,9 +10,9 @@ import pytest
 
 import shardlib
 from shardlib import models
-from shardlib.cost.facts import fuse, live_ranges
+from shardlib.cost.facts import fuse, live_spans
 from shardlib.cost.framework import FrameworkProfile, framework_profile
-from shardlib.cost.memory import levels, points
+from shardlib.cost.memory import bytes_alive, points
 from shardlib.cost.pricing import PIPELINE_ON_GPUS, Totals, freshly_mapped, heap_share
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Pricer
@@ -53,23 +53,23 @@ def test_elementwise_chains_are_fused_into_their_reader() -> None:
 
 def test_a_value_lives_until_the_last_reader_that_fusion_reaches() -> None:
     graph = chain("matmul", "elementwise", "elementwise", "reduction", "matmul")
-    spans = live_ranges(graph, fuse(graph), frozenset())
+    spans = live_spans(graph, fuse(graph), frozenset())
     assert spans == {1: (0, 3), 4: (3, 4), 5: (4, 4)}
 
 
 def test_the_peak_is_the_largest_simulated_sum() -> None:
     graph = worlds.layers().steps["none"].graph
     fusion = fuse(graph)
-    spans = live_ranges(graph, fusion, frozenset())
+    spans = live_spans(graph, fusion, frozenset())
     sizes = np.array([value.bytes for value in graph.values], dtype=float)
     simulated = max(
         sum(sizes[v] for v, (birth, death) in spans.items() if birth <= at <= death)
         for at in range(len(graph.ops))
     )
     nowhere = np.zeros(len(graph.ops), dtype=bool)
-    (alive,) = points(spans, levels(graph, spans, [sizes]), nowhere)
+    (alive,) = points(spans, bytes_alive(graph, spans, [sizes]), nowhere)
     assert sum(sizes[v] for v in alive) == simulated
-    everywhere = points(spans, levels(graph, spans, [sizes]), ~nowhere)
+    everywhere = points(spans, bytes_alive(graph, spans, [sizes]), ~nowhere)
     assert max(sum(sizes[v] for v in alive) for alive in everywhere) == simulated
 
 

@@ -16,7 +16,7 @@ from shardlib.machines.chips import Memory, Product, gpu, infiniband, nvlink
 from shardlib.machines.topology import topology
 from shardlib.tracing.primitives import TABLE
 from shardlib.tracing.primitives import Primitive as Known
-from shardlib.tracing.rules import Call, Description
+from shardlib.tracing.rules import Description, RuleInput
 from shardlib.tracing.trace import graph_from_jaxpr
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +76,7 @@ def test_a_primitive_is_a_row_of_the_table(monkeypatch: pytest.MonkeyPatch):
     blend = Primitive("blend")
     blend.def_abstract_eval(lambda a, b: a)
 
-    def described(call: Call) -> Description:
+    def described(call: RuleInput) -> Description:
         return Description(elementwise(call.operands, call.results[0]), "elementwise", flops=7.0)
 
     def loss(a: jax.Array, b: jax.Array) -> jax.Array:

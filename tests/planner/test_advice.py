@@ -234,7 +234,12 @@ CASES: list[tuple[str, str, dict[str, Any], bool | str]] = [
     ),
     ("memory-tight", "2*h100:8", full(0.94), False),
     ("memory-tight", "2*h100:8", full(0.96), True),
-    ("memory-tight", "2*h100:8", full(0.96, Applied(quantity="margin", factor=1.02)), False),
+    (
+        "memory-tight",
+        "2*h100:8",
+        full(0.96, Applied(quantity="margin", factor=1.02)),
+        False,
+    ),
     ("pipeline-on-gpus", "2*h100:8", piped(2, "lockstep"), True),
     ("pipeline-on-gpus", "2*h100:8", piped(2, "programs"), False),
     ("pipeline-on-gpus", "2*h100:8", piped(1, "lockstep"), False),

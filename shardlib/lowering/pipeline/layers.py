@@ -37,12 +37,12 @@ from shardlib.tracing.program import Equation, Program, flatten, has_matmul
 from shardlib.tracing.rewriting import (
     LAYER_INPUT,
     Labels,
-    Part,
+    LayerRange,
     Walk,
     dependence,
     evaluate_equations,
     evaluate_program,
-    in_parts,
+    in_layer_ranges,
     keeping,
     needed,
     rematerialised,
@@ -453,10 +453,12 @@ def as_loop(
             (following if count else saving_all)(body), carry, scanned, length=layers
         )
     parts = [
-        Part(first=0, count=count, wrap=following),
-        Part(first=count, count=layers - count, wrap=saving_all if saved.offloaded else keeping),
+        LayerRange(first=0, count=count, wrap=following),
+        LayerRange(
+            first=count, count=layers - count, wrap=saving_all if saved.offloaded else keeping
+        ),
     ]
-    return in_parts(
+    return in_layer_ranges(
         parts,
         body,
         carry,

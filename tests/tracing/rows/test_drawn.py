@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from shardlib.tracing.rows import Inputs, Names, Proof, prove
+from shardlib.tracing.rows import LossInputs, Proof, ResultNames, prove
 from tests.zoo import losses
 
 
@@ -31,8 +31,8 @@ def proof_of(loss: object, arrays: dict[str, np.ndarray] | None = None) -> Proof
     return prove(
         at(losses.ROWS),
         at,
-        Inputs(parameters=len(shapes), states=0, dims=(0,) * len(batch)),
-        Names(metrics=(), states=()),
+        LossInputs(parameters=len(shapes), states=0, dims=(0,) * len(batch)),
+        ResultNames(metrics=(), states=()),
         losses.ROWS,
     )
 
