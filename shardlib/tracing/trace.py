@@ -81,7 +81,7 @@ from shardlib.tracing.program import (
 from shardlib.tracing.rewriting import ValueCallback, Walk, check_policy, evaluate_program
 from shardlib.tracing.rows import LossInputs, ResultNames, prove, prove_parts
 from shardlib.tracing.rules import Description, RuleInput
-from shardlib.tracing.updates import Span, digest, multiplies, same_as_unit, spans
+from shardlib.tracing.updates import Span, multiplies, same_as_unit, spans
 from shardlib.untrusted.data import fit
 
 # --------------------------------------------------------------------------------------------------
@@ -798,9 +798,7 @@ class TracedUpdate:
     @property
     def facts(self) -> tuple[MatrixUpdate, ...]:
         """The matrix updates for the planner."""
-        return tuple(
-            replace(span.facts, alike=digest(self.unit, unit)) for span, unit in self.spans
-        )
+        return tuple(replace(span.facts, alike=unit.digest(self.unit)) for span, unit in self.spans)
 
 
 def trace_update(optimizer: optax.GradientTransformation, params: Tree) -> TracedUpdate:

@@ -54,6 +54,29 @@ class Span:
     stacks: tuple[Numbers, ...]
     facts: MatrixUpdate
 
+    def digest(self, program: Program) -> str:
+        """A text that is equal for matrix updates of a program that compute the same."""
+        numbers: dict[int, str] = {}
+
+        def named(number: int) -> str:
+            if number in program.constants and math.prod(np.shape(program.constants[number])) <= 1:
+                return f"{program.avals[number]}={program.constants[number]}"
+            if number in program.constants:
+                return f"constant{id(program.constants[number])}"
+            return numbers.setdefault(number, f"{len(numbers)}:{program.avals[number]}")
+
+        lines = [" ".join(map(named, self.inputs))]
+        for equation in self.equations:
+            parameters = ", ".join(
+                f"{key}={equation.params[key]}" for key in sorted(equation.params)
+            )
+            read, made = (
+                " ".join(map(named, ends)) for ends in (equation.inputs, equation.outputs)
+            )
+            lines.append(f"{made} = {equation.name}[{parameters}] {read}")
+        lines.append(" ".join(map(named, self.outputs)))
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
 
 #: Primitives of `jax.lax.linalg` that work on whole matrices.
 _DECOMPOSITIONS = frozenset(
@@ -402,23 +425,3 @@ def _same(span: Span, unit: Span) -> bool:
         len(span.inputs),
         len(span.outputs),
     ) == (len(unit.inputs), len(unit.outputs))
-
-
-def digest(program: Program, span: Span) -> str:
-    """A text that is equal for matrix updates that compute the same."""
-    numbers: dict[int, str] = {}
-
-    def named(number: int) -> str:
-        if number in program.constants and math.prod(np.shape(program.constants[number])) <= 1:
-            return f"{program.avals[number]}={program.constants[number]}"
-        if number in program.constants:
-            return f"constant{id(program.constants[number])}"
-        return numbers.setdefault(number, f"{len(numbers)}:{program.avals[number]}")
-
-    lines = [" ".join(map(named, span.inputs))]
-    for equation in span.equations:
-        parameters = ", ".join(f"{key}={equation.params[key]}" for key in sorted(equation.params))
-        read, made = (" ".join(map(named, ends)) for ends in (equation.inputs, equation.outputs))
-        lines.append(f"{made} = {equation.name}[{parameters}] {read}")
-    lines.append(" ".join(map(named, span.outputs)))
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
