@@ -52,7 +52,7 @@ def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
 def placements_of(traced: Traced, plan: Plan, rules: Rules) -> ValueLayouts:
     """The layouts of values of a traced loss under a plan."""
     colouring, parameters = _colouring(traced, plan), _parameters(traced)
-    loss = LossFacts(program=traced.program, parameters=parameters)
+    loss = LossFacts(program=traced.program, num_parameters=parameters)
     values = dict(loss.operand_sources)
     if plan.collective_matmul == "loop":
         values |= activations_of(weight_matmuls(loss))

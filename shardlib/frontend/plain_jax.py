@@ -26,7 +26,7 @@ from shardlib.lowering import plain
 from shardlib.lowering.accumulation import microbatch_of
 from shardlib.lowering.contractions import only_scatters
 from shardlib.lowering.loss_layouts import ValueLayouts
-from shardlib.lowering.mesh import batch_dims, parameter_order
+from shardlib.lowering.mesh import batch_dims, plan_indices
 from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
 from shardlib.machines.topology import device_order
 from shardlib.planner.plan import ParameterLayout, Plan, source_of
@@ -326,7 +326,7 @@ def _where(plan: Plan) -> dict[str, str]:
 
 def _arrays(model: TracedModel, plan: Plan, loss: LossJaxpr, values: Values) -> dict[str, str]:
     """Layouts of parameters and of the batch."""
-    order = parameter_order(plan, model.model.params)
+    order = plan_indices(plan, model.model.params)
     reading = loss.facts(len(order))
     stacked = set(reading.stacked_slices.values())
 

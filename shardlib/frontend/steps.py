@@ -417,7 +417,7 @@ def build_step(
             plan.mesh,
             devices,
             topology=plan.topology,
-            order=plan.axis_order,
+            axis_order=plan.axis_order,
             parts=physical_parts(plan),
         )
     return StepProgram(

@@ -354,7 +354,9 @@ def deferred_reductions(traced: LossJaxpr, layouts: LossLayouts) -> DeferredRedu
             uses[path] = deferral
     if not uses:
         return None
-    others = _read_elsewhere(layouts.loss, {path: use.use.operand for path, use in uses.items()})
+    others = _read_elsewhere(
+        layouts.loss, {path: use.use.weight_position for path, use in uses.items()}
+    )
     return DeferredReductions(
         traced=traced,
         layouts=layouts,
@@ -440,14 +442,14 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
     """
     numbers_read = {
         number
-        for number, value in enumerate(loss.program.inputs[: loss.parameters])
+        for number, value in enumerate(loss.program.inputs[: loss.num_parameters])
         if value in loss.program.outputs
     }
     # For each program, the results that are read outside of it, and all values that are read.
     live: dict[int, tuple[set[int], set[int]]] = {}
     entered: list[int] | None = None
-    for step in loss.equations:
-        equation, program = step.equation, step.program
+    for loss_equation in loss.equations:
+        equation, program = loss_equation.equation, loss_equation.program
         if id(program) not in live:
             numbers = program.outputs
             results = {*(numbers if entered is None else (numbers[k] for k in entered))}
@@ -457,9 +459,11 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
         entered = _read_results(equation, read)
         passed = _returned_unchanged(equation, read)
         numbers_read.update(
-            view.parameter for position, view in step.operands if position in passed
+            view.parameter
+            for position, view in loss_equation.parameter_operands
+            if position in passed
         )
-        view = view_of_result(equation, list(step.views), step.program)
+        view = view_of_result(equation, list(loss_equation.views), loss_equation.program)
         if view is not None and equation.outputs[0] in results:
             numbers_read.add(view.parameter)
         if equation.name in REMAT or view is not None:
@@ -468,7 +472,9 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
             {uses[equation.path]} if equation.path in uses else set()
         )
         numbers_read.update(
-            view.parameter for position, view in step.operands if position not in allowed
+            view.parameter
+            for position, view in loss_equation.parameter_operands
+            if position not in allowed
         )
     return numbers_read
 

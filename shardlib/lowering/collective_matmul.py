@@ -25,7 +25,7 @@ from shardlib.lowering.weights import (
     ContractionDims,
     ManualContraction,
     contraction_dims,
-    plan_reduction,
+    operand_reduction,
     weight_gather,
 )
 from shardlib.planner.plan import ParameterLayout
@@ -67,7 +67,7 @@ class WeightMatmul:
     @property
     def layout_key(self) -> ValueSource:
         """The key of the activation's layout among those of values."""
-        return f"{self.path}/operand", 1 - self.use.operand
+        return f"{self.path}/operand", 1 - self.use.weight_position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +106,19 @@ def activation_sources(matmuls_read: Sequence[WeightMatmul]) -> dict[ValueSource
     }
 
 
-def _matmul(step: LossEquation) -> WeightMatmul | None:
-    equation = step.equation
-    if len(step.operands) != 1:
+def _matmul(loss_equation: LossEquation) -> WeightMatmul | None:
+    equation = loss_equation.equation
+    if len(loss_equation.parameter_operands) != 1:
         return None
-    ((weight, view),) = step.operands
+    ((weight, view),) = loss_equation.parameter_operands
     number = equation.inputs[1 - weight]
     return WeightMatmul(
-        use=Use(equation=equation, operand=weight, view=view),
-        activation=(equation.path.rpartition("/")[0], *_before_casts(step.program, number)),
-        source=step.sources[1 - weight],
+        use=Use(equation=equation, weight_position=weight, view=view),
+        activation=(
+            equation.path.rpartition("/")[0],
+            *_before_casts(loss_equation.program, number),
+        ),
+        source=loss_equation.sources[1 - weight],
     )
 
 
@@ -136,7 +139,7 @@ def loop_matmul(
     activation, result = layouts.get(matmul.layout_key), layouts.get((matmul.path, 0))
     if activation is None or result is None:
         return None
-    dims = contraction_dims(matmul.use.equation, matmul.use.operand)
+    dims = contraction_dims(matmul.use.equation, matmul.use.weight_position)
     sharded = [
         dim
         for dim, source in enumerate(matmul.use.view.dims)
@@ -699,7 +702,7 @@ def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> 
     )
     parts = ManualContraction(
         use=use,
-        reduction=plan_reduction(use, parameter.gradient, partial, regions, dim_axes),
+        reduction=operand_reduction(use, parameter.gradient, partial, regions, dim_axes),
         weight_axes=dim_axes,
         partial_axes=partial,
         operand_specs=specs,
@@ -707,7 +710,7 @@ def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> 
     )
     return LoopMember(
         product=SequenceMatmul(contraction=parts, activation=match.rows[0], result=match.rows[1]),
-        weight=use.operand,
+        weight=use.weight_position,
         gather=weight_gather(use, parameter, regions),
         weight_spec=regions.spec(dim_axes, len(use.shape)),
         result=specs[1],

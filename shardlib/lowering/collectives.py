@@ -30,7 +30,7 @@ DimAxes = dict[int, tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class Regions:
-    """The mesh and the backend of gradient reductions.
+    """The mesh of manual regions, and the form of their collectives.
 
     Attributes:
         torus: whether some of the mesh's links form a torus.
@@ -61,8 +61,8 @@ class Regions:
     def manual(
         self,
         function: Function,
-        arguments: tuple[PartitionSpec, ...],
-        result: PartitionSpec | tuple[PartitionSpec, ...],
+        in_specs: tuple[PartitionSpec, ...],
+        out_specs: PartitionSpec | tuple[PartitionSpec, ...],
     ) -> Function:
         """A function of one device's shards as a function of global arrays; axes that are manual
         around it stay so.
@@ -75,11 +75,11 @@ class Regions:
         return jax.shard_map(
             function,
             mesh=self.mesh,
-            in_specs=tuple(self._with_single(spec, automatic) for spec in arguments),
+            in_specs=tuple(self._with_single(spec, automatic) for spec in in_specs),
             out_specs=(
-                self._with_single(result, automatic)
-                if isinstance(result, PartitionSpec)
-                else tuple(self._with_single(spec, automatic) for spec in result)
+                self._with_single(out_specs, automatic)
+                if isinstance(out_specs, PartitionSpec)
+                else tuple(self._with_single(spec, automatic) for spec in out_specs)
             ),
             axis_names=automatic,
             check_vma=False,
@@ -120,7 +120,7 @@ class Regions:
         return array
 
     def gather_function(
-        self, shape: Sequence[int], pieces: DimAxes | None, target: DimAxes
+        self, shape: Sequence[int], stored: DimAxes | None, target: DimAxes
     ) -> Callable[[jax.Array], jax.Array]:
         """A function that gathers an array.
 
@@ -128,25 +128,25 @@ class Regions:
         compiler would make an all-reduce of that, one per part, the minor one first.
 
         Args:
-            pieces: sharding of the argument; None, or one that does not refine `target`, leaves the
+            stored: sharding of the argument; None, or one that does not refine `target`, leaves the
                 method to the compiler.
         """
         rank = len(shape)
-        if pieces is None or any(
-            pieces.get(dim, ())[: len(target.get(dim, ()))] != target.get(dim, ())
-            or shape[dim] % self.ways(pieces.get(dim, ()))
+        if stored is None or any(
+            stored.get(dim, ())[: len(target.get(dim, ()))] != target.get(dim, ())
+            or shape[dim] % self.ways(stored.get(dim, ()))
             for dim in range(rank)
         ):
             sharding = NamedSharding(self.mesh, self.spec(target, rank))
             return lambda array: jax.lax.with_sharding_constraint(array, sharding)
-        missing = {dim: axes[len(target.get(dim, ())) :] for dim, axes in pieces.items()}
+        missing = {dim: axes[len(target.get(dim, ())) :] for dim, axes in stored.items()}
 
         def local(array: jax.Array) -> jax.Array:
             for dim, axes in missing.items():
                 array = self.all_gather(array, dim, axes)
             return array
 
-        return self.manual(local, (self.spec(pieces, rank),), self.spec(target, rank))
+        return self.manual(local, (self.spec(stored, rank),), self.spec(target, rank))
 
 
 def row_major(array: jax.Array) -> jax.Array:
@@ -190,7 +190,7 @@ def require_qwix() -> None:
     """Checks that qwix is installed, without loading it."""
     if importlib.util.find_spec("qwix") is None:
         raise MissingPackageError(
-            "products in 8 bits are those of qwix, which is not installed\nTry: pip install"
+            "8-bit matmuls need qwix, which is not installed\nTry: pip install"
             " 'shardlib[fp8]'  (or: pip install qwix)"
         )
 
@@ -229,7 +229,7 @@ def eight_bit_matmul(
 def eight_bit_gradient(
     numbers: DotDims,
     ranks: tuple[int, int],
-    side_of_result: int,
+    position: int,
     operand: jax.Array,
     cotangent: jax.Array,
     dtype: jax.typing.DTypeLike,
@@ -245,21 +245,18 @@ def eight_bit_gradient(
         [dim for dim in range(ranks[side]) if dim not in (*contracted[side], *batch[side])]
         for side in (0, 1)
     ]
-    opposite, along = 1 - side_of_result, len(batch[0])
-    first = along + (len(free[0]) if opposite else 0)
+    other, batch_dims = 1 - position, len(batch[0])
+    first = batch_dims + (len(free[0]) if other else 0)
     back: DotDims = (
-        (tuple(range(first, first + len(free[opposite]))), tuple(free[opposite])),
-        (tuple(range(along)), tuple(batch[opposite])),
+        (tuple(range(first, first + len(free[other]))), tuple(free[other])),
+        (tuple(range(batch_dims)), tuple(batch[other])),
     )
     # Dims of the result: batch dims, those of the operand alone, and the contracted ones in the
     # order of the other operand.
     order = [
-        *batch[side_of_result],
-        *free[side_of_result],
-        *(
-            dim
-            for _, dim in sorted(zip(contracted[opposite], contracted[side_of_result], strict=True))
-        ),
+        *batch[position],
+        *free[position],
+        *(dim for _, dim in sorted(zip(contracted[other], contracted[position], strict=True))),
     ]
     return _dot(cotangent, operand, back, COTANGENT_FORMAT, dtype).transpose(np.argsort(order))
 
@@ -367,8 +364,8 @@ def require_matmuls(plan: Plan) -> None:
     chip = (plan.source.topology if plan.source is not None else topology(plan.topology)).chip
     if chip.vendor != "cpu" and not any(name.startswith("float8") for name, _ in chip.flops_per_s):
         raise PinError(
-            f"matmul_dtype={dtype.name!r}: the chip {chip.name} has no products in 8-bit floating"
-            " point\nTry: matmul_dtype='bfloat16', or chips that have them, such as h100"
+            f"matmul_dtype={dtype.name!r}: the chip {chip.name} has no 8-bit floating-point"
+            " matmuls\nTry: matmul_dtype='bfloat16', or chips that have them, such as h100"
         )
     require_qwix()
 

@@ -23,8 +23,13 @@ from shardlib.findings import Finding
 from shardlib.graph import Window
 from shardlib.jax_types import Aval, EqnParam
 from shardlib.layout import Layout, MeshShape
-from shardlib.lowering import collectives as eightbit
-from shardlib.lowering.collectives import Regions, is_eight_bit
+from shardlib.lowering.collectives import (
+    DotDims,
+    Regions,
+    eight_bit_gradient,
+    eight_bit_matmul,
+    is_eight_bit,
+)
 from shardlib.lowering.mesh import constrain, named_sharding
 from shardlib.propagation.contractions import gather_key, use_key
 from shardlib.tracing.program import Equation
@@ -91,9 +96,12 @@ class ContractionShardings:
 
     def run(self, contraction: Contraction, operands: Sequence[jax.Array]) -> jax.Array:
         """The result of a contraction in these layouts."""
-        return self.result_of(
+        return self.constrain_result(
             contraction.run(
-                [self.operand(position, operand) for position, operand in enumerate(operands)]
+                [
+                    self.constrain_operand(position, operand)
+                    for position, operand in enumerate(operands)
+                ]
             )
         )
 
@@ -106,32 +114,34 @@ class ContractionShardings:
         like: jax.ShapeDtypeStruct | jax.Array,
     ) -> jax.Array:
         """The gradient of one operand in its layout, from operands and cotangent in theirs."""
-        if self.ungathered[position] is None or not contraction.widens(cotangent.dtype, like.dtype):
+        if self.ungathered[position] is None or not contraction.sums_wider(
+            cotangent.dtype, like.dtype
+        ):
             aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
-            return self.operand(
+            return self.constrain_operand(
                 position, contraction.operand_gradient(position, operands, cotangent, aval)
             )
         # Rounded first, partial sums would be all-reduced, and scattered only after that.
         aval = jax.ShapeDtypeStruct(like.shape, cotangent.dtype)
-        summed = self.operand(
+        summed = self.constrain_operand(
             position, contraction.operand_gradient(position, operands, cotangent, aval)
         )
-        return self.scatter(position, summed).astype(like.dtype)
+        return self.scatter_gradient(position, summed).astype(like.dtype)
 
-    def operand(self, position: int, value: jax.Array) -> jax.Array:
+    def constrain_operand(self, position: int, value: jax.Array) -> jax.Array:
         """An operand as the contraction reads it; also the gradient of that operand."""
         return constrain(value, self.operands[position])
 
-    def scatter(self, position: int, gradient: jax.Array) -> jax.Array:
+    def scatter_gradient(self, position: int, gradient: jax.Array) -> jax.Array:
         """The gradient of an operand, in the sharding of the operand before it was gathered."""
         before = self.ungathered[position]
         return gradient if before is None else constrain(gradient, before)
 
-    def result_of(self, value: jax.Array) -> jax.Array:
+    def constrain_result(self, value: jax.Array) -> jax.Array:
         """The result in the layout that the contraction computes."""
         return constrain(value, self.result) if self.constrains_result else value
 
-    def cotangent(self, value: jax.Array) -> jax.Array:
+    def constrain_cotangent(self, value: jax.Array) -> jax.Array:
         """The cotangent of the result in the layout that the gradients read."""
         return constrain(value, self.result)
 
@@ -162,9 +172,9 @@ class Contraction(Protocol):
         """The operation."""
         ...
 
-    def widens(self, wide: np.dtype, read: np.dtype, /) -> bool:
-        """True if gradients of operands of dtype `read` are summed in the wider dtype `wide` of the
-        result, and rounded after that.
+    def sums_wider(self, result_dtype: np.dtype, operand_dtype: np.dtype, /) -> bool:
+        """True if gradients of operands are summed in the wider dtype of the result, and rounded
+        after that.
         """
         ...
 
@@ -172,7 +182,7 @@ class Contraction(Protocol):
         self, position: int, operands: Operands, cotangent: jax.Array, like: jax.ShapeDtypeStruct, /
     ) -> jax.Array:
         """The gradient of one operand, in the dtype of `like`: that of the operand, or the wider
-        one of the cotangent if `widens` is true. `operands[position]` is ignored.
+        one of the cotangent if `sums_wider` is true. `operands[position]` is ignored.
         """
         ...
 
@@ -187,9 +197,11 @@ class ModelContraction:
         """The operation."""
         return bind(self.equation, operands)[0]
 
-    def widens(self, wide: np.dtype, read: np.dtype, /) -> bool:
+    def sums_wider(self, result_dtype: np.dtype, operand_dtype: np.dtype, /) -> bool:
         """See `Contraction`."""
-        return self.equation.name == "dot_general" and wide.itemsize > read.itemsize
+        return (
+            self.equation.name == "dot_general" and result_dtype.itemsize > operand_dtype.itemsize
+        )
 
     def operand_gradient(
         self, position: int, operands: Operands, cotangent: jax.Array, like: jax.ShapeDtypeStruct, /
@@ -259,15 +271,17 @@ def run_in_layouts(
         if isinstance(cotangent, SymbolicZero):
             return (None,) * len(like)
         reads = [
-            None if value is None else shardings.operand(position, value)
+            None if value is None else shardings.constrain_operand(position, value)
             for position, value in enumerate((left, right, *others))
         ]
-        back = shardings.cotangent(cotangent)
+        result_cotangent = shardings.constrain_cotangent(cotangent)
 
         def gradient(position: int) -> Any:
             if reads[1 - position] is None:
                 return None
-            return shardings.gradient(contraction, position, reads, back, like[position])
+            return shardings.gradient(
+                contraction, position, reads, result_cotangent, like[position]
+            )
 
         return gradient(0), gradient(1), *(None for _ in others)
 
@@ -349,7 +363,8 @@ class PieceOp:
     Attributes:
         dim: the fused dim.
         sizes: its pieces.
-        windows: the op's windows.
+        windows: of every result (split, slice) or operand (concatenate, pad), its range of the
+            fused dim.
     """
 
     dim: int
@@ -362,14 +377,14 @@ class PieceOp:
         """The results of the op; the fused dim is interleaved, its pieces are not."""
         if equation.name in ("split", "slice"):
             parts = split_interleaved(operands[0], self.dim, self.sizes, shards)
-            return [self._covered(parts, window) for window in self.windows]
+            return [self._joined_pieces(parts, window) for window in self.windows]
         if equation.name == "concatenate":
             return [
                 interleave(
                     [
                         piece
                         for operand, window in zip(operands, self.windows, strict=True)
-                        for piece in self._cut(operand, window)
+                        for piece in self._split_window(operand, window)
                     ],
                     self.dim,
                     shards,
@@ -388,18 +403,18 @@ class PieceOp:
         filled_dim = jnp.concatenate([filled[0], operands[0], filled[1]], axis=self.dim)
         return [interleave(split_pieces(filled_dim, self.dim, self.sizes), self.dim, shards)]
 
-    def _covered(self, parts: Sequence[jax.Array], window: Window) -> jax.Array:
-        covered = [parts[index] for index in self._inside(window)] or [
+    def _joined_pieces(self, parts: Sequence[jax.Array], window: Window) -> jax.Array:
+        pieces = [parts[index] for index in self._piece_indices(window)] or [
             split_pieces(parts[0], self.dim, (0, 0))[0]
         ]
-        return covered[0] if len(covered) == 1 else jnp.concatenate(covered, axis=self.dim)
+        return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=self.dim)
 
-    def _cut(self, operand: jax.Array, window: Window) -> list[jax.Array]:
+    def _split_window(self, operand: jax.Array, window: Window) -> list[jax.Array]:
         return split_pieces(
-            operand, self.dim, tuple(self.sizes[index] for index in self._inside(window))
+            operand, self.dim, tuple(self.sizes[index] for index in self._piece_indices(window))
         )
 
-    def _inside(self, window: Window) -> list[int]:
+    def _piece_indices(self, window: Window) -> list[int]:
         starts = [0, *accumulate(self.sizes)]
         return [
             index
@@ -432,9 +447,9 @@ class PieceReshape:
         if self.splits:
             seen = _split_dim(value, self.dim, (shards, count, size // shards))
             return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
-        outside = shape[: self.dim]
-        inside = shape[self.dim + 1 :]
-        seen = value.reshape(*outside, count, shards, size // shards, *inside)
+        outer_shape = shape[: self.dim]
+        inner_shape = shape[self.dim + 1 :]
+        seen = value.reshape(*outer_shape, count, shards, size // shards, *inner_shape)
         return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
 
 
@@ -512,21 +527,26 @@ NO_INTERLEAVING = Interleaving()
 
 def interleaved_parameter(
     value: jax.Array,
-    orders: FusedDims,
+    fused_dims: FusedDims,
     shards: int,
-    forth: tuple[NamedSharding, NamedSharding],
-    back: tuple[NamedSharding, NamedSharding],
+    forward_shardings: tuple[NamedSharding, NamedSharding],
+    backward_shardings: tuple[NamedSharding, NamedSharding],
 ) -> jax.Array:
-    """A parameter with interleaved dims, as the program reads it."""
+    """A parameter with interleaved dims, as the program reads it.
 
-    def moved(value: Any, change: Callable[..., Any], shardings: tuple[Any, Any]) -> Any:
+    Args:
+        forward_shardings, backward_shardings: (in use, while dims are reordered), of the parameter
+            and of its gradient.
+    """
+
+    def reordered(value: Any, change: Callable[..., Any], shardings: tuple[Any, Any]) -> Any:
         stored, during = shardings
         # Constrained on both sides: otherwise the compiler makes the gradient in the layout in
         # between, and gathers activations for it.
         value = jax.lax.with_sharding_constraint(
             jax.lax.with_sharding_constraint(value, stored), during
         )
-        for dim, sizes in orders.items():
+        for dim, sizes in fused_dims.items():
             value = change(value, dim, sizes, shards)
         return jax.lax.with_sharding_constraint(
             jax.lax.with_sharding_constraint(value, during), stored
@@ -534,17 +554,17 @@ def interleaved_parameter(
 
     @jax.custom_vjp
     def function(value: jax.Array) -> jax.Array:
-        return moved(value, interleaved, forth)
+        return reordered(value, interleaved, forward_shardings)
 
     function.defvjp(
         lambda value: (function(value), None),
-        lambda _, cotangent: (moved(cotangent, deinterleaved, back),),
+        lambda _, cotangent: (reordered(cotangent, deinterleaved, backward_shardings),),
     )
     return function(value)
 
 
 def reordering_layout(
-    layout: Layout, orders: FusedDims, shape: Sequence[int], mesh: MeshShape
+    layout: Layout, fused_dims: FusedDims, shape: Sequence[int], mesh: MeshShape
 ) -> Layout:
     """The layout in which a parameter's fused dims are reordered: these are not sharded, and their
     mesh axes shard another dim that divides, if there is one.
@@ -552,12 +572,12 @@ def reordering_layout(
     >>> str(reordering_layout(Layout((), ("tensor",)), {1: (8, 8)}, (4, 16), MeshShape(tensor=4)))
     '[tensor, -]'
     """
-    left = [() if dim in orders else axes for dim, axes in enumerate(layout)]
-    for axis in (axis for dim in orders for axis in layout[dim]):
+    left = [() if dim in fused_dims else axes for dim, axes in enumerate(layout)]
+    for axis in (axis for dim in fused_dims for axis in layout[dim]):
         fits = [
             dim
             for dim, axes in enumerate(left)
-            if dim not in orders and shape[dim] % (mesh.ways(axes) * mesh[axis]) == 0
+            if dim not in fused_dims and shape[dim] % (mesh.ways(axes) * mesh[axis]) == 0
         ]
         if fits:
             left[fits[0]] = (*left[fits[0]], axis)
@@ -641,7 +661,7 @@ class GroupedConvolution:
         result_spec = _spec(left.ndim, {out: channels})
         return self._regions.manual(local, sharded, result_spec)(left, cotangent)
 
-    def widens(self, wide: object, read: object, /) -> bool:
+    def sums_wider(self, result_dtype: object, operand_dtype: object, /) -> bool:
         """See `Contraction`: gradients of convolutions are summed in their own dtype."""
         return False
 
@@ -730,7 +750,7 @@ class Use:
     """An operation that uses a parameter.
 
     Attributes:
-        operand: index of the parameter among the operands.
+        weight_position: position of the parameter among the operands.
         view: how the operand relates to the parameter.
         rows_dtype: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
         matmul_dtype: for a matmul in a dtype other than the traced one, that dtype.
@@ -740,7 +760,7 @@ class Use:
     """
 
     equation: Equation
-    operand: int
+    weight_position: int
     view: View
     rows_dtype: Any = None
     matmul_dtype: Any = None
@@ -751,12 +771,12 @@ class Use:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the operand."""
-        return tuple(self.equation.eqn.invars[self.operand].aval.shape)
+        return tuple(self.equation.eqn.invars[self.weight_position].aval.shape)
 
     @property
     def other_aval(self) -> Aval:
         """Abstract value of the other one of two operands."""
-        return self.equation.eqn.invars[1 - self.operand].aval
+        return self.equation.eqn.invars[1 - self.weight_position].aval
 
     def run(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation, in the dtype of the product; its result has the traced dtype."""
@@ -769,7 +789,7 @@ class Use:
                 ],
             )[0]
         if is_eight_bit(self.matmul_dtype):
-            return eightbit.eight_bit_matmul(
+            return eight_bit_matmul(
                 *self._dims, self.matmul_dtype, self.equation.eqn.outvars[0].aval.dtype
             )(*operands)
         narrow = [as_dtype(operand, self.matmul_dtype) for operand in operands]
@@ -780,10 +800,10 @@ class Use:
     @property
     def dtype(self) -> np.dtype:
         """The traced dtype of the operand."""
-        return self.equation.eqn.invars[self.operand].aval.dtype
+        return self.equation.eqn.invars[self.weight_position].aval.dtype
 
     @property
-    def _dims(self) -> tuple[eightbit.DotDims, tuple[int, int]]:
+    def _dims(self) -> tuple[DotDims, tuple[int, int]]:
         left, right = self.equation.eqn.invars
         return self.equation.params["dimension_numbers"], (left.aval.ndim, right.aval.ndim)
 
@@ -794,10 +814,10 @@ class Use:
         other, aval = operands[1 - position], self.equation.eqn.invars[1 - position].aval
         assert other is not None, "a gradient is made of the other operand"
         if is_eight_bit(self.matmul_dtype):
-            return eightbit.eight_bit_gradient(
+            return eight_bit_gradient(
                 *self._dims, position, other, cotangent, self.matmul_dtype
             ).astype(like.dtype)
-        wide = self.widens(like.dtype, self.equation.eqn.invars[position].aval.dtype)
+        wide = self.sums_wider(like.dtype, self.equation.eqn.invars[position].aval.dtype)
 
         def linear(variable: jax.Array) -> jax.Array:
             fixed = as_dtype(other, aval.dtype) if wide else other
@@ -814,19 +834,22 @@ class Use:
         self, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
     ) -> jax.Array:
         """The gradient of the other operand, in its planned layout."""
-        shardings, position = self.shardings, 1 - self.operand
+        shardings, position = self.shardings, 1 - self.weight_position
         if shardings is None:
             like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
             return self.operand_gradient(position, (weight, weight), cotangent, like)
-        weight, cotangent = shardings.operand(self.operand, weight), shardings.cotangent(cotangent)
+        weight, cotangent = (
+            shardings.constrain_operand(self.weight_position, weight),
+            shardings.constrain_cotangent(cotangent),
+        )
         return shardings.gradient(self, position, (weight, weight), cotangent, activation)
 
-    def widens(self, wide: np.dtype, read: np.dtype, /) -> bool:
+    def sums_wider(self, result_dtype: np.dtype, operand_dtype: np.dtype, /) -> bool:
         """See `Contraction`."""
         return (
             self.matmul_dtype is None
             and self.equation.name == "dot_general"
-            and wide.itemsize > read.itemsize
+            and result_dtype.itemsize > operand_dtype.itemsize
         )
 
     def saved_operand(self, activation: jax.Array) -> jax.Array:
@@ -837,13 +860,13 @@ class Use:
             else as_dtype(activation, self.matmul_dtype)
         )
 
-    def reread(self, activation: jax.Array) -> jax.Array:
-        """The other operand as the backward pass reads it. A recomputed operand is all-gathered, as
-        in the forward pass, so that the products of one activation (queries, keys and values) and
-        their weight gradients share one all-gather. A saved operand is saved sharded.
+    def for_backward(self, activation: jax.Array) -> jax.Array:
+        """The other operand for the backward pass. A recomputed one is all-gathered, as in the forward
+        pass, so that the products of one activation (queries, keys and values) and their weight
+        gradients share one all-gather. A saved one is saved sharded.
         """
         return (
-            self.shardings.operand(1 - self.operand, activation)
+            self.shardings.constrain_operand(1 - self.weight_position, activation)
             if self.recomputed and self.shardings is not None
             else activation
         )
@@ -865,7 +888,7 @@ class Use:
     def narrow_operands(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands in the dtypes in which they are communicated."""
         return [
-            self.narrowest(value) if position == self.operand else self.saved_operand(value)
+            self.narrowest(value) if position == self.weight_position else self.saved_operand(value)
             for position, value in enumerate(operands)
         ]
 

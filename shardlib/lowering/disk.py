@@ -70,7 +70,7 @@ class PieceProgram:
 
     def memory(self) -> dict[str, int]:
         """Bytes per device, see `Program.memory`; the peak includes the other live arrays."""
-        sizes = _jax_compat.compiled_memory(self.program.call)
+        sizes = _jax_compat.compiled_memory(self.program.compiled)
         return {**sizes, "peak": sizes["peak"] + self.other_bytes}
 
 

@@ -26,7 +26,7 @@ from shardlib.layout import Layout
 from shardlib.lowering.collectives import DimAxes, Regions
 from shardlib.lowering.contractions import ValueLayouts
 from shardlib.lowering.uses import CallSite
-from shardlib.lowering.weights import Reduction
+from shardlib.lowering.weights import OperandReduction
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.tracing.rewriting import recomputes
@@ -50,7 +50,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grouped:
+class GroupedMatmul:
     """The form of a grouped matmul.
 
     Attributes:
@@ -145,27 +145,27 @@ class _RowBlocks:
 def _grouped_matmul(
     block: int, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, transposed: bool = False
 ) -> jax.Array:
-    """Products [M, F] of rows [M, D] with weights [G, D, F]; or, turned, [M, D] of rows [M, F]."""
-    steps = _RowBlocks.of(sizes, rows.shape[0], block)
+    """Products [M, F] of rows [M, D] with weights [G, D, F]; transposed, [M, D] of rows [M, F]."""
+    blocks = _RowBlocks.of(sizes, rows.shape[0], block)
 
     def work(
         result: jax.Array, group: jax.Array, first: jax.Array, in_block: jax.Array
     ) -> jax.Array:
         matrix = jax.lax.dynamic_index_in_dim(weights, group, keepdims=False)
         product = jax.lax.dot_general(
-            steps.read(rows, first),
+            blocks.read(rows, first),
             matrix,
             (((1,), (int(transposed),)), ((), ())),
             preferred_element_type=jnp.float32,
         )
         return jax.lax.dynamic_update_slice_in_dim(
             result,
-            jnp.where(in_block, product.astype(result.dtype), steps.read(result, first)),
+            jnp.where(in_block, product.astype(result.dtype), blocks.read(result, first)),
             first,
             0,
         )
 
-    return steps.run(
+    return blocks.run(
         work, jnp.zeros((rows.shape[0], weights.shape[1 if transposed else 2]), rows.dtype)
     )
 
@@ -178,12 +178,12 @@ def _weight_gradient(
     The sums of one group are float32, and the stored sums have the dtype of the weights: blocks of
     a group are consecutive, and the last one stores the whole sum.
     """
-    steps = _RowBlocks.of(sizes, rows.shape[0], block)
+    blocks = _RowBlocks.of(sizes, rows.shape[0], block)
 
     def work(carry: _Sums, group: jax.Array, first: jax.Array, in_block: jax.Array) -> _Sums:
         result, sums, last = carry
-        a = jnp.where(in_block, steps.read(rows, first), 0)
-        b = jnp.where(in_block, steps.read(cotangent, first), 0)
+        a = jnp.where(in_block, blocks.read(rows, first), 0)
+        b = jnp.where(in_block, blocks.read(cotangent, first), 0)
         product = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
         sums = jnp.where(last == group, sums, 0) + product
         weights_so_far = jax.lax.dynamic_update_index_in_dim(
@@ -196,7 +196,7 @@ def _weight_gradient(
         jnp.zeros(weights.shape[1:], jnp.float32),
         jnp.full((), -1, sizes.dtype),
     )
-    return steps.run(work, start)[0]
+    return blocks.run(work, start)[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -233,12 +233,12 @@ class ExpertSharding:
     """Experts on a mesh.
 
     Attributes:
-        expert: mesh axes that shard the experts, the major one first; empty if experts are
+        expert_axes: mesh axes that shard the experts, the major one first; empty if experts are
             replicated.
         ways: number of shards of the experts: the product of the sizes of these axes.
-        tensor: mesh axes that shard the hidden width of an expert.
-        every: mesh axes that shard the tokens, the major one first; must include those of `expert`,
-            or tokens would be multiplied twice.
+        hidden_axes: mesh axes that shard the hidden width of an expert.
+        token_axes: mesh axes that shard the tokens, the major one first; must include
+            `expert_axes`, or tokens would be multiplied twice.
         exchange: "dense" exchanges messages of equal size (`jax.lax.all_to_all`, on every
             platform), "ragged" only the rows there are (`jax.lax.ragged_all_to_all`, on TPU and
             GPU).
@@ -250,19 +250,19 @@ class ExpertSharding:
         LayoutError: values that do not fit.
     """
 
-    expert: tuple[str, ...]
+    expert_axes: tuple[str, ...]
     ways: int
-    tensor: tuple[str, ...] = ()
-    every: tuple[str, ...] = ()
+    hidden_axes: tuple[str, ...] = ()
+    token_axes: tuple[str, ...] = ()
     exchange: str = "dense"
-    grouped: Grouped = field(default_factory=Grouped)
+    grouped: GroupedMatmul = field(default_factory=GroupedMatmul)
     slack: float = EXCHANGE_ROOM
 
     def __post_init__(self) -> None:
-        if self.ways < 1 or (self.ways > 1) != bool(self.expert):
+        if self.ways < 1 or (self.ways > 1) != bool(self.expert_axes):
             raise LayoutError(
-                f"experts on the axes {self.expert} are not shared in {self.ways} ways\nTry: the"
-                " product of the sizes of the axes, 1 without axes"
+                f"experts on the axes {self.expert_axes} are not shared in {self.ways} ways\n"
+                "Try: the product of the sizes of the axes, 1 without axes"
             )
         if self.exchange not in ("dense", "ragged"):
             raise LayoutError(f"exchange {self.exchange!r} is not known\nTry: dense or ragged")
@@ -272,13 +272,13 @@ class ExpertSharding:
     @property
     def axes(self) -> tuple[str, ...]:
         """All mesh axes, each once."""
-        return tuple(dict.fromkeys((*self.every, *self.expert, *self.tensor)))
+        return tuple(dict.fromkeys((*self.token_axes, *self.expert_axes, *self.hidden_axes)))
 
     def local(self, count: int) -> int:
         """Experts per device, of `count` in all."""
         if count % self.ways:
             raise LayoutError(
-                f"{count} experts cannot be shared by {'x'.join(self.expert)}={self.ways}"
+                f"{count} experts cannot be shared by {'x'.join(self.expert_axes)}={self.ways}"
                 f" devices\nTry: an expert axis whose size divides {count}"
             )
         return count // self.ways
@@ -393,7 +393,7 @@ class Queue:
 
 
 def queue_of(
-    form: ExpertForm, axes: ExpertSharding, chosen: jax.Array, count: int
+    form: ExpertForm, sharding: ExpertSharding, chosen: jax.Array, count: int
 ) -> tuple[Queue, jax.Array]:
     """The queue of a device, and the number of assignments that all devices drop.
 
@@ -402,14 +402,14 @@ def queue_of(
     """
     expert, dropped = chosen.reshape(-1).astype(jnp.int32), jnp.zeros((), jnp.int32)
     if form.capacity is not None:
-        accepted = _accepted(form, axes, chosen.astype(jnp.int32), count).reshape(-1)
+        accepted = _accepted(form, sharding, chosen.astype(jnp.int32), count).reshape(-1)
         expert, dropped = jnp.where(accepted, expert, count), jnp.sum(~accepted, dtype=jnp.int32)
-        dropped = jax.lax.psum(dropped, axes.every) if axes.every else dropped
+        dropped = jax.lax.psum(dropped, sharding.token_axes) if sharding.token_axes else dropped
     order, rank, starts = _sorted(expert, count)
     local_counts = jnp.diff(starts)[None]
     counts = (
-        jax.lax.all_gather(local_counts, axes.expert, axis=0, tiled=True)
-        if axes.expert
+        jax.lax.all_gather(local_counts, sharding.expert_axes, axis=0, tiled=True)
+        if sharding.expert_axes
         else local_counts
     )
     return (
@@ -419,7 +419,7 @@ def queue_of(
             rank=rank,
             starts=starts,
             counts=counts,
-            rounds=_rounds(axes, counts, expert.shape[0]),
+            rounds=_rounds(sharding, counts, expert.shape[0]),
         ),
         dropped,
     )
@@ -432,20 +432,24 @@ def _sorted(keys: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Arra
     return order, jnp.argsort(order).astype(jnp.int32), starts.astype(jnp.int32)
 
 
-def _rounds(axes: ExpertSharding, counts: jax.Array, assignments: int) -> jax.Array:
+def _rounds(sharding: ExpertSharding, counts: jax.Array, assignments: int) -> jax.Array:
     """Number of rounds for the longest message between two devices (dense), or for the most rows
     that a device receives (ragged).
     """
-    rows_per_message = axes.message_rows(assignments)
-    if axes.ways == 1 or (axes.exchange == "dense" and rows_per_message >= assignments):
+    rows_per_message = sharding.message_rows(assignments)
+    if sharding.ways == 1 or (sharding.exchange == "dense" and rows_per_message >= assignments):
         return jnp.ones((), jnp.int32)
-    between = counts.reshape(axes.ways, axes.ways, -1).sum(2)  # from, to
-    longest = between.max() if axes.exchange == "dense" else between.sum(0).max()
-    capacity = rows_per_message if axes.exchange == "dense" else axes.receive_rows(assignments)
-    return jax.lax.pmax(jnp.maximum(-(-longest // capacity), 1).astype(jnp.int32), axes.axes)
+    between = counts.reshape(sharding.ways, sharding.ways, -1).sum(2)  # from, to
+    longest = between.max() if sharding.exchange == "dense" else between.sum(0).max()
+    capacity = (
+        rows_per_message if sharding.exchange == "dense" else sharding.receive_rows(assignments)
+    )
+    return jax.lax.pmax(jnp.maximum(-(-longest // capacity), 1).astype(jnp.int32), sharding.axes)
 
 
-def _accepted(form: ExpertForm, axes: ExpertSharding, chosen: jax.Array, count: int) -> jax.Array:
+def _accepted(
+    form: ExpertForm, sharding: ExpertSharding, chosen: jax.Array, count: int
+) -> jax.Array:
     """Mask of the assignments [N, K] within the experts' capacity: first come, first served over
     the tokens of all devices in order; all first choices precede all second ones.
     """
@@ -453,18 +457,23 @@ def _accepted(form: ExpertForm, axes: ExpertSharding, chosen: jax.Array, count: 
     keys = (chosen + count * jnp.arange(per_token, dtype=jnp.int32)).T.reshape(-1)
     _, rank, starts = _sorted(keys, count * per_token)
     local_counts = jnp.diff(starts)[None]
-    all_ = (
-        jax.lax.all_gather(local_counts, axes.every, axis=0, tiled=True)
-        if axes.every
+    all_counts = (
+        jax.lax.all_gather(local_counts, sharding.token_axes, axis=0, tiled=True)
+        if sharding.token_axes
         else local_counts
     )
-    device = jax.lax.axis_index(axes.every) if axes.every else 0
-    totals = all_.sum(0).reshape(per_token, count)
-    choices = (jnp.cumsum(totals, axis=0) - totals).reshape(-1)
-    devices = jnp.where((jnp.arange(all_.shape[0]) < device)[:, None], all_, 0).sum(0)
-    place = rank + jnp.take(choices + devices - starts[:-1], keys)
+    device = jax.lax.axis_index(sharding.token_axes) if sharding.token_axes else 0
+    totals = all_counts.sum(0).reshape(per_token, count)
+    in_earlier_choices = (jnp.cumsum(totals, axis=0) - totals).reshape(-1)
+    on_earlier_devices = jnp.where(
+        (jnp.arange(all_counts.shape[0]) < device)[:, None], all_counts, 0
+    ).sum(0)
+    place = rank + jnp.take(in_earlier_choices + on_earlier_devices - starts[:-1], keys)
     return (
-        (place < form.slots(tokens=tokens * all_.shape[0], per_token=per_token, experts=count))
+        (
+            place
+            < form.slots(tokens=tokens * all_counts.shape[0], per_token=per_token, experts=count)
+        )
         .reshape(per_token, tokens)
         .T
     )
@@ -499,11 +508,11 @@ class ExchangeRound:
     ordered: bool = False
 
 
-def exchange_round(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
+def exchange_round(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     """The round with an index, from 0."""
-    if axes.ways == 1:
+    if sharding.ways == 1:
         return _without_exchange(queue)
-    return (_dense if axes.exchange == "dense" else _ragged)(axes, queue, number)
+    return (_dense if sharding.exchange == "dense" else _ragged)(sharding, queue, number)
 
 
 def _without_exchange(queue: Queue) -> ExchangeRound:
@@ -519,9 +528,9 @@ def _without_exchange(queue: Queue) -> ExchangeRound:
     )
 
 
-def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
-    count, assignments, size = queue.counts.shape[1], queue.order.shape[0], axes.ways
-    local, rows_per_message = axes.local(count), axes.message_rows(assignments)
+def _dense(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
+    count, assignments, size = queue.counts.shape[1], queue.order.shape[0], sharding.ways
+    local, rows_per_message = sharding.local(count), sharding.message_rows(assignments)
     passed = number * rows_per_message
     first = queue.starts[:-1:local]
     place = first[:, None] + passed + jnp.arange(rows_per_message)
@@ -535,7 +544,7 @@ def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
         device * rows_per_message + slot,
         -1,
     )
-    ends = jnp.cumsum(_local_counts(axes, queue), axis=1)
+    ends = jnp.cumsum(_local_counts(sharding, queue), axis=1)
     expert = jnp.sum(
         (passed + jnp.arange(rows_per_message))[None, :, None] >= ends[:, None, :],
         -1,
@@ -545,7 +554,7 @@ def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     def exchanged(rows: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(
             rows.reshape(size, rows_per_message, -1),
-            axes.expert,
+            sharding.expert_axes,
             split_axis=0,
             concat_axis=0,
             tiled=True,
@@ -556,37 +565,41 @@ def _dense(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     )
 
 
-def _local_counts(axes: ExpertSharding, queue: Queue) -> jax.Array:
+def _local_counts(sharding: ExpertSharding, queue: Queue) -> jax.Array:
     """Assignments of every device for every local expert, [X, L]."""
-    local = axes.local(queue.counts.shape[1])
+    local = sharding.local(queue.counts.shape[1])
     return jax.lax.dynamic_slice_in_dim(
-        queue.counts, jax.lax.axis_index(axes.expert) * local, local, axis=1
+        queue.counts, jax.lax.axis_index(sharding.expert_axes) * local, local, axis=1
     )
 
 
-def _ragged(axes: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
-    assignments, local = queue.order.shape[0], axes.local(queue.counts.shape[1])
-    window = axes.receive_rows(assignments)
-    from_to = queue.counts.reshape(axes.ways, axes.ways, local).sum(2)
+def _ragged(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
+    assignments, local = queue.order.shape[0], sharding.local(queue.counts.shape[1])
+    capacity = sharding.receive_rows(assignments)
+    from_to = queue.counts.reshape(sharding.ways, sharding.ways, local).sum(2)
     # Rows for the first devices are sent first.
-    waiting = jnp.cumsum(from_to, axis=1) - from_to
-    arrivals = jnp.cumsum(from_to, axis=0) - from_to  # in the order of the senders
-    start = jnp.clip(number * window - arrivals, 0, from_to)
-    size = jnp.clip((number + 1) * window - arrivals, 0, from_to) - start
-    first, landing = waiting + start, arrivals + start - number * window
-    me = jax.lax.axis_index(axes.expert)
-    sizes = first[me], size[me], landing[me], size[:, me]
-    reverse = landing[:, me], size[:, me], first[:, me], size[me]
-    ends = jnp.cumsum(_local_counts(axes, queue).reshape(-1))
-    row = number * window + jnp.arange(window)
+    send_starts = jnp.cumsum(from_to, axis=1) - from_to
+    recv_starts = jnp.cumsum(from_to, axis=0) - from_to  # in the order of the senders
+    start = jnp.clip(number * capacity - recv_starts, 0, from_to)
+    size = jnp.clip((number + 1) * capacity - recv_starts, 0, from_to) - start
+    input_offsets, output_offsets = send_starts + start, recv_starts + start - number * capacity
+    me = jax.lax.axis_index(sharding.expert_axes)
+    sends = input_offsets[me], size[me], output_offsets[me], size[:, me]
+    reverse = output_offsets[:, me], size[:, me], input_offsets[:, me], size[me]
+    ends = jnp.cumsum(_local_counts(sharding, queue).reshape(-1))
+    row = number * capacity + jnp.arange(capacity)
     piece = jnp.sum(row[:, None] >= ends[None, :], -1, dtype=jnp.int32)
     base = _without_exchange(queue)
     return ExchangeRound(
         sources=base.sources,
         targets=base.targets,
         expert=jnp.where(piece < ends.shape[0], piece % local, local),
-        dispatch=lambda rows: _exchange(axes.expert, (window, assignments), sizes, reverse, rows),
-        combine=lambda rows: _exchange(axes.expert, (assignments, window), reverse, sizes, rows),
+        dispatch=lambda rows: _exchange(
+            sharding.expert_axes, (capacity, assignments), sends, reverse, rows
+        ),
+        combine=lambda rows: _exchange(
+            sharding.expert_axes, (assignments, capacity), reverse, sends, rows
+        ),
     )
 
 
@@ -645,7 +658,7 @@ class Rounds:
     """The dispatch, expert computation and combine of one call."""
 
     form: ExpertForm
-    axes: ExpertSharding
+    sharding: ExpertSharding
 
     def all(
         self, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
@@ -657,8 +670,9 @@ class Rounds:
             x: tokens [N, D].
             weights: of the chosen experts, [N, K].
         """
-        if self.axes.ways == 1 or (
-            self.axes.exchange == "dense" and self.axes.message_rows(weights.size) >= weights.size
+        if self.sharding.ways == 1 or (
+            self.sharding.exchange == "dense"
+            and self.sharding.message_rows(weights.size) >= weights.size
         ):
             return self.round(queue, 0, x, weights, parameters)
         overflow, *entered = cast(tuple[Any, ...], _overflow(self, queue, x, weights, parameters))
@@ -674,10 +688,10 @@ class Rounds:
     ) -> jax.Array:
         """`all`, for the assignments of one round."""
         per_token = weights.shape[1]
-        sent = exchange_round(self.axes, queue, number)
-        sources, targets, expert = map(saved, (sent.sources, sent.targets, sent.expert))
+        sent = exchange_round(self.sharding, queue, number)
+        sources, targets, expert = map(save, (sent.sources, sent.targets, sent.expert))
         rows = sent.dispatch(permuted(per_token, x, sources, targets))
-        returned = saved(
+        returned = save(
             permuted(
                 1,
                 sent.combine(self._experts(rows, expert, parameters, ordered=sent.ordered)),
@@ -700,8 +714,8 @@ class Rounds:
         """Results [M, D] of rows [M, D] for the local experts [M]."""
         if ordered:
             return self._multiplied(rows, expert, parameters)
-        order = saved(jnp.argsort(expert))
-        rank = saved(jnp.argsort(order))
+        order = save(jnp.argsort(expert))
+        rank = save(jnp.argsort(order))
         return permuted(
             1,
             self._multiplied(permuted(1, rows, order, rank), jnp.take(expert, order), parameters),
@@ -717,13 +731,13 @@ class Rounds:
         sizes = jnp.diff(
             jnp.searchsorted(expert, jnp.arange(up.shape[0] + 1, dtype=expert.dtype))
         ).astype(jnp.int32)
-        grouped, rows = self.axes.grouped, saved(rows)
-        hidden = saved(grouped.matmul(rows, up, sizes))
-        gates = saved(grouped.matmul(rows, gate[0], sizes)) if gate else None
+        grouped, rows = self.sharding.grouped, save(rows)
+        hidden = save(grouped.matmul(rows, up, sizes))
+        gates = save(grouped.matmul(rows, gate[0], sizes)) if gate else None
         return grouped.matmul(self.form.activated(hidden, gates), down, sizes)
 
 
-def saved(array: jax.Array) -> jax.Array:
+def save(array: jax.Array) -> jax.Array:
     """An array that is saved for the backward pass."""
     return checkpoint_name(array, KEPT)
 
@@ -782,7 +796,7 @@ def _overflow_backward(
 _overflow.defvjp(_overflow_forward, _overflow_backward)
 
 
-def saving(run: Function, *names: str) -> Function:
+def with_saved_names(run: Function, *names: str) -> Function:
     """A function that saves its arguments and the values with one of the names
     (`jax.ad_checkpoint.checkpoint_name`), and nothing else, under any policy of a `jax.checkpoint`
     around it.
@@ -797,7 +811,7 @@ def saving(run: Function, *names: str) -> Function:
 
 def routed(
     form: ExpertForm,
-    axes: ExpertSharding,
+    sharding: ExpertSharding,
     x: jax.Array,
     weights: jax.Array,
     chosen: jax.Array,
@@ -805,7 +819,7 @@ def routed(
     down: jax.Array,
     gate: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`shardlib.functions.experts.visit`, inside a region that is manual over the axes of `axes`.
+    """`shardlib.functions.experts.visit`, inside a region that is manual over `sharding.axes`.
 
     Rows of tokens are sent to their experts and back; weights of experts are not moved. It is
     differentiated from outside the region, by `jax.shard_map`, which sums gradients of replicated
@@ -816,15 +830,17 @@ def routed(
             F / T: the i-th of the X devices that share experts has the i-th part.
     """
     per_token = chosen.shape[-1]
-    queue, dropped = queue_of(form, axes, chosen.reshape(-1, per_token), up.shape[0] * axes.ways)
-    queue = jax.tree.map(saved, queue)
+    queue, dropped = queue_of(
+        form, sharding, chosen.reshape(-1, per_token), up.shape[0] * sharding.ways
+    )
+    queue = jax.tree.map(save, queue)
     parameters = (up, down) if gate is None else (up, down, gate)
     result = (
-        Rounds(form=form, axes=axes)
+        Rounds(form=form, sharding=sharding)
         .all(queue, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters)
         .reshape(x.shape)
     )
-    return (jax.lax.psum(result, axes.tensor) if axes.tensor else result), dropped
+    return (jax.lax.psum(result, sharding.hidden_axes) if sharding.hidden_axes else result), dropped
 
 
 # --------------------------------------------------------------------------------------------------
@@ -837,15 +853,15 @@ _HIDDEN = {"up": 2, "down": 1, "gate": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertMatrices:
+class ExpertMatrix:
     """Layout of one operand of experts.
 
     Attributes:
-        rest: its sharding on entry.
+        stored: its sharding on entry.
         gathered: by dim, the (minor) mesh axes that it is gathered over before use.
     """
 
-    rest: DimAxes
+    stored: DimAxes
     gathered: DimAxes
 
     @staticmethod
@@ -855,7 +871,7 @@ class ExpertMatrices:
         shape: Sequence[int],
         compute: DimAxes,
         regions: Regions,
-    ) -> ExpertMatrices:
+    ) -> ExpertMatrix:
         """An operand that is a parameter, or a layer of it, enters in its stored sharding; another
         operand in the compute sharding.
 
@@ -867,7 +883,9 @@ class ExpertMatrices:
             {}
             if parameter is None
             else {
-                dim: parameter.rest[source] for dim, source in enumerate(dims) if source is not None
+                dim: parameter.rest[parameter_dim]
+                for dim, parameter_dim in enumerate(dims)
+                if parameter_dim is not None
             }
         )
         fits = parameter is not None and all(
@@ -881,8 +899,8 @@ class ExpertMatrices:
             != set(parameter.rest.axes) - {"stage"}
         ):
             stored = compute
-        return ExpertMatrices(
-            rest=stored,
+        return ExpertMatrix(
+            stored=stored,
             gathered={dim: axes[len(compute.get(dim, ())) :] for dim, axes in stored.items()},
         )
 
@@ -890,7 +908,7 @@ class ExpertMatrices:
         """The operand in its compute sharding; inside the region. Its gradient is reduce-scattered
         as others are (`shardlib.lowering.weights`).
         """
-        reduction = Reduction(
+        reduction = OperandReduction(
             scattered={dim: axes for dim, axes in self.gathered.items() if axes}, all_reduced=()
         )
 
@@ -913,17 +931,17 @@ class ExpertCall:
 
     Attributes:
         tokens: mesh axes that shard batch and sequence of the tokens.
-        hidden: mesh axes that shard the hidden width, over which results are summed.
+        hidden_axes: mesh axes that shard the hidden width, over which results are summed.
         scattered: whether these shard the sequence of tokens and results outside.
         matrices: up, down, and gate if there is one.
     """
 
     form: ExpertForm
-    axes: ExpertSharding
+    sharding: ExpertSharding
     tokens: tuple[tuple[str, ...], ...]
-    hidden: tuple[str, ...]
+    hidden_axes: tuple[str, ...]
     scattered: bool
-    matrices: tuple[ExpertMatrices, ...]
+    matrices: tuple[ExpertMatrix, ...]
 
     def local(
         self,
@@ -946,22 +964,22 @@ class ExpertCall:
             # pass saves shards of them, and their gradient is reduce-scattered.
             if self.scattered:
                 x = checkpoint_name(
-                    jax.lax.all_gather(x, self.hidden, axis=1, tiled=True), GATHERED
+                    jax.lax.all_gather(x, self.hidden_axes, axis=1, tiled=True), GATHERED
                 )
-            return routed(self.form, self.axes, x, weights, chosen, *used)
+            return routed(self.form, self.sharding, x, weights, chosen, *used)
 
         # The backward pass gathers matrices and tokens again, since those of all layers are the
         # whole model; except in a rematerialised layer, where those gathered by the recomputed
         # forward pass are reused.
-        result, dropped = saving(run, KEPT, *([GATHERED] if recomputes() else []))(
+        result, dropped = with_saved_names(run, KEPT, *([GATHERED] if recomputes() else []))(
             x, weights, chosen, *parameters
         )
-        if not self.hidden:
+        if not self.hidden_axes:
             return result, dropped
         return (
-            jax.lax.psum_scatter(result, self.hidden, scatter_dimension=1, tiled=True)
+            jax.lax.psum_scatter(result, self.hidden_axes, scatter_dimension=1, tiled=True)
             if self.scattered
-            else jax.lax.psum(result, self.hidden)
+            else jax.lax.psum(result, self.hidden_axes)
         ), dropped
 
 
@@ -985,7 +1003,7 @@ def lower_experts(
         # matrices
     ):
         return lambda *arrays: list(
-            routed(site.call.form, ExpertSharding(expert=(), ways=1, grouped=grouped), *arrays)
+            routed(site.call.form, ExpertSharding(expert_axes=(), ways=1, grouped=grouped), *arrays)
         )
     if plan.experts == "none":
         return None
@@ -995,15 +1013,23 @@ def lower_experts(
             " sharded, and the plan has no layout of them\nTry: tokens [batch, sequence, features],"
             " or experts='none'"
         )
-    placed = _expert_call(site, parameters, layout, grouped, regions)
-    batch, sequence = placed.tokens
-    rows, after = (
+    expert_call = _expert_call(site, parameters, layout, grouped, regions)
+    batch, sequence = expert_call.tokens
+    rows, token_spec = (
         PartitionSpec(*(axes or None for axes in (batch, along)[: len(layout) - 1]))
-        for along in (sequence, (*sequence, *placed.hidden) if placed.scattered else sequence)
+        for along in (
+            sequence,
+            (*sequence, *expert_call.hidden_axes) if expert_call.scattered else sequence,
+        )
     )
-    specs = (after, rows, rows, *(regions.spec(matrices.rest, 3) for matrices in placed.matrices))
+    specs = (
+        token_spec,
+        rows,
+        rows,
+        *(regions.spec(matrices.stored, 3) for matrices in expert_call.matrices),
+    )
     run = regions.manual(
-        lambda *local: placed.local(regions, *local), specs, (after, PartitionSpec())
+        lambda *local: expert_call.local(regions, *local), specs, (token_spec, PartitionSpec())
     )
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
@@ -1018,37 +1044,37 @@ def _expert_call(
     site: CallSite,
     parameters: Sequence[ParameterLayout | None],
     tokens: Layout,
-    grouped: Grouped,
+    grouped: GroupedMatmul,
     regions: Regions,
 ) -> ExpertCall:
     """The shardings of a call, see `lower_experts`; `tokens` is the layout of its tokens."""
     form = site.call.form
-    shared, hidden = _matrix_axes(site, parameters[3], regions)
+    expert_axes, hidden_axes = _matrix_axes(site, parameters[3], regions)
     # Capacities count tokens in the order of the whole sequence.
     along = (
         ()
         if form.capacity is not None or len(tokens) < 3
-        else tuple(axis for axis in tokens[1] if axis not in hidden and axis != "tensor")
+        else tuple(axis for axis in tokens[1] if axis not in hidden_axes and axis != "tensor")
     )
     batch, sequence = regions.physical_axes(tokens[0]), regions.physical_axes(along)
-    expert_axes = ExpertSharding(
-        expert=regions.physical_axes(shared),
-        ways=regions.ways(shared),
-        every=(*batch, *sequence),
+    sharding = ExpertSharding(
+        expert_axes=regions.physical_axes(expert_axes),
+        ways=regions.ways(expert_axes),
+        token_axes=(*batch, *sequence),
         grouped=grouped,
     )
     return ExpertCall(
         form=form,
-        axes=expert_axes,
+        sharding=sharding,
         tokens=(batch, sequence),
-        hidden=regions.physical_axes(hidden),
-        scattered=bool(hidden) and len(tokens) > 2 and tokens[1] == (*along, *hidden),
+        hidden_axes=regions.physical_axes(hidden_axes),
+        scattered=bool(hidden_axes) and len(tokens) > 2 and tokens[1] == (*along, *hidden_axes),
         matrices=tuple(
-            ExpertMatrices.of(
+            ExpertMatrix.of(
                 parameters[3 + k],
                 () if (view := site.views[3 + k]) is None else view.dims,
                 site.avals[3 + k].shape,
-                {0: shared, _HIDDEN[name]: hidden},
+                {0: expert_axes, _HIDDEN[name]: hidden_axes},
                 regions,
             )
             for k, name in enumerate(("up", "down", "gate")[: len(site.avals) - 3])
@@ -1063,7 +1089,9 @@ def _matrix_axes(
     view, shape = site.views[3], site.avals[3].shape
     if up is None or view is None:
         return (), ()
-    experts, _, width = (() if source is None else up.compute[source] for source in view.dims)
+    experts, _, width = (
+        () if parameter_dim is None else up.compute[parameter_dim] for parameter_dim in view.dims
+    )
     experts_size, tensor = regions.ways(("expert",)), regions.ways(("tensor",))
     return (
         tuple(
@@ -1075,13 +1103,13 @@ def _matrix_axes(
     )
 
 
-def _grouped_form(plan: Plan, regions: Regions) -> Grouped:
+def _grouped_form(plan: Plan, regions: Regions) -> GroupedMatmul:
     """The form of the grouped matmul: TPUs have a kernel for it."""
     try:
         tpu = topology(plan.topology).chip.vendor == "google"
     except ShardlibError:  # a user-defined topology
         tpu = regions.torus
-    return Grouped(kind="ragged" if tpu else "blocks")
+    return GroupedMatmul(kind="ragged" if tpu else "blocks")
 
 
 _moved.keep_name(__name__, "routed")

@@ -135,7 +135,7 @@ def interleaving(
     names: tuple[LogicalAxes, ...],
     plan: Plan,
     program: Program,
-    parameters: int,
+    num_parameters: int,
 ) -> Interleaving:
     """The changes to a loss where a plan interleaves fused dims."""
     shards = plan.mesh["tensor"]
@@ -152,14 +152,14 @@ def interleaving(
     if plan.mesh["stage"] > 1:
         return Interleaving(findings=tuple(map(_finding, sorted(groups))))
     left: set[FusedGroup] = set()
-    paths, stacked = EquationPaths.of(program), stacked_parameters(program, parameters)
+    paths, stacked = EquationPaths.of(program), stacked_parameters(program, num_parameters)
     while groups:
         reading = _InterleavingPass(
             graph=graph,
             dims={place: group for place, group in fused.items() if group in groups},
             paths=paths,
             stacked=stacked,
-            parameters=parameters,
+            num_parameters=num_parameters,
         )
         result = reading.read()
         if not reading.refused:
@@ -193,7 +193,7 @@ class _InterleavingPass:
         dims: fused dims that are interleaved, by (value, dim).
         paths: paths of equations.
         stacked: path of a slice -> number of the stacked parameter.
-        parameters: number of inputs that are parameters.
+        num_parameters: number of inputs that are parameters.
         refused: groups that cannot be interleaved.
     """
 
@@ -201,7 +201,7 @@ class _InterleavingPass:
     dims: Mapping[tuple[int, int], FusedGroup]
     paths: EquationPaths
     stacked: Mapping[str, int]
-    parameters: int
+    num_parameters: int
     refused: set[FusedGroup] = field(default_factory=set)
 
     def read(self) -> Interleaving:
@@ -209,7 +209,7 @@ class _InterleavingPass:
         `refused`.
         """
         graph = self.graph
-        leaves = graph.inputs[: self.parameters]
+        leaves = graph.inputs[: self.num_parameters]
         taken = {
             value: number
             for number, value in enumerate(leaves)
@@ -430,10 +430,10 @@ def layer_runs(program: Program, loss: LossFacts) -> list[LayerRun]:
     """The layers of a loss in order, by loop and by run of repeated equations."""
     groups: list[LayerRun] = []
     reads: dict[str, set[int]] = {}
-    for step in loss.equations:
-        if step.program is loss.program:
-            reads.setdefault(step.equation.path, set()).update(
-                view.parameter for view in step.views if view is not None
+    for loss_equation in loss.equations:
+        if loss_equation.program is loss.program:
+            reads.setdefault(loss_equation.equation.path, set()).update(
+                view.parameter for view in loss_equation.views if view is not None
             )
     runs = {program.equations[run.start].path: run for run in find_repeats(program)}
     inside = {

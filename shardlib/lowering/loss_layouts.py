@@ -38,8 +38,8 @@ from shardlib.lowering.mesh import (
     ParameterShardings,
     constrain,
     named_sharding,
-    parameter_order,
     physical_axes,
+    plan_indices,
     with_gradient_sharding,
     without_axes,
 )
@@ -215,27 +215,27 @@ class LossLayouts:
         self,
         parameter: int,
         value: jax.Array,
-        orders: FusedDims,
+        fused_dims: FusedDims,
         gathered: bool,
         mesh: Mesh | AbstractMesh,
     ) -> jax.Array:
         """A parameter, or a layer of it, with its fused dims interleaved; communicated in the dtype
         in which it is read.
         """
-        if not orders:
+        if not fused_dims:
             return value
         layouts = self._parameter(parameter, mesh)
 
         def shardings(layout: Layout) -> tuple[NamedSharding, NamedSharding]:
             after = Layout(*tuple(layout)[len(layout) - value.ndim :])
             return named_sharding(mesh, after), named_sharding(
-                mesh, reordering_layout(after, orders, value.shape, self.plan.mesh)
+                mesh, reordering_layout(after, fused_dims, value.shape, self.plan.mesh)
             )
 
         narrow = self.loss.narrow_dtypes.get(parameter, value.dtype)
         return interleaved_parameter(
             as_dtype(value, narrow),
-            orders,
+            fused_dims,
             self.interleaving.shards,
             shardings(layouts.compute if gathered else layouts.rest),
             shardings(layouts.gradient),
@@ -403,7 +403,7 @@ class LossLayouts:
     ) -> LossLayouts:
         """Finds the layouts of a traced loss."""
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
-        loss, order = traced.facts(len(gradient)), parameter_order(plan, params.compute)
+        loss, order = traced.facts(len(gradient)), plan_indices(plan, params.compute)
         uses = _in_plan_dtypes(loss.uses, Precision.of(plan))
         matmuls_of_weights = weight_matmuls(loss) if plan.collective_matmul == "loop" else ()
         regions = regions_of(plan, mesh)

@@ -167,13 +167,14 @@ def device_mesh(
     devices: Sequence[jax.Device] | None = None,
     *,
     topology: str | None = None,
-    order: tuple[str, ...] = (),
+    axis_order: tuple[str, ...] = (),
     parts: Parts | None = None,
 ) -> tuple[Mesh, tuple[Finding, ...]]:
     """Builds the JAX mesh of a plan.
 
     Args:
         devices: exactly the devices to use; by default the first ones that JAX sees.
+        topology, axis_order, parts: of the plan; `parts` are its `physical_parts`.
     """
     let_collectives_wait()
     available = list(jax.devices() if devices is None else devices)
@@ -191,48 +192,50 @@ def device_mesh(
             f'jax.config.update("jax_num_cpu_devices", {shape.devices}) before JAX is first used'
         )
     names, sizes = axis_names(shape, parts or {})
-    ordered = _ordered(shape, available, topology, order)
+    in_mesh_order = _devices_in_mesh_order(shape, available, topology, axis_order)
     findings = (
-        *idle_devices(shape, len(available), idle_processes(ordered.flat)),
+        *idle_devices(shape, len(available), idle_processes(in_mesh_order.flat)),
         *other_machine(topology, available[0].platform),
     )
-    return Mesh(ordered.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)), findings
+    return Mesh(
+        in_mesh_order.reshape(sizes), names, axis_types=(AxisType.Auto,) * len(names)
+    ), findings
 
 
-def _ordered(
-    shape: MeshShape, devices: list[jax.Device], topology: str | None, order: tuple[str, ...]
+def _devices_in_mesh_order(
+    shape: MeshShape, devices: list[jax.Device], topology: str | None, axis_order: tuple[str, ...]
 ) -> np.ndarray:
-    """The devices in mesh order: TPU devices found by the coordinates of the plan's places, others
-    by their index.
-    """
+    """The devices in mesh order: TPU devices by their coordinates, others by their index."""
     first = np.array(devices[: shape.devices], dtype=object)
     if len(first) == 1:
         return first
     if getattr(devices[0], "coords", None) is None:
-        numbers = _numbers(shape, topology, order)
-        if numbers is None:
+        indices = _device_indices(shape, topology, axis_order)
+        if indices is None:
             return first
         all_devices = np.array(devices, dtype=object)
         return (
-            all_devices[numbers]
-            if numbers.max() < len(devices)
-            else first[np.argsort(np.argsort(numbers))]  # the caller has chosen the devices
+            all_devices[indices]
+            if indices.max() < len(devices)
+            else first[np.argsort(np.argsort(indices))]  # the caller has chosen the devices
         )
-    by_place = {tpu_coordinates(device): device for device in devices}
-    places = [] if topology is None else mesh_coordinates(shape, topology, order)
-    if places and all(place in by_place for place in places):
-        return np.array([by_place[place] for place in places], dtype=object)
+    by_coordinates = {tpu_coordinates(device): device for device in devices}
+    coordinates = [] if topology is None else mesh_coordinates(shape, topology, axis_order)
+    if coordinates and all(position in by_coordinates for position in coordinates):
+        return np.array([by_coordinates[position] for position in coordinates], dtype=object)
     return _grid(tuple(shape[axis] for axis in INNER_AXES), list(first)).reshape(-1)
 
 
-def _numbers(shape: MeshShape, topology: str | None, order: tuple[str, ...]) -> np.ndarray | None:
+def _device_indices(
+    shape: MeshShape, topology: str | None, axis_order: tuple[str, ...]
+) -> np.ndarray | None:
     """Indices of the devices of a mesh, in mesh order; None if the topology is unknown."""
     try:
         parsed = None if topology is None else parse_topology(topology)
     except ShardlibError:
         return None
-    numbers = None if parsed is None else device_order(shape, parsed, order)
-    return None if numbers is None else numbers.reshape(-1)
+    indices = None if parsed is None else device_order(shape, parsed, axis_order)
+    return None if indices is None else indices.reshape(-1)
 
 
 def tpu_coordinates(device: jax.Device) -> tuple[int, ...]:
@@ -241,24 +244,22 @@ def tpu_coordinates(device: jax.Device) -> tuple[int, ...]:
 
 
 def mesh_coordinates(
-    shape: MeshShape, topology: str, order: tuple[str, ...] = ()
+    shape: MeshShape, topology: str, axis_order: tuple[str, ...] = ()
 ) -> list[tuple[int, ...]]:
-    """Places of the devices of a mesh, in mesh order; empty if the topology is unknown or not a
-    TPU's.
-    """
+    """Coordinates of devices in mesh order; empty if the topology is unknown or not a TPU's."""
     try:
         parsed = parse_topology(topology)
     except ShardlibError:
         return []
-    numbers = device_order(shape, parsed, order)
+    indices = device_order(shape, parsed, axis_order)
     torus = [i for i, tier in enumerate(parsed.tiers) if tier.kind == "torus"]
-    if numbers is None or len(torus) != 1:
+    if indices is None or len(torus) != 1:
         return []
     dims = parsed.tiers[torus[0]].shape
     slices = math.prod(tier.devices for tier in parsed.tiers[: torus[0]])
     cores = math.prod(tier.devices for tier in parsed.tiers[torus[0] + 1 :])
     coordinates = np.unravel_index(
-        numbers.reshape(-1), (slices, *dims, *(1,) * (3 - len(dims)), cores)
+        indices.reshape(-1), (slices, *dims, *(1,) * (3 - len(dims)), cores)
     )
     return [tuple(int(i) for i in place) for place in zip(*coordinates, strict=True)]
 
@@ -587,7 +588,7 @@ def batch_dims(axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, int | No
     }
 
 
-def parameter_order(plan: Plan, params: Tree) -> list[int]:
+def plan_indices(plan: Plan, params: Tree) -> list[int]:
     """For every leaf of the params, the index of its layouts in the plan."""
     position = {parameter.path: i for i, parameter in enumerate(plan.parameters)}
     return [position[path_text(path)] for path, _ in jax.tree_util.tree_leaves_with_path(params)]

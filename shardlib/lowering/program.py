@@ -59,8 +59,8 @@ from shardlib.lowering.mesh import (
     abstract_mesh,
     constrain_tree,
     device_mesh,
-    parameter_order,
     physical_parts,
+    plan_indices,
 )
 from shardlib.lowering.pipeline.lockstep import Pipeline, StagedLayouts, pipeline
 from shardlib.lowering.pipeline.per_stage import (
@@ -187,7 +187,7 @@ def microbatch_loss(
         return MicrobatchLoss(
             traced=again,
             values=propagated_layouts(
-                plan, again, parameter_order(plan, model.params), len(jax.tree.leaves(model.state))
+                plan, again, plan_indices(plan, model.params), len(jax.tree.leaves(model.state))
             ),
             findings=(lost_layouts(len(value_layouts)),),
         )
@@ -1032,7 +1032,7 @@ def _mesh(plan: Plan, options: BuildOptions) -> tuple[Mesh | AbstractMesh, tuple
         plan.mesh,
         options.devices,
         topology=plan.topology,
-        order=plan.axis_order,
+        axis_order=plan.axis_order,
         parts=physical_parts(plan),
     )
 

@@ -139,7 +139,7 @@ def _sharded_checksums(array: jax.Array, sharding: Sharding | None) -> jax.Array
     ]
     names = tuple(name for dim in axes for name in dim)
 
-    def piece(local: jax.Array) -> jax.Array:
+    def shard_checksums(local: jax.Array) -> jax.Array:
         offsets = tuple(
             lax.axis_index(dim) * local.shape[number] if dim else 0
             for number, dim in enumerate(axes)
@@ -148,7 +148,7 @@ def _sharded_checksums(array: jax.Array, sharding: Sharding | None) -> jax.Array
         return lax.psum(sums, names) if names else sums
 
     return jax.shard_map(
-        piece,
+        shard_checksums,
         mesh=sharding.mesh,
         in_specs=sharding.spec,
         out_specs=PartitionSpec(),
@@ -156,12 +156,12 @@ def _sharded_checksums(array: jax.Array, sharding: Sharding | None) -> jax.Array
     )(array)
 
 
-def _shard_checksums(piece: jax.Array, shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
+def _shard_checksums(shard: jax.Array, shape: tuple[int, ...], offsets: Sequence[Any]) -> jax.Array:
     """The sums of a shard of an array with a global shape; its first element is at `offsets`, and
     at 0 for further dims.
     """
-    bits = _bits(piece)
-    index = _flat_index(bits.shape, (*shape, *bits.shape[piece.ndim :]), offsets)
+    bits = _bits(shard)
+    index = _flat_index(bits.shape, (*shape, *bits.shape[shard.ndim :]), offsets)
     zero = jnp.uint32(0)
     return jnp.stack(
         lax.reduce(
@@ -214,7 +214,7 @@ def _scrambled(index: jax.Array) -> jax.Array:
 def checksums_by_path(
     arrays: Mapping[str, jax.Array], rows: np.ndarray
 ) -> dict[str, tuple[int, int]]:
-    """The result of `sums` on the host by path.
+    """The result of `checksums` on the host, by path.
 
     Args:
         rows: uint32 [arrays, 2], in the order of the sorted paths.
@@ -305,15 +305,17 @@ class TracedFunction:
     def of_program(program: Program, inputs: Sequence[jax.ShapeDtypeStruct]) -> TracedFunction:
         """A traced program, without equations that its outputs do not need."""
         positions = {number: k for k, number in enumerate(program.inputs)}
-        fresh = list(dict.fromkeys(number for number in program.outputs if number not in positions))
-        places = {number: place for place, number in enumerate(fresh)}
-        equations, reads = needed(program.equations, fresh)
+        computed = list(
+            dict.fromkeys(number for number in program.outputs if number not in positions)
+        )
+        places = {number: place for place, number in enumerate(computed)}
+        equations, reads = needed(program.equations, computed)
         return TracedFunction(
             program=program,
             equations=tuple(equations),
             inputs=tuple(inputs),
             read_inputs=tuple(k for k, number in enumerate(program.inputs) if number in reads),
-            computed=tuple(program.outputs.index(number) for number in fresh),
+            computed=tuple(program.outputs.index(number) for number in computed),
             sources=tuple(
                 (False, positions[number]) if number in positions else (True, places[number])
                 for number in program.outputs
@@ -341,7 +343,9 @@ class TracedFunction:
             program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in left)),
             inputs=tuple(self.inputs[k] for k in left),
             read_inputs=tuple(place[k] for k in self.read_inputs),
-            sources=tuple((fresh, k if fresh else place[k]) for fresh, k in self.sources),
+            sources=tuple(
+                (is_computed, k if is_computed else place[k]) for is_computed, k in self.sources
+            ),
         )
 
     def compiled(
@@ -386,11 +390,11 @@ class TracedFunction:
             arguments = tuple(self.inputs[k] for k in self.read_inputs)
             compiled = jitted.lower(*arguments).compile()
         return Executable(
-            call=compiled,
+            compiled=compiled,
             run=runnable(jitted, compiled, arguments, mesh),
             read_inputs=self.read_inputs,
             sources=self.sources,
-            draft=self,
+            traced=self,
         )
 
 
@@ -399,33 +403,33 @@ class Executable:
     """A compiled `TracedFunction`.
 
     Attributes:
-        call: the compiled program.
+        compiled: the compiled program.
         run: the function that calls it.
-        read_inputs, sources, draft: see `TracedFunction`.
+        read_inputs, sources: see `TracedFunction`.
     """
 
-    call: jax.stages.Compiled
+    compiled: jax.stages.Compiled
     run: Callable[..., Any]
     read_inputs: tuple[int, ...]
     sources: tuple[tuple[bool, int], ...]
-    draft: TracedFunction
+    traced: TracedFunction
 
     def __call__(self, inputs: Sequence[jax.Array]) -> Arrays:
         """The results for all inputs; inputs that are not read may be placeholders."""
         results = self.run(*[inputs[k] for k in self.read_inputs])
-        return [results[k] if fresh else inputs[k] for fresh, k in self.sources]
+        return [results[k] if is_computed else inputs[k] for is_computed, k in self.sources]
 
     @property
     def results(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract results, with their shardings."""
-        output_shardings = jax.tree.leaves(self.call.output_shardings)
+        output_shardings = jax.tree.leaves(self.compiled.output_shardings)
         shardings = [
-            output_shardings[k] if fresh else self.draft.inputs[k].sharding
-            for fresh, k in self.sources
+            output_shardings[k] if is_computed else self.traced.inputs[k].sharding
+            for is_computed, k in self.sources
         ]
         return [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-            for leaf, sharding in zip(self.draft.results, shardings, strict=True)
+            for leaf, sharding in zip(self.traced.results, shardings, strict=True)
         ]
 
 
@@ -586,7 +590,7 @@ class TrainState:
         return {"params": self.params, "model_state": self.model_state}
 
     @property
-    def inputs(self) -> Tree:
+    def loss_state(self) -> Tree:
         """Model state as the loss takes it, with the scale of the loss if there is one."""
         return (
             self.model_state

@@ -882,7 +882,7 @@ def gradients_function(parts: StepParts) -> Callable[[TrainState, Tree], Gradien
 
     def gradients(state: TrainState, batch: Tree) -> Gradients:
         (loss, (metrics, model_state)), parameter_gradients = parts.run.gradients(
-            state.params, state.inputs, batch
+            state.params, state.loss_state, batch
         )
         return Gradients(
             params=cast_like(

@@ -75,13 +75,13 @@ def kernel_shapes(equations: Iterable[Eqn]) -> frozenset[tuple[int, ...]]:
     return frozenset(shapes)
 
 
-def narrow_dtypes(program: Program, parameters: int) -> dict[int, np.dtype]:
+def narrow_dtypes(program: Program, num_parameters: int) -> dict[int, np.dtype]:
     """The narrower floating dtype to which a parameter, or every layer of it, is cast, if the cast
     is all that reads it. Its gradient has no more precision either.
     """
     dtypes: dict[int, np.dtype] = {}
     _find_casts(
-        program, {number: i for i, number in enumerate(program.inputs[:parameters])}, dtypes
+        program, {number: i for i, number in enumerate(program.inputs[:num_parameters])}, dtypes
     )
     return dtypes
 
@@ -115,7 +115,7 @@ def _body(equation: Equation) -> Program | None:
     return None
 
 
-def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
+def stacked_parameters(program: Program, num_parameters: int) -> dict[str, int]:
     """Maps slices of scans to the stacked parameters of which they are layers.
 
     Returns:
@@ -125,7 +125,10 @@ def stacked_parameters(program: Program, parameters: int) -> dict[str, int]:
     slices: dict[str, int] = {}
     reads: Counter[int] = Counter()
     _find_slices(
-        program, {number: i for i, number in enumerate(program.inputs[:parameters])}, slices, reads
+        program,
+        {number: i for i, number in enumerate(program.inputs[:num_parameters])},
+        slices,
+        reads,
     )
     return {path: parameter for path, parameter in slices.items() if reads[parameter] == 1}
 
@@ -187,35 +190,47 @@ def weight_uses(equations: Iterable[LossEquation]) -> Mapping[str, Use]:
     """
     uses: dict[str, Use] = {}
     # Matrices broadcast to more dims, which may be cast before they are added.
-    spread: dict[tuple[int, int], View] = {}
-    for step in equations:
-        equation, using, program = step.equation, step.operands, id(step.program)
-        if not using:
-            using = tuple(
-                (position, spread[program, number])
+    broadcasts: dict[tuple[int, int], View] = {}
+    for loss_equation in equations:
+        equation, parameter_operands, program = (
+            loss_equation.equation,
+            loss_equation.parameter_operands,
+            id(loss_equation.program),
+        )
+        if not parameter_operands:
+            parameter_operands = tuple(
+                (position, broadcasts[program, number])
                 for position, number in enumerate(equation.inputs)
-                if (program, number) in spread
+                if (program, number) in broadcasts
             )
-            if equation.name == ADDITION and len(using) == 1:
-                uses[equation.path] = Use(equation=equation, operand=using[0][0], view=using[0][1])
-            elif equation.name in _SAME and using:
-                spread[program, equation.outputs[0]] = using[0][1]
-        elif equation.name == "broadcast_in_dim" and (view := _with_more_dims(step)):
-            spread[program, equation.outputs[0]] = view
-        elif equation.name in _LINEAR and len(using) == 1:
+            if equation.name == ADDITION and len(parameter_operands) == 1:
+                uses[equation.path] = Use(
+                    equation=equation,
+                    weight_position=parameter_operands[0][0],
+                    view=parameter_operands[0][1],
+                )
+            elif equation.name in _SAME and parameter_operands:
+                broadcasts[program, equation.outputs[0]] = parameter_operands[0][1]
+        elif equation.name == "broadcast_in_dim" and (view := _with_more_dims(loss_equation)):
+            broadcasts[program, equation.outputs[0]] = view
+        elif equation.name in _LINEAR and len(parameter_operands) == 1:
             uses[equation.path] = Use(
                 equation=equation,
-                operand=using[0][0],
-                view=using[0][1],
-                rows_dtype=_cast(step.program, equation),
+                weight_position=parameter_operands[0][0],
+                view=parameter_operands[0][1],
+                rows_dtype=_cast(loss_equation.program, equation),
             )
     return uses
 
 
-def _with_more_dims(step: LossEquation) -> View | None:
+def _with_more_dims(loss_equation: LossEquation) -> View | None:
     """The view of a matrix that is broadcast to more dims of size 1; None for anything else."""
-    params, view, aval = step.equation.params, step.views[0], step.equation.eqn.invars[0].aval
-    if view is None or len(step.views) != 1 or sum(size > 1 for size in aval.shape) < 2:
+    params, view, aval = (
+        loss_equation.equation.params,
+        loss_equation.views[0],
+        loss_equation.equation.eqn.invars[0].aval,
+    )
+    if view is None or len(loss_equation.views) != 1 or sum(size > 1 for size in aval.shape) < 2:
         return None
     places = dict(zip(params["broadcast_dimensions"], range(aval.ndim), strict=True))
     if any(
@@ -291,21 +306,21 @@ def _reshaped(
     (None, None)
     """
     starts: dict[int, tuple[int, int | None]] = {}
-    outside = 1
+    outer_size = 1
     for dim, size in zip(dims, before, strict=True):
         if size > 1:
-            starts[outside] = size, dim
-        outside *= size
+            starts[outer_size] = size, dim
+        outer_size *= size
     dims_after: list[int | None] = []
-    outside = 1
+    outer_size = 1
     for size in after:
-        before_size, dim = starts.get(outside, (0, None))
+        before_size, dim = starts.get(outer_size, (0, None))
         dims_after.append(
             dim
             if size > 1 and before_size and (before_size % size == 0 or size % before_size == 0)
             else None
         )
-        outside *= size
+        outer_size *= size
     return tuple(dims_after)
 
 
@@ -361,14 +376,14 @@ class LossEquation:
     site: CallSite | None
 
     @property
-    def operands(self) -> tuple[tuple[int, View], ...]:
+    def parameter_operands(self) -> tuple[tuple[int, View], ...]:
         """(position, parameter) of the operands that are parameters, or layers of them."""
         return tuple(
             (position, view) for position, view in enumerate(self.views) if view is not None
         )
 
 
-def loss_equations(program: Program, parameters: int) -> Iterator[LossEquation]:
+def loss_equations(program: Program, num_parameters: int) -> Iterator[LossEquation]:
     """The equations of a loss in order, including those in bodies of scans and under
     rematerialisation.
     """
@@ -377,7 +392,7 @@ def loss_equations(program: Program, parameters: int) -> Iterator[LossEquation]:
         {number: input_source(k) for k, number in enumerate(program.inputs)},
         {
             number: View(parameter=i, dims=tuple(range(len(program.avals[number].shape))))
-            for i, number in enumerate(program.inputs[:parameters])
+            for i, number in enumerate(program.inputs[:num_parameters])
         },
     )
 
@@ -395,9 +410,9 @@ def _equations(
             site=_call_starting(program, equation, sources, views, begun),
         )
         for index, number in enumerate(equation.outputs):
-            maker = result_path(equation, index)
-            if maker is not None:
-                sources[number] = maker
+            producer = result_path(equation, index)
+            if producer is not None:
+                sources[number] = producer
         view = view_of_result(equation, [views.get(n) for n in equation.inputs], program)
         if view is not None:
             views[equation.outputs[0]] = view
@@ -409,7 +424,7 @@ def _equations(
                 _inside(body.inputs, equation.inputs, views),
             )
         elif equation.name == "scan":
-            yield from _custom_calls_scanned(equation, sources, views)
+            yield from _body_equations(equation, sources, views)
 
 
 def _call_starting(
@@ -436,16 +451,16 @@ def _call_starting(
 
 def _producers(program: Program, call: CustomCall) -> tuple[ValueSource | None, ...]:
     """The sources of the results of a call."""
-    makers = {
+    producers = {
         number: result_path(equation, index)
         for equation in program.equations
         if equation.call is not None and equation.call.path == call.path
         for index, number in enumerate(equation.outputs)
     }
-    return tuple(makers.get(number) for number in call.outputs)
+    return tuple(producers.get(number) for number in call.outputs)
 
 
-def _custom_calls_scanned(
+def _body_equations(
     equation: Equation, sources: Mapping[int, ValueSource], views: Mapping[int, View]
 ) -> Iterator[LossEquation]:
     constants, carried = scan_counts(equation.params)
@@ -483,10 +498,10 @@ def _inside(
 # --------------------------------------------------------------------------------------------------
 # Facts about a traced loss: its parameter uses, custom calls, loops and tables.
 #
-#     reading = LossFacts(program=flatten(jaxpr), parameters=3)
-#     reading.uses["4/body/7"]        the use of a parameter by a matmul
-#     reading.calls["9"]              a custom call, such as attention
-#     reading.slices["4/enter/0"]     the stacked parameter that a scan slices layer by layer
+#     facts = LossFacts(program=flatten(jaxpr), num_parameters=3)
+#     facts.uses["4/body/7"]               the use of a parameter by a matmul
+#     facts.calls["9"]                     a custom call, such as attention
+#     facts.stacked_slices["4/enter/0"]    the stacked parameter that a scan slices layer by layer
 #
 # Every fact is computed once, at its first use.
 
@@ -497,16 +512,16 @@ class LossFacts:
 
     Attributes:
         program: the loss, flattened.
-        parameters: number of parameters, which are its first inputs.
+        num_parameters: number of parameters, which are its first inputs.
     """
 
     program: Program
-    parameters: int
+    num_parameters: int
 
     @cached_property
     def equations(self) -> tuple[LossEquation, ...]:
         """Its equations in order, including those of layers and under rematerialisation."""
-        return tuple(loss_equations(self.program, self.parameters))
+        return tuple(loss_equations(self.program, self.num_parameters))
 
     @cached_property
     def uses(self) -> Mapping[str, Use]:
@@ -537,12 +552,16 @@ class LossFacts:
         """The custom calls, by path; including those in bodies of scans and under
         rematerialisation, but not in other loops and branches.
         """
-        return {step.site.call.path: step.site for step in self.equations if step.site is not None}
+        return {
+            loss_equation.site.call.path: loss_equation.site
+            for loss_equation in self.equations
+            if loss_equation.site is not None
+        }
 
     @cached_property
     def stacked_slices(self) -> Mapping[str, int]:
         """Path of a slice of a scan -> the stacked parameter that it is one layer of."""
-        return stacked_parameters(self.program, self.parameters)
+        return stacked_parameters(self.program, self.num_parameters)
 
     @cached_property
     def lookup_tables(self) -> frozenset[int]:
@@ -558,7 +577,7 @@ class LossFacts:
             lookup = equation.name == "gather" or _takes_rows(self.program, equation)
             tables.update(equation.inputs[:1] if lookup else ())
             others.update(equation.inputs[1:] if lookup else equation.inputs)
-        inputs = self.program.inputs[: self.parameters]
+        inputs = self.program.inputs[: self.num_parameters]
         return frozenset(i for i, number in enumerate(inputs) if number in tables - others)
 
     @cached_property
@@ -569,12 +588,12 @@ class LossFacts:
     @cached_property
     def narrow_dtypes(self) -> Mapping[int, np.dtype]:
         """The parameters that are only read in a narrower dtype -> that dtype."""
-        return narrow_dtypes(self.program, self.parameters)
+        return narrow_dtypes(self.program, self.num_parameters)
 
     @cached_property
     def dtypes(self) -> tuple[np.dtype, ...]:
         """Traced dtype of each parameter."""
-        inputs = self.program.inputs[: self.parameters]
+        inputs = self.program.inputs[: self.num_parameters]
         return tuple(self.program.avals[number].dtype for number in inputs)
 
     @cached_property
@@ -592,10 +611,10 @@ class LossFacts:
             if source is not None
         }
         results = {
-            maker: maker
+            producer: producer
             for site in self.calls.values()
-            for maker in site.producers
-            if maker is not None and isinstance(site.call.form, Attention)
+            for producer in site.producers
+            if producer is not None and isinstance(site.call.form, Attention)
         }
         return read | results
 
@@ -606,10 +625,10 @@ class LossFacts:
         the plan's compute shardings.
         """
         return self.call_sources | {
-            (f"{step.equation.path}/operand", k): source
-            for step in self.equations
-            if step.equation.name in CUSTOM and has_matmul(step.equation.eqn)
-            for k, source in enumerate(step.sources)
+            (f"{loss_equation.equation.path}/operand", k): source
+            for loss_equation in self.equations
+            if loss_equation.equation.name in CUSTOM and has_matmul(loss_equation.equation.eqn)
+            for k, source in enumerate(loss_equation.sources)
             if source is not None
         }
 
@@ -635,10 +654,12 @@ class LossJaxpr:
         """The loss, flattened."""
         return flatten(self.closed_jaxpr)
 
-    def facts(self, parameters: int) -> LossFacts:
-        """Facts about the loss, whose first `parameters` inputs are parameters; computed once."""
+    def facts(self, num_parameters: int) -> LossFacts:
+        """Facts about the loss, whose first `num_parameters` inputs are parameters; computed
+        once.
+        """
         return self._facts.setdefault(
-            parameters, LossFacts(program=self.program, parameters=parameters)
+            num_parameters, LossFacts(program=self.program, num_parameters=num_parameters)
         )
 
     @cached_property

@@ -18,7 +18,7 @@ from shardlib.jax_types import Aval, DType, Index, Value
 from shardlib.layout import MESH_AXES, Layout
 from shardlib.lowering.collectives import DimAxes, Precision, Regions, regions_of, row_major
 from shardlib.lowering.contractions import Use, ValueLayouts
-from shardlib.lowering.mesh import parameter_order, without_axes
+from shardlib.lowering.mesh import plan_indices, without_axes
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import bind
@@ -34,7 +34,7 @@ from shardlib.tracing.rewriting import bind
 def in_operand_order(use: Use, run: Callable[..., Any]) -> Callable[..., Any]:
     """A function of (activation, weight, ...) as one of the operands in their own order."""
     return lambda *operands: run(
-        use.saved_operand(operands[1 - use.operand]), operands[use.operand]
+        use.saved_operand(operands[1 - use.weight_position]), operands[use.weight_position]
     )
 
 
@@ -50,7 +50,7 @@ def with_frozen_weight(use: Use, gathered: Callable[[Value], Value]) -> Callable
 
         def forward(activation: Value, weight: Value) -> Value:
             operand = gathered(use.narrowest(weight))
-            return use.run((activation, operand) if use.operand else (operand, activation))
+            return use.run((activation, operand) if use.weight_position else (operand, activation))
 
         @jax.custom_vjp
         def frozen(activation: Value, weight: Value) -> Value:
@@ -58,7 +58,9 @@ def with_frozen_weight(use: Use, gathered: Callable[[Value], Value]) -> Callable
 
         def backward(weight: Value, cotangent: Value) -> tuple[Value, None]:
             operand = gathered(use.narrowest(weight))
-            return use.operand_gradient(1 - use.operand, (operand, operand), cotangent, like), None
+            return use.operand_gradient(
+                1 - use.weight_position, (operand, operand), cotangent, like
+            ), None
 
         frozen.defvjp(lambda activation, weight: (forward(activation, weight), weight), backward)
         return frozen(activation, weight)
@@ -84,9 +86,15 @@ def weight_gather(
     """
     if parameter.rest == parameter.compute:
         return lambda operand: operand
-    sources = [(dim, source) for dim, source in enumerate(use.view.dims) if source is not None]
-    compute: DimAxes = {dim: parameter.compute[source] for dim, source in sources}
-    stored: DimAxes = {dim: parameter.rest[source] for dim, source in sources}
+    parameter_dims = [
+        (dim, parameter_dim)
+        for dim, parameter_dim in enumerate(use.view.dims)
+        if parameter_dim is not None
+    ]
+    compute: DimAxes = {
+        dim: parameter.compute[parameter_dim] for dim, parameter_dim in parameter_dims
+    }
+    stored: DimAxes = {dim: parameter.rest[parameter_dim] for dim, parameter_dim in parameter_dims}
     if {axis for names in compute.values() for axis in names} != set(parameter.compute.axes):
         return lambda operand: operand
     in_pieces = {axis for names in stored.values() for axis in names} == set(parameter.rest.axes)
@@ -120,7 +128,7 @@ def gather_updated(
     Returns:
         (updated, old) parameters -> the updated ones in their stored sharding.
     """
-    regions, order = regions_of(plan, mesh), parameter_order(plan, trained)
+    regions, order = regions_of(plan, mesh), plan_indices(plan, trained)
     loops = not _on_cpu(mesh)
 
     def function(parameter: ParameterLayout) -> Callable[[Value, Value], Value]:
@@ -188,8 +196,8 @@ def _gather_stack(gather: Callable[[Value], Value], stack: Value, old: Value) ->
 # XLA for GPUs may compute it after the loop over layers, and the cotangent of the logits stays live
 # through the whole backward pass. Here, the backward pass of the layers waits for the partial sums:
 #
-#     partial sums = activation^T x cotangent         one element of them is the mark
-#     to the layers = barrier(cotangent x weight^T, mark)
+#     partial sums = activation^T x cotangent         one element of them is the token
+#     to the layers = barrier(cotangent x weight^T, token)
 #     gradient = reduced partial sums                 whenever the links are free
 #
 # The barrier computes nothing: the results are the same.
@@ -215,19 +223,18 @@ def _bytes(aval: Aval) -> int:
     return aval.size * aval.dtype.itemsize
 
 
-def mark(sums: Value) -> Value:
+def barrier_token(sums: Value) -> Value:
     """One element of a device's partial sums, [1]; inside a manual region."""
     return jax.lax.slice(sums, (0,) * sums.ndim, (1,) * sums.ndim).reshape(1)
 
 
-def wait_for(value: Gradient, marks: Sequence[Value]) -> Gradient:
-    """A value that depends on some marks, so that it is not read before them; unchanged without
-    marks.
+def after_tokens(value: Gradient, tokens: Sequence[Value]) -> Gradient:
+    """A value that is not read before some tokens are computed; unchanged without tokens.
 
     Args:
         value: the gradient of an activation; None if it has none.
     """
-    return jax.lax.optimization_barrier((value, *marks))[0] if marks else value
+    return jax.lax.optimization_barrier((value, *tokens))[0] if tokens else value
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,7 +258,7 @@ LANES, SUBLANES = 128, 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reduction:
+class OperandReduction:
     """The reduction of the partial sums of one gradient to the gradient that the optimizer reads.
 
     Attributes:
@@ -267,43 +274,43 @@ class Reduction:
     all_reduced: tuple[str, ...]
     order: tuple[int, ...] = ()
 
-    def apply(self, partial: jax.Array, regions: Regions, *, stacked: bool = False) -> jax.Array:
+    def apply(self, sums: jax.Array, regions: Regions, *, stacked: bool = False) -> jax.Array:
         """Reduces one device's partial sums in the communication dtype, inside a manual region:
         reduce-scatters over the mesh axes that shard the gradient, all-reduces over the others.
         """
-        dtype = partial.dtype
+        dtype = sums.dtype
         if regions.reduction_dtype is not None and jnp.issubdtype(dtype, jnp.floating):
-            partial = partial.astype(regions.reduction_dtype)
-        return self._collectives(partial, regions, stacked).astype(dtype)
+            sums = sums.astype(regions.reduction_dtype)
+        return self._collectives(sums, regions, stacked).astype(dtype)
 
-    def _collectives(self, partial: jax.Array, regions: Regions, stacked: bool) -> jax.Array:
+    def _collectives(self, sums: jax.Array, regions: Regions, stacked: bool) -> jax.Array:
         for dim, axes in self.scattered.items():
-            partial = (
-                _scattered_rows(partial, dim, regions.physical_axes(axes), stacked)
+            sums = (
+                _scattered_rows(sums, dim, regions.physical_axes(axes), stacked)
                 if regions.torus
-                else _scattered(partial, dim, regions.physical_axes(axes))
+                else _scattered(sums, dim, regions.physical_axes(axes))
             )
         if not self.all_reduced:
-            return partial
+            return sums
         parts = regions.physical_axes(self.all_reduced)
-        if len(self.order) != partial.ndim:
-            return jax.lax.psum(partial, parts)
-        return jax.lax.psum(partial.transpose(self.order), parts).transpose(np.argsort(self.order))
+        if len(self.order) != sums.ndim:
+            return jax.lax.psum(sums, parts)
+        return jax.lax.psum(sums.transpose(self.order), parts).transpose(np.argsort(self.order))
 
 
-def _scattered(partial: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
-    result = jax.lax.psum_scatter(partial, tuple(parts), scatter_dimension=dim, tiled=True)
+def _scattered(sums: jax.Array, dim: int, parts: Sequence[str]) -> jax.Array:
+    result = jax.lax.psum_scatter(sums, tuple(parts), scatter_dimension=dim, tiled=True)
     return row_major(result) if dim else result
 
 
-def _scattered_rows(partial: jax.Array, dim: int, parts: Sequence[str], stacked: bool) -> jax.Array:
+def _scattered_rows(sums: jax.Array, dim: int, parts: Sequence[str], stacked: bool) -> jax.Array:
     """Reduce-scatters sums along a dim, one part after another, with that dim outside of the memory
     tiles.
 
     Along a dim inside of tiles the TPU compiler has no reduce-scatter, or one with padding and an
     exchange of rows between neighbours; rows that end inside of a tile are padded with zeros.
     """
-    first = jnp.moveaxis(partial, dim, 0)
+    first = jnp.moveaxis(sums, dim, 0)
     length, size = first.shape[0], first.size // first.shape[0]
     missing = -size % LANES if size > LANES else 0
     flat = jnp.pad(first.reshape(length, size), ((0, 0), (0, missing)))
@@ -339,30 +346,30 @@ def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, moved: bool) -> ja
     return rows.reshape(rows.shape[0], size)
 
 
-def plan_reduction(
+def operand_reduction(
     use: Use,
     gradient: Layout,
-    partial: tuple[str, ...],
+    partial_axes: tuple[str, ...],
     regions: Regions,
     weight_axes: DimAxes | None = None,
-) -> Reduction:
+) -> OperandReduction:
     """Plans the reduction of the gradient of one operand."""
     scattered: DimAxes = {}
-    for dim, source in enumerate(use.view.dims):
-        axes = () if source is None else gradient[source]
+    for dim, parameter_dim in enumerate(use.view.dims):
+        axes = () if parameter_dim is None else gradient[parameter_dim]
         before = (weight_axes or {}).get(dim, ())
         further = axes[len(before) :]
         if (
             further
             and axes[: len(before)] == before
-            and set(further) <= set(partial)
+            and set(further) <= set(partial_axes)
             and use.shape[dim] % regions.ways(axes) == 0
         ):
             scattered[dim] = further
-    done = {axis for axes in scattered.values() for axis in axes}
-    return Reduction(
+    scattered_axes = {axis for axes in scattered.values() for axis in axes}
+    return OperandReduction(
         scattered=scattered,
-        all_reduced=tuple(axis for axis in partial if axis not in done),
+        all_reduced=tuple(axis for axis in partial_axes if axis not in scattered_axes),
         order=use.view.order,
     )
 
@@ -372,8 +379,8 @@ def plan_reduction(
 #
 # Its gradient is the sum of the cotangent over the batch. Under automatic partitioning, TPUs make a
 # reduce-scatter of that if the batch is sharded over one dim of the torus, and an all-reduce if
-# over several. So every device sums over its own examples, and `Reduction` reduces the partial
-# sums.
+# over several. So every device sums over its own examples, and `OperandReduction` reduces the
+# partial sums.
 
 
 def added_matrix(
@@ -393,11 +400,11 @@ def added_matrix(
         or use.shape[0] != 1
     ):
         return None
-    plan = plan_reduction(use, parameter.gradient, batch, regions)
-    if not plan.scattered:
+    reduction = operand_reduction(use, parameter.gradient, batch, regions)
+    if not reduction.scattered:
         return None
     gathered = weight_gather(use, parameter, regions)
-    specs = (regions.spec({0: batch}, rank),), regions.spec(plan.scattered, rank)
+    specs = (regions.spec({0: batch}, rank),), regions.spec(reduction.scattered, rank)
 
     def forward(activation: Value, weight: Value) -> Value:
         return bind(use.equation, (activation, gathered(weight)))[0]
@@ -407,13 +414,13 @@ def added_matrix(
         return forward(activation, weight)
 
     def local(cotangent: Value) -> Value:
-        return plan.apply(cotangent.sum(0, keepdims=True), regions)
+        return reduction.apply(cotangent.sum(0, keepdims=True), regions)
 
     run.defvjp(
         lambda activation, weight: (forward(activation, weight), None),
         lambda _, cotangent: (cotangent, regions.manual(local, *specs)(cotangent)),
     )
-    return run if use.operand else lambda weight, activation: run(activation, weight)
+    return run if use.weight_position else lambda weight, activation: run(activation, weight)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -435,7 +442,7 @@ class _ManualGradient:
     """
 
     use: Use
-    reduction: Reduction
+    reduction: OperandReduction
     weight_axes: DimAxes
     partial_axes: tuple[str, ...]
     operand_specs: tuple[PartitionSpec, PartitionSpec]
@@ -462,12 +469,12 @@ class _ManualGradient:
             for dim, size in enumerate(self.use.shape)
         )
 
-    def for_gradient(self, cotangent: Value) -> Value:
+    def cotangent_for_sums(self, cotangent: Value) -> Value:
         """The cotangent of the result as it is resharded for the partial sums."""
         return cotangent
 
-    def marks(self) -> tuple[PartitionSpec, ...]:
-        """Shardings of the marks of partial sums that are computed before the gradient of the
+    def barrier_tokens(self) -> tuple[PartitionSpec, ...]:
+        """Shardings of the tokens of partial sums that are computed before the gradient of the
         activation is passed on; empty if they may wait: compilers for TPUs delay none, and where
         tensor shards the weight, partial sums overlap with the communication of the gradient of the
         activation.
@@ -508,11 +515,11 @@ def operand_axes(use: Use, result: Layout, weight_axes: DimAxes) -> OperandAxes 
     """Consistent shardings: dims of the weight in its compute sharding, dims of the activation
     alone as in the result; None if the batch is not sharded.
     """
-    dims = contraction_dims(use.equation, use.operand)
+    dims = contraction_dims(use.equation, use.weight_position)
     taken = {axis for names in weight_axes.values() for axis in names}
     free_axes = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.free}
-    partial = tuple(axis for dim in dims.free for axis in free_axes[dim])
-    if not any(axis not in WEIGHT_AXES for axis in partial) or any(
+    partial_axes = tuple(axis for dim in dims.free for axis in free_axes[dim])
+    if not any(axis not in WEIGHT_AXES for axis in partial_axes) or any(
         axis not in WEIGHT_AXES
         for dim in range(len(result))
         if dim not in dims.free
@@ -529,7 +536,7 @@ def operand_axes(use: Use, result: Layout, weight_axes: DimAxes) -> OperandAxes 
             **free_axes,
             **{to: weight_axes[dim] for dim, to in dims.result.items() if dim in weight_axes},
         },
-        partial_axes=partial,
+        partial_axes=partial_axes,
     )
 
 
@@ -590,7 +597,7 @@ def contraction_dims(equation: Equation, weight: int) -> ContractionDims:
 # Under automatic partitioning, the partial sums of its gradient become an all-reduce of the whole
 # array, of which every device then keeps its shard: twice the bytes of a reduce-scatter. So every
 # device multiplies its own examples by its own part of the weight's dims in a manual region, and
-# `Reduction` reduces the result. The forward pass and the gradient of the activation stay
+# `OperandReduction` reduces the result. The forward pass and the gradient of the activation stay
 # automatic.
 
 
@@ -600,21 +607,21 @@ class ManualContraction(_ManualGradient):
     def run(self, activation: Value, weight: Value) -> Value:
         """The operation."""
         return self.use.run_in_layouts(
-            (activation, weight) if self.use.operand else (weight, activation)
+            (activation, weight) if self.use.weight_position else (weight, activation)
         )
 
     def partial_sums(self, activation: Value, cotangent: Value, dtype: DType) -> Value:
         """The gradient of the weight from one device's examples, inside a manual region."""
         like = jax.ShapeDtypeStruct(self.local_shape, dtype)
         return self.use.operand_gradient(
-            self.use.operand, (activation, activation), cotangent, like
+            self.use.weight_position, (activation, activation), cotangent, like
         )
 
     def activation_gradient(self, activation: Value, weight: Value, cotangent: Value) -> Value:
         """The gradient of the activation."""
         return self.use.activation_gradient(activation, weight, cotangent)
 
-    def sum_dtype(self, sums: DType) -> DType:
+    def sum_dtype(self, accumulator_dtype: DType) -> DType:
         """The dtype in which partial sums are computed: that of the weight."""
         return self.use.dtype
 
@@ -631,7 +638,9 @@ def manual_contraction(
         return None
     return ManualContraction(
         use=use,
-        reduction=plan_reduction(use, parameter.gradient, axes.partial_axes, regions, weight_axes),
+        reduction=operand_reduction(
+            use, parameter.gradient, axes.partial_axes, regions, weight_axes
+        ),
         weight_axes=weight_axes,
         partial_axes=axes.partial_axes,
         operand_specs=(
@@ -645,8 +654,8 @@ def manual_contraction(
 # --------------------------------------------------------------------------------------------------
 # A lookup in a sharded table, and its gradient: a scatter-add on every device.
 #
-# Every device adds the cotangents of its own examples to its own rows of the table, and `Reduction`
-# reduces the sums.
+# Every device adds the cotangents of its own examples to its own rows of the table, and
+# `OperandReduction` reduces the sums.
 
 
 def is_lookup(equation: Equation) -> bool:
@@ -743,7 +752,7 @@ class ManualLookup(_ManualGradient):
         )
         return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
 
-    def for_gradient(self, cotangent: Value) -> Value:
+    def cotangent_for_sums(self, cotangent: Value) -> Value:
         """The cotangent in the dtype in which the rows are used: compilers for TPUs gather it in
         the dtype that it has.
         """
@@ -766,7 +775,7 @@ class ManualLookup(_ManualGradient):
             mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
         )
 
-    def marks(self) -> tuple[PartitionSpec, ...]:
+    def barrier_tokens(self) -> tuple[PartitionSpec, ...]:
         """Empty: nothing waits for the partial sums, since indices have no gradient."""
         return ()
 
@@ -774,11 +783,11 @@ class ManualLookup(_ManualGradient):
         """None: indices have no gradient."""
         return None
 
-    def sum_dtype(self, sums: DType) -> DType:
+    def sum_dtype(self, accumulator_dtype: DType) -> DType:
         """The dtype in which partial sums are computed: that of all sums, since many rows of the
         cotangent may be added to one row of the table.
         """
-        return sums
+        return accumulator_dtype
 
 
 def manual_lookup(
@@ -787,7 +796,7 @@ def manual_lookup(
     """A lookup with per-device partial sums; None if the batch is not sharded, or if it is not a
     lookup of whole rows.
     """
-    if use.operand != 0 or not is_lookup(use.equation) or None in use.view.dims:
+    if use.weight_position != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
     weight_axes: DimAxes = {
         i: tuple(a for a in parameter.compute[dim] if a in WEIGHT_AXES)
@@ -798,15 +807,15 @@ def manual_lookup(
     sharding: DimAxes = {
         dim: tuple(a for a in axes if a not in taken) for dim, axes in enumerate(result[:-1])
     }
-    partial = tuple(axis for axes in sharding.values() for axis in axes)
-    if not any(axis not in WEIGHT_AXES for axis in partial):
+    partial_axes = tuple(axis for axes in sharding.values() for axis in axes)
+    if not any(axis not in WEIGHT_AXES for axis in partial_axes):
         return None
     rank = len(result)
     return ManualLookup(
         use=use,
-        reduction=plan_reduction(use, parameter.gradient, partial, regions, weight_axes),
+        reduction=operand_reduction(use, parameter.gradient, partial_axes, regions, weight_axes),
         weight_axes=weight_axes,
-        partial_axes=partial,
+        partial_axes=partial_axes,
         operand_specs=(
             regions.spec(sharding, rank),
             regions.spec({**sharding, rank - 1: weight_axes[1]}, rank),
@@ -845,12 +854,14 @@ def gathered_slice(
     that the optimizer reads; None if the parameter is sharded along a dim that the slice shortens.
     """
     out = use.equation.eqn.outvars[0].aval
-    if use.operand != 0 or None in use.view.dims or not parameter.trained:
+    if use.weight_position != 0 or None in use.view.dims or not parameter.trained:
         return None
 
     def along(layout: Layout) -> DimAxes:
         return {
-            dim: layout[source] for dim, source in enumerate(use.view.dims) if source is not None
+            dim: layout[parameter_dim]
+            for dim, parameter_dim in enumerate(use.view.dims)
+            if parameter_dim is not None
         }
 
     compute, stored, gradient = map(along, (parameter.compute, parameter.rest, parameter.gradient))
@@ -894,7 +905,7 @@ def gathered_slice(
 # An operation on a weight, whose partial sums are accumulated over several runs and reduced once.
 #
 #     run(activation, weight, sums)      d/d sums = this device's partial sums; d/d weight = 0
-#     finish(activation, weight, sums)   d/d weight = the reduced gradient of this run and of `sums`
+#     run_last(activation, weight, sums) d/d weight = the reduced gradient of this run and of `sums`
 
 #: (activation, weight, sums) -> result.
 Operation = Callable[..., Any]
@@ -907,7 +918,7 @@ class DeferredOp:
 
     Attributes:
         run: (operands in order, sums) -> result. The weight has no gradient; instead the gradient
-            of `sums`, any array of the shape of the attribute `sums`, is the per-device partial
+            of `sums`, any array like `sums_aval`, is the per-device partial
             sums.
         run_last: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
             before, and the gradient of the weight is that of all runs, reduced.
@@ -944,7 +955,9 @@ def deferred_op(
 
     def in_order(function: Operation) -> Callable[[Sequence[Any], Any], Any]:
         return lambda operands, sums: function(
-            use.saved_operand(operands[1 - use.operand]), operands[use.operand], sums
+            use.saved_operand(operands[1 - use.weight_position]),
+            operands[use.weight_position],
+            sums,
         )
 
     gathered = weight_gather(use, parameter, regions)
@@ -967,38 +980,40 @@ def deferred_op(
 def _backward(
     operation: ManualOp,
     activation: Any,
-    weight: Callable[[], Any],
+    get_weight: Callable[[], Any],
     cotangent: Any,
     *,
-    reduce: Callable[..., tuple[Any, ...]],
-    results: Sequence[PartitionSpec],
+    finish_sums: Callable[..., tuple[Any, ...]],
+    result_specs: Sequence[PartitionSpec],
     dtype: DType,
     sums: Sequence[Any] = (),
-    specs: Sequence[PartitionSpec] = (),
+    sums_specs: Sequence[PartitionSpec] = (),
 ) -> tuple[Any, Sequence[Any]]:
-    """The gradient of the activation, and the results of `reduce` on every device.
+    """The gradient of the activation, and the results of `finish_sums` on every device.
 
     Args:
-        weight: gives the weight in its compute sharding.
-        reduce: (partial sums, local shards of `sums`) -> arrays, on every device.
-        results: shardings of these arrays.
+        get_weight: gives the weight in its compute sharding.
+        finish_sums: (partial sums, local shards of `sums`) -> arrays, on every device.
+        result_specs: shardings of these arrays.
         dtype: of sums.
-        sums, specs: further arguments of `reduce`, and their shardings.
+        sums, sums_specs: further arguments of `finish_sums`, and their shardings.
     """
-    marks = operation.marks()
+    token_specs = operation.barrier_tokens()
 
     def local(activation: Any, cotangent: Any, *sums: Any) -> tuple[Any, ...]:
-        partial = operation.partial_sums(activation, cotangent, operation.sum_dtype(dtype))
-        return *reduce(partial, *sums), *(mark(partial) for _ in marks)
+        own_sums = operation.partial_sums(activation, cotangent, operation.sum_dtype(dtype))
+        return *finish_sums(own_sums, *sums), *(barrier_token(own_sums) for _ in token_specs)
 
     outputs = operation.regions.manual(
-        local, (*operation.operand_specs, *specs), (*results, *marks)
-    )(activation, operation.for_gradient(cotangent), *sums)
-    back = operation.activation_gradient(activation, weight(), cotangent)
-    return wait_for(back, outputs[len(results) :]), outputs[: len(results)]
+        local, (*operation.operand_specs, *sums_specs), (*result_specs, *token_specs)
+    )(activation, operation.cotangent_for_sums(cotangent), *sums)
+    activation_gradient = operation.activation_gradient(activation, get_weight(), cotangent)
+    return after_tokens(activation_gradient, outputs[len(result_specs) :]), outputs[
+        : len(result_specs)
+    ]
 
 
-def _run_deferred(operation: ManualOp, specs: PartitionSpec) -> Operation:
+def _run_deferred(operation: ManualOp, sums_spec: PartitionSpec) -> Operation:
     """(activation, weight, sums) -> result, whose partial sums are the gradient of `sums`."""
 
     @jax.custom_vjp
@@ -1007,19 +1022,19 @@ def _run_deferred(operation: ManualOp, specs: PartitionSpec) -> Operation:
 
     def backward(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
         activation, weight, sums = saved
-        back, (partial_sums,) = _backward(
+        activation_gradient, (partial_sums,) = _backward(
             operation,
             activation,
             lambda: weight,
             cotangent,
-            reduce=lambda partial: (partial[None].astype(sums.dtype),),
-            results=(specs,),
+            finish_sums=lambda own_sums: (own_sums[None].astype(sums.dtype),),
+            result_specs=(sums_spec,),
             dtype=sums.dtype,
         )
-        return back, jnp.zeros_like(weight), partial_sums
+        return activation_gradient, jnp.zeros_like(weight), partial_sums
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-        read = operation.use.reread(activation)
+        read = operation.use.for_backward(activation)
         # the backward pass reads only the dtype of this array
         return operation.run(read, weight), (read, weight, jnp.zeros((), sums.dtype))
 
@@ -1027,39 +1042,39 @@ def _run_deferred(operation: ManualOp, specs: PartitionSpec) -> Operation:
     return run
 
 
-def _run_last(operation: ManualOp, specs: PartitionSpec) -> Operation:
+def _run_last(operation: ManualOp, sums_spec: PartitionSpec) -> Operation:
     """(activation, weight, sums) -> result, with the gradient of the weight over all runs."""
 
     @jax.custom_vjp
-    def finish(activation: Any, weight: Any, sums: Any) -> Any:
+    def run(activation: Any, weight: Any, sums: Any) -> Any:
         return operation.run(activation, weight)
 
     def forward(activation: Any, weight: Any, sums: Any) -> tuple[Any, tuple[Any, Any, Any]]:
-        read = operation.use.reread(activation)
+        read = operation.use.for_backward(activation)
         return operation.run(read, weight), (read, weight, sums)
 
     def backward_of_all(saved: tuple[Any, Any, Any], cotangent: Any) -> tuple[Any, Any, Any]:
         activation, weight, sums = saved
 
-        def reduce(partial: Any, sums: Any) -> tuple[Any, ...]:
-            total = partial.astype(sums.dtype) + sums[0]
+        def finish_sums(own_sums: Any, sums: Any) -> tuple[Any, ...]:
+            total = own_sums.astype(sums.dtype) + sums[0]
             return (operation.reduction.apply(total, operation.regions).astype(weight.dtype),)
 
-        back, (gradient,) = _backward(
+        activation_gradient, (gradient,) = _backward(
             operation,
             activation,
             lambda: weight,
             cotangent,
-            reduce=reduce,
-            results=(operation.gradient_spec,),
+            finish_sums=finish_sums,
+            result_specs=(operation.gradient_spec,),
             dtype=sums.dtype,
             sums=(sums,),
-            specs=(specs,),
+            sums_specs=(sums_spec,),
         )
-        return back, gradient, jnp.zeros_like(sums)
+        return activation_gradient, gradient, jnp.zeros_like(sums)
 
-    finish.defvjp(forward, backward_of_all)
-    return finish
+    run.defvjp(forward, backward_of_all)
+    return run
 
 
 def with_reduced_gradient(
@@ -1086,21 +1101,21 @@ def with_reduced_gradient(
         return forward(activation, weight)
 
     def saving(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value | None]]:
-        read = use.reread(activation)
+        read = use.for_backward(activation)
         return forward(read, weight), (read, weight if operation.reads_weight else None)
 
     def backward(saved: tuple[Value, Value | None], cotangent: Value) -> tuple[Any, Value]:
         activation, weight = saved
-        back, (gradient,) = _backward(
+        activation_gradient, (gradient,) = _backward(
             operation,
             activation,
             lambda: None if weight is None else gathered(use.narrowest(weight)),
             cotangent,
-            reduce=lambda sums: (operation.reduction.apply(sums, regions),),
-            results=(operation.gradient_spec,),
+            finish_sums=lambda sums: (operation.reduction.apply(sums, regions),),
+            result_specs=(operation.gradient_spec,),
             dtype=use.dtype,
         )
-        return back, gradient
+        return activation_gradient, gradient
 
     run.defvjp(saving, backward)
     return in_operand_order(use, run)
@@ -1172,7 +1187,7 @@ def reduction_time(plan: Plan) -> str:
 
 def gradient_reductions(
     plan: Plan,
-    order: Sequence[int],
+    plan_indices: Sequence[int],
     uses: Mapping[str, Use],
     value_layouts: ValueLayouts,
     regions: Regions,
@@ -1180,30 +1195,30 @@ def gradient_reductions(
 ) -> GradientReductions:
     """The reductions of the gradients of a loss under a plan."""
     when = reduction_time(plan)
-    layouts = [without_axes(plan.parameters[i], ("stage",)) for i in order]
-    partial: dict[int, set[str]] = {}
+    layouts = [without_axes(plan.parameters[i], ("stage",)) for i in plan_indices]
+    partial_axes: dict[int, set[str]] = {}
     for path, use in uses.items():
-        number = use.view.parameter
-        if (path, 0) in value_layouts and path not in loop_paths and layouts[number].trained:
-            operation = manual_operation(use, value_layouts[path, 0], layouts[number], regions)
+        index = use.view.parameter
+        if (path, 0) in value_layouts and path not in loop_paths and layouts[index].trained:
+            operation = manual_operation(use, value_layouts[path, 0], layouts[index], regions)
             if operation is not None and operation.partial_axes:
-                partial.setdefault(number, set()).update(operation.partial_axes)
+                partial_axes.setdefault(index, set()).update(operation.partial_axes)
     batch = {axis for _, layout in plan.batch_layouts for axis in layout.axes}
 
-    def reduction(number: int, parameter: ParameterLayout) -> GradientReduction | None:
+    def reduction(index: int, parameter: ParameterLayout) -> GradientReduction | None:
         if not parameter.trained:
             return None
-        axes = partial.get(number, batch.difference(parameter.compute.axes))
+        axes = partial_axes.get(index, batch.difference(parameter.compute.axes))
         return GradientReduction(
             path=parameter.path,
             axes=tuple(axis for axis in MESH_AXES if axis in axes),
-            when=when if number in partial else EVERY_MICROBATCH,
-            layout=plan.parameters[order[number]].gradient,
+            when=when if index in partial_axes else EVERY_MICROBATCH,
+            layout=plan.parameters[plan_indices[index]].gradient,
             dtype=regions.reduction_dtype,
         )
 
     return GradientReductions(
-        parameters=tuple(reduction(number, layout) for number, layout in enumerate(layouts)),
+        parameters=tuple(reduction(index, layout) for index, layout in enumerate(layouts)),
         when=when,
         explicit=regions.reduction_dtype is not None or not _shares_memory(plan),
         precision=Precision.of(plan),

@@ -50,7 +50,7 @@ def test_programs_compute_what_one_device_does(mesh, order, alone):
 
 def _numbers(mesh, order, where):
     """Where each axis of a mesh moves: the devices along it from the first one."""
-    found, _ = device_mesh(mesh, topology=where, order=order)
+    found, _ = device_mesh(mesh, topology=where, axis_order=order)
     grid = np.vectorize(lambda device: device.id)(found.devices)
     moved = [np.moveaxis(grid, i, 0) for i in range(grid.ndim)]
     return {

@@ -17,7 +17,12 @@ from jax.sharding import Mesh, PartitionSpec
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.attention import Attention, attend
 from shardlib.lowering.context.block import AttentionMask, Scores
-from shardlib.lowering.context.dispatch import AttentionCall, Collected, HeadSharding, Kernels
+from shardlib.lowering.context.dispatch import (
+    AttentionCall,
+    HeadSharding,
+    Kernels,
+    UlyssesAttention,
+)
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.verification.isolation import GPU_PLUGINS, environment
 from tests.processes import python
@@ -49,7 +54,7 @@ def test_splash_attention_gives_what_blocks_give(form, causal, window, packed):
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
 
     def run(kernels):
-        collected = Collected(cut=cut, scores=SCORES, causal=causal, kernels=kernels)
+        collected = UlyssesAttention(cut=cut, scores=SCORES, causal=causal, kernels=kernels)
         attention = functools.partial(getattr(collected, form), window=window)
         region = jax.shard_map(
             attention,
@@ -84,7 +89,7 @@ def test_layers_with_and_without_a_window_have_a_kernel_each(everywhere):
         ring=False,
         cut=None,
         heads=HeadSharding(axes=(), ways=1, shards_kv=True),
-        count=4,
+        num_heads=4,
         kernels=SPLASH,
     )
     true = attend(form, *given)
@@ -232,7 +237,7 @@ from shardlib.lowering.context.dispatch import Kernels
 mesh, spec = Mesh(np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices), ("context",)), PartitionSpec(None, "context")
 def program(kind):
     collected = Collected(cut=Cut(axis="context", ways=4), scores=Scores(scale=1.0), kernels=Kernels(kind=kind))
-    run = functools.partial(collected.exchanged, window=1000)
+    run = functools.partial(collected.ulysses, window=1000)
     region = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     given = [jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for heads in (8, 4, 4)]
     made = jax.jit(jax.grad(lambda *qkv: region(*qkv).astype(jnp.float32).sum(), argnums=(0, 1, 2))).lower(*given).compile()

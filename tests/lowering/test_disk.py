@@ -133,7 +133,7 @@ def test_devices_hold_the_state_of_one_parameter_at_a_time(tmp_path):
     assert len(calls) == 1 + len(small.AXES)  # a piece for each parameter
     largest = max(bytes_of([leaf]) for leaf in jax.tree.leaves(program.state.params))
     assert all(
-        call.program.call.memory_analysis().argument_size_in_bytes <= 4 * largest + 64
+        call.program.compiled.memory_analysis().argument_size_in_bytes <= 4 * largest + 64
         for call in calls[1:]
     )  # parameter, gradient, two moments
     saved = plain.memory()["peak"] - program.memory()["peak"]

@@ -22,7 +22,7 @@ from tests.zoo.parity import capture
 
 def placements_of(program):
     """Batch over all axes but tensor, and nothing else: all that gradients need."""
-    loss = LossFacts(program=flatten(program.source.closed_jaxpr), parameters=5)
+    loss = LossFacts(program=flatten(program.source.closed_jaxpr), num_parameters=5)
     rows = next(iter(dict(program.plan.batch_layouts).values()))[0]
     found = {}
     for path, use in loss.uses.items():

@@ -108,4 +108,4 @@ def test_tables_are_parameters_that_lookups_and_slices_alone_read():
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     tokens = jax.ShapeDtypeStruct((4, 8), jnp.int32)
     program = flatten(jax.make_jaxpr(loss)(*arrays, tokens))
-    assert LossFacts(program=program, parameters=len(arrays)).lookup_tables == {0, 1}
+    assert LossFacts(program=program, num_parameters=len(arrays)).lookup_tables == {0, 1}

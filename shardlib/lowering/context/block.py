@@ -49,18 +49,18 @@ class Positions:
     Attributes:
         position: in the sequence, [S].
         document: index of the document, [B, S]; None for a single document.
-        real: false for padding tokens, [S]; None without padding.
+        is_token: false for padding tokens, [S]; None without padding.
     """
 
     position: Value
     document: Any = None
-    real: Any = None
+    is_token: Any = None
 
     def __getitem__(self, which: slice) -> Positions:
         return Positions(
             position=self.position[which],
             document=None if self.document is None else self.document[:, which],
-            real=None if self.real is None else self.real[which],
+            is_token=None if self.is_token is None else self.is_token[which],
         )
 
 
@@ -137,8 +137,8 @@ class AttentionMask:
         conditions = [distance >= 0] if self.causal else []
         if self.window_size is not None:
             conditions.append((distance if self.causal else jnp.abs(distance)) < self.window_size)
-        if key.real is not None:
-            conditions.append(key.real[None, :])
+        if key.is_token is not None:
+            conditions.append(key.is_token[None, :])
         if query.document is not None:
             conditions.append(query.document[:, :, None] == key.document[:, None, :])
         return reduce(operator.and_, conditions) if conditions else None
@@ -247,19 +247,20 @@ class AttentionPart:
 
     Attributes:
         result: [B, Q, H, V] in float32; zeros for queries without visible keys.
-        total: log-sum-exp, [B, Q, H].
+        log_sum_exp: [B, Q, H].
     """
 
     result: Any
-    total: Value
+    log_sum_exp: Value
 
     def __add__(self, other: AttentionPart) -> AttentionPart:
-        total = jnp.logaddexp(self.total, other.total)
+        log_sum_exp = jnp.logaddexp(self.log_sum_exp, other.log_sum_exp)
         return AttentionPart(
             result=sum(
-                part.result * jnp.exp(part.total - total)[..., None] for part in (self, other)
+                part.result * jnp.exp(part.log_sum_exp - log_sum_exp)[..., None]
+                for part in (self, other)
             ),
-            total=total,
+            log_sum_exp=log_sum_exp,
         )
 
 
@@ -268,31 +269,35 @@ class OutputCotangents:
     """The cotangent of queries' attention to all keys.
 
     Attributes:
-        total: log-sum-exp, [B, Q, H].
+        log_sum_exp: [B, Q, H].
         cotangent: of the result, [B, Q, H, V].
-        inner: product of cotangent and result, summed over V: [B, Q, H], float32.
+        delta: product of cotangent and result, summed over V: [B, Q, H], float32.
     """
 
-    total: Value
+    log_sum_exp: Value
     cotangent: Value
-    inner: Value
+    delta: Value
 
     @classmethod
-    def of(cls, result: Value, total: Value, cotangent: Value) -> OutputCotangents:
+    def of(cls, result: Value, log_sum_exp: Value, cotangent: Value) -> OutputCotangents:
         """The cotangent together with the values of the forward pass that gradients need.
 
         Args:
             result: of attention to all keys, [B, Q, H, V].
-            total: log-sum-exp, [B, Q, H].
+            log_sum_exp: [B, Q, H].
         """
         return cls(
-            total=total, cotangent=cotangent, inner=(cotangent.astype(jnp.float32) * result).sum(-1)
+            log_sum_exp=log_sum_exp,
+            cotangent=cotangent,
+            delta=(cotangent.astype(jnp.float32) * result).sum(-1),
         )
 
     def map(self, change: Callable[[Value], Value]) -> OutputCotangents:
         """All arrays changed by one function, for other queries."""
         return OutputCotangents(
-            total=change(self.total), cotangent=change(self.cotangent), inner=change(self.inner)
+            log_sum_exp=change(self.log_sum_exp),
+            cotangent=change(self.cotangent),
+            delta=change(self.delta),
         )
 
 
@@ -302,14 +307,14 @@ class QKV:
 
     Attributes:
         query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V].
-        rows, columns: positions and documents of queries and of keys.
+        query_positions, key_positions: positions and documents of queries and of keys.
     """
 
     query: Any
     key: Any
     value: Any
-    rows: Positions
-    columns: Positions
+    query_positions: Positions
+    key_positions: Positions
 
     def taken(self, rows: slice, columns: slice) -> QKV:
         """A slice of the queries, and a slice of the keys and values."""
@@ -317,8 +322,8 @@ class QKV:
             query=self.query[:, rows],
             key=self.key[:, columns],
             value=self.value[:, columns],
-            rows=self.rows[rows],
-            columns=self.columns[columns],
+            query_positions=self.query_positions[rows],
+            key_positions=self.key_positions[columns],
         )
 
 
@@ -326,7 +331,7 @@ def nothing(query: Value, width: int) -> AttentionPart:
     """Attention of queries [B, Q, H, D] to no keys."""
     return AttentionPart(
         result=jnp.zeros((*query.shape[:3], width), jnp.float32),
-        total=jnp.full(query.shape[:3], EMPTY_LOG_SUM, jnp.float32),
+        log_sum_exp=jnp.full(query.shape[:3], EMPTY_LOG_SUM, jnp.float32),
     )
 
 
@@ -338,23 +343,25 @@ def grouped(query: Value, groups: int) -> Value:
 def attend_block(inputs: QKV, mask: AttentionMask, scores: Scores) -> AttentionPart:
     """Attention of queries to keys."""
     query, value = inputs.query, inputs.value
-    biases = mask.biases(inputs.rows, inputs.columns)
-    visible = mask.visible(inputs.rows, inputs.columns)
-    values = _masked(_plus_biases(scores.of(query, inputs.key), biases), visible)
+    biases = mask.biases(inputs.query_positions, inputs.key_positions)
+    visible = mask.visible(inputs.query_positions, inputs.key_positions)
+    logits = _masked(_plus_biases(scores.of(query, inputs.key), biases), visible)
     # For queries without visible keys, all exponentials must be zeros.
-    largest = jnp.maximum(values.max(-1), EMPTY_LOG_SUM / 2)
-    shares = jnp.exp(values - largest[..., None])
-    total = shares.sum(-1)
+    largest = jnp.maximum(logits.max(-1), EMPTY_LOG_SUM / 2)
+    exponentials = jnp.exp(logits - largest[..., None])
+    denominator = exponentials.sum(-1)
     result = jnp.einsum(
         "bghqk,bkgv->bqghv",
-        (shares / jnp.maximum(total, 1e-30)[..., None]).astype(value.dtype),
+        (exponentials / jnp.maximum(denominator, 1e-30)[..., None]).astype(value.dtype),
         value,
         preferred_element_type=jnp.float32,
     )
-    summed = jnp.where(total > 0, jnp.log(jnp.maximum(total, 1e-30)) + largest, EMPTY_LOG_SUM)
+    summed = jnp.where(
+        denominator > 0, jnp.log(jnp.maximum(denominator, 1e-30)) + largest, EMPTY_LOG_SUM
+    )
     return AttentionPart(
         result=result.reshape(*query.shape[:3], -1),
-        total=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]),
+        log_sum_exp=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]),
     )
 
 
@@ -366,39 +373,47 @@ def attend_block_backward(
     keys and values.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
-    rows, columns = inputs.rows, inputs.columns
+    query_positions, key_positions = inputs.query_positions, inputs.key_positions
     groups = key.shape[2]
 
     def by_group(array: Value) -> Value:
         """[B, Q, H] -> [B, G, H / G, Q, 1]."""
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 
-    plain = scores.of(query, key)
-    biases, total = mask.biases(rows, columns), by_group(incoming.total)
-    values = _masked(_plus_biases(plain, biases), mask.visible(rows, columns))
-    shares = jnp.exp(jnp.minimum(values - total, 0.0)) * (total > EMPTY_LOG_SUM / 2)
+    raw_scores = scores.of(query, key)
+    biases, log_sum_exp = (
+        mask.biases(query_positions, key_positions),
+        by_group(incoming.log_sum_exp),
+    )
+    logits = _masked(_plus_biases(raw_scores, biases), mask.visible(query_positions, key_positions))
+    probabilities = jnp.exp(jnp.minimum(logits - log_sum_exp, 0.0)) * (
+        log_sum_exp > EMPTY_LOG_SUM / 2
+    )
     d_out = grouped(incoming.cotangent, groups).astype(value.dtype)
-    to_value = jnp.einsum(
-        "bghqk,bqghv->bkgv", shares.astype(value.dtype), d_out, preferred_element_type=jnp.float32
+    d_value = jnp.einsum(
+        "bghqk,bqghv->bkgv",
+        probabilities.astype(value.dtype),
+        d_out,
+        preferred_element_type=jnp.float32,
     )
-    moved = shares * (
+    d_scores = probabilities * (
         jnp.einsum("bqghv,bkgv->bghqk", d_out, value, preferred_element_type=jnp.float32)
-        - by_group(incoming.inner)
+        - by_group(incoming.delta)
     )
-    products = scores.backward(plain, moved)
-    to_query = jnp.einsum(
-        "bghqk,bkgd->bqghd", products.astype(key.dtype), key, preferred_element_type=jnp.float32
+    d_products = scores.backward(raw_scores, d_scores)
+    d_query = jnp.einsum(
+        "bghqk,bkgd->bqghd", d_products.astype(key.dtype), key, preferred_element_type=jnp.float32
     ).reshape(query.shape)
-    to_key = jnp.einsum(
+    d_key = jnp.einsum(
         "bghqk,bqghd->bkgd",
-        products.astype(query.dtype),
+        d_products.astype(query.dtype),
         grouped(query, groups),
         preferred_element_type=jnp.float32,
     )
     if biases is None:
-        return to_query, to_key, to_value
-    to_biases = moved.sum(0).reshape(biases.shape)
-    return to_query, to_key, to_value, *mask.bias_grad(rows, columns, to_biases)
+        return d_query, d_key, d_value
+    d_biases = d_scores.sum(0).reshape(biases.shape)
+    return d_query, d_key, d_value, *mask.bias_grad(query_positions, key_positions, d_biases)
 
 
 def _plus_biases(scores: Value, biases: Value | None) -> Value:
@@ -467,12 +482,12 @@ class Blocks:
         )
 
     def padded_tokens(self, tokens: Positions) -> Positions:
-        """Tokens whose last block is padded; padding is not `real`."""
-        real = jnp.arange(self.count * self.size) < self.length if self.missing else None
+        """Tokens whose last block is padded; padding is not `is_token`."""
+        is_token = jnp.arange(self.count * self.size) < self.length if self.missing else None
         return Positions(
             position=self.full(tokens.position, 0),
             document=None if tokens.document is None else self.full(tokens.document),
-            real=real,
+            is_token=is_token,
         )
 
     def at(self, number: Index, array: Value, dim: int = 1) -> Value:
@@ -482,11 +497,11 @@ class Blocks:
     def block_tokens(self, number: Index, tokens: Positions) -> Positions:
         """One block of padded tokens."""
         position = self.at(number, tokens.position, 0)
-        real = None if tokens.real is None else self.at(number, tokens.real, 0)
+        is_token = None if tokens.is_token is None else self.at(number, tokens.is_token, 0)
         return Positions(
             position=position,
             document=None if tokens.document is None else self.at(number, tokens.document),
-            real=real,
+            is_token=is_token,
         )
 
     def with_added(self, number: Index, array: Value, more: Value) -> Value:
@@ -515,7 +530,7 @@ def attend(inputs: QKV, mask: AttentionMask, scores: Scores) -> AttentionPart:
     def block(_: None, row: Value) -> tuple[None, AttentionPart]:
         def step(part: AttentionPart, column: Value) -> tuple[AttentionPart, None]:
             block = blocked.at(row, column)
-            visible = mask.any_visible(block.rows, block.columns)
+            visible = mask.any_visible(block.query_positions, block.key_positions)
             attended = _if_visible(visible, lambda: part + attend_block(block, mask, scores), part)
             return attended, None
 
@@ -546,7 +561,7 @@ def attend_backward(
         def step(carry: tuple[Value, ...], column: Value) -> tuple[tuple[Value, ...], None]:
             block = blocked.at(row, column)
             more = _if_visible(
-                mask.any_visible(block.rows, block.columns),
+                mask.any_visible(block.query_positions, block.key_positions),
                 lambda: attend_block_backward(block, mask, scores, cotangents),
                 _zeros(block.query, block.key, block.value, *arrays),
             )
@@ -558,16 +573,16 @@ def attend_backward(
             ), None
 
         start = *_zeros(blocked.rows.at(row, blocked.inputs.query)), *gradients
-        to_query, *summed = jax.lax.scan(step, start, jnp.arange(blocked.columns.count))[0]
-        return tuple(summed), to_query
+        d_query, *summed = jax.lax.scan(step, start, jnp.arange(blocked.columns.count))[0]
+        return tuple(summed), d_query
 
-    (to_key, to_value, *to_arrays), to_query = jax.lax.scan(
+    (d_key, d_value, *d_arrays), d_query = jax.lax.scan(
         block,
         _zeros(blocked.inputs.key, blocked.inputs.value, *arrays),
         jnp.arange(blocked.rows.count),
     )
     last = inputs.key.shape[1]
-    return blocked.rows.joined(to_query), to_key[:, :last], to_value[:, :last], *to_arrays
+    return blocked.rows.joined(d_query), d_key[:, :last], d_value[:, :last], *d_arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -595,8 +610,8 @@ class BlockedInputs:
             query=rows.full(inputs.query),
             key=columns.full(inputs.key),
             value=columns.full(inputs.value),
-            rows=rows.padded_tokens(inputs.rows),
-            columns=columns.padded_tokens(inputs.columns),
+            query_positions=rows.padded_tokens(inputs.query_positions),
+            key_positions=columns.padded_tokens(inputs.key_positions),
         )
         return BlockedInputs(inputs=full, rows=rows, columns=columns)
 
@@ -606,8 +621,8 @@ class BlockedInputs:
             query=self.rows.at(row, self.inputs.query),
             key=self.columns.at(column, self.inputs.key),
             value=self.columns.at(column, self.inputs.value),
-            rows=self.rows.block_tokens(row, self.inputs.rows),
-            columns=self.columns.block_tokens(column, self.inputs.columns),
+            query_positions=self.rows.block_tokens(row, self.inputs.query_positions),
+            key_positions=self.columns.block_tokens(column, self.inputs.key_positions),
         )
 
 
@@ -615,11 +630,13 @@ def _padded_cotangents(blocks: Blocks, incoming: OutputCotangents) -> OutputCota
     """The cotangent for padded queries: padding has a cotangent of zeros, and so adds nothing to
     gradients of keys.
     """
-    cotangent, inner = (
+    cotangent, delta = (
         jnp.pad(array, [(0, 0), (0, blocks.missing), *[(0, 0)] * (array.ndim - 2)])
-        for array in (incoming.cotangent, incoming.inner)
+        for array in (incoming.cotangent, incoming.delta)
     )
-    return OutputCotangents(total=blocks.full(incoming.total), cotangent=cotangent, inner=inner)
+    return OutputCotangents(
+        log_sum_exp=blocks.full(incoming.log_sum_exp), cotangent=cotangent, delta=delta
+    )
 
 
 def _tied_to_query(inputs: QKV) -> QKV:
@@ -627,8 +644,12 @@ def _tied_to_query(inputs: QKV) -> QKV:
     a loop over layers, the masks of all blocks together, which are constants, would be moved out of
     it.
     """
-    query, rows, columns = jax.lax.optimization_barrier((inputs.query, inputs.rows, inputs.columns))
-    return replace(inputs, query=query, rows=rows, columns=columns)
+    query, query_positions, key_positions = jax.lax.optimization_barrier(
+        (inputs.query, inputs.query_positions, inputs.key_positions)
+    )
+    return replace(
+        inputs, query=query, query_positions=query_positions, key_positions=key_positions
+    )
 
 
 def _zeros(*arrays: Value) -> Any:

@@ -76,7 +76,7 @@ class HeadSharding:
         """Keys or values of this device's queries; inside of the region.
 
         Args:
-            array: keys or values, [B, T, K, H].
+            array: keys or values, [B, K, G, D].
             heads: number of heads of all queries.
         """
         if self.shards_kv:
@@ -87,7 +87,7 @@ class HeadSharding:
         )
 
 
-def computed(site: CallSite, plan: Plan, layouts: ValueLayouts) -> bool:
+def is_replaced(site: CallSite, plan: Plan, layouts: ValueLayouts) -> bool:
     """True if a call of attention is replaced by a program for many devices; otherwise its
     equations are left to automatic partitioning.
     """
@@ -101,7 +101,7 @@ def computed(site: CallSite, plan: Plan, layouts: ValueLayouts) -> bool:
 
 
 def head_axes(queries: Layout, plan: Plan) -> tuple[str, ...]:
-    """The mesh axes that shard the heads of queries [B, S, N, H] inside of the region.
+    """The mesh axes that shard the heads of queries [B, Q, H, D] inside of the region.
 
     If no axis shards the heads outside, those that shard the sequence or the width of a head there
     do: one all-to-all each way, where otherwise every device along them would need the whole
@@ -122,9 +122,9 @@ def with_head_layouts(
     gradients of those that it reads sharded by heads are sharded by heads, too.
     """
     layouts = dict(layouts)
-    makers = {(op.path, index): op for op in graph.ops for index in range(len(op.results))}
+    producers = {(op.path, index): op for op in graph.ops for index in range(len(op.results))}
     for site in sites:
-        if not isinstance(site.call.form, Attention) or not computed(site, plan, layouts):
+        if not isinstance(site.call.form, Attention) or not is_replaced(site, plan, layouts):
             continue
         queries, parts = layouts[site.layout_key(0)], site.call.form.parts
         axes, count = head_axes(queries, plan), site.avals[0].shape[2]
@@ -133,7 +133,7 @@ def with_head_layouts(
         if queries[2] or which == "none":
             continue
         for index, source in enumerate(site.sources[: 2 * parts + 1]):
-            for key in _projections(graph, makers, source) if source in makers else ():
+            for key in _projections(graph, producers, source) if source in producers else ():
                 if key not in layouts or set(layouts[key][-1]) != set(axes):
                     continue
                 if index >= parts and which == "queries":
@@ -370,7 +370,7 @@ BLOCK_KERNELS = Kernels()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collected:
+class UlyssesAttention:
     """Attention of a sharded sequence without a ring.
 
     Attributes:
@@ -385,7 +385,7 @@ class Collected:
     causal: bool = True
     kernels: Kernels = BLOCK_KERNELS
 
-    def gathered(
+    def all_gather(
         self,
         query: Value,
         key: Value,
@@ -404,16 +404,18 @@ class Collected:
         if self.kernels.kind != "blocks":
             documents = None if segments is None else (segments, whole(segments))
             return self._by_kernel(query, whole(key), whole(value), documents, mask)
-        rows = Positions(
+        query_positions = Positions(
             position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
         )
-        columns = Positions(
+        key_positions = Positions(
             position=_positions(self.cut, query.shape[1]),
             document=None if segments is None else whole(segments),
         )
-        return attention(self.scores, query, whole(key), whole(value), rows, columns, mask)
+        return attention(
+            self.scores, query, whole(key), whole(value), query_positions, key_positions, mask
+        )
 
-    def exchanged(
+    def ulysses(
         self,
         query: Value,
         key: Value,
@@ -535,7 +537,7 @@ def lower_attention(
     """
     form, context = site.call.form, list(regions.physical_axes(("context",)))
     aval = site.avals[0]
-    if not computed(site, plan, layouts):
+    if not is_replaced(site, plan, layouts):
         return None
     groups = site.avals[2 * form.parts].shape[2]
     batch, axes = (layouts[site.layout_key(0)][0], head_axes(layouts[site.layout_key(0)], plan))
@@ -575,20 +577,20 @@ def lower_attention(
         ring=plan.context == "ring",
         cut=cut,
         heads=heads,
-        count=aval.shape[2],
+        num_heads=aval.shape[2],
         kernels=Kernels(
             kind=cast(Kind, plan.attention if plan.attention != "traced" else "blocks")
         ),
     )
     region = replicated_region(regions, local, specs, spec)
-    pins = _exchanged_layouts(site, layouts, heads, regions)
+    shardings = _exchanged_layouts(site, layouts, heads, regions)
 
     def run(*arrays: Value) -> Sequence[Value]:
-        pinned = [
-            array if pin is None else constrain(array, pin)
-            for array, pin in zip(arrays, pins, strict=True)
+        constrained = [
+            array if sharding is None else constrain(array, sharding)
+            for array, sharding in zip(arrays, shardings, strict=True)
         ]
-        return [region(*pinned)]
+        return [region(*constrained)]
 
     return run
 
@@ -610,13 +612,13 @@ def _exchanged_layouts(
     parts, taken = site.call.form.parts, set(heads.axes)
     by_heads = {*range(2 * parts + 1 if heads.shards_kv else parts)}
 
-    def pin(index: int) -> NamedSharding | None:
+    def sharding(index: int) -> NamedSharding | None:
         layout = layouts.get(site.layout_key(index))
         if index not in by_heads or layout is None or len(layout) < 4:
             return None
         return named_sharding(regions.mesh, layout) if taken & {*layout[1]} else None
 
-    return [pin(index) for index in range(len(site.avals))]
+    return [sharding(index) for index in range(len(site.avals))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -628,7 +630,7 @@ class AttentionCall:
         ring: whether keys and values are passed around.
         cut: the partition of the sequence; None if it is not sharded.
         heads: the sharding of heads.
-        count: number of heads of queries, of all devices.
+        num_heads: number of heads of queries, of all devices.
         kernels: the kernel for arrays on one device; a ring has its own.
     """
 
@@ -636,13 +638,13 @@ class AttentionCall:
     ring: bool
     cut: Cut | None
     heads: HeadSharding
-    count: int
+    num_heads: int
     kernels: Kernels
 
     def __call__(self, *arrays: Value) -> Value:
         """Attention of one device's shards of the arrays of a call."""
         operands_of_call = Operands.of(self.form, arrays)
-        value = self.heads.local_kv(operands_of_call.value, self.count)
+        value = self.heads.local_kv(operands_of_call.value, self.num_heads)
         key = _joined([self._key(key, value.shape[2]) for key in operands_of_call.keys])
         operands = [
             _joined(operands_of_call.queries),
@@ -671,7 +673,7 @@ class AttentionCall:
 
     def _key(self, key: Value, groups: int) -> Value:
         return (
-            self.heads.local_kv(key, self.count)
+            self.heads.local_kv(key, self.num_heads)
             if key.ndim == 4
             else jnp.broadcast_to(key[:, :, None], (*key.shape[:2], groups, key.shape[2]))
         )
@@ -691,9 +693,9 @@ class AttentionCall:
                 mask=AttentionMask(causal=self.form.causal, window=window, bias=bias),
             )
         if not self.ring:
-            return Collected(
+            return UlyssesAttention(
                 cut=self.cut, scores=scores, causal=self.form.causal, kernels=self.kernels
-            ).exchanged(*operands, window=window, bias=bias)
+            ).ulysses(*operands, window=window, bias=bias)
         ring = Ring(cut=self.cut, scores=scores, causal=self.form.causal)
         return self.cut.collected_inside(
             ring.attention(*map(self.cut.dealt_inside, operands), window=window, bias=bias)
@@ -715,19 +717,19 @@ def _joined(parts: Sequence[Value]) -> Value:
 
 
 def replicated_region(
-    regions: Regions, function: Function, arguments: Sequence[PartitionSpec], result: PartitionSpec
+    regions: Regions, function: Function, in_specs: Sequence[PartitionSpec], out_spec: PartitionSpec
 ) -> Function:
     """`Regions.manual` for a function that gives the same on all devices along the axes that shard
     neither its arguments nor its result.
     """
-    named = {name for spec in (*arguments, result) for name in _names(spec)}
+    named = {name for spec in (*in_specs, out_spec) for name in _names(spec)}
     axes = tuple(
         name
         for name, kind in zip(regions.mesh.axis_names, regions.mesh.axis_types, strict=True)
         if kind != AxisType.Manual and regions.mesh.shape[name] > 1 and name not in named
     )
     if not axes:
-        return regions.manual(function, tuple(arguments), result)
+        return regions.manual(function, tuple(in_specs), out_spec)
 
     def made(*arrays: Value) -> Value:
         differentiable = [_differentiable(array) for array in arrays]
@@ -744,15 +746,15 @@ def replicated_region(
             local,
             tuple(
                 PartitionSpec(axes, *spec) if row else spec
-                for spec, row in zip(arguments, differentiable, strict=True)
+                for spec, row in zip(in_specs, differentiable, strict=True)
             ),
-            PartitionSpec(axes, *result),
+            PartitionSpec(axes, *out_spec),
         )
         rows = [
             _copies_as_rows(regions, axes, spec)(array) if row else array
-            for array, spec, row in zip(arrays, arguments, differentiable, strict=True)
+            for array, spec, row in zip(arrays, in_specs, differentiable, strict=True)
         ]
-        return _row_as_copies(regions, axes, result)(region(*rows))
+        return _row_as_copies(regions, axes, out_spec)(region(*rows))
 
     return made
 
@@ -767,15 +769,15 @@ def _differentiable(array: Value) -> bool:
 
 def _copies_as_rows(regions: Regions, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
     """Each device's copy of an array as its own row; the gradient is the device's own row."""
-    return _with_backward(*_ways(regions, axes, spec))
+    return _with_backward(*_row_conversions(regions, axes, spec))
 
 
 def _row_as_copies(regions: Regions, axes: tuple[str, ...], spec: PartitionSpec) -> Function:
     """The array whose copies are the rows of the devices; the gradient is copied to every row."""
-    return _with_backward(*reversed(_ways(regions, axes, spec)))
+    return _with_backward(*reversed(_row_conversions(regions, axes, spec)))
 
 
-def _ways(
+def _row_conversions(
     regions: Regions, axes: tuple[str, ...], spec: PartitionSpec
 ) -> tuple[Function, Function]:
     rows = PartitionSpec(axes, *spec)
@@ -787,6 +789,6 @@ def _ways(
 
 def _with_backward(forward: Function, backward: Function) -> Function:
     """A function whose backward pass is another function."""
-    turned = jax.custom_vjp(forward)
-    turned.defvjp(lambda array: (forward(array), None), lambda _, cotangent: (backward(cotangent),))
-    return turned
+    run = jax.custom_vjp(forward)
+    run.defvjp(lambda array: (forward(array), None), lambda _, cotangent: (backward(cotangent),))
+    return run

@@ -104,8 +104,8 @@ class Ring:
                 query=query,
                 key=moving[0],
                 value=moving[1],
-                rows=ring._tokens(0, local, segments),
-                columns=ring._tokens(number, local, *moving[2:]),
+                query_positions=ring._tokens(0, local, segments),
+                key_positions=ring._tokens(number, local, *moving[2:]),
             )
 
             def work(rows: slice, columns: slice, mask: AttentionMask) -> AttentionPart:
@@ -141,8 +141,8 @@ class Ring:
                 query=query,
                 key=moving[2],
                 value=moving[3],
-                rows=ring._tokens(0, local, segments),
-                columns=ring._tokens(number, local, *moving[4:]),
+                query_positions=ring._tokens(0, local, segments),
+                key_positions=ring._tokens(number, local, *moving[4:]),
             )
 
             def work(rows: slice, columns: slice, mask: AttentionMask) -> tuple[Any, ...]:
@@ -162,8 +162,8 @@ class Ring:
                 )
 
             before = state[0], *moving[:2], *state[1:]
-            to_query, to_key, to_value, *more = ring._turn(number, local, inputs, work, before)
-            return (to_query, *more), (to_key, to_value, *moving[2:])
+            d_query, d_key, d_value, *more = ring._turn(number, local, inputs, work, before)
+            return (d_query, *more), (d_key, d_value, *moving[2:])
 
         state, moving = ring._all_turns(
             turn, zeros[2:], (*zeros[:2], *_moving(key, value, segments)), local
@@ -189,8 +189,8 @@ class Ring:
         length = local // self.cut.runs
         distances = [
             query_run - key_run
-            for query_run in self.cut.numbers(device)
-            for key_run in self.cut.numbers(owner)
+            for query_run in self.cut.run_indices(device)
+            for key_run in self.cut.run_indices(owner)
             if query_run >= key_run or not self.causal
         ]
         return any(
@@ -242,7 +242,7 @@ class Ring:
         if isinstance(number, int) and not number:
             return work(EVERY, EVERY, replace(within, causal=True))
         here, half = self.cut.device(), local // 2
-        # The device of origin: the keys have not wrapped around past device 0.
+        # True if the keys come from a device of lower index, and have not wrapped around.
         earlier = number <= here
         if self.cut.zigzag:
             return jax.lax.cond(
@@ -282,11 +282,17 @@ class OneDevice:
         query: Value,
         key: Value,
         value: Value,
-        places: tuple[Positions, Positions],
+        positions: tuple[Positions, Positions],
         inputs: MaskInputs,
     ) -> AttentionPart:
         """Attention as a part, before it is cast."""
-        arrays = QKV(query=query, key=key, value=value, rows=places[0], columns=places[1])
+        arrays = QKV(
+            query=query,
+            key=key,
+            value=value,
+            query_positions=positions[0],
+            key_positions=positions[1],
+        )
         return attend(arrays, self._mask(inputs), self.scores)
 
     def backward(
@@ -294,12 +300,18 @@ class OneDevice:
         query: Value,
         key: Value,
         value: Value,
-        places: tuple[Positions, Positions],
+        positions: tuple[Positions, Positions],
         inputs: MaskInputs,
         incoming: OutputCotangents,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of the distance biases, in float32."""
-        arrays = QKV(query=query, key=key, value=value, rows=places[0], columns=places[1])
+        arrays = QKV(
+            query=query,
+            key=key,
+            value=value,
+            query_positions=positions[0],
+            key_positions=positions[1],
+        )
         return attend_backward(arrays, self._mask(inputs), self.scores, incoming)
 
     def _mask(self, inputs: MaskInputs) -> AttentionMask:
@@ -311,8 +323,8 @@ def attention(
     query: Value,
     key: Value,
     value: Value,
-    rows: Positions,
-    columns: Positions,
+    query_positions: Positions,
+    key_positions: Positions,
     mask: AttentionMask = CAUSAL,
 ) -> Value:
     """Attention of queries to keys, with gradients.
@@ -320,7 +332,7 @@ def attention(
     Args:
         scores: how scores are computed.
         query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V], with H a multiple of G.
-        rows, columns: positions of queries and keys.
+        query_positions, key_positions: positions of queries and keys.
         mask: the mask.
 
     Returns:
@@ -328,7 +340,7 @@ def attention(
     """
     window, inputs = mask.split
     local = OneDevice(scores=scores, causal=mask.causal, window=window)
-    return _with_gradients(local, query, key, value, (rows, columns), inputs)
+    return _with_gradients(local, query, key, value, (query_positions, key_positions), inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -337,11 +349,15 @@ def _with_gradients(
     query: Value,
     key: Value,
     value: Value,
-    places: Any,
+    positions: Any,
     inputs: MaskInputs,
 ) -> Value:
-    """Attention, of the dtype of the values, with the gradients of the method."""
-    return method.forward(query, key, value, places, inputs).result.astype(value.dtype)
+    """Attention, of the dtype of the values, with the gradients of the method.
+
+    Args:
+        positions: of queries and of keys; for a ring, its segments.
+    """
+    return method.forward(query, key, value, positions, inputs).result.astype(value.dtype)
 
 
 def _forward(method: Ring | OneDevice, *operands: Any) -> tuple[Any, Any]:
@@ -349,15 +365,15 @@ def _forward(method: Ring | OneDevice, *operands: Any) -> tuple[Any, Any]:
     # The cast result is saved, too: later operations often save it anyway, so that it is stored
     # once.
     result = part.result.astype(operands[2].dtype)
-    return result, (*operands, result, part.total)
+    return result, (*operands, result, part.log_sum_exp)
 
 
 def _backward(
     method: Ring | OneDevice, saved: tuple[Any, ...], cotangent: Value
 ) -> tuple[Any, ...]:
-    query, key, value, places, inputs, result, total = saved
-    incoming = OutputCotangents.of(result, total, cotangent)
-    gradients = method.backward(query, key, value, places, inputs, incoming)
+    query, key, value, positions, inputs, result, log_sum_exp = saved
+    incoming = OutputCotangents.of(result, log_sum_exp, cotangent)
+    gradients = method.backward(query, key, value, positions, inputs, incoming)
     return (
         *(
             gradient.astype(leaf.dtype)

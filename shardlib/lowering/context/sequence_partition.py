@@ -24,7 +24,7 @@ from shardlib.errors import LayoutError
 from shardlib.jax_types import Index, Value
 
 #: Index of a device: a Python integer, or computed by the program.
-Number = TypeVar("Number", int, jax.Array, Index)
+DeviceIndex = TypeVar("DeviceIndex", int, jax.Array, Index)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +35,14 @@ class Cut:
         axis: the mesh axis, or its parts.
         ways: its size.
         zigzag: whether a device has two runs of the sequence.
-        number: index of the device, inside of a region where it must not be a constant of the
+        device_index: index of the device, inside of a region where it must not be a constant of the
             region (`tied_to`).
     """
 
     axis: str | tuple[str, ...]
     ways: int
     zigzag: bool = True
-    number: Value | None = None
+    device_index: Value | None = None
 
     @property
     def runs(self) -> int:
@@ -56,7 +56,7 @@ class Cut:
         self.check(length)
         runs = np.arange(length).reshape(self.runs * self.ways, -1)
         return np.concatenate(
-            [runs[number] for device in range(self.ways) for number in self.numbers(device)]
+            [runs[number] for device in range(self.ways) for number in self.run_indices(device)]
         )
 
     def check(self, length: int) -> None:
@@ -136,12 +136,12 @@ class Cut:
         """Positions in the sequence of a device's tokens, [local]."""
         run = jnp.arange(local // self.runs)
         return jnp.concatenate(
-            [number * (local // self.runs) + run for number in self.numbers(device)]
+            [number * (local // self.runs) + run for number in self.run_indices(device)]
         )
 
     def device(self) -> Value:
         """Index of the device, inside of a region that is manual over the axis."""
-        return jax.lax.axis_index(self.axis) if self.number is None else self.number
+        return jax.lax.axis_index(self.axis) if self.device_index is None else self.device_index
 
     def tied_to(self, array: Value) -> Cut:
         """The partition with a device index that depends on an array that the region reads.
@@ -151,12 +151,12 @@ class Cut:
         op expected at least one operand of @xla.sdy.manual_computation_body").
         """
         element = jax.lax.stop_gradient(array)[(0,) * array.ndim]
-        return replace(self, number=jax.lax.optimization_barrier((self.device(), element))[0])
+        return replace(self, device_index=jax.lax.optimization_barrier((self.device(), element))[0])
 
     def passed(self, array: Value, hop: int = 1) -> Value:
         """The array of the device whose index is smaller by `hop`."""
         return self._permute(array, [(i, (i + hop) % self.ways) for i in range(self.ways)])
 
-    def numbers(self, device: Number) -> tuple[Number, ...]:
+    def run_indices(self, device: DeviceIndex) -> tuple[DeviceIndex, ...]:
         """Indices of the runs of a device."""
         return (device, 2 * self.ways - 1 - device) if self.zigzag else (device,)

@@ -302,19 +302,19 @@ def results_and_gradients(
 
 def split_loss(
     program: Program,
-    parameters: int,
+    num_parameters: int,
     state: int,
     results: int,
     keys: Collection[int] = (),
     frozen: Collection[int] = (),
 ) -> SplitLoss:
     """Cuts a loss around its loop over layers."""
-    labels = dependence(program, _kinds(len(program.inputs), parameters, state, keys, frozen))
+    labels = dependence(program, _kinds(len(program.inputs), num_parameters, state, keys, frozen))
     loop = loop_over_layers(program, labels)
     constants, carried = scan_counts(loop.params)
     outputs, after_state = program.outputs[:results], program.outputs[results:]
     _require_own_state(labels, after_state)
-    once_equations, known = _once(program, loop, parameters)
+    once_equations, known = _once(program, loop, num_parameters)
     done = {loop.path, *(equation.path for equation in once_equations)}
     mixed = [equation for equation in program.equations if equation.path not in done]
     roles = roles_of(loop, labels, known)
@@ -754,7 +754,7 @@ def leaving_sums(
     def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
         if equation.path in places:
             use, path = uses[equation.path], equation.path
-            weight = use.use.operand
+            weight = use.use.weight_position
             return [
                 use.run(
                     [
@@ -787,7 +787,7 @@ def by_operand(
 
 def operand(use: DeferredOp) -> int:
     """The value that an operation uses."""
-    return use.use.equation.inputs[use.use.operand]
+    return use.use.equation.inputs[use.use.weight_position]
 
 
 def gathered(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> Pregathered | None:
@@ -804,7 +804,7 @@ def gathered(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) ->
     uses: dict[str, DeferredOp] = {}
     for path, use in layouts.uses.items():
         if path in here and (deferral := layouts.deferred(path, mesh)) is not None:
-            made_by, reads = needed(body.equations, [use.equation.inputs[use.operand]])
+            made_by, reads = needed(body.equations, [use.equation.inputs[use.weight_position]])
             made = {number for equation in made_by for number in equation.outputs}
             if reads - made <= {*scanned, *body.constants}:
                 uses[path] = deferral
@@ -1148,7 +1148,7 @@ def ends(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> Edg
     for path, use in layouts.uses.items():
         if (
             path in equations
-            and use.equation.inputs[use.operand] in derived
+            and use.equation.inputs[use.weight_position] in derived
             and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
         ):
             uses[path] = deferral

@@ -19,7 +19,7 @@ from shardlib.jax_types import Leaf, Metrics, Value
 from shardlib.layout import Layout
 from shardlib.lowering.loss import fullest_stage, layer_policies, layer_runs, propagated_layouts
 from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
-from shardlib.lowering.mesh import ParameterShardings, parameter_order, physical_axes
+from shardlib.lowering.mesh import ParameterShardings, physical_axes, plan_indices
 from shardlib.lowering.pipeline.layers import (
     PARAMETERS,
     STATE,
@@ -1024,7 +1024,7 @@ def pipeline(
     traced, staged, findings = _with_loop(plan, traced, states, params, staged)
     value_layouts, outside_values = staged.layers, staged.outside_values
     program = traced.program
-    parameters = [plan.parameters[number] for number in parameter_order(plan, params.compute)]
+    parameters = [plan.parameters[number] for number in plan_indices(plan, params.compute)]
     frozen = {i for i, parameter in enumerate(parameters) if not parameter.trained}
     loss_cut = split_loss(
         program,
@@ -1085,7 +1085,7 @@ def _with_loop(
             " are written out one by one\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh"
             " without stages"
         )
-    order = parameter_order(plan, params.compute)
+    order = plan_indices(plan, params.compute)
     layers = propagated_layouts(plan, looped, order, states, layouts.whole_value_layouts)
     return looped, replace(layouts, layers=layers, outside_values={}), findings
 

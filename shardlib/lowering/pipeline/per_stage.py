@@ -1305,8 +1305,8 @@ class Dispatch:
     def memory(self) -> dict[str, int]:
         """Bytes per device of the program that needs the most."""
         calls = (
-            self.opening.call,
-            *(program.call for chunk in self.chunks for program in chunk.all),
+            self.opening.compiled,
+            *(program.compiled for chunk in self.chunks for program in chunk.all),
         )
         return max(
             (*map(_jax_compat.compiled_memory, calls), self.update.memory()),
