@@ -861,9 +861,9 @@ class Use:
         )
 
     def for_backward(self, activation: jax.Array) -> jax.Array:
-        """The other operand for the backward pass. A recomputed one is all-gathered, as in the forward
-        pass, so that the products of one activation (queries, keys and values) and their weight
-        gradients share one all-gather. A saved one is saved sharded.
+        """The other operand for the backward pass. A recomputed one is all-gathered, as in the
+        forward pass, so that the products of one activation (queries, keys and values) and their
+        weight gradients share one all-gather. A saved one is saved sharded.
         """
         return (
             self.shardings.constrain_operand(1 - self.weight_position, activation)
