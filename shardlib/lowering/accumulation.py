@@ -321,12 +321,7 @@ class DeferredReductions:
         )
 
     def _loss(
-        self,
-        params: Tree,
-        state: Tree,
-        batch: Tree,
-        sums: PartialSums,
-        extra: Mapping[str, Any],
+        self, params: Tree, state: Tree, batch: Tree, sums: PartialSums, extra: Mapping[str, Any]
     ) -> Tree:
         def change(walk: Walk) -> Walk:
             return replace(walk, extra=extra, arrays=sums)
@@ -354,9 +349,7 @@ def deferred_reductions(traced: LossJaxpr, layouts: LossLayouts) -> DeferredRedu
             uses[path] = deferral
     if not uses:
         return None
-    others = _read_elsewhere(
-        layouts.loss, {path: use.use.weight_position for path, use in uses.items()}
-    )
+    others = _read_elsewhere(layouts.loss, {path: use.use.position for path, use in uses.items()})
     return DeferredReductions(
         traced=traced,
         layouts=layouts,
@@ -448,8 +441,8 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
     # For each program, the results that are read outside of it, and all values that are read.
     live: dict[int, tuple[set[int], set[int]]] = {}
     entered: list[int] | None = None
-    for loss_equation in loss.equations:
-        equation, program = loss_equation.equation, loss_equation.program
+    for entry in loss.equations:
+        equation, program = entry.equation, entry.program
         if id(program) not in live:
             numbers = program.outputs
             results = {*(numbers if entered is None else (numbers[k] for k in entered))}
@@ -459,11 +452,9 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
         entered = _read_results(equation, read)
         passed = _returned_unchanged(equation, read)
         numbers_read.update(
-            view.parameter
-            for position, view in loss_equation.parameter_operands
-            if position in passed
+            view.parameter for position, view in entry.parameter_operands if position in passed
         )
-        view = view_of_result(equation, list(loss_equation.views), loss_equation.program)
+        view = view_of_result(equation, list(entry.views), entry.program)
         if view is not None and equation.outputs[0] in results:
             numbers_read.add(view.parameter)
         if equation.name in REMAT or view is not None:
@@ -472,9 +463,7 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
             {uses[equation.path]} if equation.path in uses else set()
         )
         numbers_read.update(
-            view.parameter
-            for position, view in loss_equation.parameter_operands
-            if position not in allowed
+            view.parameter for position, view in entry.parameter_operands if position not in allowed
         )
     return numbers_read
 

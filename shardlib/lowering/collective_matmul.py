@@ -67,7 +67,7 @@ class WeightMatmul:
     @property
     def layout_key(self) -> ValueSource:
         """The key of the activation's layout among those of values."""
-        return f"{self.path}/operand", 1 - self.use.weight_position
+        return f"{self.path}/operand", 1 - self.use.position
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,19 +106,16 @@ def activation_sources(matmuls_read: Sequence[WeightMatmul]) -> dict[ValueSource
     }
 
 
-def _matmul(loss_equation: LossEquation) -> WeightMatmul | None:
-    equation = loss_equation.equation
-    if len(loss_equation.parameter_operands) != 1:
+def _matmul(entry: LossEquation) -> WeightMatmul | None:
+    equation = entry.equation
+    if len(entry.parameter_operands) != 1:
         return None
-    ((weight, view),) = loss_equation.parameter_operands
+    ((weight, view),) = entry.parameter_operands
     number = equation.inputs[1 - weight]
     return WeightMatmul(
-        use=Use(equation=equation, weight_position=weight, view=view),
-        activation=(
-            equation.path.rpartition("/")[0],
-            *_before_casts(loss_equation.program, number),
-        ),
-        source=loss_equation.sources[1 - weight],
+        use=Use(equation=equation, position=weight, view=view),
+        activation=(equation.path.rpartition("/")[0], *_before_casts(entry.program, number)),
+        source=entry.sources[1 - weight],
     )
 
 
@@ -139,7 +136,7 @@ def loop_matmul(
     activation, result = layouts.get(matmul.layout_key), layouts.get((matmul.path, 0))
     if activation is None or result is None:
         return None
-    dims = contraction_dims(matmul.use.equation, matmul.use.weight_position)
+    dims = contraction_dims(matmul.use.equation, matmul.use.position)
     sharded = [
         dim
         for dim, source in enumerate(matmul.use.view.dims)
@@ -710,7 +707,7 @@ def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> 
     )
     return LoopMember(
         product=SequenceMatmul(contraction=parts, activation=match.rows[0], result=match.rows[1]),
-        weight=use.weight_position,
+        weight=use.position,
         gather=weight_gather(use, parameter, regions),
         weight_spec=regions.spec(dim_axes, len(use.shape)),
         result=specs[1],

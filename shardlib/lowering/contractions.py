@@ -23,13 +23,8 @@ from shardlib.findings import Finding
 from shardlib.graph import Window
 from shardlib.jax_types import Aval, EqnParam
 from shardlib.layout import Layout, MeshShape
-from shardlib.lowering.collectives import (
-    DotDims,
-    Regions,
-    eight_bit_gradient,
-    eight_bit_matmul,
-    is_eight_bit,
-)
+from shardlib.lowering import collectives
+from shardlib.lowering.collectives import DotDims, Regions, is_eight_bit
 from shardlib.lowering.mesh import constrain, named_sharding
 from shardlib.propagation.contractions import gather_key, use_key
 from shardlib.tracing.program import Equation
@@ -98,10 +93,7 @@ class ContractionShardings:
         """The result of a contraction in these layouts."""
         return self.constrain_result(
             contraction.run(
-                [
-                    self.constrain_operand(position, operand)
-                    for position, operand in enumerate(operands)
-                ]
+                [self.constrain_operand(k, operand) for k, operand in enumerate(operands)]
             )
         )
 
@@ -114,9 +106,7 @@ class ContractionShardings:
         like: jax.ShapeDtypeStruct | jax.Array,
     ) -> jax.Array:
         """The gradient of one operand in its layout, from operands and cotangent in theirs."""
-        if self.ungathered[position] is None or not contraction.sums_wider(
-            cotangent.dtype, like.dtype
-        ):
+        if self.ungathered[position] is None or not contraction.widens(cotangent.dtype, like.dtype):
             aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
             return self.constrain_operand(
                 position, contraction.operand_gradient(position, operands, cotangent, aval)
@@ -172,7 +162,7 @@ class Contraction(Protocol):
         """The operation."""
         ...
 
-    def sums_wider(self, result_dtype: np.dtype, operand_dtype: np.dtype, /) -> bool:
+    def widens(self, out_dtype: np.dtype, in_dtype: np.dtype, /) -> bool:
         """True if gradients of operands are summed in the wider dtype of the result, and rounded
         after that.
         """
@@ -182,7 +172,7 @@ class Contraction(Protocol):
         self, position: int, operands: Operands, cotangent: jax.Array, like: jax.ShapeDtypeStruct, /
     ) -> jax.Array:
         """The gradient of one operand, in the dtype of `like`: that of the operand, or the wider
-        one of the cotangent if `sums_wider` is true. `operands[position]` is ignored.
+        one of the cotangent if `widens` is true. `operands[position]` is ignored.
         """
         ...
 
@@ -197,11 +187,9 @@ class ModelContraction:
         """The operation."""
         return bind(self.equation, operands)[0]
 
-    def sums_wider(self, result_dtype: np.dtype, operand_dtype: np.dtype, /) -> bool:
+    def widens(self, out_dtype: np.dtype, in_dtype: np.dtype, /) -> bool:
         """See `Contraction`."""
-        return (
-            self.equation.name == "dot_general" and result_dtype.itemsize > operand_dtype.itemsize
-        )
+        return self.equation.name == "dot_general" and out_dtype.itemsize > in_dtype.itemsize
 
     def operand_gradient(
         self, position: int, operands: Operands, cotangent: jax.Array, like: jax.ShapeDtypeStruct, /
@@ -274,14 +262,12 @@ def run_in_layouts(
             None if value is None else shardings.constrain_operand(position, value)
             for position, value in enumerate((left, right, *others))
         ]
-        result_cotangent = shardings.constrain_cotangent(cotangent)
+        cotangent = shardings.constrain_cotangent(cotangent)
 
         def gradient(position: int) -> Any:
             if reads[1 - position] is None:
                 return None
-            return shardings.gradient(
-                contraction, position, reads, result_cotangent, like[position]
-            )
+            return shardings.gradient(contraction, position, reads, cotangent, like[position])
 
         return gradient(0), gradient(1), *(None for _ in others)
 
@@ -661,7 +647,7 @@ class GroupedConvolution:
         result_spec = _spec(left.ndim, {out: channels})
         return self._regions.manual(local, sharded, result_spec)(left, cotangent)
 
-    def sums_wider(self, result_dtype: object, operand_dtype: object, /) -> bool:
+    def widens(self, out_dtype: object, in_dtype: object, /) -> bool:
         """See `Contraction`: gradients of convolutions are summed in their own dtype."""
         return False
 
@@ -750,7 +736,7 @@ class Use:
     """An operation that uses a parameter.
 
     Attributes:
-        weight_position: position of the parameter among the operands.
+        position: position of the parameter among the operands.
         view: how the operand relates to the parameter.
         rows_dtype: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
         matmul_dtype: for a matmul in a dtype other than the traced one, that dtype.
@@ -760,7 +746,7 @@ class Use:
     """
 
     equation: Equation
-    weight_position: int
+    position: int
     view: View
     rows_dtype: Any = None
     matmul_dtype: Any = None
@@ -771,12 +757,12 @@ class Use:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the operand."""
-        return tuple(self.equation.eqn.invars[self.weight_position].aval.shape)
+        return tuple(self.equation.eqn.invars[self.position].aval.shape)
 
     @property
     def other_aval(self) -> Aval:
         """Abstract value of the other one of two operands."""
-        return self.equation.eqn.invars[1 - self.weight_position].aval
+        return self.equation.eqn.invars[1 - self.position].aval
 
     def run(self, operands: Sequence[jax.Array]) -> jax.Array:
         """The operation, in the dtype of the product; its result has the traced dtype."""
@@ -789,7 +775,7 @@ class Use:
                 ],
             )[0]
         if is_eight_bit(self.matmul_dtype):
-            return eight_bit_matmul(
+            return collectives.eight_bit_matmul(
                 *self._dims, self.matmul_dtype, self.equation.eqn.outvars[0].aval.dtype
             )(*operands)
         narrow = [as_dtype(operand, self.matmul_dtype) for operand in operands]
@@ -800,7 +786,7 @@ class Use:
     @property
     def dtype(self) -> np.dtype:
         """The traced dtype of the operand."""
-        return self.equation.eqn.invars[self.weight_position].aval.dtype
+        return self.equation.eqn.invars[self.position].aval.dtype
 
     @property
     def _dims(self) -> tuple[DotDims, tuple[int, int]]:
@@ -814,10 +800,10 @@ class Use:
         other, aval = operands[1 - position], self.equation.eqn.invars[1 - position].aval
         assert other is not None, "a gradient is made of the other operand"
         if is_eight_bit(self.matmul_dtype):
-            return eight_bit_gradient(
+            return collectives.eight_bit_gradient(
                 *self._dims, position, other, cotangent, self.matmul_dtype
             ).astype(like.dtype)
-        wide = self.sums_wider(like.dtype, self.equation.eqn.invars[position].aval.dtype)
+        wide = self.widens(like.dtype, self.equation.eqn.invars[position].aval.dtype)
 
         def linear(variable: jax.Array) -> jax.Array:
             fixed = as_dtype(other, aval.dtype) if wide else other
@@ -834,22 +820,20 @@ class Use:
         self, activation: jax.Array, weight: jax.Array, cotangent: jax.Array
     ) -> jax.Array:
         """The gradient of the other operand, in its planned layout."""
-        shardings, position = self.shardings, 1 - self.weight_position
+        shardings, position = self.shardings, 1 - self.position
         if shardings is None:
             like = jax.ShapeDtypeStruct(activation.shape, activation.dtype)
             return self.operand_gradient(position, (weight, weight), cotangent, like)
-        weight, cotangent = (
-            shardings.constrain_operand(self.weight_position, weight),
-            shardings.constrain_cotangent(cotangent),
-        )
+        weight = shardings.constrain_operand(self.position, weight)
+        cotangent = shardings.constrain_cotangent(cotangent)
         return shardings.gradient(self, position, (weight, weight), cotangent, activation)
 
-    def sums_wider(self, result_dtype: np.dtype, operand_dtype: np.dtype, /) -> bool:
+    def widens(self, out_dtype: np.dtype, in_dtype: np.dtype, /) -> bool:
         """See `Contraction`."""
         return (
             self.matmul_dtype is None
             and self.equation.name == "dot_general"
-            and result_dtype.itemsize > operand_dtype.itemsize
+            and out_dtype.itemsize > in_dtype.itemsize
         )
 
     def saved_operand(self, activation: jax.Array) -> jax.Array:
@@ -866,7 +850,7 @@ class Use:
         weight gradients share one all-gather. A saved one is saved sharded.
         """
         return (
-            self.shardings.constrain_operand(1 - self.weight_position, activation)
+            self.shardings.constrain_operand(1 - self.position, activation)
             if self.recomputed and self.shardings is not None
             else activation
         )
@@ -888,7 +872,7 @@ class Use:
     def narrow_operands(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
         """The operands in the dtypes in which they are communicated."""
         return [
-            self.narrowest(value) if position == self.weight_position else self.saved_operand(value)
+            self.narrowest(value) if position == self.position else self.saved_operand(value)
             for position, value in enumerate(operands)
         ]
 

@@ -436,14 +436,12 @@ def _rounds(sharding: ExpertSharding, counts: jax.Array, assignments: int) -> ja
     """Number of rounds for the longest message between two devices (dense), or for the most rows
     that a device receives (ragged).
     """
-    rows_per_message = sharding.message_rows(assignments)
-    if sharding.ways == 1 or (sharding.exchange == "dense" and rows_per_message >= assignments):
+    message_rows = sharding.message_rows(assignments)
+    if sharding.ways == 1 or (sharding.exchange == "dense" and message_rows >= assignments):
         return jnp.ones((), jnp.int32)
     between = counts.reshape(sharding.ways, sharding.ways, -1).sum(2)  # from, to
     longest = between.max() if sharding.exchange == "dense" else between.sum(0).max()
-    capacity = (
-        rows_per_message if sharding.exchange == "dense" else sharding.receive_rows(assignments)
-    )
+    capacity = message_rows if sharding.exchange == "dense" else sharding.receive_rows(assignments)
     return jax.lax.pmax(jnp.maximum(-(-longest // capacity), 1).astype(jnp.int32), sharding.axes)
 
 
@@ -457,23 +455,19 @@ def _accepted(
     keys = (chosen + count * jnp.arange(per_token, dtype=jnp.int32)).T.reshape(-1)
     _, rank, starts = _sorted(keys, count * per_token)
     local_counts = jnp.diff(starts)[None]
-    all_counts = (
+    counts = (
         jax.lax.all_gather(local_counts, sharding.token_axes, axis=0, tiled=True)
         if sharding.token_axes
         else local_counts
     )
     device = jax.lax.axis_index(sharding.token_axes) if sharding.token_axes else 0
-    totals = all_counts.sum(0).reshape(per_token, count)
+    totals = counts.sum(0).reshape(per_token, count)
     in_earlier_choices = (jnp.cumsum(totals, axis=0) - totals).reshape(-1)
-    on_earlier_devices = jnp.where(
-        (jnp.arange(all_counts.shape[0]) < device)[:, None], all_counts, 0
-    ).sum(0)
+    earlier = jnp.arange(counts.shape[0]) < device
+    on_earlier_devices = jnp.where(earlier[:, None], counts, 0).sum(0)
     place = rank + jnp.take(in_earlier_choices + on_earlier_devices - starts[:-1], keys)
     return (
-        (
-            place
-            < form.slots(tokens=tokens * all_counts.shape[0], per_token=per_token, experts=count)
-        )
+        (place < form.slots(tokens=tokens * counts.shape[0], per_token=per_token, experts=count))
         .reshape(per_token, tokens)
         .T
     )
@@ -530,35 +524,31 @@ def _without_exchange(queue: Queue) -> ExchangeRound:
 
 def _dense(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     count, assignments, size = queue.counts.shape[1], queue.order.shape[0], sharding.ways
-    local, rows_per_message = sharding.local(count), sharding.message_rows(assignments)
-    passed = number * rows_per_message
+    local, message_rows = sharding.local(count), sharding.message_rows(assignments)
+    passed = number * message_rows
     first = queue.starts[:-1:local]
-    place = first[:, None] + passed + jnp.arange(rows_per_message)
+    place = first[:, None] + passed + jnp.arange(message_rows)
     sources = jnp.where(
         place < queue.starts[local::local, None], jnp.take(queue.order, place, mode="clip"), -1
     ).reshape(-1)
     device = queue.expert // local  # the number of devices for dropped assignments
     slot = queue.rank - jnp.take(first, device, mode="clip") - passed
     targets = jnp.where(
-        (slot >= 0) & (slot < rows_per_message) & (device < size),
-        device * rows_per_message + slot,
-        -1,
+        (slot >= 0) & (slot < message_rows) & (device < size), device * message_rows + slot, -1
     )
     ends = jnp.cumsum(_local_counts(sharding, queue), axis=1)
     expert = jnp.sum(
-        (passed + jnp.arange(rows_per_message))[None, :, None] >= ends[:, None, :],
-        -1,
-        dtype=jnp.int32,
+        (passed + jnp.arange(message_rows))[None, :, None] >= ends[:, None, :], -1, dtype=jnp.int32
     ).reshape(-1)
 
     def exchanged(rows: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(
-            rows.reshape(size, rows_per_message, -1),
+            rows.reshape(size, message_rows, -1),
             sharding.expert_axes,
             split_axis=0,
             concat_axis=0,
             tiled=True,
-        ).reshape(size * rows_per_message, -1)
+        ).reshape(size * message_rows, -1)
 
     return ExchangeRound(
         sources=sources, targets=targets, expert=expert, dispatch=exchanged, combine=exchanged
@@ -583,7 +573,8 @@ def _ragged(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRo
     start = jnp.clip(number * capacity - recv_starts, 0, from_to)
     size = jnp.clip((number + 1) * capacity - recv_starts, 0, from_to) - start
     input_offsets, output_offsets = send_starts + start, recv_starts + start - number * capacity
-    me = jax.lax.axis_index(sharding.expert_axes)
+    axes = sharding.expert_axes
+    me = jax.lax.axis_index(axes)
     sends = input_offsets[me], size[me], output_offsets[me], size[:, me]
     reverse = output_offsets[:, me], size[:, me], input_offsets[:, me], size[me]
     ends = jnp.cumsum(_local_counts(sharding, queue).reshape(-1))
@@ -594,12 +585,8 @@ def _ragged(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRo
         sources=base.sources,
         targets=base.targets,
         expert=jnp.where(piece < ends.shape[0], piece % local, local),
-        dispatch=lambda rows: _exchange(
-            sharding.expert_axes, (capacity, assignments), sends, reverse, rows
-        ),
-        combine=lambda rows: _exchange(
-            sharding.expert_axes, (assignments, capacity), reverse, sends, rows
-        ),
+        dispatch=partial(_exchange, axes, (capacity, assignments), sends, reverse),
+        combine=partial(_exchange, axes, (assignments, capacity), reverse, sends),
     )
 
 
@@ -883,9 +870,7 @@ class ExpertMatrix:
             {}
             if parameter is None
             else {
-                dim: parameter.rest[parameter_dim]
-                for dim, parameter_dim in enumerate(dims)
-                if parameter_dim is not None
+                dim: parameter.rest[origin] for dim, origin in enumerate(dims) if origin is not None
             }
         )
         fits = parameter is not None and all(
@@ -931,7 +916,7 @@ class ExpertCall:
 
     Attributes:
         tokens: mesh axes that shard batch and sequence of the tokens.
-        hidden_axes: mesh axes that shard the hidden width, over which results are summed.
+        hidden: mesh axes that shard the hidden width, over which results are summed.
         scattered: whether these shard the sequence of tokens and results outside.
         matrices: up, down, and gate if there is one.
     """
@@ -939,7 +924,7 @@ class ExpertCall:
     form: ExpertForm
     sharding: ExpertSharding
     tokens: tuple[tuple[str, ...], ...]
-    hidden_axes: tuple[str, ...]
+    hidden: tuple[str, ...]
     scattered: bool
     matrices: tuple[ExpertMatrix, ...]
 
@@ -964,7 +949,7 @@ class ExpertCall:
             # pass saves shards of them, and their gradient is reduce-scattered.
             if self.scattered:
                 x = checkpoint_name(
-                    jax.lax.all_gather(x, self.hidden_axes, axis=1, tiled=True), GATHERED
+                    jax.lax.all_gather(x, self.hidden, axis=1, tiled=True), GATHERED
                 )
             return routed(self.form, self.sharding, x, weights, chosen, *used)
 
@@ -974,12 +959,12 @@ class ExpertCall:
         result, dropped = with_saved_names(run, KEPT, *([GATHERED] if recomputes() else []))(
             x, weights, chosen, *parameters
         )
-        if not self.hidden_axes:
+        if not self.hidden:
             return result, dropped
         return (
-            jax.lax.psum_scatter(result, self.hidden_axes, scatter_dimension=1, tiled=True)
+            jax.lax.psum_scatter(result, self.hidden, scatter_dimension=1, tiled=True)
             if self.scattered
-            else jax.lax.psum(result, self.hidden_axes)
+            else jax.lax.psum(result, self.hidden)
         ), dropped
 
 
@@ -1013,23 +998,15 @@ def lower_experts(
             " sharded, and the plan has no layout of them\nTry: tokens [batch, sequence, features],"
             " or experts='none'"
         )
-    expert_call = _expert_call(site, parameters, layout, grouped, regions)
-    batch, sequence = expert_call.tokens
-    rows, token_spec = (
+    lowered = _expert_call(site, parameters, layout, grouped, regions)
+    batch, sequence = lowered.tokens
+    rows, x_spec = (
         PartitionSpec(*(axes or None for axes in (batch, along)[: len(layout) - 1]))
-        for along in (
-            sequence,
-            (*sequence, *expert_call.hidden_axes) if expert_call.scattered else sequence,
-        )
+        for along in (sequence, (*sequence, *lowered.hidden) if lowered.scattered else sequence)
     )
-    specs = (
-        token_spec,
-        rows,
-        rows,
-        *(regions.spec(matrices.stored, 3) for matrices in expert_call.matrices),
-    )
+    specs = (x_spec, rows, rows, *(regions.spec(matrix.stored, 3) for matrix in lowered.matrices))
     run = regions.manual(
-        lambda *local: expert_call.local(regions, *local), specs, (token_spec, PartitionSpec())
+        lambda *local: lowered.local(regions, *local), specs, (x_spec, PartitionSpec())
     )
 
     def call(*arrays: jax.Array) -> list[jax.Array]:
@@ -1067,7 +1044,7 @@ def _expert_call(
         form=form,
         sharding=sharding,
         tokens=(batch, sequence),
-        hidden_axes=regions.physical_axes(hidden_axes),
+        hidden=regions.physical_axes(hidden_axes),
         scattered=bool(hidden_axes) and len(tokens) > 2 and tokens[1] == (*along, *hidden_axes),
         matrices=tuple(
             ExpertMatrix.of(
@@ -1089,9 +1066,7 @@ def _matrix_axes(
     view, shape = site.views[3], site.avals[3].shape
     if up is None or view is None:
         return (), ()
-    experts, _, width = (
-        () if parameter_dim is None else up.compute[parameter_dim] for parameter_dim in view.dims
-    )
+    experts, _, width = (() if origin is None else up.compute[origin] for origin in view.dims)
     experts_size, tensor = regions.ways(("expert",)), regions.ways(("tensor",))
     return (
         tuple(

@@ -430,10 +430,10 @@ def layer_runs(program: Program, loss: LossFacts) -> list[LayerRun]:
     """The layers of a loss in order, by loop and by run of repeated equations."""
     groups: list[LayerRun] = []
     reads: dict[str, set[int]] = {}
-    for loss_equation in loss.equations:
-        if loss_equation.program is loss.program:
-            reads.setdefault(loss_equation.equation.path, set()).update(
-                view.parameter for view in loss_equation.views if view is not None
+    for entry in loss.equations:
+        if entry.program is loss.program:
+            reads.setdefault(entry.equation.path, set()).update(
+                view.parameter for view in entry.views if view is not None
             )
     runs = {program.equations[run.start].path: run for run in find_repeats(program)}
     inside = {

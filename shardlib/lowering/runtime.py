@@ -305,9 +305,7 @@ class TracedFunction:
     def of_program(program: Program, inputs: Sequence[jax.ShapeDtypeStruct]) -> TracedFunction:
         """A traced program, without equations that its outputs do not need."""
         positions = {number: k for k, number in enumerate(program.inputs)}
-        computed = list(
-            dict.fromkeys(number for number in program.outputs if number not in positions)
-        )
+        computed = [*dict.fromkeys(number for number in program.outputs if number not in positions)]
         places = {number: place for place, number in enumerate(computed)}
         equations, reads = needed(program.equations, computed)
         return TracedFunction(
@@ -343,9 +341,7 @@ class TracedFunction:
             program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in left)),
             inputs=tuple(self.inputs[k] for k in left),
             read_inputs=tuple(place[k] for k in self.read_inputs),
-            sources=tuple(
-                (is_computed, k if is_computed else place[k]) for is_computed, k in self.sources
-            ),
+            sources=tuple((computed, k if computed else place[k]) for computed, k in self.sources),
         )
 
     def compiled(
@@ -417,15 +413,15 @@ class Executable:
     def __call__(self, inputs: Sequence[jax.Array]) -> Arrays:
         """The results for all inputs; inputs that are not read may be placeholders."""
         results = self.run(*[inputs[k] for k in self.read_inputs])
-        return [results[k] if is_computed else inputs[k] for is_computed, k in self.sources]
+        return [results[k] if computed else inputs[k] for computed, k in self.sources]
 
     @property
     def results(self) -> list[jax.ShapeDtypeStruct]:
         """Abstract results, with their shardings."""
         output_shardings = jax.tree.leaves(self.compiled.output_shardings)
         shardings = [
-            output_shardings[k] if is_computed else self.traced.inputs[k].sharding
-            for is_computed, k in self.sources
+            output_shardings[k] if computed else self.traced.inputs[k].sharding
+            for computed, k in self.sources
         ]
         return [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

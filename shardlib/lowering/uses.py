@@ -191,46 +191,36 @@ def weight_uses(equations: Iterable[LossEquation]) -> Mapping[str, Use]:
     uses: dict[str, Use] = {}
     # Matrices broadcast to more dims, which may be cast before they are added.
     broadcasts: dict[tuple[int, int], View] = {}
-    for loss_equation in equations:
-        equation, parameter_operands, program = (
-            loss_equation.equation,
-            loss_equation.parameter_operands,
-            id(loss_equation.program),
-        )
-        if not parameter_operands:
-            parameter_operands = tuple(
+    for entry in equations:
+        equation, operands, program = (entry.equation, entry.parameter_operands, id(entry.program))
+        if not operands:
+            operands = tuple(
                 (position, broadcasts[program, number])
                 for position, number in enumerate(equation.inputs)
                 if (program, number) in broadcasts
             )
-            if equation.name == ADDITION and len(parameter_operands) == 1:
+            if equation.name == ADDITION and len(operands) == 1:
                 uses[equation.path] = Use(
-                    equation=equation,
-                    weight_position=parameter_operands[0][0],
-                    view=parameter_operands[0][1],
+                    equation=equation, position=operands[0][0], view=operands[0][1]
                 )
-            elif equation.name in _SAME and parameter_operands:
-                broadcasts[program, equation.outputs[0]] = parameter_operands[0][1]
-        elif equation.name == "broadcast_in_dim" and (view := _with_more_dims(loss_equation)):
+            elif equation.name in _SAME and operands:
+                broadcasts[program, equation.outputs[0]] = operands[0][1]
+        elif equation.name == "broadcast_in_dim" and (view := _with_more_dims(entry)):
             broadcasts[program, equation.outputs[0]] = view
-        elif equation.name in _LINEAR and len(parameter_operands) == 1:
+        elif equation.name in _LINEAR and len(operands) == 1:
             uses[equation.path] = Use(
                 equation=equation,
-                weight_position=parameter_operands[0][0],
-                view=parameter_operands[0][1],
-                rows_dtype=_cast(loss_equation.program, equation),
+                position=operands[0][0],
+                view=operands[0][1],
+                rows_dtype=_cast(entry.program, equation),
             )
     return uses
 
 
-def _with_more_dims(loss_equation: LossEquation) -> View | None:
+def _with_more_dims(entry: LossEquation) -> View | None:
     """The view of a matrix that is broadcast to more dims of size 1; None for anything else."""
-    params, view, aval = (
-        loss_equation.equation.params,
-        loss_equation.views[0],
-        loss_equation.equation.eqn.invars[0].aval,
-    )
-    if view is None or len(loss_equation.views) != 1 or sum(size > 1 for size in aval.shape) < 2:
+    params, view, aval = (entry.equation.params, entry.views[0], entry.equation.eqn.invars[0].aval)
+    if view is None or len(entry.views) != 1 or sum(size > 1 for size in aval.shape) < 2:
         return None
     places = dict(zip(params["broadcast_dimensions"], range(aval.ndim), strict=True))
     if any(
@@ -552,11 +542,7 @@ class LossFacts:
         """The custom calls, by path; including those in bodies of scans and under
         rematerialisation, but not in other loops and branches.
         """
-        return {
-            loss_equation.site.call.path: loss_equation.site
-            for loss_equation in self.equations
-            if loss_equation.site is not None
-        }
+        return {entry.site.call.path: entry.site for entry in self.equations if entry.site}
 
     @cached_property
     def stacked_slices(self) -> Mapping[str, int]:
@@ -625,10 +611,10 @@ class LossFacts:
         the plan's compute shardings.
         """
         return self.call_sources | {
-            (f"{loss_equation.equation.path}/operand", k): source
-            for loss_equation in self.equations
-            if loss_equation.equation.name in CUSTOM and has_matmul(loss_equation.equation.eqn)
-            for k, source in enumerate(loss_equation.sources)
+            (f"{entry.equation.path}/operand", k): source
+            for entry in self.equations
+            if entry.equation.name in CUSTOM and has_matmul(entry.equation.eqn)
+            for k, source in enumerate(entry.sources)
             if source is not None
         }
 
@@ -655,9 +641,7 @@ class LossJaxpr:
         return flatten(self.closed_jaxpr)
 
     def facts(self, num_parameters: int) -> LossFacts:
-        """Facts about the loss, whose first `num_parameters` inputs are parameters; computed
-        once.
-        """
+        """Facts about the loss, whose first inputs are the parameters; computed once."""
         return self._facts.setdefault(
             num_parameters, LossFacts(program=self.program, num_parameters=num_parameters)
         )

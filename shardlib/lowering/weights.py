@@ -34,7 +34,7 @@ from shardlib.tracing.rewriting import bind
 def in_operand_order(use: Use, run: Callable[..., Any]) -> Callable[..., Any]:
     """A function of (activation, weight, ...) as one of the operands in their own order."""
     return lambda *operands: run(
-        use.saved_operand(operands[1 - use.weight_position]), operands[use.weight_position]
+        use.saved_operand(operands[1 - use.position]), operands[use.position]
     )
 
 
@@ -50,7 +50,7 @@ def with_frozen_weight(use: Use, gathered: Callable[[Value], Value]) -> Callable
 
         def forward(activation: Value, weight: Value) -> Value:
             operand = gathered(use.narrowest(weight))
-            return use.run((activation, operand) if use.weight_position else (operand, activation))
+            return use.run((activation, operand) if use.position else (operand, activation))
 
         @jax.custom_vjp
         def frozen(activation: Value, weight: Value) -> Value:
@@ -58,9 +58,7 @@ def with_frozen_weight(use: Use, gathered: Callable[[Value], Value]) -> Callable
 
         def backward(weight: Value, cotangent: Value) -> tuple[Value, None]:
             operand = gathered(use.narrowest(weight))
-            return use.operand_gradient(
-                1 - use.weight_position, (operand, operand), cotangent, like
-            ), None
+            return use.operand_gradient(1 - use.position, (operand, operand), cotangent, like), None
 
         frozen.defvjp(lambda activation, weight: (forward(activation, weight), weight), backward)
         return frozen(activation, weight)
@@ -86,15 +84,9 @@ def weight_gather(
     """
     if parameter.rest == parameter.compute:
         return lambda operand: operand
-    parameter_dims = [
-        (dim, parameter_dim)
-        for dim, parameter_dim in enumerate(use.view.dims)
-        if parameter_dim is not None
-    ]
-    compute: DimAxes = {
-        dim: parameter.compute[parameter_dim] for dim, parameter_dim in parameter_dims
-    }
-    stored: DimAxes = {dim: parameter.rest[parameter_dim] for dim, parameter_dim in parameter_dims}
+    origins = [(dim, origin) for dim, origin in enumerate(use.view.dims) if origin is not None]
+    compute: DimAxes = {dim: parameter.compute[origin] for dim, origin in origins}
+    stored: DimAxes = {dim: parameter.rest[origin] for dim, origin in origins}
     if {axis for names in compute.values() for axis in names} != set(parameter.compute.axes):
         return lambda operand: operand
     in_pieces = {axis for names in stored.values() for axis in names} == set(parameter.rest.axes)
@@ -355,8 +347,8 @@ def operand_reduction(
 ) -> OperandReduction:
     """Plans the reduction of the gradient of one operand."""
     scattered: DimAxes = {}
-    for dim, parameter_dim in enumerate(use.view.dims):
-        axes = () if parameter_dim is None else gradient[parameter_dim]
+    for dim, origin in enumerate(use.view.dims):
+        axes = () if origin is None else gradient[origin]
         before = (weight_axes or {}).get(dim, ())
         further = axes[len(before) :]
         if (
@@ -420,7 +412,7 @@ def added_matrix(
         lambda activation, weight: (forward(activation, weight), None),
         lambda _, cotangent: (cotangent, regions.manual(local, *specs)(cotangent)),
     )
-    return run if use.weight_position else lambda weight, activation: run(activation, weight)
+    return run if use.position else lambda weight, activation: run(activation, weight)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -515,7 +507,7 @@ def operand_axes(use: Use, result: Layout, weight_axes: DimAxes) -> OperandAxes 
     """Consistent shardings: dims of the weight in its compute sharding, dims of the activation
     alone as in the result; None if the batch is not sharded.
     """
-    dims = contraction_dims(use.equation, use.weight_position)
+    dims = contraction_dims(use.equation, use.position)
     taken = {axis for names in weight_axes.values() for axis in names}
     free_axes = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.free}
     partial_axes = tuple(axis for dim in dims.free for axis in free_axes[dim])
@@ -607,14 +599,14 @@ class ManualContraction(_ManualGradient):
     def run(self, activation: Value, weight: Value) -> Value:
         """The operation."""
         return self.use.run_in_layouts(
-            (activation, weight) if self.use.weight_position else (weight, activation)
+            (activation, weight) if self.use.position else (weight, activation)
         )
 
     def partial_sums(self, activation: Value, cotangent: Value, dtype: DType) -> Value:
         """The gradient of the weight from one device's examples, inside a manual region."""
         like = jax.ShapeDtypeStruct(self.local_shape, dtype)
         return self.use.operand_gradient(
-            self.use.weight_position, (activation, activation), cotangent, like
+            self.use.position, (activation, activation), cotangent, like
         )
 
     def activation_gradient(self, activation: Value, weight: Value, cotangent: Value) -> Value:
@@ -796,7 +788,7 @@ def manual_lookup(
     """A lookup with per-device partial sums; None if the batch is not sharded, or if it is not a
     lookup of whole rows.
     """
-    if use.weight_position != 0 or not is_lookup(use.equation) or None in use.view.dims:
+    if use.position != 0 or not is_lookup(use.equation) or None in use.view.dims:
         return None
     weight_axes: DimAxes = {
         i: tuple(a for a in parameter.compute[dim] if a in WEIGHT_AXES)
@@ -854,14 +846,12 @@ def gathered_slice(
     that the optimizer reads; None if the parameter is sharded along a dim that the slice shortens.
     """
     out = use.equation.eqn.outvars[0].aval
-    if use.weight_position != 0 or None in use.view.dims or not parameter.trained:
+    if use.position != 0 or None in use.view.dims or not parameter.trained:
         return None
 
     def along(layout: Layout) -> DimAxes:
         return {
-            dim: layout[parameter_dim]
-            for dim, parameter_dim in enumerate(use.view.dims)
-            if parameter_dim is not None
+            dim: layout[origin] for dim, origin in enumerate(use.view.dims) if origin is not None
         }
 
     compute, stored, gradient = map(along, (parameter.compute, parameter.rest, parameter.gradient))
@@ -955,9 +945,7 @@ def deferred_op(
 
     def in_order(function: Operation) -> Callable[[Sequence[Any], Any], Any]:
         return lambda operands, sums: function(
-            use.saved_operand(operands[1 - use.weight_position]),
-            operands[use.weight_position],
-            sums,
+            use.saved_operand(operands[1 - use.position]), operands[use.position], sums
         )
 
     gathered = weight_gather(use, parameter, regions)
@@ -1007,10 +995,9 @@ def _backward(
     outputs = operation.regions.manual(
         local, (*operation.operand_specs, *sums_specs), (*result_specs, *token_specs)
     )(activation, operation.cotangent_for_sums(cotangent), *sums)
-    activation_gradient = operation.activation_gradient(activation, get_weight(), cotangent)
-    return after_tokens(activation_gradient, outputs[len(result_specs) :]), outputs[
-        : len(result_specs)
-    ]
+    gradient = operation.activation_gradient(activation, get_weight(), cotangent)
+    results, tokens = outputs[: len(result_specs)], outputs[len(result_specs) :]
+    return after_tokens(gradient, tokens), results
 
 
 def _run_deferred(operation: ManualOp, sums_spec: PartitionSpec) -> Operation:

@@ -353,7 +353,7 @@ def test_what_the_backward_pass_finds(around, recomputed):
         form=ExpertForm(),
         sharding=where,
         tokens=(tuple(axes), ()),
-        hidden_axes=(),
+        hidden=(),
         scattered=False,
         matrices=(matrices,) * 3,
     )
@@ -414,7 +414,7 @@ def test_tokens_are_gathered_three_times(around):
             expert_axes=("expert",), ways=2, token_axes=("expert",), grouped=BLOCKS
         ),
         tokens=(("expert",), ()),
-        hidden_axes=("tensor",),
+        hidden=("tensor",),
         scattered=True,
         matrices=tuple(widths),
     )

@@ -247,20 +247,17 @@ class AttentionPart:
 
     Attributes:
         result: [B, Q, H, V] in float32; zeros for queries without visible keys.
-        log_sum_exp: [B, Q, H].
+        lse: log-sum-exp, [B, Q, H].
     """
 
     result: Any
-    log_sum_exp: Value
+    lse: Value
 
     def __add__(self, other: AttentionPart) -> AttentionPart:
-        log_sum_exp = jnp.logaddexp(self.log_sum_exp, other.log_sum_exp)
+        lse = jnp.logaddexp(self.lse, other.lse)
         return AttentionPart(
-            result=sum(
-                part.result * jnp.exp(part.log_sum_exp - log_sum_exp)[..., None]
-                for part in (self, other)
-            ),
-            log_sum_exp=log_sum_exp,
+            result=sum(part.result * jnp.exp(part.lse - lse)[..., None] for part in (self, other)),
+            lse=lse,
         )
 
 
@@ -269,35 +266,31 @@ class OutputCotangents:
     """The cotangent of queries' attention to all keys.
 
     Attributes:
-        log_sum_exp: [B, Q, H].
+        lse: log-sum-exp, [B, Q, H].
         cotangent: of the result, [B, Q, H, V].
         delta: product of cotangent and result, summed over V: [B, Q, H], float32.
     """
 
-    log_sum_exp: Value
+    lse: Value
     cotangent: Value
     delta: Value
 
     @classmethod
-    def of(cls, result: Value, log_sum_exp: Value, cotangent: Value) -> OutputCotangents:
+    def of(cls, result: Value, lse: Value, cotangent: Value) -> OutputCotangents:
         """The cotangent together with the values of the forward pass that gradients need.
 
         Args:
             result: of attention to all keys, [B, Q, H, V].
-            log_sum_exp: [B, Q, H].
+            lse: log-sum-exp, [B, Q, H].
         """
         return cls(
-            log_sum_exp=log_sum_exp,
-            cotangent=cotangent,
-            delta=(cotangent.astype(jnp.float32) * result).sum(-1),
+            lse=lse, cotangent=cotangent, delta=(cotangent.astype(jnp.float32) * result).sum(-1)
         )
 
     def map(self, change: Callable[[Value], Value]) -> OutputCotangents:
         """All arrays changed by one function, for other queries."""
         return OutputCotangents(
-            log_sum_exp=change(self.log_sum_exp),
-            cotangent=change(self.cotangent),
-            delta=change(self.delta),
+            lse=change(self.lse), cotangent=change(self.cotangent), delta=change(self.delta)
         )
 
 
@@ -307,14 +300,14 @@ class QKV:
 
     Attributes:
         query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V].
-        query_positions, key_positions: positions and documents of queries and of keys.
+        q_positions, k_positions: positions and documents of queries and of keys.
     """
 
     query: Any
     key: Any
     value: Any
-    query_positions: Positions
-    key_positions: Positions
+    q_positions: Positions
+    k_positions: Positions
 
     def taken(self, rows: slice, columns: slice) -> QKV:
         """A slice of the queries, and a slice of the keys and values."""
@@ -322,8 +315,8 @@ class QKV:
             query=self.query[:, rows],
             key=self.key[:, columns],
             value=self.value[:, columns],
-            query_positions=self.query_positions[rows],
-            key_positions=self.key_positions[columns],
+            q_positions=self.q_positions[rows],
+            k_positions=self.k_positions[columns],
         )
 
 
@@ -331,7 +324,7 @@ def nothing(query: Value, width: int) -> AttentionPart:
     """Attention of queries [B, Q, H, D] to no keys."""
     return AttentionPart(
         result=jnp.zeros((*query.shape[:3], width), jnp.float32),
-        log_sum_exp=jnp.full(query.shape[:3], EMPTY_LOG_SUM, jnp.float32),
+        lse=jnp.full(query.shape[:3], EMPTY_LOG_SUM, jnp.float32),
     )
 
 
@@ -343,25 +336,23 @@ def grouped(query: Value, groups: int) -> Value:
 def attend_block(inputs: QKV, mask: AttentionMask, scores: Scores) -> AttentionPart:
     """Attention of queries to keys."""
     query, value = inputs.query, inputs.value
-    biases = mask.biases(inputs.query_positions, inputs.key_positions)
-    visible = mask.visible(inputs.query_positions, inputs.key_positions)
+    biases = mask.biases(inputs.q_positions, inputs.k_positions)
+    visible = mask.visible(inputs.q_positions, inputs.k_positions)
     logits = _masked(_plus_biases(scores.of(query, inputs.key), biases), visible)
     # For queries without visible keys, all exponentials must be zeros.
     largest = jnp.maximum(logits.max(-1), EMPTY_LOG_SUM / 2)
     exponentials = jnp.exp(logits - largest[..., None])
-    denominator = exponentials.sum(-1)
+    sums = exponentials.sum(-1)
     result = jnp.einsum(
         "bghqk,bkgv->bqghv",
-        (exponentials / jnp.maximum(denominator, 1e-30)[..., None]).astype(value.dtype),
+        (exponentials / jnp.maximum(sums, 1e-30)[..., None]).astype(value.dtype),
         value,
         preferred_element_type=jnp.float32,
     )
-    summed = jnp.where(
-        denominator > 0, jnp.log(jnp.maximum(denominator, 1e-30)) + largest, EMPTY_LOG_SUM
-    )
+    summed = jnp.where(sums > 0, jnp.log(jnp.maximum(sums, 1e-30)) + largest, EMPTY_LOG_SUM)
     return AttentionPart(
         result=result.reshape(*query.shape[:3], -1),
-        log_sum_exp=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]),
+        lse=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]),
     )
 
 
@@ -373,7 +364,7 @@ def attend_block_backward(
     keys and values.
     """
     query, key, value = inputs.query, inputs.key, inputs.value
-    query_positions, key_positions = inputs.query_positions, inputs.key_positions
+    q_positions, k_positions = inputs.q_positions, inputs.k_positions
     groups = key.shape[2]
 
     def by_group(array: Value) -> Value:
@@ -381,22 +372,14 @@ def attend_block_backward(
         return jnp.moveaxis(array.reshape(*array.shape[:2], groups, -1), 1, 3)[..., None]
 
     raw_scores = scores.of(query, key)
-    biases, log_sum_exp = (
-        mask.biases(query_positions, key_positions),
-        by_group(incoming.log_sum_exp),
-    )
-    logits = _masked(_plus_biases(raw_scores, biases), mask.visible(query_positions, key_positions))
-    probabilities = jnp.exp(jnp.minimum(logits - log_sum_exp, 0.0)) * (
-        log_sum_exp > EMPTY_LOG_SUM / 2
-    )
+    biases, lse = mask.biases(q_positions, k_positions), by_group(incoming.lse)
+    logits = _masked(_plus_biases(raw_scores, biases), mask.visible(q_positions, k_positions))
+    probs = jnp.exp(jnp.minimum(logits - lse, 0.0)) * (lse > EMPTY_LOG_SUM / 2)
     d_out = grouped(incoming.cotangent, groups).astype(value.dtype)
     d_value = jnp.einsum(
-        "bghqk,bqghv->bkgv",
-        probabilities.astype(value.dtype),
-        d_out,
-        preferred_element_type=jnp.float32,
+        "bghqk,bqghv->bkgv", probs.astype(value.dtype), d_out, preferred_element_type=jnp.float32
     )
-    d_scores = probabilities * (
+    d_scores = probs * (
         jnp.einsum("bqghv,bkgv->bghqk", d_out, value, preferred_element_type=jnp.float32)
         - by_group(incoming.delta)
     )
@@ -413,7 +396,7 @@ def attend_block_backward(
     if biases is None:
         return d_query, d_key, d_value
     d_biases = d_scores.sum(0).reshape(biases.shape)
-    return d_query, d_key, d_value, *mask.bias_grad(query_positions, key_positions, d_biases)
+    return d_query, d_key, d_value, *mask.bias_grad(q_positions, k_positions, d_biases)
 
 
 def _plus_biases(scores: Value, biases: Value | None) -> Value:
@@ -530,7 +513,7 @@ def attend(inputs: QKV, mask: AttentionMask, scores: Scores) -> AttentionPart:
     def block(_: None, row: Value) -> tuple[None, AttentionPart]:
         def step(part: AttentionPart, column: Value) -> tuple[AttentionPart, None]:
             block = blocked.at(row, column)
-            visible = mask.any_visible(block.query_positions, block.key_positions)
+            visible = mask.any_visible(block.q_positions, block.k_positions)
             attended = _if_visible(visible, lambda: part + attend_block(block, mask, scores), part)
             return attended, None
 
@@ -561,7 +544,7 @@ def attend_backward(
         def step(carry: tuple[Value, ...], column: Value) -> tuple[tuple[Value, ...], None]:
             block = blocked.at(row, column)
             more = _if_visible(
-                mask.any_visible(block.query_positions, block.key_positions),
+                mask.any_visible(block.q_positions, block.k_positions),
                 lambda: attend_block_backward(block, mask, scores, cotangents),
                 _zeros(block.query, block.key, block.value, *arrays),
             )
@@ -610,8 +593,8 @@ class BlockedInputs:
             query=rows.full(inputs.query),
             key=columns.full(inputs.key),
             value=columns.full(inputs.value),
-            query_positions=rows.padded_tokens(inputs.query_positions),
-            key_positions=columns.padded_tokens(inputs.key_positions),
+            q_positions=rows.padded_tokens(inputs.q_positions),
+            k_positions=columns.padded_tokens(inputs.k_positions),
         )
         return BlockedInputs(inputs=full, rows=rows, columns=columns)
 
@@ -621,8 +604,8 @@ class BlockedInputs:
             query=self.rows.at(row, self.inputs.query),
             key=self.columns.at(column, self.inputs.key),
             value=self.columns.at(column, self.inputs.value),
-            query_positions=self.rows.block_tokens(row, self.inputs.query_positions),
-            key_positions=self.columns.block_tokens(column, self.inputs.key_positions),
+            q_positions=self.rows.block_tokens(row, self.inputs.q_positions),
+            k_positions=self.columns.block_tokens(column, self.inputs.k_positions),
         )
 
 
@@ -634,9 +617,7 @@ def _padded_cotangents(blocks: Blocks, incoming: OutputCotangents) -> OutputCota
         jnp.pad(array, [(0, 0), (0, blocks.missing), *[(0, 0)] * (array.ndim - 2)])
         for array in (incoming.cotangent, incoming.delta)
     )
-    return OutputCotangents(
-        log_sum_exp=blocks.full(incoming.log_sum_exp), cotangent=cotangent, delta=delta
-    )
+    return OutputCotangents(lse=blocks.full(incoming.lse), cotangent=cotangent, delta=delta)
 
 
 def _tied_to_query(inputs: QKV) -> QKV:
@@ -644,12 +625,8 @@ def _tied_to_query(inputs: QKV) -> QKV:
     a loop over layers, the masks of all blocks together, which are constants, would be moved out of
     it.
     """
-    query, query_positions, key_positions = jax.lax.optimization_barrier(
-        (inputs.query, inputs.query_positions, inputs.key_positions)
-    )
-    return replace(
-        inputs, query=query, query_positions=query_positions, key_positions=key_positions
-    )
+    tied = jax.lax.optimization_barrier((inputs.query, inputs.q_positions, inputs.k_positions))
+    return replace(inputs, query=tied[0], q_positions=tied[1], k_positions=tied[2])
 
 
 def _zeros(*arrays: Value) -> Any:

@@ -404,16 +404,14 @@ class UlyssesAttention:
         if self.kernels.kind != "blocks":
             documents = None if segments is None else (segments, whole(segments))
             return self._by_kernel(query, whole(key), whole(value), documents, mask)
-        query_positions = Positions(
+        tokens = Positions(
             position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
         )
-        key_positions = Positions(
+        all_tokens = Positions(
             position=_positions(self.cut, query.shape[1]),
             document=None if segments is None else whole(segments),
         )
-        return attention(
-            self.scores, query, whole(key), whole(value), query_positions, key_positions, mask
-        )
+        return attention(self.scores, query, whole(key), whole(value), tokens, all_tokens, mask)
 
     def ulysses(
         self,

@@ -104,8 +104,8 @@ class Ring:
                 query=query,
                 key=moving[0],
                 value=moving[1],
-                query_positions=ring._tokens(0, local, segments),
-                key_positions=ring._tokens(number, local, *moving[2:]),
+                q_positions=ring._tokens(0, local, segments),
+                k_positions=ring._tokens(number, local, *moving[2:]),
             )
 
             def work(rows: slice, columns: slice, mask: AttentionMask) -> AttentionPart:
@@ -141,8 +141,8 @@ class Ring:
                 query=query,
                 key=moving[2],
                 value=moving[3],
-                query_positions=ring._tokens(0, local, segments),
-                key_positions=ring._tokens(number, local, *moving[4:]),
+                q_positions=ring._tokens(0, local, segments),
+                k_positions=ring._tokens(number, local, *moving[4:]),
             )
 
             def work(rows: slice, columns: slice, mask: AttentionMask) -> tuple[Any, ...]:
@@ -269,7 +269,7 @@ class OneDevice:
 
     Attributes:
         scores: how scores are computed.
-        causal: whether later positions are masked.
+        causal: whether later tokens are masked.
         window: static window, as in `AttentionMask`; 0 for none.
     """
 
@@ -282,37 +282,25 @@ class OneDevice:
         query: Value,
         key: Value,
         value: Value,
-        positions: tuple[Positions, Positions],
+        tokens: tuple[Positions, Positions],
         inputs: MaskInputs,
     ) -> AttentionPart:
         """Attention as a part, before it is cast."""
-        arrays = QKV(
-            query=query,
-            key=key,
-            value=value,
-            query_positions=positions[0],
-            key_positions=positions[1],
-        )
-        return attend(arrays, self._mask(inputs), self.scores)
+        qkv = QKV(query=query, key=key, value=value, q_positions=tokens[0], k_positions=tokens[1])
+        return attend(qkv, self._mask(inputs), self.scores)
 
     def backward(
         self,
         query: Value,
         key: Value,
         value: Value,
-        positions: tuple[Positions, Positions],
+        tokens: tuple[Positions, Positions],
         inputs: MaskInputs,
         incoming: OutputCotangents,
     ) -> tuple[Value, ...]:
         """Gradients of queries, keys and values, and of the distance biases, in float32."""
-        arrays = QKV(
-            query=query,
-            key=key,
-            value=value,
-            query_positions=positions[0],
-            key_positions=positions[1],
-        )
-        return attend_backward(arrays, self._mask(inputs), self.scores, incoming)
+        qkv = QKV(query=query, key=key, value=value, q_positions=tokens[0], k_positions=tokens[1])
+        return attend_backward(qkv, self._mask(inputs), self.scores, incoming)
 
     def _mask(self, inputs: MaskInputs) -> AttentionMask:
         return inputs.mask(self.window, causal=self.causal)
@@ -323,8 +311,8 @@ def attention(
     query: Value,
     key: Value,
     value: Value,
-    query_positions: Positions,
-    key_positions: Positions,
+    q_positions: Positions,
+    k_positions: Positions,
     mask: AttentionMask = CAUSAL,
 ) -> Value:
     """Attention of queries to keys, with gradients.
@@ -332,7 +320,7 @@ def attention(
     Args:
         scores: how scores are computed.
         query, key, value: [B, Q, H, D], [B, K, G, D] and [B, K, G, V], with H a multiple of G.
-        query_positions, key_positions: positions of queries and keys.
+        q_positions, k_positions: positions of queries and keys.
         mask: the mask.
 
     Returns:
@@ -340,7 +328,7 @@ def attention(
     """
     window, inputs = mask.split
     local = OneDevice(scores=scores, causal=mask.causal, window=window)
-    return _with_gradients(local, query, key, value, (query_positions, key_positions), inputs)
+    return _with_gradients(local, query, key, value, (q_positions, k_positions), inputs)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -349,15 +337,15 @@ def _with_gradients(
     query: Value,
     key: Value,
     value: Value,
-    positions: Any,
+    tokens: Any,
     inputs: MaskInputs,
 ) -> Value:
     """Attention, of the dtype of the values, with the gradients of the method.
 
     Args:
-        positions: of queries and of keys; for a ring, its segments.
+        tokens: positions of queries and of keys; for a ring, its segments.
     """
-    return method.forward(query, key, value, positions, inputs).result.astype(value.dtype)
+    return method.forward(query, key, value, tokens, inputs).result.astype(value.dtype)
 
 
 def _forward(method: Ring | OneDevice, *operands: Any) -> tuple[Any, Any]:
@@ -365,15 +353,15 @@ def _forward(method: Ring | OneDevice, *operands: Any) -> tuple[Any, Any]:
     # The cast result is saved, too: later operations often save it anyway, so that it is stored
     # once.
     result = part.result.astype(operands[2].dtype)
-    return result, (*operands, result, part.log_sum_exp)
+    return result, (*operands, result, part.lse)
 
 
 def _backward(
     method: Ring | OneDevice, saved: tuple[Any, ...], cotangent: Value
 ) -> tuple[Any, ...]:
-    query, key, value, positions, inputs, result, log_sum_exp = saved
-    incoming = OutputCotangents.of(result, log_sum_exp, cotangent)
-    gradients = method.backward(query, key, value, positions, inputs, incoming)
+    query, key, value, tokens, inputs, result, lse = saved
+    incoming = OutputCotangents.of(result, lse, cotangent)
+    gradients = method.backward(query, key, value, tokens, inputs, incoming)
     return (
         *(
             gradient.astype(leaf.dtype)

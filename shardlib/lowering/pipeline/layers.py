@@ -754,7 +754,7 @@ def leaving_sums(
     def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
         if equation.path in places:
             use, path = uses[equation.path], equation.path
-            weight = use.use.weight_position
+            weight = use.use.position
             return [
                 use.run(
                     [
@@ -787,7 +787,7 @@ def by_operand(
 
 def operand(use: DeferredOp) -> int:
     """The value that an operation uses."""
-    return use.use.equation.inputs[use.use.weight_position]
+    return use.use.equation.inputs[use.use.position]
 
 
 def gathered(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> Pregathered | None:
@@ -804,7 +804,7 @@ def gathered(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) ->
     uses: dict[str, DeferredOp] = {}
     for path, use in layouts.uses.items():
         if path in here and (deferral := layouts.deferred(path, mesh)) is not None:
-            made_by, reads = needed(body.equations, [use.equation.inputs[use.weight_position]])
+            made_by, reads = needed(body.equations, [use.equation.inputs[use.position]])
             made = {number for equation in made_by for number in equation.outputs}
             if reads - made <= {*scanned, *body.constants}:
                 uses[path] = deferral
@@ -1148,7 +1148,7 @@ def ends(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> Edg
     for path, use in layouts.uses.items():
         if (
             path in equations
-            and use.equation.inputs[use.weight_position] in derived
+            and use.equation.inputs[use.position] in derived
             and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
         ):
             uses[path] = deferral
