@@ -11,6 +11,8 @@ use            an operation that reads a parameter: contraction, lookup, slice o
 view           a value with the elements of a parameter, or of one layer of it (`View`)
 facts          uses, custom calls and loops that are read from a traced loss (`LossFacts`)
 call site      a custom call in a loss, which is lowered as a whole (`CallSite`)
+number         of a value: its variable in a flattened program (`shardlib.tracing.program`)
+enter, carry   in a path: the slice of a scan's xs ("4/enter/0"); its carry
 value layouts  by path of an equation and index of its result, the layout of that value
 walk           evaluation of a traced program with a function of every value
 regions        manual regions of a mesh (`jax.shard_map`), and the form of their collectives

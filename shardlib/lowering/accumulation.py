@@ -433,12 +433,13 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
     """Parameters that are read by anything other than given operands and the operations that only
     rearrange them on the way there.
     """
-    numbers_read = {
+    parameters_read = {
         number
         for number, value in enumerate(loss.program.inputs[: loss.num_parameters])
         if value in loss.program.outputs
     }
     # For each program, the results that are read outside of it, and all values that are read.
+    # `entered` is of the equation before: a body's equations directly follow its equation.
     live: dict[int, tuple[set[int], set[int]]] = {}
     entered: list[int] | None = None
     for entry in loss.equations:
@@ -451,21 +452,21 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
         results, read = live[id(program)]
         entered = _read_results(equation, read)
         passed = _returned_unchanged(equation, read)
-        numbers_read.update(
+        parameters_read.update(
             view.parameter for position, view in entry.parameter_operands if position in passed
         )
         view = view_of_result(equation, list(entry.views), entry.program)
         if view is not None and equation.outputs[0] in results:
-            numbers_read.add(view.parameter)
+            parameters_read.add(view.parameter)
         if equation.name in REMAT or view is not None:
             continue
         allowed = _operands_of_body(equation) | (
             {uses[equation.path]} if equation.path in uses else set()
         )
-        numbers_read.update(
+        parameters_read.update(
             view.parameter for position, view in entry.parameter_operands if position not in allowed
         )
-    return numbers_read
+    return parameters_read
 
 
 def _operands_of_body(equation: Equation) -> set[int]:
@@ -591,7 +592,7 @@ def _times_64(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
 # whole batch, and with the draws of the whole batch.
 
 #: Operand of an equation, by (path, index).
-OperandPlace = tuple[str, int]
+OperandKey = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -609,8 +610,8 @@ class Evaluator:
         count: number of microbatches.
     """
 
-    factors: Mapping[OperandPlace, float]
-    whole_values: Mapping[OperandPlace, WholeBatchValue]
+    factors: Mapping[OperandKey, float]
+    whole_values: Mapping[OperandKey, WholeBatchValue]
     values: Mapping[WholeBatchValue, jax.Array]
     sums: list[tuple[Any, Any, Any]]
     draws: Mapping[str, Draw]
@@ -898,8 +899,8 @@ class MicrobatchEdits:
     """
 
     count: int
-    factors: Mapping[OperandPlace, float] = field(default_factory=dict)
-    whole_values: Mapping[OperandPlace, WholeBatchValue] = field(default_factory=dict)
+    factors: Mapping[OperandKey, float] = field(default_factory=dict)
+    whole_values: Mapping[OperandKey, WholeBatchValue] = field(default_factory=dict)
     results: tuple[float | WholeBatchValue | str, ...] = ()
     draws: Mapping[str, Draw] = field(default_factory=dict)
 
@@ -963,7 +964,7 @@ class MicrobatchEdits:
 
         def run(arguments: list[Any], passed: list[Any]) -> Any:
             values = dict(zip(self.values, passed, strict=False))
-            rewriting = Evaluator(
+            evaluator = Evaluator(
                 factors=self.factors,
                 whole_values=self.whole_values,
                 values=values,
@@ -972,7 +973,7 @@ class MicrobatchEdits:
                 rows=passed[-1] if self.draws else None,
                 count=self.count,
             )
-            outputs, weights = self._results(rewriting.run(closed, arguments, "", ""), rewriting)
+            outputs, weights = self._results(evaluator.run(closed, arguments, "", ""), evaluator)
             loss, (metrics, state) = jax.tree.unflatten(part.out_tree, outputs)
             return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)
 
@@ -1010,7 +1011,7 @@ class MicrobatchEdits:
         )
 
     def _results(
-        self, outputs: list[jax.Array], rewriting: Evaluator
+        self, outputs: list[jax.Array], evaluator: Evaluator
     ) -> tuple[list[jax.Array], list[jax.Array]]:
         """Results of a microbatch, and the weights of those that are weighted means."""
         values, weights = list[Any](), list[Any]()
@@ -1019,13 +1020,13 @@ class MicrobatchEdits:
             if result == "vouched":
                 total, weight = next(
                     (total, weight)
-                    for product, total, weight in rewriting.sums
+                    for product, total, weight in evaluator.sums
                     if product is output
                 )
                 values.append(total)
                 weights.append(weight.astype(total.dtype))
             elif isinstance(result, WholeBatchValue):
-                values.append(rewriting.values[result])
+                values.append(evaluator.values[result])
             else:
                 assert isinstance(result, float)
                 values.append(times(output, result))

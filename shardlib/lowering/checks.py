@@ -85,7 +85,7 @@ def require_own_state(
     try:
         raise_all(
             StateError,
-            f"the state given to {caller} is none of this program",
+            f"the state given to {caller} does not belong to this program",
             [*differences[:MOST_LISTED], *more],
             hint=hint,
         )
@@ -233,7 +233,7 @@ def _refuse(batch: Tree, compiled: Tree) -> None:
         for name, leaf in expected.items()
         if name not in present
     ]
-    failures += [f"{name} is too much" for name in present if name not in expected]
+    failures += [f"{name} is unexpected" for name in present if name not in expected]
     if not failures:
         failures = [f"it is {_containers(batch)}, compiled for {_containers(compiled)}"]
     more = len(failures) - MOST_NAMES

@@ -71,7 +71,7 @@ class WeightMatmul:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoopMatmul:
+class MatchedMatmul:
     """A matmul that a loop can replace.
 
     Attributes:
@@ -127,9 +127,9 @@ def _before_casts(program: Program, number: int) -> tuple[Any, ...]:
     return (number,)
 
 
-def loop_matmul(
+def match_matmul(
     matmul: WeightMatmul, parameter: ParameterLayout, layouts: ValueLayouts, size: int
-) -> LoopMatmul | None:
+) -> MatchedMatmul | None:
     """The loop that can replace a matmul under a plan; None if its operands and result are sharded
     otherwise.
     """
@@ -172,7 +172,7 @@ def loop_matmul(
     ) or not _only_sharded(result, dims.free, dims.result.get(sharded[0])):
         return None
     return (
-        LoopMatmul(
+        MatchedMatmul(
             matmul=matmul,
             gathers=gathers,
             dims=dims,
@@ -193,8 +193,8 @@ def _only_sharded(layout: Layout, own_dims: Any, sharded: int | None) -> bool:
 
 
 def loop_groups(
-    matches: Sequence[LoopMatmul], candidates: Sequence[WeightMatmul], layouts: ValueLayouts
-) -> list[tuple[LoopMatmul, ...]]:
+    matches: Sequence[MatchedMatmul], candidates: Sequence[WeightMatmul], layouts: ValueLayouts
+) -> list[tuple[MatchedMatmul, ...]]:
     """Matmuls that share a loop: those that gather the same activation, unless another operation
     needs it gathered anyway; those that scatter, each on its own.
     """
@@ -204,7 +204,7 @@ def loop_groups(
         for matmul in candidates
         if matmul.path not in paths and TENSOR not in layouts.get((matmul.path, 0), Layout()).axes
     }
-    together: dict[Any, list[LoopMatmul]] = {}
+    together: dict[Any, list[MatchedMatmul]] = {}
     for match in matches:
         together.setdefault(
             (match.matmul.activation, match.rows[0]) if match.gathers else match.matmul.path, []
@@ -563,7 +563,7 @@ def ring_loops(
     matches = [
         match
         for matmul in candidates
-        if (match := loop_matmul(matmul, parameters(matmul), layouts, size)) is not None
+        if (match := match_matmul(matmul, parameters(matmul), layouts, size)) is not None
     ]
     ring = AxisRing.of_axis(
         regions.physical_axes((TENSOR,)),
@@ -676,16 +676,16 @@ class MatmulLoop:
             *(member.weight_spec for member in self.members),
             *(member.result for member in self.members),
         )
-        weight_specs = (
+        gradient_specs = (
             self.activation,
             *(product.contraction.gradient_spec for product in products),
         )
-        return self.regions.manual(local, specs, weight_specs)(
+        return self.regions.manual(local, specs, gradient_specs)(
             activation, *self._gathered(weights), *cotangents
         )
 
 
-def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> LoopMember:
+def _member(match: MatchedMatmul, parameter: ParameterLayout, regions: Regions) -> LoopMember:
     use = match.matmul.use
     dim_axes: DimAxes = {
         dim: (TENSOR,)
@@ -697,7 +697,7 @@ def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> 
         regions.spec(dict(enumerate(match.activation)), len(match.activation)),
         regions.spec(dict(enumerate(match.result)), len(match.result)),
     )
-    parts = ManualContraction(
+    manual = ManualContraction(
         use=use,
         reduction=operand_reduction(use, parameter.gradient, partial, regions, dim_axes),
         weight_axes=dim_axes,
@@ -706,7 +706,7 @@ def _member(match: LoopMatmul, parameter: ParameterLayout, regions: Regions) -> 
         regions=regions,
     )
     return LoopMember(
-        product=SequenceMatmul(contraction=parts, activation=match.rows[0], result=match.rows[1]),
+        product=SequenceMatmul(contraction=manual, activation=match.rows[0], result=match.rows[1]),
         weight=use.position,
         gather=weight_gather(use, parameter, regions),
         weight_spec=regions.spec(dim_axes, len(use.shape)),

@@ -308,8 +308,10 @@ class DiskArray:
         self.sharding = like.sharding
         self.checksums = sums
         self._folder, self._files, self._written = folder, dict(files), written
-        self._end = weakref.finalize(self, _release, folder, tuple(self._files.values()), written)
-        self._end.atexit = False
+        self._closing = weakref.finalize(
+            self, _release, folder, tuple(self._files.values()), written
+        )
+        self._closing.atexit = False
 
     @property
     def ndim(self) -> int:
@@ -391,11 +393,11 @@ class DiskArray:
 
     def delete(self) -> None:
         """Releases its files, once they are written."""
-        self._end()
+        self._closing()
 
     def is_deleted(self) -> bool:
         """True if it was deleted."""
-        return not self._end.alive
+        return not self._closing.alive
 
 
 def _release(
@@ -734,16 +736,16 @@ def step_programs(
     first = compiled(divided.first, "step", state.difference(program.outputs, readers, stored))
     avals.update(zip(first.results, first.program.results, strict=True))
     # Updated parameters reuse the buffers of the old ones.
-    calls, resting = ([first], state.union(readers).difference(stored))
+    calls, resident = ([first], state.union(readers).difference(stored))
     for k, piece in enumerate(divided.updates):
         call = compiled(piece, f"update_{k}", spent(piece))
         calls.append(
             replace(
                 call,
-                other_bytes=sum(_bytes(avals[number]) for number in resting.difference(call.reads)),
+                other_bytes=sum(_bytes(avals[k]) for k in resident.difference(call.reads)),
             )
         )
-        resting = resting.difference(set(call.last_reads).difference(state))
+        resident = resident.difference(set(call.last_reads).difference(state))
     return PiecePrograms(
         inputs=program.inputs,
         outputs=program.outputs,
@@ -800,9 +802,9 @@ def init_programs(
         )
         return PieceProgram(program=built, reads=program.inputs, results=tuple(numbers), stored=())
 
-    resting = tuple(dict.fromkeys(number for number in program.outputs if number not in stored))
+    resident = tuple(dict.fromkeys(number for number in program.outputs if number not in stored))
     calls = [
-        compiled(resting, "init"),
+        compiled(resident, "init"),
         *(compiled((number,), f"init_{k}") for k, number in enumerate(stored)),
     ]
     return PiecePrograms(
@@ -892,7 +894,7 @@ class DiskStep:
         calls = self._inits[shape]
         values: dict[int, Any] = {calls.inputs[0]: seed}
         for call in calls.programs:
-            values.update(self._to_host(calls, call(values)))
+            values.update(self._to_disk(calls, call(values)))
         return calls.tree(values)
 
     def init_optimizer(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
@@ -927,7 +929,7 @@ class DiskStep:
         reading = deque(
             self._read(waiting.popleft(), values) for _ in range(min(READ_AHEAD, len(waiting)))
         )
-        values.update(self._to_host(self._step, calls[0](values)))
+        values.update(self._to_disk(self._step, calls[0](values)))
         for call in calls[1:]:
             read = reading.popleft().result()
             if waiting:
@@ -944,7 +946,7 @@ class DiskStep:
                 values[number].delete()
             for number in call.last_reads:
                 del values[number]
-            values.update(self._to_host(self._step, results))
+            values.update(self._to_disk(self._step, results))
         return self._step.tree(values)
 
     def memory(self) -> dict[str, int]:
@@ -966,7 +968,7 @@ class DiskStep:
             lambda: {number: leaf.read() for number, leaf in on_disk.items()}
         )
 
-    def _to_host(self, calls: PiecePrograms, results: Mapping[int, Any]) -> dict[int, Any]:
+    def _to_disk(self, calls: PiecePrograms, results: Mapping[int, Any]) -> dict[int, Any]:
         """Results, with those that are stored on disk put there."""
 
         def put(number: int, leaf: Any) -> Any:

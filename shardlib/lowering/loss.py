@@ -379,7 +379,7 @@ def _treats_alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRun:
-    """Layers of one class in a traced loss.
+    """Layers of one group in a traced loss.
 
     Attributes:
         path: of their loop, or of the first equation of unrolled layers.
@@ -414,7 +414,7 @@ def layer_policies(
     if lost:
         raise PlanError(
             f"the plan rematerialises by layer group ({', '.join(classes)}), and the loss of"
-            f" {plan.model} has the classes {', '.join(names) or 'none'}\nTry: another plan for"
+            f" {plan.model} has the groups {', '.join(names) or 'none'}\nTry: another plan for"
             " this model, or one policy for all layers: remat"
         )
     return {group.path: classes[name] for group, name in zip(groups, names, strict=True)}

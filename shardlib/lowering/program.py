@@ -793,11 +793,11 @@ class Program:
         )
 
     def put_on_disk(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
-        """Puts an array of a state on disk, if it is one of `stored`.
+        """Puts an array of a state on disk; its path is one of `disk_paths`.
 
         Args:
             array: laid out as in `state`.
-            sums: its sums, see `shardlib.lowering.runtime`.
+            sums: its checksums, see `shardlib.lowering.runtime`.
 
         Returns:
             The leaf that replaces the array in the state.

@@ -117,7 +117,7 @@ def test_a_state_of_another_mesh_says_where_it_lies_and_can_be_moved():
     for name, ask, hint in (("step", other.step, MOVE), ("evaluate", other.evaluate, OWN)):
         assert (
             refused(ask, state, small.batch())
-            == f"the state given to {name} is none of this program:\n  - params.down is P(None,"
+            == f"the state given to {name} does not belong to this program:\n  - params.down is P(None,"
             " 'fsdp', None) over fsdp=2, the program has P(None, None, None) over tensor=2\n  -"
             " params.parts is P('fsdp', None) over fsdp=2, the program has P(None, None) over"
             " tensor=2\n  - params.up is P(None, 'fsdp', None) over fsdp=2, the program has"
@@ -149,7 +149,7 @@ def test_every_way_to_run_a_step_looks_first(decisions):
     program = built(**decisions)
     adam = zeros(program)
     momentum = replace(adam, opt_state=optax.sgd(0.1, momentum=0.9).init(adam.params))
-    none = "is none of this program:"
+    none = "does not belong to this program:"
     assert refused(program.step, momentum, small.batch()) == (
         f"the state given to step {none}\n  - opt_state.0.count is not in it\n  -"
         " opt_state.0.mu.down is not in it\n  - opt_state.0.mu.parts is not in it\n  - and 13"
@@ -179,7 +179,7 @@ def test_a_state_with_guards_is_none_of_a_program_without(program):
     guarded = replace(zeros(program), guard=GuardState())
     assert (
         refused(program.step, guarded, small.batch())
-        == "the state given to step is none of this program: guard is a GuardState, the program has"
+        == "the state given to step does not belong to this program: guard is a GuardState, the program has"
         " None\n" + OWN
     )
 

@@ -143,7 +143,7 @@ def small_memory(pin):
 def test_a_plan_with_classes_of_another_model_is_refused():
     made = program({"remat_classes": {"first": "full", "second": "none"}})
     other = replace(made.plan, remat_classes=(("encoder", "full", 6), ("second", "none", 0)))
-    with pytest.raises(PlanError, match="has the classes first, second"):
+    with pytest.raises(PlanError, match="has the groups first, second"):
         shardlib.compile(
             made.model, loss, capture(), batch(), plan=other, batch_axes={"x": ("batch", None)}
         ).compiled()

@@ -263,13 +263,13 @@ def mlp():
         (
             {"x": ARRAY, "labels": ARRAY, "more": [ARRAY]},
             "  - batch.y is missing, float32[16, 16]\n"
-            "  - batch.labels is too much\n"
-            "  - batch.more.0 is too much\n"
+            "  - batch.labels is unexpected\n"
+            "  - batch.more.0 is unexpected\n"
             "Try: give the step the arrays that the program was compiled for, or compile again for"
             " these",
         ),
         ({"x": None}, "  - batch.x is missing, float32[16, 16]\n  - batch.y is missing"),
-        (ARRAY, "batch is too much"),
+        (ARRAY, "batch is unexpected"),
         (collections.OrderedDict(x=ARRAY, y=ARRAY), "compiled for {'x': *, 'y': *}"),
         ({"more": [ARRAY] * 1000}, "  - 982 more"),
     ],

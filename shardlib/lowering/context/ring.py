@@ -269,7 +269,7 @@ class OneDevice:
 
     Attributes:
         scores: how scores are computed.
-        causal: whether later tokens are masked.
+        causal: whether later positions are masked.
         window: static window, as in `AttentionMask`; 0 for none.
     """
 

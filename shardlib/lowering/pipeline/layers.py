@@ -348,7 +348,7 @@ def split_loss(
 def _kinds(
     inputs: int, parameters: int, state: int, keys: Collection[int], frozen: Collection[int]
 ) -> list[Labels]:
-    """The label of each input of a loss; arguments as those of `cut`."""
+    """The label of each input of a loss; arguments as those of `split_loss`."""
 
     def kind(position: int) -> str:
         if position in frozen:
@@ -389,7 +389,7 @@ def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equat
 # The layers of a chunk in sequence, and the values that each saves for its backward pass.
 #
 # The first layers of a chunk may follow a remat policy while the others save all residuals: in a
-# chunk of 4 layers, with Saved(policy="full", count=2), layers 0 and 1 save their inputs alone.
+# chunk of 4 layers, with LayerRemat(policy="full", count=2), layers 0 and 1 save only inputs.
 
 #: The carry of the loop over layers, and its slices per layer: trees of arrays.
 Carry = Tree

@@ -1263,7 +1263,7 @@ TaskOrder = tuple[tuple[int, Task], ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """Meshes and shardings of one stage, apart from the programs of its chunks.
+    """The zero sums of one stage, and the indices of its microbatches.
 
     Attributes:
         zeros: program that makes the first sums: `ZeroSums`.
@@ -1673,7 +1673,7 @@ class StagePrograms:
         )
 
     def _stage(self, stage: int) -> Stage:
-        """Meshes and shardings of a stage."""
+        """The zero sums of a stage, and the indices of its microbatches."""
         mesh, count, last = (self.opening.places.stages[stage], len(self.order), len(self.work) - 1)
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
         summed_here = {number for early, _ in chunks for number in early.outside}

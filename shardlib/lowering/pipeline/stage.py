@@ -466,7 +466,7 @@ class Stages:
         return run(self._numbers(), tick, arrays, stash, sums, residuals)
 
     def stashed(self, arrays: StageArrays) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of the stash of one unit, [stages, ...]."""
+        """Shape and dtype of the stash of one chunk and microbatch, [stages, ...]."""
         return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], arrays)
 
     def in_host_memory(self, arrays: StageArrays) -> list[bool]:
@@ -482,8 +482,8 @@ class Stages:
         return on_host
 
     def residual_avals(self, arrays: StageArrays) -> list[jax.ShapeDtypeStruct]:
-        """Shape and dtype of the residuals of one unit for delayed weight gradients, [stages,
-        ...].
+        """Shape and dtype of the residuals of one chunk and microbatch for delayed weight
+        gradients, [stages, ...].
         """
 
         def one(operands: ChunkOperands, zeros: Arrays) -> Arrays:
@@ -643,7 +643,7 @@ class Stages:
     def _summed(
         self, sums: ChunkGrads, more: ChunkGrads, chunk: Value, active: Value
     ) -> ChunkGrads:
-        """The sums of gradients, with those of one unit added."""
+        """The sums of gradients, with those of one chunk on one microbatch added."""
 
         return ChunkGrads(
             weights=[
