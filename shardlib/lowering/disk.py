@@ -308,10 +308,8 @@ class DiskArray:
         self.sharding = like.sharding
         self.checksums = sums
         self._folder, self._files, self._written = folder, dict(files), written
-        self._closing = weakref.finalize(
-            self, _release, folder, tuple(self._files.values()), written
-        )
-        self._closing.atexit = False
+        self._end = weakref.finalize(self, _release, folder, tuple(self._files.values()), written)
+        self._end.atexit = False
 
     @property
     def ndim(self) -> int:
@@ -393,11 +391,11 @@ class DiskArray:
 
     def delete(self) -> None:
         """Releases its files, once they are written."""
-        self._closing()
+        self._end()
 
     def is_deleted(self) -> bool:
         """True if it was deleted."""
-        return not self._closing.alive
+        return not self._end.alive
 
 
 def _release(

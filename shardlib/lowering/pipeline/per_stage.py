@@ -1316,7 +1316,7 @@ class Dispatch:
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
         """(state, metrics) after a step; the state is donated."""
         opened: StepInputs = jax.tree.unflatten(
-            self.opened, self.opening(jax.tree.leaves((state.params, state.inputs, batch)))
+            self.opened, self.opening(jax.tree.leaves((state.params, state.loss_state, batch)))
         )
         run = StepRun(self, opened)
         for task in self.tasks:
@@ -1619,7 +1619,7 @@ class StagePrograms:
     ) -> Dispatch:
         """Compiles all programs."""
         opening, places = self.opening, self.opening.places
-        arguments = (state.params, state.inputs, batch)
+        arguments = (state.params, state.loss_state, batch)
         structure = jax.tree.structure(jax.eval_shape(opening.opened, *arguments))
         first = _draft(opening.opened, arguments, places.mesh).compiled(
             f"{name}_opening", places.mesh
