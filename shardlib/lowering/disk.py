@@ -739,8 +739,7 @@ def step_programs(
         call = compiled(piece, f"update_{k}", spent(piece))
         calls.append(
             replace(
-                call,
-                other_bytes=sum(_bytes(avals[k]) for k in resident.difference(call.reads)),
+                call, other_bytes=sum(_bytes(avals[k]) for k in resident.difference(call.reads))
             )
         )
         resident = resident.difference(set(call.last_reads).difference(state))

@@ -80,9 +80,8 @@ def narrow_dtypes(program: Program, num_parameters: int) -> dict[int, np.dtype]:
     is all that reads it. Its gradient has no more precision either.
     """
     dtypes: dict[int, np.dtype] = {}
-    _find_casts(
-        program, {number: i for i, number in enumerate(program.inputs[:num_parameters])}, dtypes
-    )
+    indices = {number: i for i, number in enumerate(program.inputs[:num_parameters])}
+    _find_casts(program, indices, dtypes)
     return dtypes
 
 
@@ -124,12 +123,8 @@ def stacked_parameters(program: Program, num_parameters: int) -> dict[str, int]:
     """
     slices: dict[str, int] = {}
     reads: Counter[int] = Counter()
-    _find_slices(
-        program,
-        {number: i for i, number in enumerate(program.inputs[:num_parameters])},
-        slices,
-        reads,
-    )
+    indices = {number: i for i, number in enumerate(program.inputs[:num_parameters])}
+    _find_slices(program, indices, slices, reads)
     return {path: parameter for path, parameter in slices.items() if reads[parameter] == 1}
 
 
