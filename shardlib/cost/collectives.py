@@ -446,7 +446,8 @@ class Slot:
     Attributes:
         role: a role of `shardlib.layout.Axis.collectives`; "block" also over the axes that split
             tokens, and "ends" over those and the stages; or "gather" (parameters, ZeRO 3), "reduce"
-            (gradients, ZeRO 0 and 1) or "scatter" (gradients, ZeRO 2 and 3).
+            (gradients, ZeRO 0 and 1), "scatter" (gradients, ZeRO 2 and 3) or "update" (matrices of
+            the optimizer).
         group: the devices.
         kind: kind of collective.
     """
@@ -472,6 +473,8 @@ SLOTS: tuple[Slot, ...] = (
     Slot("block", tokens(), "all-reduce"),
     Slot("ends", on_all_stages(tokens()), "all-reduce"),
     *(Slot("gather", group, "all-gather") for group in _STORED),
+    *(Slot("update", group, "all-to-all") for group in (axis_group(AXES["tensor"]), stored())),
+    *(Slot("update", group, "all-gather") for group in (replicas(), tokens())),
     *(Slot("reduce", group, "all-reduce") for group in (*_TOKENS, *_OF_ENDS)),
     *(Slot("scatter", group, "reduce-scatter") for group in _STORED),
     *(

@@ -15,22 +15,32 @@ import numpy as np
 from shardlib.compact import compact
 from shardlib.cost.collectives import (
     CONTEXT_ROLES,
+    SLOT_INDEX,
     SLOTS,
     CollectiveStep,
     Slot,
     axis_group,
     collective_cost,
+    replicas,
     shards,
     slot_cost,
     spans_of,
     steps,
     stepwise,
     stored,
+    tokens,
 )
 from shardlib.cost.framework import XLA
 from shardlib.cost.intervals import Interval
-from shardlib.cost.roofline import Applied, efficiency, efficiency_of, with_reached_rates
+from shardlib.cost.roofline import (
+    Applied,
+    efficiency,
+    efficiency_of,
+    kernel_seconds,
+    with_reached_rates,
+)
 from shardlib.cost.stages import (
+    MatrixGroup,
     Meshes,
     Plans,
     StepCosts,
@@ -40,10 +50,30 @@ from shardlib.cost.stages import (
     slowest_stage,
 )
 from shardlib.cost.tables import MemoryPoint, Pricer, transfer_collectives
-from shardlib.cost.terms import OUTSIDE_LAYERS, Item, LazyTable, Transfer
+from shardlib.cost.terms import (
+    OUTSIDE_LAYERS,
+    Amount,
+    Compute,
+    Item,
+    LazyTable,
+    Matmul,
+    Transfer,
+)
 from shardlib.errors import PlanError
-from shardlib.layout import BATCH_AXES, HIDEABLE_AXES, STAGE, TOKEN_AXES, Collective, MeshShape
+from shardlib.graph import ITEMSIZE, Contraction
+from shardlib.layout import (
+    BATCH_AXES,
+    HIDEABLE_AXES,
+    REPLICA_AXES,
+    STAGE,
+    STORED_AXES,
+    TENSOR,
+    TOKEN_AXES,
+    Collective,
+    MeshShape,
+)
 from shardlib.machines.topology import Placement, Span, Topology, place
+from shardlib.matrix_updates import MAX_IDLE_FLOPS
 from shardlib.propagation.colours import Choice
 from shardlib.schedules import named
 from shardlib.untrusted.data import JsonMapping, construct
@@ -64,7 +94,8 @@ class Seconds:
         compute: matmuls, convolutions and memory-bound ops, including rematerialisation.
         exposed: communication not hidden behind compute, over all mesh axes.
         bubble: idle time of pipeline stages.
-        optimizer: reading and writing parameters, gradients and optimizer state.
+        optimizer: reading and writing parameters, gradients and optimizer state, and products of
+            their matrices.
         overhead: fixed cost of launching the program.
         exchange: synchronisation of islands, amortised per step.
     """
@@ -989,6 +1020,93 @@ def seconds_by_part(costs: StepCosts, plans: Plans) -> tuple[dict[str, Array], A
 
 
 # --------------------------------------------------------------------------------------------------
+# Seconds of an optimizer's matrix updates, by layout (`shardlib.matrix_updates`).
+#
+#     seconds = sum over groups of  ceil(matrices / devices) x seconds of one matrix's products
+#               + all-to-alls of shards to whole matrices and back
+#
+# Groups are priced by what their stacks and updates are, as if tensor and the storage axes sharded
+# all of them; the listed collectives of a plan are those of its layouts.
+
+
+def matrix_seconds(plans: Plans) -> Array:
+    """Seconds per step of the matrix updates; 0 where the partitioner shards the products, whose
+    collectives are not predicted.
+    """
+    total = np.zeros(len(plans))
+    layout = "sharded" if "disk" in plans.decisions.offload else plans.decisions.optimizer_layout
+    if layout == "sharded":
+        return total
+    for group in plans.model.matrices:
+        total += _group_seconds(group, layout, plans)
+    return total
+
+
+def _group_seconds(group: MatrixGroup, layout: str, plans: Plans) -> Array:
+    meshes, pricer = plans.meshes, plans.pricer
+    one = np.ones_like(meshes.stage)
+    stages = meshes.stage if group.stacked else one
+    matrices = np.maximum(group.matrices / stages, 1.0)
+    devices = (
+        meshes.ways((*TOKEN_AXES, TENSOR.name))
+        if layout == "stacked"
+        else np.ones_like(meshes.stage)
+    )
+    each = np.ceil(matrices / devices)
+    seconds = each * sum(_product_seconds(product, pricer) for product in group.contractions)
+    seconds = seconds + _exchange_seconds(group, stages, layout, plans)
+    if layout == "gathered":
+        return seconds
+    flops = sum(product.flops * product.trips for product in group.contractions)
+    idle = flops * (each - matrices / devices)
+    return np.where(idle > MAX_IDLE_FLOPS, 0.0, seconds)
+
+
+def _product_seconds(product: Contraction, pricer: Pricer) -> float:
+    """Seconds of the executions of one product of one matrix."""
+    size = ITEMSIZE.get(product.dtype, 4)
+    sides = [Amount(total=side, batch=False, tensor=False) for side in product.sides]
+    traffic = size * sum(np.prod(product.sides) / side for side in product.sides) if sides else 0.0
+    kernel = Compute(
+        flops=Amount(total=product.flops, batch=False, tensor=False),
+        dtype=product.dtype,
+        traffic=(Amount(total=float(traffic), batch=False, tensor=False),),
+        trips=1,
+        matmul=Matmul(rows=sides[0], columns=sides[1], depth=sides[2]) if sides else None,
+        category="matmul" if sides else "",
+    )
+    seconds = kernel_seconds(
+        kernel, lambda amount: np.array([amount.total]), pricer.topology.chip, pricer.constants
+    )
+    return float(seconds[0]) * product.trips
+
+
+def _exchange_seconds(group: MatrixGroup, stages: Array, layout: str, plans: Plans) -> Array:
+    """Seconds of the collectives that make matrices whole, and shards of the results."""
+    meshes, sharded = plans.meshes, plans.decisions.zero >= 1
+    tensor, storage = meshes.ways((TENSOR.name,)), meshes.ways(STORED_AXES) if sharded else 1
+
+    def cost(slot: Slot, size: Array) -> Array:
+        number = SLOT_INDEX[slot]
+        return np.where(
+            size > 0, meshes.links.latency[number] + size * meshes.links.per_byte[number], 0.0
+        )
+
+    read, written, other = (
+        size / stages for size in (group.read_bytes, group.written_bytes, group.other_bytes)
+    )
+    exchanged = read if layout == "gathered" else (read + written) / (tensor * storage)
+    total = cost(Slot("update", axis_group(TENSOR), "all-to-all"), exchanged)
+    if sharded:
+        total = total + cost(Slot("update", stored(), "all-to-all"), exchanged)
+    if layout == "gathered":
+        return total
+    copies = meshes.ways(REPLICA_AXES if sharded else TOKEN_AXES) > 1
+    slot = Slot("update", replicas() if sharded else tokens(), "all-gather")
+    return total + np.where(copies, cost(slot, written / (tensor * storage) + other), 0.0)
+
+
+# --------------------------------------------------------------------------------------------------
 # Priced candidates: the parts of the step time and of the memory, as arrays.
 #
 # A candidate is a mesh with its placement and a number of microbatches. `combine` does everything
@@ -1054,7 +1172,7 @@ def combine(costs: StepCosts, plans: Plans) -> Totals:
     )
     update = (3 * updated + 2 * state) / (
         pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share
-    )
+    ) + matrix_seconds(plans)
     seconds["overhead"] = (
         seconds["overhead"]
         + pricer.constants.step_s

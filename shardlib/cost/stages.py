@@ -13,6 +13,7 @@ as whole layers allow.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -34,6 +35,7 @@ from shardlib.cost.tables import (
 )
 from shardlib.cost.terms import OUTSIDE_LAYERS, SHARED_BY_ROWS, Degrees, LazyTable, distinct_rows
 from shardlib.decisions.table import Decisions
+from shardlib.graph import Contraction, MatrixUpdate
 from shardlib.layout import BATCH_AXES, MESH_AXES, TENSOR, MeshShape
 from shardlib.machines.topology import Placement, Topology
 from shardlib.schedules import Pipelines, Timetable, named
@@ -132,6 +134,25 @@ def distinct(sizes: dict[str, Array]) -> tuple[Degrees, Array]:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MatrixGroup:
+    """Matrices with the same update, however they are sharded.
+
+    Attributes:
+        matrices: their number.
+        stacked: whether they are stacks in their parameters, such as those of layers.
+        contractions: products of one matrix.
+        read_bytes, written_bytes, other_bytes: of all, see `MatrixUpdate`.
+    """
+
+    matrices: int
+    stacked: bool
+    contractions: tuple[Contraction, ...]
+    read_bytes: float
+    written_bytes: float
+    other_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """Facts of a model that pricing needs besides its items.
 
@@ -143,6 +164,7 @@ class ModelFacts:
         reduction_dtype_ratio: bytes of gradients in their communication dtype over those as traced.
         matmul_dtype_ratio: bytes per element in the dtype of matmuls, over those of a parameter.
         head_layers: work of the matmuls outside of the layers, over that of a layer.
+        updates: the parameters whose matrices the optimizer multiplies.
     """
 
     counts: tuple[int, ...]
@@ -152,6 +174,28 @@ class ModelFacts:
     reduction_dtype_ratio: float = 1.0
     matmul_dtype_ratio: float = 1.0
     head_layers: float = 0.0
+    updates: tuple[MatrixUpdate, ...] = ()
+
+    @cached_property
+    def matrices(self) -> tuple[MatrixGroup, ...]:
+        """The matrices that the optimizer multiplies, by what is computed of them."""
+        grouped: dict[tuple[str, bool], list[MatrixUpdate]] = defaultdict(list)
+        for update in self.updates:
+            grouped[update.alike, bool(update.stack)].append(update)
+        return tuple(
+            MatrixGroup(
+                matrices=sum(update.matrices for update in group),
+                stacked=stacked,
+                contractions=tuple(
+                    replace(product, flops=product.flops / group[0].matrices)
+                    for product in group[0].contractions
+                ),
+                read_bytes=sum(update.read_bytes for update in group),
+                written_bytes=sum(update.written_bytes for update in group),
+                other_bytes=sum(update.whole_bytes for update in group),
+            )
+            for (_, stacked), group in grouped.items()
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

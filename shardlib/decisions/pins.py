@@ -475,6 +475,7 @@ class Pins:
     experts = _Pinned[str | None](None)
     collective_matmul = _Pinned[str | None](None)
     offload = _Pinned[tuple[str, ...] | None](None)
+    optimizer_layout = _Pinned[str | None](None)
     axis_order = _Pinned[tuple[str, ...] | None](None)
     exchange = _Pinned[Exchange](EXACT)
     dtypes = _Pinned[Dtypes](())

@@ -623,6 +623,21 @@ class Decisions:
         read=read_offload,
         write=lambda value, mesh: list(value),
     )
+    optimizer_layout: str = decision(
+        "stacked",
+        meaning="how an optimizer that multiplies matrices (Muon, Shampoo) gets them, see"
+        " [optimizers](optimizers.md): stacks of equal matrices divided among devices, each device"
+        " all of them, or as the partitioner shards the products; others, such as AdamW, update"
+        " shards",
+        label="matrices of the optimizer",
+        choices={
+            "stacked": "each device updates whole matrices of a stack",
+            "gathered": "every device gathers and updates all matrices",
+            "sharded": "the partitioner shards the products",
+        },
+        added_later=True,
+        searched=False,
+    )
     axis_order: tuple[str, ...] = decision(
         (),
         meaning="mesh axes from the outermost to the innermost links, each once; those left out"

@@ -62,6 +62,7 @@ from shardlib.lowering.mesh import (
     physical_parts,
     plan_indices,
 )
+from shardlib.lowering.optimizer import with_layout
 from shardlib.lowering.pipeline.lockstep import Pipeline, StagedLayouts, pipeline
 from shardlib.lowering.pipeline.per_stage import (
     Dispatch,
@@ -997,14 +998,16 @@ def _step_parts(
     mesh: Mesh | AbstractMesh,
 ) -> StepParts:
     """The parts of a step."""
+    updated = store.precision.for_update(store.trained_params)
+    layout = "sharded" if "disk" in plan.offload else plan.optimizer_layout
     return StepParts(
         run=run,
-        optimizer=store.optimizer,
+        optimizer=with_layout(store.optimizer, layout, updated, store.trained.state),
         partition=model.partition,
         params=store.trained,
         gather=gather_updated(plan, store.trained_params, mesh),
         precision=store.precision,
-        updated=store.precision.for_update(store.trained_params),
+        updated=updated,
         guards=guards,
         opt_state=store.opt_shardings,
     )

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlib.cost.collectives import Slot, axis_group, stored
+from shardlib.cost.collectives import DeviceGroup, Slot, axis_group, stored
 from shardlib.cost.facts import Facts
 from shardlib.cost.framework import XLA
 from shardlib.cost.intervals import interval
@@ -38,15 +38,16 @@ from shardlib.cost.variants import (
     rematerialised_share,
     saving,
 )
-from shardlib.decisions.table import values_of
+from shardlib.decisions.table import Decisions, values_of
 from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Graph, Op, Problem
 from shardlib.layout import BATCH_AXES, CONTEXT, EXPERT, STAGE, TENSOR, MeshShape, Rules
 from shardlib.machines.topology import Placement, Topology, place
+from shardlib.matrix_updates import UpdateGroup, update_groups
 from shardlib.planner import findings, layouts
 from shardlib.planner.layouts import activation_layouts
 from shardlib.planner.parts import Candidate, decisions_of
-from shardlib.planner.plan import FrameworkJob, Link, Plan, Search
+from shardlib.planner.plan import FrameworkJob, Link, ParameterLayout, Plan, Search
 from shardlib.planner.workload import (
     CostProgram,
     Workload,
@@ -501,11 +502,21 @@ def assemble(
         else layouts.split_rules(rules, colouring.batch_colour)
     )
     programs = priced.programs()
+    parameters = layouts.parameter_layouts(
+        problem,
+        colouring.parameters,
+        workload.stack_dims,
+        chosen.mesh,
+        compute,
+        chosen.zero,
+        stored,
+    )
+    groups = _matrix_groups(workload, chosen, parameters)
     listed = collectives(
         [(program.work, part) for program, part in programs],
         candidate.choice,
         priced.plan,
-        priced.bytes_once_per_step(),
+        {**priced.bytes_once_per_step(), **_exchanges(groups)},
         chosen.mesh,
         priced.placement,
         loop_saving.messages if loop_saving else {},
@@ -525,15 +536,7 @@ def assemble(
         model=problem.model,
         topology=topology.name,
         placement=_placement(priced.placement, topology),
-        parameters=layouts.parameter_layouts(
-            problem,
-            colouring.parameters,
-            workload.stack_dims,
-            chosen.mesh,
-            compute,
-            chosen.zero,
-            stored,
-        ),
+        parameters=parameters,
         activations=activation_layouts(
             programs[0][0].facts,
             candidate.choice,
@@ -556,8 +559,60 @@ def assemble(
         *findings.notes(workload, topology, plan, left_out, devices, pinned),
         *findings.unused_loops(plan, len(loop_saving.messages) if loop_saving else 0),
         *findings.unpriced(plan, topology),
+        *_partitioned_products(groups),
         *faster_as_programs(original, topology, candidate, plan),
         *replicated_findings(replicated(priced, programs), chosen.mesh, plan.estimate.step_seconds),
+    )
+
+
+def _matrix_groups(
+    workload: Workload, decisions: Decisions, parameters: Sequence[ParameterLayout]
+) -> tuple[UpdateGroup, ...]:
+    """The matrix updates of the optimizer in the layouts of a plan."""
+    if workload.framework is not None:
+        return ()
+    return update_groups(
+        workload.problem.updates,
+        {parameter.path: list(parameter.state) for parameter in parameters},
+        decisions.mesh,
+        "sharded" if "disk" in decisions.offload else decisions.optimizer_layout,
+    )
+
+
+def _exchanges(groups: Sequence[UpdateGroup]) -> dict[tuple[Slot, str], float]:
+    """Bytes per device of the collectives of matrix updates, by slot and cause."""
+    sizes: dict[tuple[Slot, str], float] = defaultdict(float)
+    for group in groups:
+        for kind, axes, size in group.exchanges():
+            sizes[Slot("update", DeviceGroup(axes), kind), "matrices of the optimizer"] += size
+    return sizes
+
+
+@diagnostic
+def _partitioned_products(groups: Sequence[UpdateGroup]) -> tuple[Finding, ...]:
+    """A finding about the matrices of the optimizer whose products the partitioner shards."""
+    updates = [update for group in groups if group.is_partitioned for update in group.updates]
+    if not updates:
+        return ()
+    flops = sum(update.flops for update in updates)
+    return (
+        Finding(
+            code="optimizer-products",
+            severity="warning",
+            where="optimizer",
+            message=(
+                f"the partitioner shards the optimizer's products of {len(updates)} parameters"
+                f" ({', '.join(update.path for update in updates[:4])}"
+                f"{', ...' if len(updates) > 4 else ''}), {flops / 1e9:,.3g} GFLOP per update over"
+                " all devices; the price of a step has neither them nor their collectives"
+            ),
+            hint=(
+                "optimizer_layout='stacked'"
+                if groups[0].layout == "sharded"
+                else "an elementwise optimizer for them, such as AdamW for embeddings; shardlib"
+                " verify compiles the step and lists its collectives"
+            ),
+        ),
     )
 
 

@@ -741,6 +741,7 @@ def prepare(
             reduction_dtype_ratio=_reduction(profile, problem),
             matmul_dtype_ratio=_compute_dtype_ratio(problem),
             head_layers=_head_layers(facts),
+            updates=problem.updates if profile.name == XLA.name else (),
         ),
     )
 

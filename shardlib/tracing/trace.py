@@ -836,6 +836,15 @@ def trace_update(optimizer: optax.GradientTransformation, params: Tree) -> Trace
     )
 
 
+def trace_matrix_updates(
+    optimizer: optax.GradientTransformation, params: Tree
+) -> TracedUpdate | None:
+    """`trace_update` of an optimizer that multiplies matrices; None for any other."""
+    if not multiplies(_update_jaxpr(optimizer, abstract(params))[0].jaxpr):
+        return None
+    return trace_update(optimizer, params)
+
+
 def _update_jaxpr(
     optimizer: optax.GradientTransformation, params: Tree
 ) -> tuple[jex.ClosedJaxpr, Tree, Tree]:
@@ -873,10 +882,7 @@ def matrix_updates(
     if optimizer is None:
         return (), ()
     try:
-        params = abstract(model.partition.trained(model.params))
-        if not multiplies(_update_jaxpr(optimizer, params)[0].jaxpr):
-            return (), ()
-        traced = trace_update(optimizer, params)
+        traced = trace_matrix_updates(optimizer, model.partition.trained(model.params))
     except Exception as error:  # whatever the user's update raises without numbers
         return (), (
             Finding(
@@ -891,26 +897,13 @@ def matrix_updates(
                 hint="an update whose shapes and branches do not depend on numbers",
             ),
         )
+    if traced is None:
+        return (), ()
     findings = tuple(
         replace(finding, where=f"optimizer, {finding.where}")
         for finding in traced.findings
         if finding.code == "unknown-trip-count" and traced.spans
     )
-    if updates := traced.facts:
-        flops = sum(update.flops for update in updates)
-        findings += (
-            Finding(
-                code="optimizer-products",
-                severity="warning",
-                where="optimizer",
-                message=(
-                    f"the optimizer multiplies the matrices of {len(updates)} parameters,"
-                    f" {flops / 1e9:,.3g} GFLOP per update over all devices; the price of a step"
-                    " has neither them nor the collectives that the partitioner makes of them"
-                ),
-                hint="shardlib verify compiles the step and lists its collectives",
-            ),
-        )
     if traced.coupled:
         findings += (
             Finding(
@@ -925,7 +918,7 @@ def matrix_updates(
                 hint="an update of each parameter by itself",
             ),
         )
-    return updates, findings
+    return traced.facts, findings
 
 
 def _owner(path: str, paths: Collection[str]) -> str | None:

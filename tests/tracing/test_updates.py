@@ -152,11 +152,5 @@ def test_an_unknown_number_of_iterations_warns() -> None:
     dynamic = optax.inject_hyperparams(optax.contrib.muon)(learning_rate=1e-3)
     facts, findings = matrix_updates(model(), dynamic)
     assert facts
-    assert {f.code for f in findings} == {"unknown-trip-count", "optimizer-products"}
+    assert {f.code for f in findings} == {"unknown-trip-count"}
     assert matrix_updates(model(), optax.adamw(1e-3)) == ((), ())
-
-
-def test_products_that_are_not_priced_are_told() -> None:
-    facts, (finding,) = matrix_updates(model(), optax.contrib.muon(1e-3))
-    assert (finding.code, finding.severity) == ("optimizer-products", "warning")
-    assert f"{sum(f.flops for f in facts) / 1e9:,.3g} GFLOP per update" in finding.message

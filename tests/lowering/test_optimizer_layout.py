@@ -1,0 +1,126 @@
+"""Optimizers that multiply matrices update whole ones, and compute what optax computes."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+import pytest
+
+from shardlib.verification.traffic import read_traffic
+from tests.lowering import small
+
+STEPS = 3
+DIMS = {
+    "table": optax.contrib.MuonDimensionNumbers(0, 1),
+    "up": optax.contrib.MuonDimensionNumbers(1, 2),
+    "down": optax.contrib.MuonDimensionNumbers(1, 2),
+    "scale": None,
+    "parts": None,
+}
+
+
+def muon() -> optax.GradientTransformation:
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.contrib.muon(0.02, weight_decay=0.1, muon_weight_dimension_numbers=DIMS),
+    )
+
+
+def shampoo() -> optax.GradientTransformation:
+    """Rows are preconditioned by the inverse fourth root of a sum of squares, which is state."""
+
+    def init(params):
+        return {
+            name: 1e-3
+            * jnp.broadcast_to(jnp.eye(leaf.shape[-2]), (*leaf.shape[:-1], leaf.shape[-2]))
+            if name in ("up", "down")
+            else ()
+            for name, leaf in params.items()
+        }
+
+    def update(updates, state, params=None):
+        def conditioned(name, gradient, squares):
+            if name not in ("up", "down"):
+                return gradient, squares
+            squares = squares + gradient @ jnp.swapaxes(gradient, -1, -2)
+            values, vectors = jnp.linalg.eigh(squares)
+            root = (vectors * values[..., None, :] ** -0.25) @ jnp.swapaxes(vectors, -1, -2)
+            return root @ gradient, squares
+
+        both = {name: conditioned(name, leaf, state[name]) for name, leaf in updates.items()}
+        return tuple({name: pair[i] for name, pair in both.items()} for i in (0, 1))
+
+    return optax.chain(optax.GradientTransformation(init, update), optax.scale(-0.02))
+
+
+def clipped_spectrum() -> optax.GradientTransformation:
+    """Singular values of at most 0.1."""
+
+    def clipped(gradient):
+        if gradient.shape[-1] != small.MLP:
+            return gradient
+        left, values, right = jnp.linalg.svd(gradient, full_matrices=False)
+        return (left * jnp.minimum(values, 0.1)[..., None, :]) @ right
+
+    return optax.chain(
+        optax.stateless(lambda updates, params: jax.tree.map(clipped, updates)),
+        optax.sgd(0.05, momentum=0.9),
+    )
+
+
+def expected(optimizer):
+    """Parameters after some steps of optax on one device."""
+    params, batch = small.values(), small.batch()
+    state = optimizer.init(params)
+    for _ in range(STEPS):
+        updates, state = optimizer.update(jax.grad(small.loss)(params, batch), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def trained(program):
+    state = program.init(0)
+    for _ in range(STEPS):
+        state, _ = program.step(state, small.batch())
+    return state.params
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "pin"),
+    [
+        (muon, {"mesh": {"data": 8}, "zero": 0}),
+        (muon, {"mesh": {"data": 2, "fsdp": 4}, "zero": 1}),
+        (muon, {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 2}),
+        (muon, {"mesh": {"fsdp": 2, "tensor": 4}, "zero": 3, "microbatches": 2}),
+        (muon, {"mesh": {"stage": 2, "fsdp": 4}, "zero": 3, "microbatches": 2}),
+        (muon, {"mesh": {"fsdp": 8}, "zero": 3, "optimizer_layout": "gathered"}),
+        (muon, {"mesh": {"fsdp": 8}, "zero": 3, "optimizer_layout": "sharded"}),
+        (shampoo, {"mesh": {"data": 2, "fsdp": 4}, "zero": 3}),
+        (shampoo, {"mesh": {"stage": 2, "tensor": 4}, "zero": 0, "microbatches": 2}),
+        (clipped_spectrum, {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3}),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else str(value),
+)
+def test_steps_are_those_of_optax(optimizer, pin) -> None:
+    program = small.program(optimizer(), pin)
+    assert small.farthest(trained(program), expected(optimizer())) < 1e-5
+
+
+def test_all_to_alls_move_the_bytes_that_are_planned() -> None:
+    program = small.program(muon(), {"mesh": {"fsdp": 8}, "zero": 3})
+    planned = [c for c in program.plan.estimate.collectives if "optimizer" in c.cause]
+    assert {(c.kind, c.axes) for c in planned} == {("all-to-all", ("fsdp",))}
+    compiled = read_traffic(program.compiled().as_text(), program.plan.mesh).found
+    measured = [c.bytes * c.count for c in compiled if c.kind == "all-to-all"]
+    assert sum(measured) == sum(c.bytes * c.count for c in planned) > 0
+
+
+def test_products_left_to_the_partitioner_are_told() -> None:
+    pin = {"mesh": {"fsdp": 8}, "zero": 3, "optimizer_layout": "sharded"}
+    (finding,) = [
+        f for f in small.program(muon(), pin).plan.findings if f.code == "optimizer-products"
+    ]
+    assert "3 parameters" in finding.message
+    assert "stacked" in finding.hint
