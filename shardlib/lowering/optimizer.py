@@ -31,7 +31,7 @@ from shardlib.jax_types import Value
 from shardlib.matrix_updates import Axes, UpdateGroup, update_groups
 from shardlib.tracing.program import Equation, Program
 from shardlib.tracing.rewriting import Walk, evaluate_equations
-from shardlib.tracing.trace import TracedUpdate, named, trace_matrix_updates
+from shardlib.tracing.trace import TracedUpdate, trace_matrix_updates, with_paths
 from shardlib.tracing.updates import Span
 
 #: A span, and the same of one matrix (`TracedUpdate.spans`).
@@ -54,7 +54,7 @@ def with_layout(
         traced = trace_matrix_updates(optimizer, params)
     except Exception:  # whatever the user's update raises without numbers: the plan has a finding
         return optimizer
-    groups = [] if traced is None else _groups(traced, dict(named(state, "")), layout)
+    groups = [] if traced is None else _groups(traced, dict(with_paths(state, "")), layout)
     if traced is None or not groups:
         return optimizer
 
