@@ -98,7 +98,7 @@ def test_where_steps_wait_for_the_network_islands_are_spoken_of() -> None:
             assert moves == bytes_text(size)
         if exchange.startswith("diloco"):  # it hides, and no more often would
             step = pinned.estimate.step_seconds - pinned.estimate.seconds.exchange
-            assert sum(c.seconds for c in crossing) < pinned.exchange.token_axes * step
+            assert sum(c.seconds for c in crossing) < pinned.exchange.every * step
     (apart,) = spoken(planned("2@10gbit-50ms*h100:8"))
     assert "1 of 2 parts of the machine are left out" in apart
     (odd,) = spoken(planned("3@10gbit-50ms*h100:8"))
