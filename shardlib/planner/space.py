@@ -18,6 +18,7 @@ from shardlib.cost.tables import Tally
 from shardlib.cost.terms import Degrees
 from shardlib.decisions.lowerings import (
     Unsupported,
+    facts_of_decisions,
     facts_of_mesh,
     facts_of_pins,
     lowerable,
@@ -328,9 +329,8 @@ class Space:
         if self.limits.abilities.has("experts in sequence") and routes and not choice.sequence:
             fits &= sizes["tensor"] == 1
         if routes:
-            return fits & lowerable(
-                facts_of_pins(self.pins) | {"routed"}, facts_of_mesh(sizes), self.unsupported
-            )
+            facts = facts_of_pins(self.pins) | facts_of_decisions(self.strategy.decisions)
+            return fits & lowerable(facts | {"routed"}, facts_of_mesh(sizes), self.unsupported)
         return fits & (sizes["expert"] == 1)
 
     @property

@@ -113,3 +113,12 @@ def test_no_plan_of_the_space_is_without_lowering(pin: dict[str, Any], share: fl
     assert plans and plans[0].estimate.device_bytes.peak <= peak * share
     for plan in plans:
         assert not matching_rows(facts_of_decisions(plan), unsupported_on("nvidia"))
+
+
+def test_a_dtype_that_is_allowed_routes_no_tokens_where_none_can_be_lowered() -> None:
+    allowed = {"allow": {"reduction_dtype": ["bfloat16"]}, "mesh": {"expert": 4}}
+    ranking = planner.ranked(load().problem, "h100:4", allowed, workload=load(), slack=2.0)
+    plans = [entry.make() for entry in itertools.islice(ranking, 20)]
+    assert any(plan.experts != "none" for plan in plans)
+    for plan in plans:
+        assert not matching_rows(facts_of_decisions(plan), unsupported_on("nvidia"))
