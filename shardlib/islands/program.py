@@ -45,7 +45,7 @@ from shardlib.lowering.checks import require_batch
 from shardlib.lowering.collectives import cast_like
 from shardlib.lowering.mesh import batch_path, constrain_tree
 from shardlib.lowering.mesh import constrain as mesh_held
-from shardlib.lowering.pipeline.per_stage import Dispatch, UpdateInputs
+from shardlib.lowering.pipeline.per_stage import StepPrograms, UpdateInputs
 from shardlib.lowering.program import Options, Program, Verifier, shardings_of, verified_by
 from shardlib.lowering.random_keys import BatchDims, KeyFold, is_key
 from shardlib.lowering.runtime import TrainState, require_not_donated
@@ -379,7 +379,7 @@ class StagedGradients:
     """
 
     program: Program
-    dispatch: Dispatch
+    dispatch: StepPrograms
 
     @staticmethod
     def of(program: Program) -> StagedGradients:
@@ -410,7 +410,7 @@ class StagedGradients:
         opening = self._opening
         if not simple or len(dispatch.chunks) != len(dispatch.stages) or self._shared:
             return {}
-        opened = jax.tree.unflatten(dispatch.opened, list(dispatch.opening.sources))
+        opened = jax.tree.unflatten(dispatch.inputs_treedef, list(dispatch.opening.sources))
         sources = [(True, source) for stack in opened.stacks for source in stack]
         sources += [(False, source) for source in opened.once.values()]
         for in_stack, (fresh, source_index) in sources:
@@ -483,7 +483,7 @@ class _Arriving:
         path = self._paths.get(id(array))
         if path is None:
             return None
-        leaf, places = self._known[path], self._staged.dispatch.places
+        leaf, places = self._known[path], self._staged.dispatch.meshes
         elements = self._landed.run(path, stage if self._staged.runs[path] > 1 else 0)
         value = elements.reshape(places.shape(leaf)).astype(leaf.dtype)
         return jax.device_put(value, places.at(leaf.sharding, stage))

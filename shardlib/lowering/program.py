@@ -65,9 +65,9 @@ from shardlib.lowering.mesh import (
 from shardlib.lowering.optimizer import with_layout
 from shardlib.lowering.pipeline.lockstep import Pipeline, StagedLayouts, pipeline
 from shardlib.lowering.pipeline.per_stage import (
-    Dispatch,
     SingleUpdate,
     StagePrograms,
+    StepPrograms,
     Update,
     UpdateInputs,
     stage_programs,
@@ -498,7 +498,7 @@ class Program:
     def prepare(self) -> None:
         """Compiles everything that a step runs, if not yet compiled."""
         if self.programs is not None:
-            _ = self._dispatch
+            _ = self._stage_step
         elif self.disk is not None:
             self._on_disk.prepare()
         else:
@@ -544,10 +544,10 @@ class Program:
         return jax.jit(run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), whole))
 
     @property
-    def _runner(self) -> Dispatch | DiskStep | None:
+    def _runner(self) -> StepPrograms | DiskStep | None:
         """The runner of a step that is several programs; None if it is one program."""
         return (
-            self._dispatch
+            self._stage_step
             if self.programs is not None
             else self._on_disk
             if self.disk is not None
@@ -572,7 +572,7 @@ class Program:
         return self.lower().compile()
 
     @cached_property
-    def _dispatch(self) -> Dispatch:
+    def _stage_step(self) -> StepPrograms:
         assert self.programs is not None
         return self.programs.compiled(
             self.state, self.batch, self._compiled_update, f"shardlib_{self.plan.digest}"

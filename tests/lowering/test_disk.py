@@ -111,7 +111,7 @@ def test_stages_that_are_programs_keep_their_state_on_disk(tmp_path):
     first = program.init(0)
     owned = [leaf for leaf in jax.tree.leaves(first.opt_state) if leaf.ndim]
     assert len(owned) == 2 * len(small.AXES) and all(isinstance(leaf, DiskArray) for leaf in owned)
-    assert len(program._dispatch.update._step.programs) == 1 + len(small.AXES)
+    assert len(program._stage_step.update._step.programs) == 1 + len(small.AXES)
     program.prepare()
     assert program.memory()["peak"] > 0
 

@@ -121,7 +121,7 @@ def evaluates_like_the_unsharded_model(p):
 def stash_waits_in_host_memory(p):
     """Whether activations wait there between the forward and the backward pass of a microbatch."""
     if p.plan.pipeline == "programs":
-        first = p._dispatch.chunks[0]
+        first = p._stage_step.chunks[0]
         saved = first.forward.results[len(first.outputs) :]
         return "pinned_host" in {leaf.sharding.memory_kind for leaf in saved if leaf.ndim > 2}
     with _jax_compat.in_mesh(p.mesh):
@@ -214,7 +214,7 @@ def test_weights_gathered_once_give_the_same_gradients(
     p = gathering(mesh, microbatches, schedule, virtual, remat, **more)
     steps_like_the_unsharded_model(p)
     if "pipeline" in more:
-        first = p._dispatch.chunks[0]
+        first = p._stage_step.chunks[0]
         counts = {
             kind: sum(
                 c.count
@@ -523,7 +523,7 @@ def test_what_waits_between_forward_and_backward_is_in_between(pipeline):
         p = program({"stage": 2}, 8, "1f1b", 1, remat, remat_layers=count, pipeline=pipeline)
         if pipeline == "lockstep":
             return p.memory()["temporaries"]
-        saved = p._dispatch.chunks[0].forward
+        saved = p._stage_step.chunks[0].forward
         return sum(leaf.size for leaf in saved.results)
 
     assert temporaries("full") < temporaries("full", 1) < temporaries("none")
@@ -557,7 +557,7 @@ def test_as_many_layers_are_priced_as_are_rematerialised(pipeline):
             here = layers // stages
             own = StageRemat(policy="full", count=number, layers=here, virtual=chunks)
             done = (
-                own.alike.count * chunks
+                own.of_every_chunk.count * chunks
                 if pipeline == "lockstep"
                 else sum(own.of_chunk(k, here // chunks).count for k in range(chunks))
             )

@@ -53,7 +53,7 @@ def test_a_stage_remembers_no_more_microbatches_than_its_order_says():
     """
     p = program({"stage": 4}, 8, "1f1b", **PROGRAMS)
     held, most = [0] * 4, [0] * 4
-    for stage, task in p._dispatch.tasks:
+    for stage, task in p._stage_step.tasks:
         held[stage] += 1 if task.kind == "forward" else -1
         most[stage] = max(most[stage], held[stage])
     assert most == [4, 3, 2, 1]
@@ -66,7 +66,7 @@ def test_every_layer_is_dealt_once():
                 if stages * virtual <= layers:
                     dealing = LayerSplit(layers=layers, stages=stages, virtual=virtual)
                     stack = np.arange(layers)
-                    np.testing.assert_array_equal(dealing.gathered(dealing.dealt(stack)), stack)
+                    np.testing.assert_array_equal(dealing.collected(dealing.dealt(stack)), stack)
                     assert (
                         sum(dealing.counts) == layers
                         and max(dealing.counts) - min(dealing.counts) <= 1

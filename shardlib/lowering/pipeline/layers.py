@@ -6,7 +6,7 @@ lockstep all chunks of all stages are one program and rematerialise equally many
 program per stage the stage's number is divided among its chunks, the first ones taking one more.
 
 >>> half = StageRemat(policy="full", count=3, layers=4, virtual=2)
->>> half.alike.count, [half.of_chunk(*one).count for one in ((0, 2), (1, 2), (1, 1))]
+>>> half.of_every_chunk.count, [half.of_chunk(*one).count for one in ((0, 2), (1, 2), (1, 1))]
 (2, [2, 1, 0])
 """
 
@@ -295,8 +295,8 @@ def results_and_gradients(
         )
         return results[loss], results
 
-    moving = [leaf for leaf in outputs if is_floating(leaf)]
-    _, pull, results = jax.vjp(run, *values, moving, has_aux=True)
+    differentiable = [leaf for leaf in outputs if is_floating(leaf)]
+    _, pull, results = jax.vjp(run, *values, differentiable, has_aux=True)
     return results, pull(jnp.ones((), results[loss].dtype))
 
 
@@ -416,7 +416,7 @@ class LayerRemat:
             return 0
         return layers if self.count is None else min(layers, self.count)
 
-    def ways(self, *, prevent_cse: bool) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
+    def wraps(self, *, prevent_cse: bool) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
         """Transformations of a layer that follows the policy, and of one that does not."""
         following, saving_all = (
             partial(rematerialised, remat=policy, prevent_cse=prevent_cse, offloaded=self.offloaded)
@@ -435,7 +435,7 @@ def _named(body: Body) -> Body:
 
 
 def as_loop(
-    body: Body, saved: LayerRemat, layers: int, carry: Carry, scanned: Tree
+    body: Body, remat: LayerRemat, layers: int, carry: Carry, scanned: Tree
 ) -> tuple[Carry, Arrays]:
     """Runs the layers as a loop, or as two if only the first of them follow the policy.
 
@@ -445,9 +445,9 @@ def as_loop(
     Returns:
         The final carry, and stacked results [layers, ...].
     """
-    body = _named(body) if saved.offloaded else body
-    following, saving_all = saved.ways(prevent_cse=False)
-    count = saved.followed(layers)
+    body = _named(body) if remat.offloaded else body
+    following, saving_all = remat.wraps(prevent_cse=False)
+    count = remat.followed(layers)
     if count in (0, layers):
         return jax.lax.scan(
             (following if count else saving_all)(body), carry, scanned, length=layers
@@ -455,7 +455,7 @@ def as_loop(
     parts = [
         LayerRange(first=0, count=count, wrap=following),
         LayerRange(
-            first=count, count=layers - count, wrap=saving_all if saved.offloaded else keeping
+            first=count, count=layers - count, wrap=saving_all if remat.offloaded else keeping
         ),
     ]
     return in_layer_ranges(
@@ -467,13 +467,13 @@ def as_loop(
     )
 
 
-def written_out(
-    body: Body, saved: LayerRemat, layers: int, carry: Carry, scanned: Sequence[Tree]
+def as_unrolled(
+    body: Body, remat: LayerRemat, layers: int, carry: Carry, scanned: Sequence[Tree]
 ) -> tuple[Carry, Arrays]:
     """Unrolled form of `as_loop`; `scanned` may be a list of one tree per layer."""
-    body = _named(body) if saved.offloaded else body
-    following, saving_all = (wrap(body) for wrap in saved.ways(prevent_cse=True))
-    count, exits = saved.followed(layers), list[Arrays]()
+    body = _named(body) if remat.offloaded else body
+    following, saving_all = (wrap(body) for wrap in remat.wraps(prevent_cse=True))
+    count, exits = remat.followed(layers), list[Arrays]()
     for layer in range(layers):
         carry, results = (following if layer < count else saving_all)(
             carry,
@@ -522,15 +522,15 @@ class Linearised:
         """
         return jax.tree.unflatten(self.tree, self._wants(stashed))
 
-    def early(self, stashed: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+    def input_gradients(self, stashed: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
         """The input-gradient half of the backward pass: (gradients of the chunk's inputs, residuals
-        for `late`).
+        for `weight_gradients`).
         """
         return self._halves(cotangents).run_first([*self._wants(stashed), *cotangents])
 
-    def late(self, stashed: Arrays, residuals: Arrays) -> Arrays:
+    def weight_gradients(self, stashed: Arrays, residuals: Arrays) -> Arrays:
         """The weight-gradient half of the backward pass."""
-        # Placeholders: the late part does not read the cotangents.
+        # Placeholders: the second half does not read the cotangents.
         cotangents = [leaf for leaf in self.outputs if is_floating(leaf)]
         return self._halves(cotangents).run_second([*self._wants(stashed), *cotangents], residuals)
 
@@ -607,35 +607,35 @@ class Pregathered:
         body: the program of one layer.
         sources: position among the loop's scanned operands -> number of the value, for weights
             from which operands are computed.
-        complete: positions of weights that nothing else reads.
-        made: the operands.
+        fully_deferred: positions of weights that nothing else reads.
+        all_operands: the operands.
         operands: those that are gathered.
         uses: path of an operation -> its replacement.
-        made_by: the equations that compute operands from weights.
-        rest: the equations of a layer, given the gathered operands.
+        operand_equations: the equations that compute operands from weights.
+        other_equations: the equations of a layer, given the gathered operands.
     """
 
     mesh: Mesh | AbstractMesh
     body: Program
     sources: Mapping[int, int]
-    complete: frozenset[int]
-    made: tuple[int, ...]
+    fully_deferred: frozenset[int]
+    all_operands: tuple[int, ...]
     operands: tuple[int, ...]
     uses: Mapping[str, DeferredOp]
-    made_by: tuple[Equation, ...]
-    rest: tuple[Equation, ...]
+    operand_equations: tuple[Equation, ...]
+    other_equations: tuple[Equation, ...]
 
-    def pieces(self, weights: Sequence[Value]) -> Arrays:
-        """The operands of one layer in their stored sharding, in the order of `made`, from its
-        weights in the order of `sources`.
+    def operands_of(self, weights: Sequence[Value]) -> Arrays:
+        """The operands of one layer in their stored sharding, in the order of `all_operands`,
+        from its weights in the order of `sources`.
         """
         traced = [
             as_dtype(weight, self.body.avals[number].dtype)
             for number, weight in zip(self.sources.values(), weights, strict=True)
         ]
         env = {**self.body.constants, **dict(zip(self.sources.values(), traced, strict=True))}
-        evaluate_equations(self.made_by, env, Walk())
-        return [env[number] for number in self.made]
+        evaluate_equations(self.operand_equations, env, Walk())
+        return [env[number] for number in self.all_operands]
 
     def gather(self, weights: Sequence[Value]) -> Arrays:
         """The gathered operands, from stacks of weights [layers, ...]."""
@@ -668,8 +668,8 @@ class Pregathered:
     def _layer_gathered(self, weights: Sequence[Value]) -> Arrays:
         """The gathered operands of one layer, in the order of `operands`."""
         gathers = {operand(use): use.gather for use in self.uses.values()}
-        pieces = dict(zip(self.made, self.pieces(weights), strict=True))
-        return [gathers[number](pieces[number]) for number in self.operands]
+        operands = dict(zip(self.all_operands, self.operands_of(weights), strict=True))
+        return [gathers[number](operands[number]) for number in self.operands]
 
     def reduce(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
         """Gradients of weights [layers, ...] in the order of `sources`, from partial sums
@@ -709,22 +709,22 @@ class Pregathered:
         """Gradients of the weights of one layer, in the order of `sources`."""
         shapes = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in weights]
         gradients = by_operand(self.uses, sums, lambda gradient, _: gradient)
-        return jax.linear_transpose(self.pieces, shapes)(
-            [gradients[number] for number in self.made]
+        return jax.linear_transpose(self.operands_of, shapes)(
+            [gradients[number] for number in self.all_operands]
         )[0]
 
     def zeros(self, lead: tuple[int, ...]) -> Arrays:
         """Zeros for the partial sums, [*lead, ...], sharded so that each device has its own."""
-        return no_sums(self.uses, self.mesh, lead)
+        return zero_sums(self.uses, self.mesh, lead)
 
     def walk(self, walk: Walk, sums: Sequence[Value]) -> Walk:
         """A walk through one layer whose operations pass the gradients of these weights to `sums`
-        (`leaving_sums`).
+        (`with_partial_sums`).
         """
-        return leaving_sums(self.uses, walk, sums)
+        return with_partial_sums(self.uses, walk, sums)
 
 
-def no_sums(
+def zero_sums(
     uses: Mapping[str, DeferredOp], mesh: Mesh | AbstractMesh, lead: tuple[int, ...] = ()
 ) -> Arrays:
     """Zeros for the partial sums, [*lead, ...], sharded so that each device has its own."""
@@ -740,7 +740,7 @@ def no_sums(
     ]
 
 
-def leaving_sums(
+def with_partial_sums(
     uses: Mapping[str, DeferredOp],
     walk: Walk,
     sums: Sequence[Value],
@@ -749,10 +749,10 @@ def leaving_sums(
     """A walk whose operations give partial sums as the gradients of `sums`, not of their weights;
     `ready` replaces weights by gathered ones, by path of the operation.
     """
-    places, gathered_by_path = dict(zip(uses, sums, strict=True)), ready or {}
+    sums_by_path, gathered_by_path = dict(zip(uses, sums, strict=True)), ready or {}
 
     def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
-        if equation.path in places:
+        if equation.path in sums_by_path:
             use, path = uses[equation.path], equation.path
             weight = use.use.position
             return [
@@ -761,7 +761,7 @@ def leaving_sums(
                         gathered_by_path.get(path, operand_value) if k == weight else operand_value
                         for k, operand_value in enumerate(operands)
                     ],
-                    places[path],
+                    sums_by_path[path],
                 )
             ]
         return walk.run(equation, operands) if walk.run is not None else None
@@ -770,16 +770,16 @@ def leaving_sums(
 
 
 def by_operand(
-    uses: Mapping[str, DeferredOp], sums: Sequence[Value], rounded: Callable[[Value, Value], Value]
+    uses: Mapping[str, DeferredOp], sums: Sequence[Value], cast: Callable[[Value, Value], Value]
 ) -> Values:
     """Gradients of the values that operations use, from partial sums in the order of `uses`.
 
     Args:
-        rounded: (gradient, partial sums) -> the gradient in the dtype of the sum.
+        cast: (gradient, partial sums) -> the gradient in the dtype of the sum.
     """
     gradients: Values = {}
     for use, total in zip(uses.values(), sums, strict=True):
-        gradient = rounded(use.reduce(total.astype(use.sums_aval.dtype)), total)
+        gradient = cast(use.reduce(total.astype(use.sums_aval.dtype)), total)
         number = operand(use)
         gradients[number] = gradients[number] + gradient if number in gradients else gradient
     return gradients
@@ -790,29 +790,31 @@ def operand(use: DeferredOp) -> int:
     return use.use.equation.inputs[use.use.position]
 
 
-def gathered(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> Pregathered | None:
+def pregathered(
+    layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh
+) -> Pregathered | None:
     """The weights that can be gathered beforehand; None if there are none, or if gradients are not
     reduced at the end of the step.
     """
     if layouts.reductions.when != AFTER_PIPELINE:
         return None
-    loop = cut.loop
+    loop = sections.loop
     body = loop.inside("body")
     here = {equation.path for equation in body.equations}
     first = sum(scan_counts(loop.params))
-    scanned = {body.inputs[first + k]: k for k in cut.roles.weights}
+    scanned = {body.inputs[first + k]: k for k in sections.roles.weights}
     uses: dict[str, DeferredOp] = {}
     for path, use in layouts.uses.items():
         if path in here and (deferral := layouts.deferred(path, mesh)) is not None:
-            made_by, reads = needed(body.equations, [use.equation.inputs[use.position]])
-            made = {number for equation in made_by for number in equation.outputs}
-            if reads - made <= {*scanned, *body.constants}:
+            operand_equations, reads = needed(body.equations, [use.equation.inputs[use.position]])
+            computed = {number for equation in operand_equations for number in equation.outputs}
+            if reads - computed <= {*scanned, *body.constants}:
                 uses[path] = deferral
     if not uses:
         return None
     produced = tuple(dict.fromkeys(operand(use) for use in uses.values()))
     operands = tuple(dict.fromkeys(operand(use) for use in uses.values() if use.gathers))
-    made_by, reads = needed(body.equations, produced)
+    operand_equations, reads = needed(body.equations, produced)
     sources = {
         scanned[number]: number
         for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])
@@ -821,24 +823,24 @@ def gathered(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) ->
         mesh=mesh,
         body=body,
         sources=sources,
-        made=produced,
+        all_operands=produced,
         operands=operands,
         uses=uses,
-        made_by=tuple(made_by),
-        rest=tuple(needed(body.equations, body.outputs, operands)[0]),
-        complete=frozenset(
+        operand_equations=tuple(operand_equations),
+        other_equations=tuple(needed(body.equations, body.outputs, operands)[0]),
+        fully_deferred=frozenset(
             position
             for position, number in sources.items()
-            if _only_read_by(number, body, made_by, uses)
+            if _only_read_by(number, body, operand_equations, uses)
         ),
     )
 
 
 def _only_read_by(
-    weight: int, body: Program, made_by: Sequence[Equation], uses: Mapping[str, DeferredOp]
+    weight: int, body: Program, computing: Sequence[Equation], uses: Mapping[str, DeferredOp]
 ) -> bool:
     """True if a layer uses a weight only as an operand of given operations."""
-    derived, views = {weight}, {equation.path for equation in made_by}
+    derived, views = {weight}, {equation.path for equation in computing}
     for equation in body.equations:
         if derived.intersection(equation.inputs):
             if equation.path in uses:
@@ -870,7 +872,7 @@ class ChunkOperands:
         shared: parameters that all layers use.
         constant: arrays computed from constants that all layers use.
         ready: matmul operands that are gathered beforehand, [layers, ...]; see `Pregathered`.
-        first: index of the chunk's first layer.
+        first_layer: index of the chunk's first layer.
     """
 
     weights: Arrays
@@ -879,7 +881,7 @@ class ChunkOperands:
     shared: Arrays
     constant: Arrays
     ready: Arrays
-    first: Any
+    first_layer: Any
 
 
 @jax.tree_util.register_dataclass
@@ -888,7 +890,7 @@ class ChunkGrads:
     """Gradients of everything but the activations.
 
     Attributes:
-        weights: of stacked parameters, in the order of `Chunk.own`.
+        weights: of stacked parameters, in the order of `Chunk.per_tick_weights`.
         shared: of parameters that all layers use.
         sums: per-device partial sums for the operands that are gathered beforehand.
     """
@@ -912,21 +914,21 @@ class Chunk:
             layer.
     """
 
-    cut: SplitLoss
+    sections: SplitLoss
     layers: int
     padded: bool
-    saved: LayerRemat
+    remat: LayerRemat
     walk: Callable[[], Walk]
     gathered: Pregathered | None = None
     unrolled: bool = False
 
     @property
-    def own(self) -> tuple[int, ...]:
+    def per_tick_weights(self) -> tuple[int, ...]:
         """Weights that get a gradient in every tick, as positions in `ChunkOperands.weights`."""
         return tuple(
             k
-            for k, position in enumerate(self.cut.roles.weights)
-            if self.gathered is None or position not in self.gathered.complete
+            for k, position in enumerate(self.sections.roles.weights)
+            if self.gathered is None or position not in self.gathered.fully_deferred
         )
 
     def run(
@@ -939,12 +941,13 @@ class Chunk:
             sums: arrays whose gradients are the partial sums for operands gathered beforehand,
                 [layers, ...]; by default these are discarded.
         """
-        cut, roles, walk, gathered = self.cut, self.cut.roles, self.walk(), self.gathered
-        sums = self._no_sums() if sums is None else sums
-        constants, carried = scan_counts(cut.loop.params)
-        path = cut.loop.path
-        body_program = cut.loop.inside("body")
-        inner = walk.layer() if self.saved.policy != "none" else walk.as_written()
+        sections, roles, walk = self.sections, self.sections.roles, self.walk()
+        gathered = self.gathered
+        sums = self._zero_sums() if sums is None else sums
+        constants, carried = scan_counts(sections.loop.params)
+        path = sections.loop.path
+        body_program = sections.loop.inside("body")
+        inner = walk.layer() if self.remat.policy != "none" else walk.as_written()
         fixed = dict(
             zip(
                 (*roles.shared, *roles.constant),
@@ -973,24 +976,24 @@ class Chunk:
             outputs = (
                 evaluate_program(body_program, values, inner)
                 if gathered is None
-                else _given(gathered, values, ready, gathered.walk(inner, partial_sums))
+                else _layer_results(gathered, values, ready, gathered.walk(inner, partial_sums))
             )
             after = outputs[:carried]
             if self.padded:
                 after = [
-                    jnp.where(number < cut.layers, new, old)
+                    jnp.where(number < sections.layers, new, old)
                     for new, old in zip(after, carry, strict=True)
                 ]
-            return tuple(after), [outputs[carried + k] for k in cut.exits]
+            return tuple(after), [outputs[carried + k] for k in sections.exits]
 
-        numbers = operands.first + jnp.arange(self.layers)
+        numbers = operands.first_layer + jnp.arange(self.layers)
         scanned = (operands.weights, operands.tables, operands.keys, numbers, operands.ready, sums)
-        final, exits = (written_out if self.unrolled else as_loop)(
-            body, self.saved, self.layers, tuple(activations[:carried]), scanned
+        final, exits = (as_unrolled if self.unrolled else as_loop)(
+            body, self.remat, self.layers, tuple(activations[:carried]), scanned
         )
         buffers = [
             jax.lax.dynamic_update_slice_in_dim(
-                buffer, part.astype(buffer.dtype), operands.first, 0
+                buffer, part.astype(buffer.dtype), operands.first_layer, 0
             )
             for buffer, part in zip(
                 activations[carried + len(roles.activations) :], exits, strict=True
@@ -1001,12 +1004,12 @@ class Chunk:
     def _wanted(self, operands: ChunkOperands) -> ChunkGrads:
         """The operands that gradients are taken with respect to."""
         return ChunkGrads(
-            weights=[operands.weights[k] for k in self.own],
+            weights=[operands.weights[k] for k in self.per_tick_weights],
             shared=operands.shared,
-            sums=self._no_sums(),
+            sums=self._zero_sums(),
         )
 
-    def _no_sums(self) -> Arrays:
+    def _zero_sums(self) -> Arrays:
         """Zeros for the partial sums of one microbatch, [layers, ...] or a list by layer."""
         if self.gathered is None:
             return []
@@ -1031,7 +1034,7 @@ class Chunk:
         self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, cotangents: Arrays
     ) -> tuple[Arrays, Arrays]:
         """The input-gradient half of `backward`, which the previous stage waits for."""
-        return self._linearised(operands, activations).early(stashed, cotangents)
+        return self._linearised(operands, activations).input_gradients(stashed, cotangents)
 
     def backward_weights(
         self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, residuals: Arrays
@@ -1039,7 +1042,7 @@ class Chunk:
         """The weight-gradient half of `backward`, which no stage waits for."""
         return jax.tree.unflatten(
             jax.tree.structure(self._wanted(operands)),
-            self._linearised(operands, activations).late(stashed, residuals),
+            self._linearised(operands, activations).weight_gradients(stashed, residuals),
         )
 
     def _linearised(self, operands: ChunkOperands, activations: Arrays) -> Linearised:
@@ -1048,14 +1051,14 @@ class Chunk:
         shape: dict[str, Any] = {}
 
         def all_of(operands: ChunkOperands, activations: Arrays) -> tuple[Arrays, Arrays]:
-            def run(variables: ChunkGrads, moving: Arrays) -> tuple[Arrays, Arrays]:
-                remaining = iter(moving)
+            def run(variables: ChunkGrads, differentiable: Arrays) -> tuple[Arrays, Arrays]:
+                remaining = iter(differentiable)
                 entering = [
                     next(remaining) if float_ else leaf
                     for leaf, float_ in zip(activations, floating, strict=True)
                 ]
                 weights = list(operands.weights)
-                for k, leaf in zip(self.own, variables.weights, strict=True):
+                for k, leaf in zip(self.per_tick_weights, variables.weights, strict=True):
                     weights[k] = leaf
                 outputs = self.run(
                     replace(operands, weights=weights, shared=variables.shared),
@@ -1066,8 +1069,10 @@ class Chunk:
                     leaf for leaf, float_ in zip(outputs, floating, strict=True) if float_
                 ], outputs
 
-            moving = [leaf for leaf, float_ in zip(activations, floating, strict=True) if float_]
-            _, pull, outputs = jax.vjp(run, self._wanted(operands), moving, has_aux=True)
+            differentiable = [
+                leaf for leaf, float_ in zip(activations, floating, strict=True) if float_
+            ]
+            _, pull, outputs = jax.vjp(run, self._wanted(operands), differentiable, has_aux=True)
             leaves, shape["tree"] = jax.tree.flatten(pull)
             return outputs, leaves
 
@@ -1089,14 +1094,14 @@ class Chunk:
         )
 
 
-def _given(gathered: Pregathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
+def _layer_results(gathered: Pregathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
     """Results of a layer, given its gathered operands."""
     env = {
         **gathered.body.constants,
         **dict(zip(gathered.body.inputs, values, strict=True)),
         **dict(zip(gathered.operands, ready, strict=True)),
     }
-    evaluate_equations(gathered.rest, env, walk)
+    evaluate_equations(gathered.other_equations, env, walk)
     return [env[number] for number in gathered.body.outputs]
 
 
@@ -1112,12 +1117,12 @@ class EdgeGradients:
 
     Attributes:
         uses: path of an operation -> its replacement.
-        complete: values computed from parameters that nothing else reads.
+        fully_deferred: values computed from parameters that nothing else reads.
     """
 
     mesh: Mesh | AbstractMesh
     uses: Mapping[str, DeferredOp]
-    complete: frozenset[int]
+    fully_deferred: frozenset[int]
 
     def ready(self, outside: Values) -> dict[str, Value]:
         """The operands that are gathered beforehand, by path of the operation."""
@@ -1129,21 +1134,23 @@ class EdgeGradients:
 
     def zeros(self) -> Arrays:
         """Zeros for the partial sums, sharded so that each device has its own."""
-        return no_sums(self.uses, self.mesh)
+        return zero_sums(self.uses, self.mesh)
 
     def walk(self, walk: Walk, ready: Mapping[str, Value], sums: Sequence[Value]) -> Walk:
         """A walk whose operations use gathered operands and pass gradients to `sums`."""
-        return leaving_sums(self.uses, walk, sums, ready)
+        return with_partial_sums(self.uses, walk, sums, ready)
 
     def reduce(self, sums: Sequence[Value]) -> Values:
         """Gradients of values that operations use, from partial sums in the order of `uses`."""
         return by_operand(self.uses, sums, lambda gradient, total: gradient.astype(total.dtype))
 
 
-def ends(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> EdgeGradients:
+def edge_gradients(
+    layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh
+) -> EdgeGradients:
     """Finds the operations outside of the layers whose gradients can be reduced at the end."""
-    derived = set(cut.once)
-    equations = {equation.path: equation for equation in (*cut.before, *cut.after)}
+    derived = set(sections.once)
+    equations = {equation.path: equation for equation in (*sections.before, *sections.after)}
     uses: dict[str, DeferredOp] = {}
     for path, use in layouts.uses.items():
         if (
@@ -1159,11 +1166,13 @@ def ends(layouts: LossLayouts, cut: SplitLoss, mesh: Mesh | AbstractMesh) -> Edg
             if path not in uses
             for number in equation.inputs
         }
-        | set(cut.entering)
-        | set(cut.results)
+        | set(sections.entering)
+        | set(sections.results)
     )
     return EdgeGradients(
-        mesh=mesh, uses=uses, complete=frozenset(operand(use) for use in uses.values()) - others
+        mesh=mesh,
+        uses=uses,
+        fully_deferred=frozenset(operand(use) for use in uses.values()) - others,
     )
 
 
@@ -1188,15 +1197,15 @@ class StageRemat:
     loops: Mapping[str, tuple[str, int]] = field(default_factory=dict)
 
     @property
-    def alike(self) -> LayerRemat:
+    def of_every_chunk(self) -> LayerRemat:
         """The remat policy of every chunk, if all chunks are one program."""
-        return self._saved(math.ceil(self.count / self.virtual))
+        return self._layer_remat(math.ceil(self.count / self.virtual))
 
     def of_chunk(self, number: int, layers: int) -> LayerRemat:
         """The remat policy of one chunk that has its own program."""
         rematerialised = self.count // self.virtual + (number < self.count % self.virtual)
         missing = self.layers // self.virtual - layers
-        return self._saved(max(0, rematerialised - missing))
+        return self._layer_remat(max(0, rematerialised - missing))
 
-    def _saved(self, count: int) -> LayerRemat:
+    def _layer_remat(self, count: int) -> LayerRemat:
         return LayerRemat(policy=self.policy, count=count, offloaded=self.offloaded)

@@ -30,9 +30,9 @@ from shardlib.lowering.pipeline.layers import (
     SplitLoss,
     StageRemat,
     Values,
-    ends,
-    gathered,
+    edge_gradients,
     is_floating,
+    pregathered,
     results_and_gradients,
     split_loss,
 )
@@ -95,11 +95,11 @@ def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def gathered_at_use(loss_cut: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
+def gathered_at_use(sections: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
     """A finding if the plan gathers once, but layers have frozen sharded weights, which are
     gathered at every use.
     """
-    if plan.gather != "once" or plan.zero < 3 or not loss_cut.frozen_tables:
+    if plan.gather != "once" or plan.zero < 3 or not sections.frozen_tables:
         return ()
     return (
         Finding(
@@ -107,7 +107,7 @@ def gathered_at_use(loss_cut: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
             severity="warning",
             where="gather=once",
             message=(
-                f"{len(loss_cut.frozen_tables)} stacks of frozen weights are gathered by every"
+                f"{len(sections.frozen_tables)} stacks of frozen weights are gathered by every"
                 " operation that uses them, for every microbatch; the price has them gathered"
                 " once."
             ),
@@ -129,7 +129,7 @@ Carry = dict[str, Any]
 #: The part of it that a step sums over its microbatches: gradients of stacked and shared
 #: parameters, those of finished chunks, those of values read outside of the layers, partial sums of
 #: such, loss and metrics.
-SUMMED: tuple[str, ...] = ("sums", "done", "outside", "ends", "totals")
+SUMMED: tuple[str, ...] = ("sums", "done", "outside", "edges", "results")
 
 
 @jax.tree_util.register_dataclass
@@ -171,13 +171,13 @@ class StepSums:
     """Initial values, reductions and results of the sums of a step.
 
     Attributes:
-        ends: operations outside of the layers whose gradients are reduced after all ticks.
+        edge_gradients: operations outside of the layers, with gradients reduced after all ticks.
         gradient: sharding of gradients of parameters, by position of the parameter.
     """
 
-    cut: SplitLoss
+    sections: SplitLoss
     stages: Stages
-    ends: EdgeGradients
+    edge_gradients: EdgeGradients
     gradient: Sequence[NamedSharding]
     reductions: GradientReductions
 
@@ -185,51 +185,57 @@ class StepSums:
         """Zeros for the gradient sum of an array, [*lead, ...]."""
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
-    def empty(self, derived: OnceValues) -> Carry:
+    def zeros_for_all(self, derived: OnceValues) -> Carry:
         """Zeros for all sums, by the names of `SUMMED`, given the values computed from
         parameters.
         """
         stages, count, gathered = self.stages, self.stages.table.stages, self.stages.chunk.gathered
         layers = ChunkGrads(
-            weights=[stages.over_stages(self.zeros(derived.stacks[k])) for k in stages.chunk.own],
-            sums=stages.no_sums(),
+            weights=[
+                stages.over_stages(self.zeros(derived.stacks[k]))
+                for k in stages.chunk.per_tick_weights
+            ],
+            sums=stages.zero_sums(),
             shared=[stages.over_stages(self.zeros(leaf, (count,))) for leaf in derived.shared],
         )
         done = (
             [
                 stages.over_stages(
-                    self.zeros(derived.stacks[self.cut.roles.weights.index(position)])
+                    self.zeros(derived.stacks[self.sections.roles.weights.index(position)])
                 )
                 for position in gathered.sources
             ]
             if gathered and stages.in_rounds
             else []
         )
-        ends = [leaf.astype(self.reductions.accumulator(leaf.dtype)) for leaf in self.ends.zeros()]
+        accumulator, edge_sums = self.reductions.accumulator, self.edge_gradients.zeros()
+        edges = [leaf.astype(accumulator(leaf.dtype)) for leaf in edge_sums]
         return {
             "sums": layers,
             "done": done,
             "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(derived.outside))),
-            "ends": ends,
-            "totals": self.no_totals(),
+            "edges": edges,
+            "results": self.zero_results(),
         }
 
-    def no_totals(self) -> Arrays:
+    def zero_results(self) -> Arrays:
         """Zeros for loss and metrics."""
-        avals = [self.cut.program.avals[number] for number in self.cut.results]
+        avals = [self.sections.program.avals[number] for number in self.sections.results]
         return [jnp.zeros(aval.shape, jnp.promote_types(aval.dtype, jnp.float32)) for aval in avals]
 
     def unreduced(self, outside: Values) -> Values:
         """The values read outside of the layers whose gradients are made in every tick."""
         return {
-            number: leaf for number, leaf in outside.items() if number not in self.ends.complete
+            number: leaf
+            for number, leaf in outside.items()
+            if number not in self.edge_gradients.fully_deferred
         }
 
     def as_gradients(self, outside: Values) -> Values:
         """Gradients of values computed once from parameters, in the sharding that the optimizer
         reads if the value is a parameter or a cast of one.
         """
-        owners = self.cut.owners
+        owners = self.sections.owners
         return {
             number: (
                 jax.lax.with_sharding_constraint(leaf, self.gradient[owners[number]])
@@ -251,12 +257,12 @@ class StepSums:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
         gathered, positions, summed = (
             self.stages.chunk.gathered,
-            self.cut.roles.weights,
+            self.sections.roles.weights,
             sums["sums"],
         )
         totals = {
             positions[k]: total
-            for k, total in zip(self.stages.chunk.own, summed.weights, strict=True)
+            for k, total in zip(self.stages.chunk.per_tick_weights, summed.weights, strict=True)
         }
         done = sums["done"] if self.stages.in_rounds else self.stages.reduce(arrays, summed.sums)
         for position, gradient in zip(gathered.sources if gathered else (), done, strict=True):
@@ -266,7 +272,7 @@ class StepSums:
     def _outside(self, sums: Carry) -> Values:
         """Gradients of values read outside of the layers."""
         totals = dict(sums["outside"])
-        for number, gradient in self.ends.reduce(sums["ends"]).items():
+        for number, gradient in self.edge_gradients.reduce(sums["edges"]).items():
             totals[number] = totals[number] + gradient if number in totals else gradient
         return totals
 
@@ -294,26 +300,26 @@ class Pipeline:
     Attributes:
         layouts: layouts of values inside of the layers.
         outside_layouts: the same before and after them, where the stages may shard values too.
-        exact: whether all layouts outside of the layers are known; otherwise they, and those of
-            gradients, are left to the compiler where the plan gives none.
-        ends: operations outside of the layers whose gradients are reduced after all ticks.
+        layouts_known: whether all layouts outside of the layers are known; otherwise they, and
+            those of gradients, are left to the compiler where the plan gives none.
+        edge_gradients: operations outside of the layers, with gradients reduced after all ticks.
         traced: the loss.
         remat: remat policy of the layers.
         groups: number of groups of microbatches, which go through the stages one after the other;
             the schedule is that of one group.
-        repeated: see `shardlib.lowering.accumulation.Contribution`.
+        fixed_state: see `shardlib.lowering.accumulation.Contribution`.
     """
 
-    cut: SplitLoss
+    sections: SplitLoss
     stages: Stages
     layouts: LossLayouts
     outside_layouts: LossLayouts
-    exact: bool
-    ends: EdgeGradients
+    layouts_known: bool
+    edge_gradients: EdgeGradients
     traced: LossJaxpr
     remat: StageRemat
     groups: int = 1
-    repeated: frozenset[int] = frozenset()
+    fixed_state: frozenset[int] = frozenset()
 
     @property
     def microbatches(self) -> int:
@@ -329,9 +335,9 @@ class Pipeline:
     def sums(self) -> StepSums:
         """The sums over microbatches."""
         return StepSums(
-            cut=self.cut,
+            sections=self.sections,
             stages=self.stages,
-            ends=self.ends,
+            edge_gradients=self.edge_gradients,
             gradient=self.layouts.gradient,
             reductions=self.layouts.reductions,
         )
@@ -339,7 +345,7 @@ class Pipeline:
     def walk(self) -> Walk:
         """The placing of values outside of the layers."""
         return replace(
-            self.outside_layouts.walk(loose=not self.exact), layer_policies=self.remat.loops
+            self.outside_layouts.walk(loose=not self.layouts_known), layer_policies=self.remat.loops
         )
 
     def dealt(self, stack: Value) -> Value:
@@ -363,14 +369,14 @@ class Pipeline:
 
     def states(self, state: Tree) -> tuple[Arrays, Arrays]:
         """Model state before each microbatch, [microbatches, ...], and after the last."""
-        leaves, cut = jax.tree.leaves(state), self.cut
+        leaves, sections = jax.tree.leaves(state), self.sections
         if not leaves:
             return [], []
-        avals = [cut.program.avals[number] for number in cut.program.inputs]
+        avals = [sections.program.avals[number] for number in sections.program.inputs]
         first = next(
             i
-            for i, number in enumerate(cut.program.inputs)
-            if cut.labels[number] == frozenset({STATE})
+            for i, number in enumerate(sections.program.inputs)
+            if sections.labels[number] == frozenset({STATE})
         )
 
         def after(leaves: Arrays) -> Arrays:
@@ -384,14 +390,15 @@ class Pipeline:
                 )
                 for i, aval in enumerate(avals)
             ]
-            equations, _ = needed(cut.program.equations, cut.state)
-            env = {**cut.program.constants, **dict(zip(cut.program.inputs, inputs, strict=True))}
+            equations, _ = needed(sections.program.equations, sections.state)
+            inputs_by_number = dict(zip(sections.program.inputs, inputs, strict=True))
+            env = {**sections.program.constants, **inputs_by_number}
             evaluate_equations(equations, env, self.walk())
-            return [env[number] for number in cut.state]
+            return [env[number] for number in sections.state]
 
         def step(states: Arrays, _: None) -> tuple[Arrays, Arrays]:
             entering = [
-                leaves[index] if index in self.repeated else leaf
+                leaves[index] if index in self.fixed_state else leaf
                 for index, leaf in enumerate(states)
             ]
             return after(entering), entering
@@ -400,12 +407,12 @@ class Pipeline:
         return before, last
 
     def gradients(
-        self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
+        self, params: Tree, state: Tree, batch: Arrays, join: Callable[[Arrays], Tree]
     ) -> tuple[tuple[Value, tuple[Metrics, Tree]], Tree]:
         """((loss, (metrics, state)), gradients), averaged over the microbatches.
 
         Args:
-            parts: arrays of the batch, [microbatches, ...].
+            batch: arrays of the batch, [microbatches, ...].
             join: slices of these -> the batch of one microbatch.
         """
         leaves, structure = jax.tree.flatten(params)
@@ -413,11 +420,11 @@ class Pipeline:
         states, after = self.states(state)
         arrays = self._stage_arrays(derived, fixed)
         sums = self._in_groups(
-            self.sums.empty(derived),
+            self.sums.zeros_for_all(derived),
             states,
-            parts,
-            lambda sums, states, parts: Ticks(
-                self, arrays, derived, fixed, states, parts, join
+            batch,
+            lambda sums, states, batch: Ticks(
+                self, arrays, derived, fixed, states, batch, join
             ).run(sums),
         )
         cotangents = jax.tree.map(
@@ -425,7 +432,7 @@ class Pipeline:
             self.sums.gradients(arrays, sums),
             derived,
         )
-        outputs = [total / self.microbatches for total in sums["totals"]]
+        outputs = [total / self.microbatches for total in sums["results"]]
         return self.results(outputs, state, after), structure.unflatten(pull(cotangents))
 
     def results(
@@ -442,7 +449,7 @@ class Pipeline:
         return loss, (metrics, jax.tree.unflatten(jax.tree.structure(state), after))
 
     def loss(
-        self, params: Tree, state: Tree, parts: Arrays, join: Callable[[Arrays], Tree]
+        self, params: Tree, state: Tree, batch: Arrays, join: Callable[[Arrays], Tree]
     ) -> tuple[Value, tuple[Metrics, Tree]]:
         """(loss, (metrics, state)), averaged over the microbatches, with forward ticks only;
         arguments as those of `gradients`.
@@ -450,18 +457,18 @@ class Pipeline:
         (derived, fixed), _ = self._once(jax.tree.leaves(params))
         states, after = self.states(state)
         arrays = self._stage_arrays(derived, fixed)
-        totals = self._in_groups(
-            self.sums.no_totals(),
+        results = self._in_groups(
+            self.sums.zero_results(),
             states,
-            parts,
-            lambda totals, states, parts: Ticks(
-                self, arrays, derived, fixed, states, parts, join
-            ).evaluate(totals),
+            batch,
+            lambda results, states, batch: Ticks(
+                self, arrays, derived, fixed, states, batch, join
+            ).evaluate(results),
         )
         avals = self.traced.closed_jaxpr.out_avals
         outputs = [
             _in_dtype(total / self.microbatches, aval.dtype)
-            for total, aval in zip(totals, avals, strict=False)
+            for total, aval in zip(results, avals, strict=False)
         ]
         return self.results(outputs, state, after)
 
@@ -482,16 +489,16 @@ class Pipeline:
         )
 
     def _in_groups(
-        self, sums: Any, states: Arrays, parts: Arrays, run: Callable[[Any, Arrays, Arrays], Any]
+        self, sums: Any, states: Arrays, batch: Arrays, run: Callable[[Any, Arrays, Arrays], Any]
     ) -> Any:
         """Sums over all microbatches; `run` adds those of one group, given model state and batch of
         its microbatches.
         """
         if self.groups == 1:
-            return run(sums, states, parts)
+            return run(sums, states, batch)
         grouped = [
             [leaf.reshape(self.groups, -1, *leaf.shape[1:]) for leaf in leaves]
-            for leaves in (states, parts)
+            for leaves in (states, batch)
         ]
         return jax.lax.scan(lambda sums, group: (run(sums, *group), None), sums, grouped)[0]
 
@@ -499,32 +506,36 @@ class Pipeline:
         """((values with gradients, values without), function from gradients of the first to
         gradients of the parameters).
         """
-        cut = self.cut
+        sections = self.sections
 
         def run(leaves: Arrays) -> tuple[OnceValues, OnceConstants]:
             env: Values = {
-                **cut.program.constants,
-                **dict(zip(cut.program.inputs, self.layouts.parameters(leaves), strict=False)),
+                **sections.program.constants,
+                **dict(zip(sections.program.inputs, self.layouts.parameters(leaves), strict=False)),
             }
-            evaluate_equations(cut.once_equations, env, self.walk())
-            moving = {
+            evaluate_equations(sections.once_equations, env, self.walk())
+            floating = {
                 number: env[number]
-                for number in cut.once
-                if PARAMETERS in cut.labels[number] and is_floating(env[number])
+                for number in sections.once
+                if PARAMETERS in sections.labels[number] and is_floating(env[number])
             }
-            fixed = {number: env[number] for number in cut.once if number not in moving}
-            stacks = [self.dealt(moving[cut.scanned[k]]) for k in cut.roles.weights]
-            outside = {number: moving[number] for number in cut.read_outside if number in moving}
-            shared = [moving[cut.constants[k]] for k in cut.roles.shared]
-            tables = [self.dealt(jnp.asarray(env[cut.scanned[k]])) for k in cut.roles.tables]
-            constant = [jnp.asarray(env[cut.constants[k]]) for k in cut.roles.constant]
+            fixed = {number: env[number] for number in sections.once if number not in floating}
+            stacks = [self.dealt(floating[sections.scanned[k]]) for k in sections.roles.weights]
+            outside = {
+                number: floating[number] for number in sections.read_outside if number in floating
+            }
+            shared = [floating[sections.constants[k]] for k in sections.roles.shared]
+            tables = [
+                self.dealt(jnp.asarray(env[sections.scanned[k]])) for k in sections.roles.tables
+            ]
+            constant = [jnp.asarray(env[sections.constants[k]]) for k in sections.roles.constant]
             derived = OnceValues(stacks=stacks, shared=shared, outside=outside)
             return derived, OnceConstants(values=fixed, tables=tables, constant=constant, ready={})
 
         derived, pull, fixed = jax.vjp(run, leaves, has_aux=True)
         return (
             derived,
-            replace(fixed, ready=self.ends.ready(derived.outside)),
+            replace(fixed, ready=self.edge_gradients.ready(derived.outside)),
         ), lambda cotangents: pull(cotangents)[0]
 
 
@@ -536,8 +547,8 @@ def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EndWork:
-    """Work at the ends of a pipeline that occurs in some ticks only.
+class EdgeWork:
+    """Work at the edges of a pipeline that occurs in some ticks only.
 
     Attributes:
         opening: microbatches enter the first stage (backward: the last one).
@@ -558,19 +569,19 @@ class Ticks:
         derived: OnceValues,
         fixed: OnceConstants,
         states: Arrays,
-        parts: Arrays,
+        batch: Arrays,
         join: Callable[[Arrays], Tree],
     ) -> None:
         self.pipeline = pipeline
-        self.cut = pipeline.cut
+        self.sections = pipeline.sections
         self.stages = pipeline.stages
         self.table = pipeline.stages.table
-        self.made = derived
+        self.derived = derived
         self.fixed = fixed
         self.states = states
-        self.parts = parts
+        self.batch = batch
         self.join = join
-        self.arrays, self.rounds = replace(arrays, keys=self._keys()), self.stages.in_rounds
+        self.arrays, self.in_rounds = replace(arrays, keys=self._keys()), self.stages.in_rounds
         self.sums, self.unreduced = pipeline.sums, pipeline.sums.unreduced(derived.outside)
 
     def _from_last_stage(self, outputs: Arrays) -> Arrays:
@@ -586,15 +597,15 @@ class Ticks:
         """
         return {
             "outside": self.sums.as_gradients(plus(carry["outside"], more)),
-            "ends": plus(carry["ends"], sums),
+            "edges": plus(carry["edges"], sums),
         }
 
-    def _after(self, carry: Carry, tick: Any, edges: EndWork) -> tuple[Carry, Arrays]:
+    def _after(self, carry: Carry, tick: Any, edges: EdgeWork) -> tuple[Carry, Arrays]:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of its
         activations.
         """
         micro, chunk, active = self.table.backward(tick, self.table.stages - 1)
-        positions = [k for k in self.stages.leaving if k in self.stages.moving]
+        positions = [k for k in self.stages.leaving if k in self.stages.floating]
         if not edges.opening:
             return carry, [
                 jnp.zeros(self.stages.activations[k].shape, self.stages.activations[k].dtype)
@@ -615,7 +626,7 @@ class Ticks:
                 self.pipeline.loss_position,
                 outputs,
                 self.unreduced,
-                self.pipeline.ends.zeros(),
+                self.pipeline.edge_gradients.zeros(),
             )
             return (
                 results,
@@ -629,11 +640,11 @@ class Ticks:
         results, outside, moved = self._only((chunk == self.table.last_chunk) & active, after)
         return {
             **carry,
-            "totals": plus(carry["totals"], results),
+            "results": plus(carry["results"], results),
             **self._outside(carry, *outside),
         }, moved
 
-    def _entering(self, tick: Any, edges: EndWork) -> Arrays:
+    def _entering(self, tick: Any, edges: EdgeWork) -> Arrays:
         """Input of the first stage at a tick, replicated over the stages; zeros if the first stage
         continues an older microbatch.
         """
@@ -647,54 +658,53 @@ class Ticks:
             (chunk == 0) & active,
             lambda: [
                 self.stages.inside_layout(leaf, k)
-                for k, leaf in enumerate(self._before(self.made.outside, micro))
+                for k, leaf in enumerate(self._before(self.derived.outside, micro))
             ],
         )
 
     def _before(self, outside: Values, micro: Any, sums: Arrays | None = None) -> Arrays:
         """Input of the first stage for a microbatch; partial sums are discarded by default."""
         env = self._env(outside, micro)
-        evaluate_equations(self.cut.before, env, self._walk(sums))
+        evaluate_equations(self.sections.before, env, self._walk(sums))
         return [
             self.stages.outside_layout(jnp.asarray(env[number]), k)
-            for k, number in enumerate(self.cut.entering)
+            for k, number in enumerate(self.sections.entering)
         ]
 
     def _walk(self, sums: Arrays | None) -> Walk:
         """A walk outside of the layers, whose operations pass gradients to `sums`."""
-        ends = self.pipeline.ends
-        return ends.walk(
-            self.pipeline.walk(), self.fixed.ready, ends.zeros() if sums is None else sums
+        edges = self.pipeline.edge_gradients
+        return edges.walk(
+            self.pipeline.walk(), self.fixed.ready, edges.zeros() if sums is None else sums
         )
 
     def _results(
         self, outside: Values, micro: Any, outputs: Arrays, sums: Arrays | None = None
     ) -> Arrays:
         """Loss and metrics from the last stage's outputs; partial sums are discarded by default."""
-        cut, env = self.cut, self._env(outside, micro)
+        sections, env = self.sections, self._env(outside, micro)
         values = [
             self.stages.outside_layout(leaf, k)
             for leaf, k in zip(outputs, self.stages.leaving, strict=True)
         ]
-        env.update(zip(cut.final, values, strict=False))
-        env.update(
-            zip(cut.stacked, (leaf[: cut.layers] for leaf in values[len(cut.final) :]), strict=True)
-        )
-        evaluate_equations(cut.after, env, self._walk(sums))
-        return [as_array(cut.program, number, env[number]) for number in cut.results]
+        env.update(zip(sections.final, values, strict=False))
+        stacked = [leaf[: sections.layers] for leaf in values[len(sections.final) :]]
+        env.update(zip(sections.stacked, stacked, strict=True))
+        evaluate_equations(sections.after, env, self._walk(sums))
+        return [as_array(sections.program, number, env[number]) for number in sections.results]
 
     def _env(self, outside: Values, micro: Any) -> Values:
         return {
-            **self.cut.program.constants,
+            **self.sections.program.constants,
             **self.fixed.values,
-            **self.made.outside,
+            **self.derived.outside,
             **outside,
-            **self._inputs(self._slices(self.states, micro), self._slices(self.parts, micro)),
+            **self._inputs(self._slices(self.states, micro), self._slices(self.batch, micro)),
         }
 
     def _inputs(self, state: Arrays, part: Arrays) -> Values:
         """Model state and batch of a microbatch, by value."""
-        return self.cut.of_microbatch(state, jax.tree.leaves(self.join(part)))
+        return self.sections.of_microbatch(state, jax.tree.leaves(self.join(part)))
 
     def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
         return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
@@ -703,11 +713,11 @@ class Ticks:
         """Per-layer slices of model state and of random keys in the batch, [microbatches, stages,
         chunks, layers, ...].
         """
-        if not self.cut.roles.keys:
+        if not self.sections.roles.keys:
             return []
         keys = jax.lax.map(
-            lambda microbatch: self.cut.keys(self._inputs(*microbatch), self.pipeline.walk()),
-            (self.states, self.parts),
+            lambda microbatch: self.sections.keys(self._inputs(*microbatch), self.pipeline.walk()),
+            (self.states, self.batch),
         )
         return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in keys]
 
@@ -728,13 +738,13 @@ class Ticks:
         work = {"forward": self._forward, "backward": self._backward, "weights": self._weights}
         for start, stop, kinds in self.table.phases:
             if "forward" not in kinds:
-                carry.pop("hop", None)  # no more forward work
+                carry.pop("forward", None)  # no more forward work
 
             def tick(
                 carry: Carry,
                 tick: Any,
                 arrays: StageArrays,
-                edges: EndWork,
+                edges: EdgeWork,
                 kinds: tuple[str, ...] = kinds,
             ) -> Carry:
                 for kind in kinds:
@@ -744,32 +754,32 @@ class Ticks:
             carry = self._ticks(tick, carry, start, stop, forward="backward" not in kinds)
         return {name: carry[name] for name in SUMMED}
 
-    def evaluate(self, totals: Arrays) -> Arrays:
+    def evaluate(self, results: Arrays) -> Arrays:
         """Adds up loss and metrics over forward ticks, without gradients."""
 
-        def tick(carry: Carry, tick: Any, arrays: StageArrays, edges: EndWork) -> Carry:
-            hop, _, outputs = self.stages.forward(
-                tick, arrays, carry["hop"], self._entering(tick, edges), []
+        def tick(carry: Carry, tick: Any, arrays: StageArrays, edges: EdgeWork) -> Carry:
+            in_flight, _, outputs = self.stages.forward(
+                tick, arrays, carry["forward"], self._entering(tick, edges), []
             )
             if not edges.closing:
-                return {**carry, "hop": hop}
+                return {**carry, "forward": in_flight}
             micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
             results = self._only(
                 (chunk == self.table.last_chunk) & active,
-                lambda: self._results(self.made.outside, micro, self._from_last_stage(outputs)),
+                lambda: self._results(self.derived.outside, micro, self._from_last_stage(outputs)),
             )
-            return {**carry, "hop": hop, "totals": plus(carry["totals"], results)}
+            return {**carry, "forward": in_flight, "results": plus(carry["results"], results)}
 
         start = {
-            "hop": self._activations(range(len(self.stages.activations))),
-            "totals": totals,
-            "ready": self._no_operands(),
+            "forward": self._activations(range(len(self.stages.activations))),
+            "results": results,
+            "ready": self._zero_operands(),
         }
-        return self._ticks(tick, start, 0, self.table.forward_ticks, forward=True)["totals"]
+        return self._ticks(tick, start, 0, self.table.forward_ticks, forward=True)["results"]
 
     def _ticks(
         self,
-        tick: Callable[[Carry, Any, StageArrays, EndWork], Carry],
+        tick: Callable[[Carry, Any, StageArrays, EdgeWork], Carry],
         carry: Carry,
         start: int,
         stop: int,
@@ -780,32 +790,33 @@ class Ticks:
         that its ticks begin, and reduces the gradients of the chunk that the last round finished.
         """
 
-        def run(carry: Carry, start: Any, count: int, edges: EndWork) -> Carry:
-            arrays = replace(self.arrays, ready=carry["ready"]) if self.rounds else self.arrays
+        def run(carry: Carry, start: Any, count: int, edges: EdgeWork) -> Carry:
+            arrays = replace(self.arrays, ready=carry["ready"]) if self.in_rounds else self.arrays
             return jax.lax.scan(
                 lambda carry, number: (tick(carry, number, arrays, edges), None),
                 carry,
                 start + jnp.arange(count),
             )[0]
 
-        if not self.rounds:
-            return run(carry, start, stop - start, EndWork(opening=True, closing=True))
+        if not self.in_rounds:
+            return run(carry, start, stop - start, EdgeWork(opening=True, closing=True))
 
-        def run_round(carry: Carry, number: Any, edges: EndWork) -> Carry:
+        def run_round(carry: Carry, number: Any, edges: EdgeWork) -> Carry:
             chunk = number if forward else self.table.last_chunk - number
-            slot = chunk % self.stages.window
+            slot = chunk % self.stages.ready_slots
             carry = (
                 carry
                 if forward or edges.opening
                 else self._reduced(
-                    carry, jnp.minimum(chunk + self.stages.window, self.table.last_chunk), slot
+                    carry, jnp.minimum(chunk + self.stages.ready_slots, self.table.last_chunk), slot
                 )
             )
             ready = self.stages.gather_over(
                 self.arrays,
                 carry["ready"],
                 _not_before(
-                    chunk, carry["totals"] if forward else (carry["outputs"], carry["back"].next)
+                    chunk,
+                    carry["results"] if forward else (carry["outputs"], carry["backward"].next),
                 ),
             )
             return run(
@@ -816,20 +827,20 @@ class Ticks:
             )
 
         last = self.table.rounds - 1
-        carry = run_round(carry, jnp.int32(0), EndWork(opening=True, closing=False))
+        carry = run_round(carry, jnp.int32(0), EdgeWork(opening=True, closing=False))
         if last > 1:
             carry, _ = jax.lax.scan(
                 lambda carry, number: (
-                    run_round(carry, number, EndWork(opening=False, closing=False)),
+                    run_round(carry, number, EdgeWork(opening=False, closing=False)),
                     None,
                 ),
                 carry,
                 jnp.arange(1, last),
             )
-        carry = run_round(carry, jnp.int32(last), EndWork(opening=False, closing=True))
+        carry = run_round(carry, jnp.int32(last), EdgeWork(opening=False, closing=True))
         done = self.table.rounds * self.table.microbatches
-        carry = run(carry, start + done, stop - start - done, EndWork(opening=False, closing=True))
-        for chunk in () if forward else reversed(range(self.stages.window)):
+        carry = run(carry, start + done, stop - start - done, EdgeWork(opening=False, closing=True))
+        for chunk in () if forward else reversed(range(self.stages.ready_slots)):
             carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
         return carry
 
@@ -848,14 +859,14 @@ class Ticks:
         ]
         return {**carry, "done": done, "sums": replace(sums, sums=empty)}
 
-    def _no_operands(self) -> Arrays:
+    def _zero_operands(self) -> Arrays:
         """Zeros for the operands that a round gathers, [stages, chunks, layers, ...]."""
-        if not self.rounds:
+        if not self.in_rounds:
             return []
         shapes = jax.eval_shape(lambda: self.stages.gather(self.arrays))
         return [
             self.stages.over_stages(
-                jnp.zeros((leaf.shape[0], self.stages.window, *leaf.shape[2:]), leaf.dtype)
+                jnp.zeros((leaf.shape[0], self.stages.ready_slots, *leaf.shape[2:]), leaf.dtype)
             )
             for leaf in shapes
         ]
@@ -883,7 +894,7 @@ class Ticks:
     def _start(self) -> Carry:
         """The initial carry of the ticks, without the sums."""
         stages, count = self.stages, self.table.stages
-        like = replace(self.arrays, ready=self._no_operands()) if self.rounds else self.arrays
+        like = replace(self.arrays, ready=self._zero_operands()) if self.in_rounds else self.arrays
 
         def zeros(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
@@ -892,7 +903,9 @@ class Ticks:
             jax.device_put(zeros(self.table.slots, leaf), jax.memory.Space.Host)
             if away
             else zeros(self.table.slots, leaf)
-            for leaf, away in zip(stages.stashed(like), stages.in_host_memory(like), strict=True)
+            for leaf, away in zip(
+                stages.stash_avals(like), stages.in_host_memory(like), strict=True
+            )
         ]
         residuals = [zeros(count, leaf) for leaf in stages.residual_avals(like)]
         leaves = [stages.activations[k] for k in stages.leaving]
@@ -906,17 +919,17 @@ class Ticks:
                 for leaf in leaves
             ]
         return {
-            "hop": self._activations(range(len(stages.activations))),
-            "back": self._activations(stages.moving),
+            "forward": self._activations(range(len(stages.activations))),
+            "backward": self._activations(stages.floating),
             "stash": stash,
             "residuals": residuals,
             "outputs": leaving,
-            "ready": self._no_operands(),
+            "ready": self._zero_operands(),
         }
 
-    def _forward(self, carry: Carry, tick: Any, arrays: StageArrays, edges: EndWork) -> Carry:
-        hop, stash, outputs = self.stages.forward(
-            tick, arrays, carry["hop"], self._entering(tick, edges), carry["stash"]
+    def _forward(self, carry: Carry, tick: Any, arrays: StageArrays, edges: EdgeWork) -> Carry:
+        in_flight, stash, outputs = self.stages.forward(
+            tick, arrays, carry["forward"], self._entering(tick, edges), carry["stash"]
         )
         if self.table.forward_first:
             outputs = (
@@ -924,7 +937,7 @@ class Ticks:
                 if edges.closing
                 else carry["outputs"]
             )
-        return {**carry, "hop": hop, "stash": stash, "outputs": outputs}
+        return {**carry, "forward": in_flight, "stash": stash, "outputs": outputs}
 
     def _collected(self, tick: Any, collected: Arrays, outputs: Arrays) -> Arrays:
         """The outputs of the last stage, [microbatches, ...], updated after a tick."""
@@ -944,12 +957,14 @@ class Ticks:
             outputs,
         )
 
-    def _backward(self, carry: Carry, tick: Any, arrays: StageArrays, edges: EndWork) -> Carry:
+    def _backward(self, carry: Carry, tick: Any, arrays: StageArrays, edges: EdgeWork) -> Carry:
         carry, leaving = self._after(carry, tick, edges)
+        stash, sums, residuals = carry["stash"], carry["sums"], carry["residuals"]
         done = self.stages.backward(
-            tick, arrays, carry["back"], leaving, carry["stash"], carry["sums"], carry["residuals"]
+            tick, arrays, carry["backward"], leaving, stash, sums, residuals
         )
-        carry = {**carry, "back": done.hop, "sums": done.sums, "residuals": done.residuals}
+        sums = {"sums": done.sums, "residuals": done.residuals}
+        carry = {**carry, "backward": done.in_flight, **sums}
         if not edges.closing:
             return carry
         micro, chunk, active = self.table.backward(tick, 0)
@@ -959,19 +974,21 @@ class Ticks:
                 return [
                     leaf
                     for k, leaf in enumerate(self._before(outside, micro, sums))
-                    if k in self.stages.moving
+                    if k in self.stages.floating
                 ]
 
             input_grads = [
                 self.stages.from_stages(leaf, k)
-                for leaf, k in zip(done.input_grads, self.stages.moving, strict=False)
+                for leaf, k in zip(done.input_grads, self.stages.floating, strict=False)
             ]
-            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.ends.zeros())[1](input_grads)
+            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.edge_gradients.zeros())[1](
+                input_grads
+            )
             return self.sums.as_gradients(outside), sums
 
         return {**carry, **self._outside(carry, *self._only((chunk == 0) & active, before))}
 
-    def _weights(self, carry: Carry, tick: Any, arrays: StageArrays, _: EndWork) -> Carry:
+    def _weights(self, carry: Carry, tick: Any, arrays: StageArrays, _: EdgeWork) -> Carry:
         return {
             **carry,
             "sums": self.stages.weights(
@@ -1017,7 +1034,7 @@ def pipeline(
     params: ParameterShardings,
     staged: StagedLayouts,
     keys: Collection[int] = (),
-    same_state: frozenset[int] = frozenset(),
+    fixed_state: frozenset[int] = frozenset(),
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Partitions a loss into the stages of a plan."""
     written, states = traced, len(jax.tree.leaves(state))
@@ -1026,7 +1043,7 @@ def pipeline(
     program = traced.program
     parameters = [plan.parameters[number] for number in plan_indices(plan, params.compute)]
     frozen = {i for i, parameter in enumerate(parameters) if not parameter.trained}
-    loss_cut = split_loss(
+    sections = split_loss(
         program,
         len(jax.tree.leaves(params.compute)),
         states,
@@ -1037,38 +1054,38 @@ def pipeline(
     layouts = LossLayouts.of(traced, plan, mesh, params, value_layouts)
     remat = stage_remat(
         plan,
-        loss_cut,
+        sections,
         with_frozen(written.program, frozen),
         written.facts(len(parameters)),
         [parameter.path for parameter in parameters],
     )
-    stages = _stages(plan, loss_cut, layouts, mesh, value_layouts, outside_values, remat)
-    exact = bool(outside_values) and all(
-        layout is not None for layout in stages.outside[: len(loss_cut.carry)]
+    stages = _stages(plan, sections, layouts, mesh, value_layouts, outside_values, remat)
+    layouts_known = bool(outside_values) and all(
+        layout is not None for layout in stages.outside[: len(sections.carry)]
     )
     outside_layouts = replace(layouts, values=outside_values)
-    late = (
-        ends(outside_layouts, loss_cut, mesh)
-        if exact and layouts.reductions.when == AFTER_PIPELINE and not stages.in_rounds
-        else EdgeGradients(mesh=mesh, uses={}, complete=frozenset())
+    deferred = (
+        edge_gradients(outside_layouts, sections, mesh)
+        if layouts_known and layouts.reductions.when == AFTER_PIPELINE and not stages.in_rounds
+        else EdgeGradients(mesh=mesh, uses={}, fully_deferred=frozenset())
     )
     built = Pipeline(
-        cut=loss_cut,
+        sections=sections,
         stages=stages,
         layouts=layouts,
-        outside_layouts=outside_layouts if exact else layouts,
-        exact=exact,
-        ends=late,
+        outside_layouts=outside_layouts if layouts_known else layouts,
+        layouts_known=layouts_known,
+        edge_gradients=deferred,
         traced=traced,
         remat=remat,
         groups=plan.accumulation,
-        repeated=same_state,
+        fixed_state=fixed_state,
     )
     return built, (
         *findings,
         *repeated(stages),
         *not_gathered(stages, plan),
-        *gathered_at_use(loss_cut, plan),
+        *gathered_at_use(sections, plan),
     )
 
 
@@ -1090,7 +1107,7 @@ def _with_loop(
     return looped, replace(layouts, layers=layers, outside_values={}), findings
 
 
-def _timetable(plan: Plan, loss_cut: SplitLoss) -> Timetable:
+def _timetable(plan: Plan, sections: SplitLoss) -> Timetable:
     """The schedule of one group of microbatches."""
     table = Timetable(
         schedule=plan.schedule,
@@ -1100,12 +1117,12 @@ def _timetable(plan: Plan, loss_cut: SplitLoss) -> Timetable:
     )
     looped, chunks = table.virtual > 1, table.stages * table.virtual
     by = "(stages times virtual_stages)"
-    if chunks > loss_cut.layers:
+    if chunks > sections.layers:
         raise PlanError(
             f"{table.stages} stages of {table.virtual} chunk{'s' if looped else ''} need {chunks}"
             " layers, and the loop over layers "
-            f"at {loss_cut.loop.scope or loss_cut.loop.path} has {loss_cut.layers}\n"
-            f"Try: at most {loss_cut.layers}"
+            f"at {sections.loop.scope or sections.loop.path} has {sections.layers}\n"
+            f"Try: at most {sections.layers}"
             f" {f'chunks on all stages together {by}' if looped else 'stages'}"
         )
     if looped and table.microbatches < table.stages:
@@ -1120,7 +1137,7 @@ def _timetable(plan: Plan, loss_cut: SplitLoss) -> Timetable:
 
 def _stages(
     plan: Plan,
-    loss_cut: SplitLoss,
+    sections: SplitLoss,
     layouts: LossLayouts,
     mesh: Mesh | AbstractMesh,
     value_layouts: ValueLayouts,
@@ -1128,24 +1145,24 @@ def _stages(
     remat: StageRemat,
 ) -> Stages:
     """The stages of a plan for a loss; arguments as those of `pipeline`."""
-    table, axis = _timetable(plan, loss_cut), physical_axes(mesh, ("stage",))
+    table, axis = _timetable(plan, sections), physical_axes(mesh, ("stage",))
     chunks = table.stages * table.virtual
-    each = -(-loss_cut.layers // chunks)
+    each = -(-sections.layers // chunks)
     chunk = Chunk(
-        cut=loss_cut,
+        sections=sections,
         layers=each,
-        padded=each * chunks > loss_cut.layers,
-        saved=remat.alike,
+        padded=each * chunks > sections.layers,
+        remat=remat.of_every_chunk,
         walk=lambda: layouts.walk(jax.sharding.get_abstract_mesh()),
-        gathered=gathered(layouts, loss_cut, inside(mesh, axis)),
+        gathered=pregathered(layouts, sections, inside(mesh, axis)),
     )
-    activations = stage_activations(loss_cut, chunks * each)
-    entering = len(loss_cut.entering)
-    carried = len(loss_cut.carry)
+    activations = stage_activations(sections, chunks * each)
+    entering = len(sections.entering)
+    carried = len(sections.carry)
 
     def of_carry(layouts: ValueLayouts) -> tuple[Layout | None, ...]:
         return tuple(
-            layouts.get((f"{loss_cut.loop.path}/carry/{k}", 0)) if k < carried else None
+            layouts.get((f"{sections.loop.path}/carry/{k}", 0)) if k < carried else None
             for k in range(len(activations))
         )
 
@@ -1208,10 +1225,10 @@ def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Findin
 
 
 def stage_remat(
-    plan: Plan, cut: SplitLoss, program: Program, loss: LossFacts, paths: Sequence[str]
+    plan: Plan, sections: SplitLoss, program: Program, loss: LossFacts, paths: Sequence[str]
 ) -> StageRemat:
     """The rematerialisation in the stages of a plan."""
-    fullest = fullest_stage(plan, cut.layers)
+    fullest = fullest_stage(plan, sections.layers)
     policies = layer_policies(plan, program, loss, paths)
     uniform = StageRemat(
         policy=plan.remat,
@@ -1225,7 +1242,9 @@ def stage_remat(
     counts = {group.path: group.count for group in layer_runs(program, loss)}
     # unrolled layers are one loop in the partitioned program
     here = (
-        cut.loop.path if cut.loop.path in counts else max(reversed(counts), key=counts.__getitem__)
+        sections.loop.path
+        if sections.loop.path in counts
+        else max(reversed(counts), key=counts.__getitem__)
     )
     policy, count = policies[here]
     loops = {
@@ -1236,17 +1255,17 @@ def stage_remat(
     return replace(uniform, policy=policy if count else "none", count=count, loops=loops)
 
 
-def stage_activations(loss_cut: SplitLoss, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+def stage_activations(sections: SplitLoss, layers: int) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shape and dtype of everything sent between stages: the carry, the values sent along with it,
     and a buffer [layers, ...] for every stacked result of the layers.
     """
-    avals = [loss_cut.program.avals[number] for number in loss_cut.entering]
+    avals = [sections.program.avals[number] for number in sections.entering]
     buffers = [
         jax.ShapeDtypeStruct(
-            (layers, *loss_cut.program.avals[number].shape[1:]),
-            loss_cut.program.avals[number].dtype,
+            (layers, *sections.program.avals[number].shape[1:]),
+            sections.program.avals[number].dtype,
         )
-        for number in loss_cut.stacked
+        for number in sections.stacked
     ]
     return tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in [*avals, *buffers])
 

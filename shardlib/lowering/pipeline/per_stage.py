@@ -14,8 +14,8 @@ schedule runs the last chunk's backward pass right after its forward pass, both 
 Chunk c of stage s is number g = c S + s of all chunks, and takes the layers after those of chunk g
 - 1. If the layers do not divide evenly, the first chunks have one more.
 
->>> dealing = LayerSplit(layers=5, stages=2, virtual=2)
->>> dealing.counts, dealing.rows(0), dealing.rows(1), dealing.places
+>>> layer_split = LayerSplit(layers=5, stages=2, virtual=2)
+>>> layer_split.counts, layer_split.layers_of(0), layer_split.layers_of(1), layer_split.places
 ((2, 1, 1, 1), (0, 1, 2, 2), (3, 3, 4, 4), (0, 1, 2, 4, 6))
 """
 
@@ -49,8 +49,8 @@ from shardlib.lowering.pipeline.layers import (
     SplitLoss,
     StageRemat,
     Values,
-    gathered,
     is_floating,
+    pregathered,
     results_and_gradients,
 )
 from shardlib.lowering.pipeline.lockstep import Pipeline, plus
@@ -76,14 +76,14 @@ class ChunkInputs:
         stacks: the chunk's layers of each stacked parameter, trained ones first, [max_layers, ...].
         once: other values that the loss computes from parameters.
         states: model state before each microbatch, [microbatches, ...].
-        parts: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
+        batch: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
         ready: matmul operands that are gathered before the first microbatch, [layers, ...].
     """
 
     stacks: Arrays
     once: Values
     states: Arrays
-    parts: Arrays
+    batch: Arrays
     ready: Arrays
 
 
@@ -99,11 +99,11 @@ class EdgeSums:
 
     Attributes:
         outside: gradients of values read before and after the layers, [1, ...].
-        totals: loss and metrics of the last chunk, [1, ...].
+        results: loss and metrics of the last chunk, [1, ...].
     """
 
     outside: Values
-    totals: Arrays
+    results: Arrays
 
 
 @jax.tree_util.register_dataclass
@@ -113,7 +113,7 @@ class WeightSums:
 
     Attributes:
         weights: gradients of stacked parameters, [max_layers, ...]; during the microbatches, of
-            those in `Chunk.own` only.
+            those in `Chunk.per_tick_weights` only.
         shared: gradients of parameters that all layers use, [1, ...].
         sums: per-device partial sums for the matmul operands that are gathered beforehand,
             [layers, ...].
@@ -129,36 +129,36 @@ class ChunkWork:
     """The work of one chunk.
 
     Attributes:
-        cut: the loss, split around its loop over layers.
+        sections: the loss, split around its loop over layers.
         layouts: layouts of values over the devices of the stage.
-        first: index of the chunk's first layer; 0 for the first chunk.
+        first_layer: index of the chunk's first layer; 0 for the first chunk.
         activations: shape and dtype of everything that is sent from stage to stage.
         entering: number of these that are computed before the layers.
         loss: position of the loss among the results.
-        in_parts: for each array of the batch, whether it is split into microbatches.
+        is_split: for each array of the batch, whether it is split into microbatches.
         remat: what layers save for their backward passes.
     """
 
-    cut: SplitLoss
+    sections: SplitLoss
     layouts: LossLayouts
     chunk: Chunk
-    first: int
-    last: bool
+    first_layer: int
+    is_last: bool
     activations: tuple[jax.ShapeDtypeStruct, ...]
     entering: int
     loss: int
-    in_parts: tuple[bool, ...]
+    is_split: tuple[bool, ...]
     remat: StageRemat
 
     @property
-    def moving(self) -> tuple[int, ...]:
+    def floating(self) -> tuple[int, ...]:
         """Positions of the activations that gradients flow through."""
         return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
 
     @property
     def shared(self) -> tuple[int, ...]:
         """Values used by all layers."""
-        return tuple(self.cut.constants[k] for k in self.cut.roles.shared)
+        return tuple(self.sections.constants[k] for k in self.sections.roles.shared)
 
     @cached_property
     def outside(self) -> tuple[int, ...]:
@@ -167,37 +167,38 @@ class ChunkWork:
         """
         return tuple(
             number
-            for number in self.cut.once
-            if number in self._reads and PARAMETERS in self.cut.labels[number]
+            for number in self.sections.once
+            if number in self._reads and PARAMETERS in self.sections.labels[number]
         )
 
     @cached_property
     def frozen(self) -> tuple[int, ...]:
         """Values computed from frozen parameters and read there, or by all layers."""
-        reads = self._reads | {self.cut.constants[k] for k in self.cut.roles.constant}
+        reads = self._reads | {self.sections.constants[k] for k in self.sections.roles.constant}
         return tuple(
             number
-            for number in self.cut.once
+            for number in self.sections.once
             if number in reads
-            and self.cut.labels[number]
-            and PARAMETERS not in self.cut.labels[number]
+            and self.sections.labels[number]
+            and PARAMETERS not in self.sections.labels[number]
         )
 
     @cached_property
     def _reads(self) -> set[int]:
         """Values read before the layers (first chunk) or after them (last chunk)."""
-        cut, reads = self.cut, set[int]()
-        if not self.first:
-            reads |= needed(cut.before, cut.entering)[1]
-        if self.last:
-            reads |= needed(cut.after, cut.results, (*cut.final, *cut.stacked))[1]
+        sections, reads = self.sections, set[int]()
+        if not self.first_layer:
+            reads |= needed(sections.before, sections.entering)[1]
+        if self.is_last:
+            from_layers = (*sections.final, *sections.stacked)
+            reads |= needed(sections.after, sections.results, from_layers)[1]
         return reads
 
     def _walk(self) -> Walk:
         return replace(self.layouts.walk(), layer_policies=self.remat.loops)
 
     def _entering(self, arrays: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
-        if self.first:
+        if self.first_layer:
             return entering
         return [
             *self._before(arrays, arrays.once, micro),
@@ -207,28 +208,28 @@ class ChunkWork:
     def _before(self, arrays: ChunkInputs, derived: Values, micro: Index) -> Arrays:
         """Activations computed before the layers."""
         env = self._env(arrays, derived, micro)
-        evaluate_equations(self.cut.before, env, self._walk())
-        return [jnp.asarray(env[number]) for number in self.cut.entering]
+        evaluate_equations(self.sections.before, env, self._walk())
+        return [jnp.asarray(env[number]) for number in self.sections.entering]
 
     def _results(
         self, arrays: ChunkInputs, derived: Values, micro: Index, outputs: Arrays
     ) -> Arrays:
         """Loss and metrics from the outputs of the last chunk."""
-        cut, env, walk = self.cut, self._env(arrays, derived, micro), self._walk()
-        count = len(cut.final)
+        sections, env, walk = self.sections, self._env(arrays, derived, micro), self._walk()
+        count = len(sections.final)
         env.update(
             zip(
-                cut.final,
+                sections.final,
                 (
-                    walk.put(f"{cut.loop.path}/final/{k}", 0, leaf)
+                    walk.put(f"{sections.loop.path}/final/{k}", 0, leaf)
                     for k, leaf in enumerate(outputs[:count])
                 ),
                 strict=True,
             )
         )
-        env.update(zip(cut.stacked, outputs[self.entering :], strict=True))
-        evaluate_equations(cut.after, env, walk)
-        return [as_array(cut.program, number, env[number]) for number in cut.results]
+        env.update(zip(sections.stacked, outputs[self.entering :], strict=True))
+        evaluate_equations(sections.after, env, walk)
+        return [as_array(sections.program, number, env[number]) for number in sections.results]
 
     def _env(self, arrays: ChunkInputs, derived: Values, micro: Index) -> Values:
         """Values that the equations of a microbatch read."""
@@ -236,7 +237,7 @@ class ChunkWork:
             number: self._used(number, leaf) for number, leaf in {**arrays.once, **derived}.items()
         }
         return {
-            **self.cut.program.constants,
+            **self.sections.program.constants,
             **self._constants(),
             **used,
             **self._inputs(arrays, micro),
@@ -246,58 +247,60 @@ class ChunkWork:
         """Model state and batch of a microbatch."""
         states = [part_of_microbatch(leaf, micro) for leaf in arrays.states]
         batch = [
-            part_of_microbatch(leaf, micro) if cuts else leaf
-            for leaf, cuts in zip(arrays.parts, self.in_parts, strict=True)
+            part_of_microbatch(leaf, micro) if split else leaf
+            for leaf, split in zip(arrays.batch, self.is_split, strict=True)
         ]
-        return self.cut.of_microbatch(states, batch)
+        return self.sections.of_microbatch(states, batch)
 
     def _used(self, number: int, leaf: Any) -> Any:
         """A value computed from parameters, in the layout in which the loss reads it."""
-        inputs = self.cut.program.inputs
+        inputs = self.sections.program.inputs
         return self.layouts.parameter(inputs.index(number), leaf) if number in inputs else leaf
 
     def _constants(self) -> Values:
         """Values computed without any input."""
-        cut = self.cut
-        numbers = [number for number in cut.once if not cut.labels[number]]
-        env: Values = dict(cut.program.constants)
-        evaluate_equations(needed(cut.once_equations, numbers)[0], env, Walk())
+        sections = self.sections
+        numbers = [number for number in sections.once if not sections.labels[number]]
+        env: Values = dict(sections.program.constants)
+        evaluate_equations(needed(sections.once_equations, numbers)[0], env, Walk())
         return {number: env[number] for number in numbers}
 
     def _operands(self, arrays: ChunkInputs, micro: Index) -> ChunkOperands:
-        cut = self.cut
-        values = {**self.cut.program.constants, **self._constants()}
+        sections = self.sections
+        values = {**self.sections.program.constants, **self._constants()}
         layers = self.chunk.layers
-        layers_of_chunk = slice(self.first, self.first + layers)
+        layers_of_chunk = slice(self.first_layer, self.first_layer + layers)
         stacks = [
             [leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers]
             for leaf in arrays.stacks
         ]
-        stacked_tables = dict(zip(cut.frozen_tables, stacks[len(cut.roles.weights) :], strict=True))
+        stacked_tables = dict(
+            zip(sections.frozen_tables, stacks[len(sections.roles.weights) :], strict=True)
+        )
         tables = [
             stacked_tables[k]
             if k in stacked_tables
-            else jnp.asarray(values[cut.scanned[k]])[layers_of_chunk]
-            for k in cut.roles.tables
+            else jnp.asarray(values[sections.scanned[k]])[layers_of_chunk]
+            for k in sections.roles.tables
         ]
         values.update({number: self._used(number, arrays.once[number]) for number in self.frozen})
         return ChunkOperands(
-            weights=stacks[: len(cut.roles.weights)],
+            weights=stacks[: len(sections.roles.weights)],
             tables=tables,
             keys=[leaf[layers_of_chunk] for leaf in self._keys(arrays, micro)],
             shared=[self._used(number, arrays.once[number]) for number in self.shared],
-            constant=[jnp.asarray(values[cut.constants[k]]) for k in cut.roles.constant],
+            constant=[jnp.asarray(values[sections.constants[k]]) for k in sections.roles.constant],
             ready=arrays.ready,
-            first=self.first,
+            first_layer=self.first_layer,
         )
 
     def _keys(self, arrays: ChunkInputs, micro: Index) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, for all layers."""
-        if not self.cut.roles.keys:
+        if not self.sections.roles.keys:
             return []
-        return self.cut.keys(self._inputs(arrays, micro), self._walk())
+        return self.sections.keys(self._inputs(arrays, micro), self._walk())
 
-    def _like(self) -> Arrays:
+    def _zeros(self) -> Arrays:
         """Zeros with the shapes of the activations that are sent between stages."""
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
@@ -322,7 +325,7 @@ class ChunkWork:
         """The whole backward pass."""
         early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
         gradients, input_grads = self.chunk.backward(
-            self._operands(arrays, micro), self._like(), stashed, cotangents
+            self._operands(arrays, micro), self._zeros(), stashed, cotangents
         )
         return (
             self._before_layers(arrays, micro, early, input_grads),
@@ -344,7 +347,7 @@ class ChunkWork:
         """
         early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
         input_grads, residuals = self.chunk.backward_inputs(
-            self._operands(arrays, micro), self._like(), stashed, cotangents
+            self._operands(arrays, micro), self._zeros(), stashed, cotangents
         )
         return (
             self._before_layers(arrays, micro, early, input_grads),
@@ -364,7 +367,7 @@ class ChunkWork:
         return self._summed(
             late,
             self.chunk.backward_weights(
-                self._operands(arrays, micro), self._like(), stashed, residuals
+                self._operands(arrays, micro), self._zeros(), stashed, residuals
             ),
         )
 
@@ -377,10 +380,11 @@ class ChunkWork:
         """Gradients of all stacked parameters after the last microbatch, with the partial sums
         reduced into them.
         """
-        gathered, positions = self.chunk.gathered, self.cut.roles.weights
+        gathered, positions = self.chunk.gathered, self.sections.roles.weights
         assert gathered is not None
         totals = {
-            positions[k]: total for k, total in zip(self.chunk.own, late.weights, strict=True)
+            positions[k]: total
+            for k, total in zip(self.chunk.per_tick_weights, late.weights, strict=True)
         }
         for position, gradient, stack in zip(
             gathered.sources,
@@ -402,13 +406,13 @@ class ChunkWork:
         """
         assert self.chunk.gathered is not None
         stacks = [
-            arrays.stacks[self.cut.roles.weights.index(position)]
+            arrays.stacks[self.sections.roles.weights.index(position)]
             for position in self.chunk.gathered.sources
         ]
         return stacks if padded else [leaf[: self.chunk.layers] for leaf in stacks]
 
     def _sent(self, input_grads: Arrays) -> Arrays:
-        return input_grads if self.first else []
+        return input_grads if self.first_layer else []
 
     def _after_layers(
         self,
@@ -421,7 +425,7 @@ class ChunkWork:
         """Loss and metrics, and the cotangents of the last chunk's outputs; does nothing for other
         chunks.
         """
-        if not self.last:
+        if not self.is_last:
             return early, cotangents
 
         results, (outside, cotangents) = results_and_gradients(
@@ -431,7 +435,7 @@ class ChunkWork:
             self._derived(arrays),
         )
         return (
-            EdgeSums(outside=plus(early.outside, outside), totals=plus(early.totals, results)),
+            EdgeSums(outside=plus(early.outside, outside), results=plus(early.results, results)),
             cotangents,
         )
 
@@ -441,16 +445,16 @@ class ChunkWork:
         """Gradients of the values that the first chunk reads before the layers; does nothing for
         other chunks.
         """
-        if self.first:
+        if self.first_layer:
             return early
-        positions = [k for k in self.moving if k < self.entering]
+        positions = [k for k in self.floating if k < self.entering]
 
         def run(derived: Values) -> Arrays:
             entering = self._before(arrays, derived, micro)
             return [entering[k] for k in positions]
 
         outside = jax.vjp(run, self._derived(arrays))[1](input_grads[: len(positions)])[0]
-        return EdgeSums(outside=plus(early.outside, outside), totals=early.totals)
+        return EdgeSums(outside=plus(early.outside, outside), results=early.results)
 
     def _derived(self, arrays: ChunkInputs) -> Values:
         """Values with a gradient that are read before or after the layers."""
@@ -489,12 +493,12 @@ class ZeroSums:
 
     Attributes:
         chunks: (early, late) of each chunk of a stage.
-        outside, totals: zeros for the sums that only other stages compute.
+        outside, results: zeros for the sums that only other stages compute.
     """
 
     chunks: list[tuple[EdgeSums, WeightSums]]
     outside: Values
-    totals: Arrays
+    results: Arrays
 
 
 # --------------------------------------------------------------------------------------------------
@@ -524,7 +528,7 @@ class ChunkPrograms:
         weights: arrays, microbatch, stash, residuals, sums -> sums; None if weight gradients are
             part of `backward`.
         outputs: those of the chunk, with shardings.
-        stashed: positions in the stash that `weights` reads.
+        stash_positions: positions in the stash that `weights` reads.
         sent_count: number of cotangents sent to the previous stage.
     """
 
@@ -535,7 +539,7 @@ class ChunkPrograms:
     fused: Executable | None = None
     weights: Executable | None = None
     outputs: Avals = ()
-    stashed: tuple[int, ...] = ()
+    stash_positions: tuple[int, ...] = ()
     sent_count: int = 0
 
     @property
@@ -565,7 +569,7 @@ class ChunkAvals:
 
 
 def chunk_programs(
-    work: ChunkWork, arguments_in: ChunkAvals, mesh: Mesh, name: str, *, split: bool, at_once: bool
+    work: ChunkWork, arguments_in: ChunkAvals, mesh: Mesh, name: str, *, split: bool, fuse: bool
 ) -> ChunkPrograms:
     """Compiles the programs of a chunk."""
     programs, arguments_in = _gather_and_reduce(work, arguments_in, mesh, name)
@@ -576,27 +580,27 @@ def chunk_programs(
         _on_host(leaf, mesh) if away else leaf
         for leaf, away in zip(forward.results[hops:], forward.on_host[hops:], strict=True)
     ]
-    late, stashed = _late(work, arguments_in, saved, mesh) if split else (None, ())
+    late, positions = _late(work, arguments_in, saved, mesh) if split else (None, ())
     sent = [leaf.sharding for leaf in arguments_in.entering if is_floating(leaf)]
-    if at_once:
-        run, arguments, sums = _fused(work, arguments_in, stashed, split)
+    if fuse:
+        run, arguments, sums = _fused(work, arguments_in, positions, split)
         draft = _draft(run, arguments, mesh)
         fused = _with_sums(draft, sums, sent, mesh, f"{name}_both")
         results = fused.results[len(sums) + len(sent) :]
-        saved, residuals = results[: len(stashed)], results[len(stashed) :]
-        programs = replace(programs, fused=fused, stashed=stashed, sent_count=len(sent))
+        saved, residuals = results[: len(positions)], results[len(positions) :]
+        programs = replace(programs, fused=fused, stash_positions=positions, sent_count=len(sent))
     else:
         ahead = forward.compiled(f"{name}_forward", mesh)
         outputs, saved = ahead.results[:hops], ahead.results[hops:]
         draft, sums = _backward(work, arguments_in, outputs, saved, mesh, split)
         backward = _with_sums(draft, sums, sent, mesh, f"{name}_backward")
-        saved, residuals = [saved[k] for k in stashed], backward.results[len(sums) + len(sent) :]
+        saved, residuals = [saved[k] for k in positions], backward.results[len(sums) + len(sent) :]
         programs = replace(
             programs,
             forward=ahead,
             backward=backward,
             outputs=tuple(outputs),
-            stashed=stashed,
+            stash_positions=positions,
             sent_count=len(sent),
         )
     if late is None:
@@ -699,7 +703,7 @@ def _late(
     ) -> Any:
         return work.backward_inputs(arrays, micro, outputs, stashed, cotangents, early)[2]
 
-    outputs, cotangents = _ends(work, work.activations)
+    outputs, cotangents = _edge_arguments(work, work.activations)
     shapes = jax.eval_shape(
         residuals, inputs.arrays, inputs.micro, outputs, list(saved), cotangents, inputs.early
     )
@@ -712,12 +716,16 @@ def _late(
     )
 
 
-def _ends(work: ChunkWork, outputs: Sequence[jax.ShapeDtypeStruct]) -> tuple[list[Any], list[Any]]:
+def _edge_arguments(
+    work: ChunkWork, outputs: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[list[Any], list[Any]]:
     """(outputs, cotangents of outputs) that a backward pass receives: the last chunk computes the
     cotangents from the outputs.
     """
     return (
-        (list(outputs), []) if work.last else ([], [leaf for leaf in outputs if is_floating(leaf)])
+        (list(outputs), [])
+        if work.is_last
+        else ([], [leaf for leaf in outputs if is_floating(leaf)])
     )
 
 
@@ -730,7 +738,7 @@ def _backward(
     split: bool,
 ) -> tuple[TracedFunction, list[Any]]:
     """The backward pass (without weight gradients if these are split off), and its sums."""
-    outputs, cotangents = _ends(work, outputs)
+    outputs, cotangents = _edge_arguments(work, outputs)
     sums = (inputs.early,) if split else (inputs.early, inputs.late)
     arguments = (inputs.arrays, inputs.micro, outputs, list(saved), cotangents, *sums)
     run = work.backward_inputs if split else work.backward
@@ -738,7 +746,7 @@ def _backward(
 
 
 def _fused(
-    work: ChunkWork, arguments: ChunkAvals, stashed: Sequence[int], split: bool
+    work: ChunkWork, arguments: ChunkAvals, positions: Sequence[int], split: bool
 ) -> tuple[Callable[..., Any], Any, list[Any]]:
     """Forward and backward in one, its arguments, and its sums."""
 
@@ -753,7 +761,7 @@ def _fused(
         early, input_grads, residuals = work.backward_inputs(
             arrays, micro, outputs, saved, [], early
         )
-        return early, input_grads, [saved[k] for k in stashed], residuals
+        return early, input_grads, [saved[k] for k in positions], residuals
 
     sums = (arguments.early,) if split else (arguments.early, arguments.late)
     return (
@@ -806,21 +814,21 @@ class LayerSplit:
         return self.counts[0]
 
     @property
-    def plain(self) -> bool:
+    def is_contiguous(self) -> bool:
         """True if a stack of layers that is sharded over the stages needs no rearrangement."""
         return self.virtual == 1 and self.layers % self.stages == 0
 
-    def first(self, chunk: int) -> int:
+    def first_layer(self, chunk: int) -> int:
         """Index of a chunk's first layer."""
         return sum(self.counts[:chunk])
 
-    def rows(self, local_chunk: int) -> tuple[int, ...]:
+    def layers_of(self, local_chunk: int) -> tuple[int, ...]:
         """The layer in each place of one chunk of every stage; an unused place repeats the layer
         before it.
         """
         chunks = range(local_chunk * self.stages, (local_chunk + 1) * self.stages)
         return tuple(
-            self.first(chunk) + min(place, self.counts[chunk] - 1)
+            self.first_layer(chunk) + min(place, self.counts[chunk] - 1)
             for chunk in chunks
             for place in range(self.max_layers)
         )
@@ -837,13 +845,15 @@ class LayerSplit:
     def dealt(self, stack: Value) -> list[Value]:
         """A stack [layers, ...] as one array [stages * max_layers, ...] per chunk of a stage."""
         return [
-            stack if self.plain else stack[jnp.array(self.rows(local_chunk))]
+            stack if self.is_contiguous else stack[jnp.array(self.layers_of(local_chunk))]
             for local_chunk in range(self.virtual)
         ]
 
-    def gathered(self, parts: Sequence[Value]) -> Value:
+    def collected(self, parts: Sequence[Value]) -> Value:
         """The stack of layers from the arrays of `dealt` (its inverse)."""
-        return parts[0] if self.plain else jnp.concatenate(list(parts))[jnp.array(self.places)]
+        return (
+            parts[0] if self.is_contiguous else jnp.concatenate(list(parts))[jnp.array(self.places)]
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -887,7 +897,7 @@ class StageMeshes:
         """The sharding of an array with its leading dim over the stages, other dims as given."""
         return NamedSharding(self.mesh, PartitionSpec(self.axis, *tail))
 
-    def cuts(self, sharding: NamedSharding) -> bool:
+    def is_over_stages(self, sharding: NamedSharding) -> bool:
         """True if the leading dim is sharded over the stages and over no other axis."""
         lead = sharding.spec[0] if len(sharding.spec) else None
         return (lead if isinstance(lead, tuple) else (lead,)) == self.axis
@@ -902,7 +912,7 @@ class StageMeshes:
         assert isinstance(sharding, NamedSharding)
         return (
             (leaf.shape[0] // len(self.stages), *leaf.shape[1:])
-            if self.cuts(sharding)
+            if self.is_over_stages(sharding)
             else tuple(leaf.shape)
         )
 
@@ -959,14 +969,14 @@ class StepInputs:
         once: other values computed from parameters, replicated over the stages.
         states: model state before each microbatch, [microbatches, ...].
         after: model state after the last.
-        parts: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
+        batch: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
     """
 
     stacks: list[Arrays]
     once: Values
     states: Arrays
     after: Arrays
-    parts: Arrays
+    batch: Arrays
 
 
 @jax.tree_util.register_dataclass
@@ -978,13 +988,13 @@ class StageSums:
         stacks: gradients like `StepInputs.stacks`.
         shared: gradients of parameters that all layers use, [stages, ...] per chunk of a stage.
         outside: gradients of values read before and after the layers, [stages, ...].
-        totals: loss and metrics, [stages, ...].
+        results: loss and metrics, [stages, ...].
     """
 
     stacks: list[Arrays]
     shared: list[Arrays]
     outside: Values
-    totals: Arrays
+    results: Arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1001,8 +1011,8 @@ class Opening:
     """
 
     pipeline: Pipeline
-    places: StageMeshes
-    dealing: LayerSplit
+    meshes: StageMeshes
+    split: LayerSplit
     params: ParameterShardings
     batch: Tree
     dims: BatchDims
@@ -1016,26 +1026,28 @@ class Opening:
     @cached_property
     def stacks(self) -> tuple[int, ...]:
         """Values computed from trained parameters that have a slice per layer."""
-        cut = self.pipeline.cut
-        return tuple(cut.scanned[k] for k in cut.roles.weights)
+        sections = self.pipeline.sections
+        return tuple(sections.scanned[k] for k in sections.roles.weights)
 
     @cached_property
-    def dealt(self) -> tuple[int, ...]:
+    def all_stacks(self) -> tuple[int, ...]:
         """`stacks`, followed by the same for frozen parameters."""
-        cut = self.pipeline.cut
-        return (*self.stacks, *(cut.scanned[k] for k in cut.frozen_tables))
+        sections = self.pipeline.sections
+        return (*self.stacks, *(sections.scanned[k] for k in sections.frozen_tables))
 
     @cached_property
     def once(self) -> tuple[int, ...]:
         """Other values computed from parameters that the rest of the loss reads."""
-        cut = self.pipeline.cut
-        reads = cut.read_outside | {
-            cut.constants[k] for k in (*cut.roles.shared, *cut.roles.constant)
+        sections = self.pipeline.sections
+        reads = sections.read_outside | {
+            sections.constants[k] for k in (*sections.roles.shared, *sections.roles.constant)
         }
-        return tuple(number for number in cut.once if number in reads and cut.labels[number])
+        return tuple(
+            number for number in sections.once if number in reads and sections.labels[number]
+        )
 
     @property
-    def in_parts(self) -> tuple[bool, ...]:
+    def is_split(self) -> tuple[bool, ...]:
         """For each array of the batch, whether it is split into microbatches."""
         return tuple(
             self.dims[batch_path(path)] is not None
@@ -1044,17 +1056,17 @@ class Opening:
 
     def opened(self, params: Tree, state: Tree, batch: Tree) -> StepInputs:
         """The values read by all microbatches."""
-        values = self.made(jax.tree.leaves(params))
+        values = self.derived_values(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
         stacked, join = Microbatches(
             shardings=self.batch, dims=self.dims, count=self.microbatches
         ).split(self.prologue(state, batch))
         return StepInputs(
-            stacks=[self._dealt(number, values[number]) for number in self.dealt],
+            stacks=[self._dealt(number, values[number]) for number in self.all_stacks],
             once={number: self._whole(number, values[number]) for number in self.once},
             states=states,
             after=after,
-            parts=jax.tree.leaves(join(stacked)),
+            batch=jax.tree.leaves(join(stacked)),
         )
 
     def gradients(
@@ -1066,55 +1078,55 @@ class Opening:
         after, summed = pieces
         leaves, structure = jax.tree.flatten(params)
 
-        def moving(leaves: Arrays) -> Values:
+        def floating(leaves: Arrays) -> Values:
             return {
                 number: leaf
-                for number, leaf in self.made(leaves).items()
-                if is_floating(leaf) and PARAMETERS in self.pipeline.cut.labels[number]
+                for number, leaf in self.derived_values(leaves).items()
+                if is_floating(leaf) and PARAMETERS in self.pipeline.sections.labels[number]
             }
 
-        values, pull = jax.vjp(moving, leaves)
+        values, pull = jax.vjp(floating, leaves)
         sums = self._sums(summed)
         cotangents = {
             number: (sums[number] / self.microbatches).astype(leaf.dtype)
             for number, leaf in values.items()
         }
-        totals = [total.sum(0) / self.microbatches for total in summed.totals]
+        totals = [total.sum(0) / self.microbatches for total in summed.results]
         results = self.pipeline.results(totals, state, after)
         return results, structure.unflatten(pull(cotangents)[0])
 
-    def made(self, leaves: Arrays) -> Values:
+    def derived_values(self, leaves: Arrays) -> Values:
         """Values that the loss computes from parameters alone."""
-        cut = self.pipeline.cut
-        stored = dict(zip(cut.program.inputs, leaves, strict=False))
+        sections = self.pipeline.sections
+        stored = dict(zip(sections.program.inputs, leaves, strict=False))
         env: Values = {
-            **cut.program.constants,
+            **sections.program.constants,
             **{
-                number: as_dtype(leaf, cut.program.avals[number].dtype)
+                number: as_dtype(leaf, sections.program.avals[number].dtype)
                 for number, leaf in stored.items()
             },
         }
-        evaluate_equations(cut.once_equations, env, self.pipeline.layouts.walk(loose=True))
+        evaluate_equations(sections.once_equations, env, self.pipeline.layouts.walk(loose=True))
         return {
             number: stored.get(number, env[number])
-            for number in dict.fromkeys((*self.dealt, *self.once))
+            for number in dict.fromkeys((*self.all_stacks, *self.once))
         }
 
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
         """The sharding of the summed gradient of a value: [layers, ...] for a stack of layers,
         [stages, ...] for others.
         """
-        owner = self.pipeline.cut.owners.get(number)
-        cuts = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec
-        return self.places.over_stages(self._tail(cuts[1:] if layers else cuts))
+        owner = self.pipeline.sections.owners.get(number)
+        spec = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec
+        return self.meshes.over_stages(self._tail(spec[1:] if layers else spec))
 
     def _sums(self, summed: StageSums) -> Values:
         """Sums of gradients by value."""
         totals: Values = dict(
-            zip(self.stacks, map(self.dealing.gathered, summed.stacks), strict=True)
+            zip(self.stacks, map(self.split.collected, summed.stacks), strict=True)
         )
         shared = zip(
-            (self.pipeline.cut.constants[k] for k in self.pipeline.cut.roles.shared),
+            (self.pipeline.sections.constants[k] for k in self.pipeline.sections.roles.shared),
             ([leaf.sum(0) for leaf in chunks] for chunks in summed.shared),
             strict=True,
         )
@@ -1125,52 +1137,52 @@ class Opening:
             totals[number] = totals[number] + more if number in totals else more
         return totals
 
-    def _rest(self, number: int) -> NamedSharding | None:
+    def _stored_sharding(self, number: int) -> NamedSharding | None:
         """Stored sharding of the parameter that a value is, or is a cast of."""
-        owner = self.pipeline.cut.owners.get(number)
+        owner = self.pipeline.sections.owners.get(number)
         return None if owner is None else jax.tree.leaves(self.params.stored)[owner]
 
     def _dealt(self, number: int, stack: Any) -> Arrays:
         """A stack of layers, sharded over the stages; unchanged if it is stored so."""
-        stored = self._rest(number)
+        stored = self._stored_sharding(number)
         if (
-            self.dealing.plain
-            and number in self.pipeline.cut.program.inputs
+            self.split.is_contiguous
+            and number in self.pipeline.sections.program.inputs
             and stored is not None
-            and self.places.cuts(stored)
+            and self.meshes.is_over_stages(stored)
         ):
             return [stack]
-        sharding = self.places.over_stages(self._tail(() if stored is None else stored.spec[1:]))
+        sharding = self.meshes.over_stages(self._tail(() if stored is None else stored.spec[1:]))
         return [
-            jax.lax.with_sharding_constraint(part, sharding) for part in self.dealing.dealt(stack)
+            jax.lax.with_sharding_constraint(part, sharding) for part in self.split.dealt(stack)
         ]
 
     def _whole(self, number: int, leaf: Any) -> Any:
         """A value replicated over the stages; unchanged if it is stored so."""
-        stored = self._rest(number)
+        stored = self._stored_sharding(number)
         spec = PartitionSpec(*self._tail(() if stored is None else stored.spec))
         if (
-            number in self.pipeline.cut.program.inputs
+            number in self.pipeline.sections.program.inputs
             and stored is not None
             and spec == stored.spec
         ):
             return leaf
         return jax.lax.with_sharding_constraint(
-            jnp.asarray(leaf), NamedSharding(self.places.mesh, spec)
+            jnp.asarray(leaf), NamedSharding(self.meshes.mesh, spec)
         )
 
-    def _tail(self, cuts: Iterable[Any]) -> tuple[Any, ...]:
+    def _tail(self, spec: Iterable[Any]) -> tuple[Any, ...]:
         """Mesh axes per dim, without the stage axis."""
 
-        def outputs(cut: Any) -> Any:
+        def outputs(entry: Any) -> Any:
             axes = tuple(
                 axis
-                for axis in (cut if isinstance(cut, tuple) else (cut,))
-                if axis is not None and axis not in self.places.axis
+                for axis in (entry if isinstance(entry, tuple) else (entry,))
+                if axis is not None and axis not in self.meshes.axis
             )
             return None if not axes else axes[0] if len(axes) == 1 else axes
 
-        return tuple(map(outputs, cuts))
+        return tuple(map(outputs, spec))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1275,30 +1287,30 @@ class Stage:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Dispatch:
+class StepPrograms:
     """All programs of a step.
 
     Attributes:
         opening: parameters, model state, batch -> `StepInputs`.
-        opened: tree structure of `StepInputs`.
+        inputs_treedef: tree structure of `StepInputs`.
         stacks: number of stacked parameters.
         once: for each chunk, the values computed from parameters that it reads.
         outside: for each chunk, the values other than layers whose gradients it sums.
-        entering, cotangents: for each chunk, shardings of its inputs and of the cotangents of its
-            outputs.
+        entering_shardings, cotangent_shardings: for each chunk, of its inputs and of the
+            cotangents of its outputs.
         tasks: all tasks in the order in which they are called.
     """
 
-    places: StageMeshes
+    meshes: StageMeshes
     opening: Executable
-    opened: Any
+    inputs_treedef: Any
     stacks: int
     once: tuple[tuple[int, ...], ...]
     outside: tuple[tuple[int, ...], ...]
     chunks: tuple[ChunkPrograms, ...]
     stages: tuple[Stage, ...]
-    entering: tuple[list[Any], ...]
-    cotangents: tuple[list[Any], ...]
+    entering_shardings: tuple[list[Any], ...]
+    cotangent_shardings: tuple[list[Any], ...]
     tasks: TaskOrder
     update: Update
 
@@ -1316,7 +1328,8 @@ class Dispatch:
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
         """(state, metrics) after a step; the state is donated."""
         opened: StepInputs = jax.tree.unflatten(
-            self.opened, self.opening(jax.tree.leaves((state.params, state.loss_state, batch)))
+            self.inputs_treedef,
+            self.opening(jax.tree.leaves((state.params, state.loss_state, batch))),
         )
         run = StepRun(self, opened)
         for task in self.tasks:
@@ -1326,7 +1339,7 @@ class Dispatch:
     def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: InTransfer) -> StepRun:
         """Queues the work of a step whose parameters are still being received; no update."""
         leaves = jax.tree.leaves((params, inputs, batch))
-        run = StepRun(self, jax.tree.unflatten(self.opened, self.opening(leaves)), arriving)
+        run = StepRun(self, jax.tree.unflatten(self.inputs_treedef, self.opening(leaves)), arriving)
         run_tasks(self.tasks, run.is_ready, run.do, arriving)
         return run
 
@@ -1341,15 +1354,17 @@ class StepRun:
     """
 
     def __init__(
-        self, programs: Dispatch, opened: StepInputs, arriving: InTransfer | None = None
+        self, programs: StepPrograms, opened: StepInputs, arriving: InTransfer | None = None
     ) -> None:
         self.programs, self.stage_count = programs, len(programs.stages)
         self.opened, self._arriving = opened, arriving
         self._stage_arrays, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
-        self.first: list[ZeroSums] = [stage.zeros() for stage in programs.stages]
+        self.zero_sums: list[ZeroSums] = [stage.zeros() for stage in programs.stages]
         self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
         for number in range(len(programs.chunks)):
-            early, late = self.first[number % self.stage_count].chunks[number // self.stage_count]
+            early, late = self.zero_sums[number % self.stage_count].chunks[
+                number // self.stage_count
+            ]
             self.early[number], self.late[number] = jax.tree.leaves(early), jax.tree.leaves(late)
         self.entering, self.outputs, self.saved, self.cotangents = (
             dict[tuple[int, int], Arrays]() for _ in range(4)
@@ -1372,7 +1387,7 @@ class StepRun:
 
     def summed(self) -> StageSums:
         """The sums of the stages, over all devices."""
-        programs, join = self.programs, self.programs.places.join
+        programs, join = self.programs, self.programs.meshes.join
         chunk_groups = [
             range(start, start + self.stage_count)
             for start in range(0, len(programs.chunks), self.stage_count)
@@ -1386,14 +1401,14 @@ class StepRun:
             for chunks in chunk_groups
         ]
         # Zeros from every stage that does not compute a sum.
-        sums: list[Values] = [dict(stage_sums.outside) for stage_sums in self.first]
+        sums: list[Values] = [dict(stage_sums.outside) for stage_sums in self.zero_sums]
         for number in (0, last):
             sums[number % self.stage_count].update(
                 zip(programs.outside[number], self.early[number], strict=False)
             )
         outside = {number: join([values[number] for values in sums]) for number in sorted(sums[0])}
-        totals = zip(
-            *(stage_sums.totals for stage_sums in self.first[:-1]),
+        results = zip(
+            *(stage_sums.results for stage_sums in self.zero_sums[:-1]),
             self.early[last][len(programs.outside[last]) :],
             strict=True,
         )
@@ -1401,7 +1416,7 @@ class StepRun:
             stacks=[[leaves[k] for leaves in late] for k in range(stacks)],
             shared=[[leaves[k] for leaves in late] for k in range(stacks, len(late[0]))],
             outside=outside,
-            totals=[join(leaves) for leaves in totals],
+            results=[join(leaves) for leaves in results],
         )
 
     def arrays(self, chunk: int) -> Arrays:
@@ -1413,7 +1428,7 @@ class StepRun:
                 *(parts[local_chunk] for parts in opened.stacks),
                 *(opened.once[number] for number in sorted(self.programs.once[chunk])),
                 *opened.states,
-                *opened.parts,
+                *opened.batch,
             ]
             shards = [self._shard(leaf, stage) for leaf in leaves]
             self._stage_arrays[chunk] = shards if gather is None else [*shards, *gather(shards)]
@@ -1421,11 +1436,11 @@ class StepRun:
 
     def _shard(self, array: jax.Array, stage: int) -> jax.Array:
         """One stage's shard of an array."""
-        came = None if self._arriving is None else self._arriving.part(array, stage)
-        if came is not None:
-            return came
+        received = None if self._arriving is None else self._arriving.part(array, stage)
+        if received is not None:
+            return received
         if id(array) not in self._shards:
-            self._shards[id(array)] = self.programs.places.split(array)
+            self._shards[id(array)] = self.programs.meshes.split(array)
         return self._shards[id(array)][stage]
 
     def _reduced(self, chunk: int) -> Arrays:
@@ -1433,18 +1448,18 @@ class StepRun:
         reduce, late = self.programs.chunks[chunk].reduce, self.late[chunk]
         return late if reduce is None else reduce([*self.arrays(chunk), *late])
 
-    def _given(self, chunk: int, micro: int) -> Arrays:
+    def _arguments(self, chunk: int, micro: int) -> Arrays:
         return [*self.arrays(chunk), self.programs.stages[chunk % self.stage_count].indices[micro]]
 
     def _forward(self, chunk: int, micro: int) -> None:
         program, unit = self.programs.chunks[chunk], (chunk, micro)
         if program.forward is None:
             return  # done by the backward pass
-        results = program.forward([*self._given(*unit), *self.entering.pop(unit, ())])
+        results = program.forward([*self._arguments(*unit), *self.entering.pop(unit, ())])
         outputs, self.saved[unit] = results[: len(program.outputs)], results[len(program.outputs) :]
         if chunk + 1 < len(self.programs.chunks):
             self.entering[chunk + 1, micro] = jax.device_put(
-                outputs, self.programs.entering[chunk + 1]
+                outputs, self.programs.entering_shardings[chunk + 1]
             )
         else:
             self.outputs[unit] = outputs
@@ -1453,13 +1468,13 @@ class StepRun:
         program, unit = self.programs.chunks[chunk], (chunk, micro)
         sums = [*self.early[chunk], *(self.late[chunk] if program.weights is None else ())]
         if program.fused is not None:
-            results = program.fused([*self._given(*unit), *self.entering.pop(unit, ()), *sums])
+            results = program.fused([*self._arguments(*unit), *self.entering.pop(unit, ()), *sums])
         else:
             assert program.backward is not None
             saved = self.saved.pop(unit)
             results = program.backward(
                 [
-                    *self._given(*unit),
+                    *self._arguments(*unit),
                     *self.outputs.pop(unit, ()),
                     *saved,
                     *self.cotangents.pop(unit, ()),
@@ -1470,7 +1485,8 @@ class StepRun:
         self.early[chunk] = results[:early]
         if chunk:
             self.cotangents[chunk - 1, micro] = jax.device_put(
-                results[count : count + program.sent_count], self.programs.cotangents[chunk - 1]
+                results[count : count + program.sent_count],
+                self.programs.cotangent_shardings[chunk - 1],
             )
         if program.weights is None:
             self.late[chunk] = results[early:count]
@@ -1478,7 +1494,7 @@ class StepRun:
             self.saved[unit] = results[count + program.sent_count :]
         else:
             self.saved[unit] = [
-                *(saved[k] for k in program.stashed),
+                *(saved[k] for k in program.stash_positions),
                 *results[count + program.sent_count :],
             ]
 
@@ -1486,7 +1502,7 @@ class StepRun:
         program, unit = self.programs.chunks[chunk], (chunk, micro)
         assert program.weights is not None
         self.late[chunk] = program.weights(
-            [*self._given(*unit), *self.saved.pop(unit), *self.late[chunk]]
+            [*self._arguments(*unit), *self.saved.pop(unit), *self.late[chunk]]
         )
 
 
@@ -1515,15 +1531,15 @@ class StagePrograms:
 
     def _stage_arrays(self, chunk: int, opened: StepInputs) -> ChunkInputs:
         """The inputs of a chunk, abstract."""
-        places = self.opening.places
-        local_chunk, stage = divmod(chunk, len(places.stages))
+        meshes = self.opening.meshes
+        local_chunk, stage = divmod(chunk, len(meshes.stages))
         return ChunkInputs(
-            stacks=[places.like(parts[local_chunk], stage) for parts in opened.stacks],
+            stacks=[meshes.like(parts[local_chunk], stage) for parts in opened.stacks],
             once={
-                number: places.like(opened.once[number], stage) for number in self._read_once(chunk)
+                number: meshes.like(opened.once[number], stage) for number in self._read_once(chunk)
             },
-            states=[places.like(leaf, stage) for leaf in opened.states],
-            parts=[places.like(leaf, stage) for leaf in opened.parts],
+            states=[meshes.like(leaf, stage) for leaf in opened.states],
+            batch=[meshes.like(leaf, stage) for leaf in opened.batch],
             ready=[],
         )
 
@@ -1534,11 +1550,13 @@ class StagePrograms:
             number: self._sum(number, chunk) for number in work.outside if self._floating(number)
         }
         return {
-            "early": EdgeSums(outside=outside, totals=self._totals(chunk) if work.last else []),
+            "early": EdgeSums(
+                outside=outside, results=self._zero_results(chunk) if work.is_last else []
+            ),
             "late": WeightSums(
-                weights=[self._gradients(chunk)[k] for k in work.chunk.own],
+                weights=[self._gradients(chunk)[k] for k in work.chunk.per_tick_weights],
                 shared=[self._sum(number, chunk) for number in work.shared],
-                sums=self._partial(chunk),
+                sums=self._partial_sums(chunk),
             ),
         }
 
@@ -1546,27 +1564,28 @@ class StagePrograms:
         """Gradients of stacked parameters, abstract."""
         return tuple(self._sum(number, chunk, layers=True) for number in self.opening.stacks)
 
-    def _partial(self, chunk: int) -> Arrays:
+    def _partial_sums(self, chunk: int) -> Arrays:
         """Per-device partial sums for the operands gathered beforehand, abstract."""
         chunk_layers = self.work[chunk].chunk
         uses = chunk_layers.gathered.uses.values() if chunk_layers.gathered else ()
         return [
             self._like(
                 (chunk_layers.layers, *use.sums_aval.shape),
-                self._in(use.sums_aval.dtype),
+                self._accumulator(use.sums_aval.dtype),
                 PartitionSpec(None, *use.sums_spec),
                 chunk,
             )
             for use in uses
         ]
 
-    def _totals(self, chunk: int) -> Arrays:
-        avals = [self.work[0].cut.program.avals[number] for number in self.work[0].cut.results]
+    def _zero_results(self, chunk: int) -> Arrays:
+        sections = self.work[0].sections
+        avals = [sections.program.avals[number] for number in sections.results]
         return [
             self._like(
                 (1, *aval.shape),
                 jnp.promote_types(aval.dtype, jnp.float32),
-                PartitionSpec(self.opening.places.axis),
+                PartitionSpec(self.opening.meshes.axis),
                 chunk,
             )
             for aval in avals
@@ -1574,26 +1593,29 @@ class StagePrograms:
 
     def _sum(self, number: int, chunk: int, *, layers: bool = False) -> jax.ShapeDtypeStruct:
         """The abstract sum of the gradient of a value."""
-        aval = self.work[0].cut.program.avals[number]
-        shape = (self.opening.dealing.max_layers, *aval.shape[1:]) if layers else (1, *aval.shape)
+        aval = self.work[0].sections.program.avals[number]
+        shape = (self.opening.split.max_layers, *aval.shape[1:]) if layers else (1, *aval.shape)
         return self._like(
-            shape, self._in(aval.dtype), self.opening.gradient(number, layers=layers).spec, chunk
+            shape,
+            self._accumulator(aval.dtype),
+            self.opening.gradient(number, layers=layers).spec,
+            chunk,
         )
 
     def _like(
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, chunk: int
     ) -> jax.ShapeDtypeStruct:
-        places = self.opening.places
+        meshes = self.opening.meshes
         return jax.ShapeDtypeStruct(
-            shape, dtype, sharding=NamedSharding(places.stages[chunk % len(places.stages)], spec)
+            shape, dtype, sharding=NamedSharding(meshes.stages[chunk % len(meshes.stages)], spec)
         )
 
-    def _in(self, dtype: Any) -> Any:
+    def _accumulator(self, dtype: Any) -> Any:
         """The dtype in which gradients of a given dtype are summed."""
         return self.opening.pipeline.layouts.reductions.accumulator(dtype)
 
     def _floating(self, number: int) -> bool:
-        return is_floating(self.work[0].cut.program.avals[number])
+        return is_floating(self.work[0].sections.program.avals[number])
 
     @property
     def splits_backward(self) -> bool:
@@ -1601,7 +1623,7 @@ class StagePrograms:
         return any(task.kind == WEIGHTS for task in self.order[0])
 
     @property
-    def at_once(self) -> bool:
+    def fuses_last(self) -> bool:
         """True if the last chunk runs backward right after forward for every microbatch."""
         last = [
             task
@@ -1616,19 +1638,19 @@ class StagePrograms:
 
     def compiled(
         self, state: Tree, batch: Tree, update: Callable[[UpdateInputs], Update], name: str
-    ) -> Dispatch:
+    ) -> StepPrograms:
         """Compiles all programs."""
-        opening, places = self.opening, self.opening.places
+        opening, meshes = self.opening, self.opening.meshes
         arguments = (state.params, state.loss_state, batch)
         structure = jax.tree.structure(jax.eval_shape(opening.opened, *arguments))
-        first = _draft(opening.opened, arguments, places.mesh).compiled(
-            f"{name}_opening", places.mesh
+        first = _draft(opening.opened, arguments, meshes.mesh).compiled(
+            f"{name}_opening", meshes.mesh
         )
-        opened: StepInputs = jax.tree.unflatten(structure, on_stage(first.results, places.mesh))
-        count, last, chunks = len(places.stages), len(self.work) - 1, list[ChunkPrograms]()
+        opened: StepInputs = jax.tree.unflatten(structure, on_stage(first.results, meshes.mesh))
+        count, last, chunks = len(meshes.stages), len(self.work) - 1, list[ChunkPrograms]()
         entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
         for number, work in enumerate(self.work):
-            mesh = places.stages[number % count]
+            mesh = meshes.stages[number % count]
             inputs = ChunkAvals(
                 arrays=self._stage_arrays(number, opened),
                 micro=_index(mesh),
@@ -1643,15 +1665,15 @@ class StagePrograms:
                     mesh,
                     f"{name}_chunk{number}",
                     split=self.splits_backward,
-                    at_once=self.at_once and number == last,
+                    fuse=self.fuses_last and number == last,
                 )
             )
             if number < last:
-                entering.append(on_stage(chunks[-1].outputs, places.stages[(number + 1) % count]))
-        return Dispatch(
-            places=places,
+                entering.append(on_stage(chunks[-1].outputs, meshes.stages[(number + 1) % count]))
+        return StepPrograms(
+            meshes=meshes,
             opening=first,
-            opened=structure,
+            inputs_treedef=structure,
             stacks=len(opening.stacks),
             once=tuple(self._read_once(number) for number in range(last + 1)),
             outside=tuple(
@@ -1659,10 +1681,10 @@ class StagePrograms:
             ),
             chunks=tuple(chunks),
             stages=tuple(map(self._stage, range(count))),
-            entering=tuple([leaf.sharding for leaf in leaves] for leaves in entering),
-            cotangents=tuple(
+            entering_shardings=tuple([leaf.sharding for leaf in leaves] for leaves in entering),
+            cotangent_shardings=tuple(
                 [
-                    NamedSharding(places.stages[number % count], leaf.sharding.spec)
+                    NamedSharding(meshes.stages[number % count], leaf.sharding.spec)
                     for leaf in leaves
                     if is_floating(leaf)
                 ]
@@ -1674,14 +1696,14 @@ class StagePrograms:
 
     def _stage(self, stage: int) -> Stage:
         """The zero sums of a stage, and the indices of its microbatches."""
-        mesh, count, last = (self.opening.places.stages[stage], len(self.order), len(self.work) - 1)
+        mesh, count, last = (self.opening.meshes.stages[stage], len(self.order), len(self.work) - 1)
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
         summed_here = {number for early, _ in chunks for number in early.outside}
         everywhere = {number for end in (0, last) for number in self._sums(end)["early"].outside}
         first = ZeroSums(
             chunks=chunks,
             outside={number: self._sum(number, stage) for number in everywhere - summed_here},
-            totals=[] if stage == count - 1 else self._totals(stage),
+            results=[] if stage == count - 1 else self._zero_results(stage),
         )
         zeros = (
             jax.jit(
@@ -1701,13 +1723,13 @@ class StagePrograms:
 
     def _summed(self) -> StageSums:
         """The sums of the stages after the last microbatch, abstract."""
-        opening, places, count = self.opening, self.opening.places, len(self.order)
+        opening, meshes, count = self.opening, self.opening.meshes, len(self.order)
 
         def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
                 (leaf.shape[0] * count, *leaf.shape[1:]),
                 leaf.dtype,
-                sharding=NamedSharding(places.mesh, leaf.sharding.spec),
+                sharding=NamedSharding(meshes.mesh, leaf.sharding.spec),
             )
 
         late = [
@@ -1718,12 +1740,12 @@ class StagePrograms:
             )
             for number in range(0, len(self.work), count)
         ]
-        ends = [self._sums(number)["early"] for number in (0, len(self.work) - 1)]
+        edges = [self._sums(number)["early"] for number in (0, len(self.work) - 1)]
         return StageSums(
             stacks=[[sums.weights[k] for sums in late] for k in range(len(opening.stacks))],
             shared=[[sums.shared[k] for sums in late] for k in range(len(late[0].shared))],
-            outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
-            totals=[whole(leaf) for leaf in ends[1].totals],
+            outside=jax.tree.map(whole, {**edges[0].outside, **edges[1].outside}),
+            results=[whole(leaf) for leaf in edges[1].results],
         )
 
 
@@ -1747,7 +1769,7 @@ def _index(mesh: Mesh) -> jax.ShapeDtypeStruct:
 # A plan's pipeline as programs of its stages.
 
 #: The most layers of a chunk that are unrolled; a chunk with more is a loop.
-WRITTEN_OUT = 8
+MAX_UNROLLED_LAYERS = 8
 
 
 def stage_programs(
@@ -1760,14 +1782,14 @@ def stage_programs(
     prologue: Callable[[Tree, Tree], Tree] = lambda state, batch: batch,
 ) -> StagePrograms:
     """The stages of a plan as programs of their own."""
-    places, order = StageMeshes.of(_with_devices(mesh)), _order(plan)
-    dealing = LayerSplit(
-        layers=pipeline.cut.layers, stages=len(places.stages), virtual=plan.virtual_stages
+    meshes, order = StageMeshes.of(_with_devices(mesh)), _order(plan)
+    layer_split = LayerSplit(
+        layers=pipeline.sections.layers, stages=len(meshes.stages), virtual=plan.virtual_stages
     )
     opening = Opening(
         pipeline=pipeline,
-        places=places,
-        dealing=dealing,
+        meshes=meshes,
+        split=layer_split,
         params=params,
         batch=batch,
         dims=dims,
@@ -1778,7 +1800,7 @@ def stage_programs(
         mesh=MeshShape({**plan.mesh, "stage": 1}),
         parameters=tuple(without_axes(parameter, ("stage",)) for parameter in plan.parameters),
     )
-    work = tuple(_work(number, opening, stage_plan) for number in range(dealing.chunks))
+    work = tuple(_work(number, opening, stage_plan) for number in range(layer_split.chunks))
     return StagePrograms(plan=plan, opening=opening, work=work, order=order)
 
 
@@ -1821,31 +1843,32 @@ def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
 
 def _work(number: int, opening: Opening, stage_plan: Plan) -> ChunkWork:
     """The work of one chunk of layers, on the mesh of its stage."""
-    pipeline, dealing, stages = opening.pipeline, opening.dealing, opening.places.stages
-    cut, layers, here = pipeline.cut, dealing.counts[number], stages[number % len(stages)]
+    pipeline, split, stages = opening.pipeline, opening.split, opening.meshes.stages
+    layers, here = split.counts[number], stages[number % len(stages)]
+    sections = pipeline.sections
     moved = jax.tree.map(lambda sharding: NamedSharding(here, sharding.spec), vars(opening.params))
     laid_out = LossLayouts.of(
         pipeline.traced, stage_plan, here, ParameterShardings(**moved), pipeline.layouts.values
     )
     layouts = replace(laid_out, reductions=pipeline.layouts.reductions)
     chunk = Chunk(
-        cut=cut,
+        sections=sections,
         layers=layers,
         padded=False,
-        saved=pipeline.remat.of_chunk(number // len(stages), layers),
+        remat=pipeline.remat.of_chunk(number // len(stages), layers),
         walk=layouts.walk,
-        gathered=gathered(layouts, cut, here),
-        unrolled=layers <= WRITTEN_OUT,
+        gathered=pregathered(layouts, sections, here),
+        unrolled=layers <= MAX_UNROLLED_LAYERS,
     )
     return ChunkWork(
-        cut=cut,
+        sections=sections,
         layouts=layouts,
         chunk=chunk,
-        first=dealing.first(number),
-        last=number == dealing.chunks - 1,
+        first_layer=split.first_layer(number),
+        is_last=number == split.chunks - 1,
         activations=pipeline.stages.activations,
         entering=pipeline.stages.entering,
         loss=pipeline.loss_position,
-        in_parts=opening.in_parts,
+        is_split=opening.is_split,
         remat=pipeline.remat,
     )

@@ -90,12 +90,12 @@ class BackwardTick:
     """Results of a backward tick.
 
     Attributes:
-        hop, sums, residuals: see `Stages.backward`.
-        input_grads: cotangents of the first stage's inputs, in the order of `Stages.moving`, for
+        in_flight, sums, residuals: see `Stages.backward`.
+        input_grads: cotangents of the first stage's inputs, in the order of `Stages.floating`, for
             `from_stages`.
     """
 
-    hop: InFlight
+    in_flight: InFlight
     sums: ChunkGrads
     residuals: Arrays
     input_grads: Arrays
@@ -156,7 +156,7 @@ HOPS = {"forward": "shardlib-hop-forward", "backward": "shardlib-hop-backward"}
 
 
 #: Spec of an array with a leading dim of stages, of which each stage has its own slice.
-OWN = "own"
+STAGE = "stage"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,7 @@ class Stages:
     chunk: Chunk
 
     @property
-    def moving(self) -> tuple[int, ...]:
+    def floating(self) -> tuple[int, ...]:
         """Positions of the activations that gradients flow through."""
         return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
 
@@ -214,11 +214,11 @@ class Stages:
             )
         if self.layouts[position] is None and dim is None:
             return array
-        cuts = self._cuts(position, array.ndim)
+        spec_dims = self._spec_dims(position, array.ndim)
         if dim is not None:
-            cuts[dim] = self.axis
+            spec_dims[dim] = self.axis
         return jax.lax.with_sharding_constraint(
-            array, NamedSharding(self.mesh, PartitionSpec(*cuts))
+            array, NamedSharding(self.mesh, PartitionSpec(*spec_dims))
         )
 
     def from_stages(self, arrays: Value, position: int) -> Value:
@@ -234,14 +234,14 @@ class Stages:
         dim = self.stage_dims[position]
         if dim is None:
             return array
-        cuts = self._cuts(position, array.ndim)
+        spec_dims = self._spec_dims(position, array.ndim)
         if self.outside[position] is None:
-            cuts[dim] = None  # the plan does not shard this dim inside of the pipeline
+            spec_dims[dim] = None  # the plan does not shard this dim inside of the pipeline
         return jax.lax.with_sharding_constraint(
-            array, NamedSharding(self.mesh, PartitionSpec(*cuts))
+            array, NamedSharding(self.mesh, PartitionSpec(*spec_dims))
         )
 
-    def _cuts(self, position: int, rank: int) -> list[Any]:
+    def _spec_dims(self, position: int, rank: int) -> list[Any]:
         """Mesh axes of the plan by dim, for an array of `activations`; unconstrained where the plan
         has no layout for it.
         """
@@ -263,7 +263,7 @@ class Stages:
             ),
         )
 
-    def _numbers(self) -> Value:
+    def _stage_indices(self) -> Value:
         """The index of every stage, [stages]: an operand of the work of a stage.
 
         `axis_index` would be a manual region of its own without operands, since other axes are
@@ -272,7 +272,7 @@ class Stages:
         """
         return self.over_stages(jnp.arange(self.table.stages, dtype=jnp.int32))
 
-    def _like(self) -> Arrays:
+    def _zeros(self) -> Arrays:
         """Zeros with the shapes of the activations that are sent between stages."""
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
@@ -291,7 +291,7 @@ class Stages:
         self, function: Callable[..., Any], arguments: Sequence[Any], results: Any
     ) -> Callable[..., Any]:
         def spec(word: Any) -> Any:
-            return PartitionSpec(self.axis) if word is OWN else word
+            return PartitionSpec(self.axis) if word is STAGE else word
 
         specs = (
             tuple(spec(word) for word in arguments),
@@ -307,7 +307,7 @@ class Stages:
         )
 
     @property
-    def window(self) -> int:
+    def ready_slots(self) -> int:
         """Number of chunks whose operands are gathered at a time: two, while stages move from one
         chunk to the next.
         """
@@ -323,14 +323,14 @@ class Stages:
         """The operands gathered beforehand, [stages, chunks, layers, ...]."""
         if self.chunk.gathered is None:
             return []
-        return self._manual(self._gather, (self._specs(),), OWN)(arrays)
+        return self._manual(self._gather, (self._specs(),), STAGE)(arrays)
 
     def gather_over(self, arrays: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
-        """The operands gathered beforehand, [stages, window, layers, ...], with one chunk's
+        """The operands gathered beforehand, [stages, ready_slots, layers, ...], with one chunk's
         gathered into its slot.
         """
         replicated = PartitionSpec()
-        return self._manual(self._gather_over, (self._specs(), OWN, replicated), OWN)(
+        return self._manual(self._gather_over, (self._specs(), STAGE, replicated), STAGE)(
             arrays, ready, chunk
         )
 
@@ -340,24 +340,26 @@ class Stages:
         """
         if self.chunk.gathered is None:
             return []
-        return self._manual(self._reduce, (self._specs(), OWN), OWN)(arrays, sums)
+        return self._manual(self._reduce, (self._specs(), STAGE), STAGE)(arrays, sums)
 
     def reduce_out(self, arrays: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         """(gradients of weights [stages, layers, ...] from the partial sums in one slot, the sums
-        [stages, window, layers, ...] with that slot zeroed).
+        [stages, ready_slots, layers, ...] with that slot zeroed).
         """
-        run = self._manual(self._reduce_out, (self._specs(), OWN, PartitionSpec()), (OWN, OWN))
+        run = self._manual(
+            self._reduce_out, (self._specs(), STAGE, PartitionSpec()), (STAGE, STAGE)
+        )
         return run(arrays, sums, slot)
 
-    def no_sums(self) -> Arrays:
+    def zero_sums(self) -> Arrays:
         """Zeros for the partial sums, [stages, chunks, layers, ...], float32 at least."""
 
         def zeros() -> Arrays:
             gathered = self.chunk.gathered
-            leaves = gathered.zeros((1, self.window, self.chunk.layers)) if gathered else []
+            leaves = gathered.zeros((1, self.ready_slots, self.chunk.layers)) if gathered else []
             return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
 
-        return self._manual(zeros, (), OWN)()
+        return self._manual(zeros, (), STAGE)()
 
     def _gather(self, arrays: StageArrays) -> Arrays:
         gathered = self.chunk.gathered
@@ -373,7 +375,9 @@ class Stages:
             jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
             for leaf in self._sources(arrays)
         ]
-        operands = gathered.gather_over(weights, [leaf[0] for leaf in ready], chunk % self.window)
+        operands = gathered.gather_over(
+            weights, [leaf[0] for leaf in ready], chunk % self.ready_slots
+        )
         return [leaf[None] for leaf in operands]
 
     def _reduce(self, arrays: StageArrays, sums: Arrays) -> Arrays:
@@ -396,8 +400,8 @@ class Stages:
         """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
         gathered = self.chunk.gathered
         assert gathered is not None
-        places = self.chunk.cut.roles.weights
-        return [arrays.weights[places.index(position)] for position in gathered.sources]
+        positions = self.chunk.sections.roles.weights
+        return [arrays.weights[positions.index(position)] for position in gathered.sources]
 
     def _specs(self) -> StageArrays:
         """Specs of the arrays of `StageArrays`, in their place."""
@@ -414,7 +418,7 @@ class Stages:
         )
 
     def forward(
-        self, tick: Index, arrays: StageArrays, hop: InFlight, entering: Arrays, stash: Arrays
+        self, tick: Index, arrays: StageArrays, in_flight: InFlight, entering: Arrays, stash: Arrays
     ) -> tuple[InFlight, Arrays, Arrays]:
         """One tick forward.
 
@@ -423,15 +427,17 @@ class Stages:
         """
         replicated = PartitionSpec()
         run = self._manual(
-            self._forward, (OWN, replicated, self._specs(), OWN, replicated, OWN), (OWN, OWN, OWN)
+            self._forward,
+            (STAGE, replicated, self._specs(), STAGE, replicated, STAGE),
+            (STAGE, STAGE, STAGE),
         )
-        return run(self._numbers(), tick, arrays, hop, entering, stash)
+        return run(self._stage_indices(), tick, arrays, in_flight, entering, stash)
 
     def backward(
         self,
         tick: Index,
         arrays: StageArrays,
-        hop: InFlight,
+        in_flight: InFlight,
         leaving: Arrays,
         stash: Arrays,
         sums: ChunkGrads,
@@ -448,13 +454,15 @@ class Stages:
         replicated = PartitionSpec()
         run = self._manual(
             self._backward,
-            (OWN, replicated, self._specs(), OWN, replicated, OWN, OWN, OWN),
-            (OWN, OWN, OWN, OWN),
+            (STAGE, replicated, self._specs(), STAGE, replicated, STAGE, STAGE, STAGE),
+            (STAGE, STAGE, STAGE, STAGE),
         )
-        hop, sums, residuals, input_grads = run(
-            self._numbers(), tick, arrays, hop, leaving, stash, sums, residuals
+        in_flight, sums, residuals, input_grads = run(
+            self._stage_indices(), tick, arrays, in_flight, leaving, stash, sums, residuals
         )
-        return BackwardTick(hop=hop, sums=sums, residuals=residuals, input_grads=input_grads)
+        return BackwardTick(
+            in_flight=in_flight, sums=sums, residuals=residuals, input_grads=input_grads
+        )
 
     def weights(
         self, tick: Index, arrays: StageArrays, stash: Arrays, sums: ChunkGrads, residuals: Arrays
@@ -462,10 +470,12 @@ class Stages:
         """Weight gradients of one tick, if these are delayed; arguments as those of `backward`,
         results as its `sums`.
         """
-        run = self._manual(self._weights, (OWN, PartitionSpec(), self._specs(), OWN, OWN, OWN), OWN)
-        return run(self._numbers(), tick, arrays, stash, sums, residuals)
+        run = self._manual(
+            self._weights, (STAGE, PartitionSpec(), self._specs(), STAGE, STAGE, STAGE), STAGE
+        )
+        return run(self._stage_indices(), tick, arrays, stash, sums, residuals)
 
-    def stashed(self, arrays: StageArrays) -> list[jax.ShapeDtypeStruct]:
+    def stash_avals(self, arrays: StageArrays) -> list[jax.ShapeDtypeStruct]:
         """Shape and dtype of the stash of one chunk and microbatch, [stages, ...]."""
         return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], arrays)
 
@@ -491,7 +501,7 @@ class Stages:
                 operands,
                 zeros,
                 self.chunk.forward(operands, zeros)[1],
-                [zeros[k] for k in self.moving],
+                [zeros[k] for k in self.floating],
             )[1]
 
         return self._shapes(one, arrays) if self.table.split else []
@@ -504,33 +514,33 @@ class Stages:
         """
 
         def one(arrays: StageArrays) -> Arrays:
-            return [leaf[None] for leaf in function(self._operands(arrays, 0, 0, 0), self._like())]
+            return [leaf[None] for leaf in function(self._operands(arrays, 0, 0, 0), self._zeros())]
 
-        return jax.eval_shape(self._manual(one, (self._specs(),), OWN), arrays)
+        return jax.eval_shape(self._manual(one, (self._specs(),), STAGE), arrays)
 
     def _forward(
         self,
-        numbers: Value,
+        stage_indices: Value,
         tick: Index,
         arrays: StageArrays,
-        hop: InFlight,
+        in_flight: InFlight,
         entering: Arrays,
         stash: Arrays,
     ) -> tuple[InFlight, Arrays, Arrays]:
-        stage = numbers[0]
+        stage = stage_indices[0]
         micro, chunk, active = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
-        fresh = [
+        computed = [
             *entering,
             *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
         ]
-        arrived, waiting = self._arrived(tick, hop, stage == 0)
+        arrived, waiting = self._arrived(tick, in_flight, stage == 0)
         arriving = [
             self._inside(jnp.where(first, new, old), k)
-            for k, (new, old) in enumerate(zip(fresh, arrived, strict=True))
+            for k, (new, old) in enumerate(zip(computed, arrived, strict=True))
         ]
         operands = self._operands(arrays, stage, micro, chunk)
-        outputs, saved = self._worked(
+        outputs, saved = self._if_active(
             active,
             lambda: (
                 self.chunk.forward(operands, arriving)
@@ -542,37 +552,37 @@ class Stages:
         out = [only_if(stage == self.table.stages - 1, outputs[k])[None] for k in self.leaving]
         return InFlight(next=self._hop(outputs, 1), waiting=waiting), stash, out
 
-    def _arrived(self, tick: Index, hop: InFlight, end: Value) -> tuple[Arrays, Arrays]:
+    def _arrived(self, tick: Index, in_flight: InFlight, at_end: Value) -> tuple[Arrays, Arrays]:
         """(a stage's inputs at a tick, the new `waiting`): arrays that have just been received, or,
         at the end of the pipeline where the next chunk begins, those received `lag` ticks ago.
         """
-        came = [leaf[0] for leaf in hop.next]
-        if not hop.waiting:
-            return came, []
+        received = [leaf[0] for leaf in in_flight.next]
+        if not in_flight.waiting:
+            return received, []
         slot = tick % self.table.lag
         return [
-            jnp.where(end, old, new)
-            for old, new in zip(slot_of(hop.waiting, slot), came, strict=True)
-        ], with_slot(hop.waiting, came, slot)
+            jnp.where(at_end, old, new)
+            for old, new in zip(slot_of(in_flight.waiting, slot), received, strict=True)
+        ], with_slot(in_flight.waiting, received, slot)
 
     def _backward(
         self,
-        numbers: Value,
+        stage_indices: Value,
         tick: Index,
         arrays: StageArrays,
-        hop: InFlight,
+        in_flight: InFlight,
         leaving: Arrays,
         stash: Arrays,
         sums: ChunkGrads,
         residuals: Arrays,
     ) -> tuple[InFlight, ChunkGrads, Arrays, Arrays]:
-        stage = numbers[0]
+        stage = stage_indices[0]
         micro, chunk, active = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
         last_cotangents = dict(
-            zip([k for k in self.leaving if k in self.moving], leaving, strict=True)
+            zip([k for k in self.leaving if k in self.floating], leaving, strict=True)
         )
-        arrived, waiting = self._arrived(tick, hop, stage == self.table.stages - 1)
+        arrived, waiting = self._arrived(tick, in_flight, stage == self.table.stages - 1)
         cotangents = [
             self._inside(
                 jnp.where(
@@ -580,31 +590,31 @@ class Stages:
                 ),
                 k,
             )
-            for k, old in zip(self.moving, arrived, strict=True)
+            for k, old in zip(self.floating, arrived, strict=True)
         ]
         operands = self._operands(arrays, stage, micro, chunk)
         saved = slot_of(stash, self.table.backward_slot(tick, stage))
         if self.table.split:
-            input_grads, new_residuals = self._worked(
+            input_grads, new_residuals = self._if_active(
                 active,
-                lambda: self.chunk.backward_inputs(operands, self._like(), saved, cotangents),
+                lambda: self.chunk.backward_inputs(operands, self._zeros(), saved, cotangents),
             )
             residuals = with_slot(residuals, new_residuals, self.table.passing_slot(tick, stage))
         else:
-            gradients, input_grads = self._worked(
-                active, lambda: self.chunk.backward(operands, self._like(), saved, cotangents)
+            gradients, input_grads = self._if_active(
+                active, lambda: self.chunk.backward(operands, self._zeros(), saved, cotangents)
             )
             sums = self._summed(sums, gradients, chunk, active)
         out = [
             only_if((stage == 0) & (chunk == 0) & active, leaf)[None]
-            for k, leaf in zip(self.moving, input_grads, strict=True)
+            for k, leaf in zip(self.floating, input_grads, strict=True)
             if k < self.entering
         ]
         return InFlight(next=self._hop(input_grads, -1), waiting=waiting), sums, residuals, out
 
     def _weights(
         self,
-        numbers: Value,
+        stage_indices: Value,
         tick: Index,
         arrays: StageArrays,
         stash: Arrays,
@@ -612,23 +622,23 @@ class Stages:
         residuals: Arrays,
     ) -> ChunkGrads:
         micro, chunk, active = self.table.weights(tick)
-        operands = self._operands(arrays, numbers[0], micro, chunk)
+        operands = self._operands(arrays, stage_indices[0], micro, chunk)
         gradients = self.chunk.backward_weights(
             operands,
-            self._like(),
+            self._zeros(),
             slot_of(stash, self.table.weights_slot(tick)),
             slot_of(residuals, self.table.passed_slot(tick)),
         )
         return self._summed(sums, gradients, chunk, active)
 
-    def _worked(self, active: Value, make: Callable[[], Any]) -> Any:
+    def _if_active(self, active: Value, make: Callable[[], Any]) -> Any:
         """The result of `make` if the stage has work; otherwise zeros, without calling `make` if no
         other device takes part in it.
 
         An idle stage could as well compute, but simulated devices share their cores, and real ones
         their power.
         """
-        if self.chunk.saved.offloaded or any(
+        if self.chunk.remat.offloaded or any(
             size > 1 for axis, size in self.mesh.shape.items() if axis not in self.axis
         ):  # results in host memory cannot be replaced by zeros
             return make()
@@ -650,7 +660,7 @@ class Stages:
                 added_to_chunk(total[0], gradient, chunk, active)[None]
                 for total, gradient in zip(sums.weights, more.weights, strict=True)
             ],
-            sums=added_layer_by_layer(sums.sums, more.sums, chunk % self.window, active),
+            sums=added_layer_by_layer(sums.sums, more.sums, chunk % self.ready_slots, active),
             shared=[
                 total + jnp.where(active, gradient, 0).astype(total.dtype)[None]
                 for total, gradient in zip(sums.shared, more.shared, strict=True)
@@ -665,7 +675,7 @@ class Stages:
             for leaf in arrays.keys
         ]
         ready = [
-            jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.window, 0, keepdims=False)
+            jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.ready_slots, 0, keepdims=False)
             for leaf in arrays.ready
         ]
         return ChunkOperands(
@@ -675,5 +685,5 @@ class Stages:
             shared=arrays.shared,
             constant=arrays.constant,
             ready=ready,
-            first=(chunk * self.table.stages + stage) * self.chunk.layers,
+            first_layer=(chunk * self.table.stages + stage) * self.chunk.layers,
         )
