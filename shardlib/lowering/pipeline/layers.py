@@ -1124,6 +1124,35 @@ class EdgeGradients:
     uses: Mapping[str, DeferredOp]
     fully_deferred: frozenset[int]
 
+    @staticmethod
+    def of(layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh) -> EdgeGradients:
+        """Finds the operations outside of the layers whose gradients can be reduced at the end."""
+        derived = set(sections.once)
+        equations = {equation.path: equation for equation in (*sections.before, *sections.after)}
+        uses: dict[str, DeferredOp] = {}
+        for path, use in layouts.uses.items():
+            if (
+                path in equations
+                and use.equation.inputs[use.position] in derived
+                and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
+            ):
+                uses[path] = deferral
+        others = (
+            {
+                number
+                for path, equation in equations.items()
+                if path not in uses
+                for number in equation.inputs
+            }
+            | set(sections.entering)
+            | set(sections.results)
+        )
+        return EdgeGradients(
+            mesh=mesh,
+            uses=uses,
+            fully_deferred=frozenset(operand(use) for use in uses.values()) - others,
+        )
+
     def ready(self, outside: Values) -> dict[str, Value]:
         """The operands that are gathered beforehand, by path of the operation."""
         return {
@@ -1143,37 +1172,6 @@ class EdgeGradients:
     def reduce(self, sums: Sequence[Value]) -> Values:
         """Gradients of values that operations use, from partial sums in the order of `uses`."""
         return by_operand(self.uses, sums, lambda gradient, total: gradient.astype(total.dtype))
-
-
-def edge_gradients(
-    layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh
-) -> EdgeGradients:
-    """Finds the operations outside of the layers whose gradients can be reduced at the end."""
-    derived = set(sections.once)
-    equations = {equation.path: equation for equation in (*sections.before, *sections.after)}
-    uses: dict[str, DeferredOp] = {}
-    for path, use in layouts.uses.items():
-        if (
-            path in equations
-            and use.equation.inputs[use.position] in derived
-            and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
-        ):
-            uses[path] = deferral
-    others = (
-        {
-            number
-            for path, equation in equations.items()
-            if path not in uses
-            for number in equation.inputs
-        }
-        | set(sections.entering)
-        | set(sections.results)
-    )
-    return EdgeGradients(
-        mesh=mesh,
-        uses=uses,
-        fully_deferred=frozenset(operand(use) for use in uses.values()) - others,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

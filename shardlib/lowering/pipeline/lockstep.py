@@ -30,7 +30,6 @@ from shardlib.lowering.pipeline.layers import (
     SplitLoss,
     StageRemat,
     Values,
-    edge_gradients,
     is_floating,
     pregathered,
     results_and_gradients,
@@ -1065,7 +1064,7 @@ def pipeline(
     )
     outside_layouts = replace(layouts, values=outside_values)
     deferred = (
-        edge_gradients(outside_layouts, sections, mesh)
+        EdgeGradients.of(outside_layouts, sections, mesh)
         if layouts_known and layouts.reductions.when == AFTER_PIPELINE and not stages.in_rounds
         else EdgeGradients(mesh=mesh, uses={}, fully_deferred=frozenset())
     )
