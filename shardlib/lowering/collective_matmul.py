@@ -78,7 +78,7 @@ class MatchedMatmul:
         gathers: whether its activation is gathered; otherwise its result is scattered.
         dims: the correspondence of its dims.
         activation, result: layouts of both.
-        rows: the dim of the activation and that of the result, of which one is sharded.
+        sequence_dims: the dim of the activation and that of the result, of which one is sharded.
     """
 
     matmul: WeightMatmul
@@ -86,15 +86,15 @@ class MatchedMatmul:
     dims: ContractionDims
     activation: Layout
     result: Layout
-    rows: tuple[int, int]
+    sequence_dims: tuple[int, int]
 
 
 def weight_matmuls(loss: LossFacts) -> tuple[WeightMatmul, ...]:
     """The matmuls of weights of a loss, in order."""
     candidates = [
-        _matmul(step)
-        for step in loss.equations
-        if step.equation.name == "dot_general" and step.equation.call is None
+        _matmul(equation)
+        for equation in loss.equations
+        if equation.equation.name == "dot_general" and equation.equation.call is None
     ]
     return tuple(matmul for matmul in candidates if matmul is not None)
 
@@ -139,8 +139,8 @@ def match_matmul(
     dims = contraction_dims(matmul.use.equation, matmul.use.position)
     sharded = [
         dim
-        for dim, source in enumerate(matmul.use.view.dims)
-        if source is not None and parameter.compute[source]
+        for dim, parameter_dim in enumerate(matmul.use.view.dims)
+        if parameter_dim is not None and parameter.compute[parameter_dim]
     ]
     if (
         len(sharded) != 1
@@ -156,17 +156,21 @@ def match_matmul(
         if sharded[0] in dims.activation
         else ()
     )
-    pieces, gathered = (activation, result) if gathers else (result, activation)
-    pairs = [(theirs, ours) if gathers else (ours, theirs) for ours, theirs in dims.free.items()]
-    rows = [(a, b) for a, b in pairs if pieces[a] == (*gathered[b], TENSOR)]
+    sharded_layout, gathered_layout = (activation, result) if gathers else (result, activation)
+    free_axes = {
+        (activation_dim, result_dim): (
+            sharded_layout[activation_dim if gathers else result_dim],
+            gathered_layout[result_dim if gathers else activation_dim],
+        )
+        for result_dim, activation_dim in dims.free.items()
+    }
+    sequences = [pair for pair, (own, full) in free_axes.items() if own == (*full, TENSOR)]
     if (
         ring_axes != (TENSOR,)
-        or len(rows) != 1
-        or any(pieces[a] != gathered[b] for a, b in pairs if (a, b) != rows[0])
+        or len(sequences) != 1
+        or any(own != full for pair, (own, full) in free_axes.items() if pair not in sequences)
     ):
         return None
-    ((first, second),) = rows
-    first_dim, to = (first, second) if gathers else (second, first)
     if not _only_sharded(
         activation, dims.free.values(), dims.activation.get(sharded[0])
     ) or not _only_sharded(result, dims.free, dims.result.get(sharded[0])):
@@ -178,9 +182,9 @@ def match_matmul(
             dims=dims,
             activation=activation,
             result=result,
-            rows=(first_dim, to),
+            sequence_dims=sequences[0],
         )
-        if matmul.use.other_aval.shape[first_dim] % size == 0
+        if matmul.use.other_aval.shape[sequences[0][0]] % size == 0
         else None
     )
 
@@ -207,7 +211,10 @@ def loop_groups(
     together: dict[Any, list[MatchedMatmul]] = {}
     for match in matches:
         together.setdefault(
-            (match.matmul.activation, match.rows[0]) if match.gathers else match.matmul.path, []
+            (match.matmul.activation, match.sequence_dims[0])
+            if match.gathers
+            else match.matmul.path,
+            [],
         ).append(match)
     return [
         tuple(members)
@@ -387,13 +394,12 @@ class SequenceMatmul:
 
     Attributes:
         contraction: the matmul in a manual region.
-        activation: sequence dim of the activation.
-        result: sequence dim of the result.
+        activation_dim, result_dim: the sequence dim of each.
     """
 
     contraction: ManualContraction
-    activation: int
-    result: int
+    activation_dim: int
+    result_dim: int
 
 
 def gather_forward(
@@ -409,7 +415,7 @@ def gather_forward(
             write_shard(
                 results and results[k],
                 product.contraction.run(piece, weight),
-                product.result,
+                product.result_dim,
                 device,
                 ring.ways,
             )
@@ -430,13 +436,13 @@ def gather_backward(
     weights from this device's examples.
     """
 
-    def given(device: Index) -> list[jax.Array]:
+    def cotangent_shards(device: Index) -> list[jax.Array]:
         return [
-            shard_of(cotangent, product.result, device, ring.ways)
+            shard_of(cotangent, product.result_dim, device, ring.ways)
             for product, cotangent in zip(products, cotangents, strict=True)
         ]
 
-    def back(pieces: list[jax.Array]) -> jax.Array:
+    def input_gradient(pieces: list[jax.Array]) -> jax.Array:
         total: Any = None
         for product, weight, piece in zip(products, weights, pieces, strict=True):
             product_gradient = product.contraction.activation_gradient(activation, weight, piece)
@@ -448,7 +454,7 @@ def gather_backward(
             accumulate(
                 sums and sums[k],
                 product.contraction.partial_sums(
-                    piece, shard_of(cotangent, product.result, device, ring.ways), weight.dtype
+                    piece, shard_of(cotangent, product.result_dim, device, ring.ways), weight.dtype
                 ),
             )
             for k, (product, weight, cotangent) in enumerate(
@@ -457,7 +463,7 @@ def gather_backward(
         ]
 
     sums = ring.fold(activation, work)
-    return ring.reduce_scatter(given, back), tuple(
+    return ring.reduce_scatter(cotangent_shards, input_gradient), tuple(
         total.astype(weight.dtype) for total, weight in zip(sums, weights, strict=True)
     )
 
@@ -467,7 +473,7 @@ def scatter_forward(
 ) -> jax.Array:
     """A product that is a sum over devices, reduce-scattered along the sequence."""
     return ring.reduce_scatter(
-        lambda device: shard_of(activation, product.activation, device, ring.ways),
+        lambda device: shard_of(activation, product.activation_dim, device, ring.ways),
         lambda piece: product.contraction.run(piece, weight),
     )
 
@@ -483,27 +489,27 @@ def scatter_backward(
     examples.
     """
     piece_shape = jax.eval_shape(
-        lambda: shard_of(activation, product.activation, jnp.int32(0), ring.ways)
+        lambda: shard_of(activation, product.activation_dim, jnp.int32(0), ring.ways)
     )
 
     def work(totals: Any, device: Any, piece: Any) -> tuple[Any, Any]:
-        to_activation, total = totals or (None, None)
-        to_activation = write_shard(
-            to_activation,
+        activation_gradient, total = totals or (None, None)
+        activation_gradient = write_shard(
+            activation_gradient,
             product.contraction.activation_gradient(piece_shape, weight, piece),
-            product.activation,
+            product.activation_dim,
             device,
             ring.ways,
         )
-        return to_activation, accumulate(
+        return activation_gradient, accumulate(
             total,
             product.contraction.partial_sums(
-                shard_of(activation, product.activation, device, ring.ways), piece, weight.dtype
+                shard_of(activation, product.activation_dim, device, ring.ways), piece, weight.dtype
             ),
         )
 
-    to_activation, total = ring.fold(cotangent, work)
-    return to_activation, total.astype(weight.dtype)
+    activation_gradient, total = ring.fold(cotangent, work)
+    return activation_gradient, total.astype(weight.dtype)
 
 
 def accumulate(total: jax.Array | None, part: jax.Array) -> jax.Array:
@@ -524,14 +530,14 @@ def write_shard(
     Args:
         array: the array; None for a new array of zeros.
     """
-    begun: jax.Array = (
+    target: jax.Array = (
         jax.lax.empty(
             (*piece.shape[:dim], size * piece.shape[dim], *piece.shape[dim + 1 :]), piece.dtype
         )
         if array is None
         else array
     )
-    return jax.lax.dynamic_update_slice_in_dim(begun, piece, device * piece.shape[dim], axis=dim)
+    return jax.lax.dynamic_update_slice_in_dim(target, piece, device * piece.shape[dim], axis=dim)
 
 
 def shard_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:
@@ -580,7 +586,7 @@ def ring_loops(
                 _member(member, parameters(member.matmul), regions) for member in members
             ),
             gathers=members[0].gathers,
-            activation=regions.spec(
+            activation_spec=regions.spec(
                 dict(enumerate(members[0].activation)), len(members[0].activation)
             ),
         )
@@ -594,17 +600,17 @@ class LoopMember:
 
     Attributes:
         product: the computation of one device.
-        weight: position of the weight among the operands.
+        weight_position: of the weight among the operands.
         gather: the weight in its stored sharding -> in its compute sharding.
         weight_spec: compute sharding of the weight.
-        result: sharding of the result.
+        result_spec: sharding of the result.
     """
 
     product: SequenceMatmul
-    weight: int
+    weight_position: int
     gather: Callable[[jax.Array], jax.Array]
     weight_spec: jax.sharding.PartitionSpec
-    result: jax.sharding.PartitionSpec
+    result_spec: jax.sharding.PartitionSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -614,21 +620,24 @@ class MatmulLoop:
     Attributes:
         members: the matmuls; a single one if it scatters.
         gathers: whether it gathers the activation; otherwise it scatters the result.
-        activation: sharding of the activation.
+        activation_spec: sharding of the activation.
     """
 
     ring: AxisRing
     regions: Regions
     members: tuple[LoopMember, ...]
     gathers: bool
-    activation: jax.sharding.PartitionSpec
+    activation_spec: jax.sharding.PartitionSpec
 
     def run(self, operands: Sequence[Sequence[jax.Array]]) -> list[jax.Array]:
         """The results of all matmuls, from the operands of each."""
-        activation = operands[0][1 - self.members[0].weight]
+        activation = operands[0][1 - self.members[0].weight_position]
         results = self._differentiable(
             activation,
-            *(arrays[member.weight] for member, arrays in zip(self.members, operands, strict=True)),
+            *(
+                arrays[member.weight_position]
+                for member, arrays in zip(self.members, operands, strict=True)
+            ),
         )
         return [checkpoint_name(result, SHARDED_MATMUL) for result in results]
 
@@ -649,8 +658,8 @@ class MatmulLoop:
                 return gather_forward(products, self.ring, activation, weights)
             return (scatter_forward(products[0], self.ring, activation, weights[0]),)
 
-        specs = (self.activation, *(member.weight_spec for member in self.members))
-        results = tuple(member.result for member in self.members)
+        specs = (self.activation_spec, *(member.weight_spec for member in self.members))
+        results = tuple(member.result_spec for member in self.members)
         return self.regions.manual(local, specs, results)(activation, *self._gathered(weights))
 
     def _backward(self, saved: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -660,24 +669,26 @@ class MatmulLoop:
         def local(activation: Any, *arrays: Any) -> tuple[Any, ...]:
             weights, cotangents = arrays[:count], arrays[count:]
             if self.gathers:
-                back, sums = gather_backward(products, self.ring, activation, weights, cotangents)
+                activation_gradient, sums = gather_backward(
+                    products, self.ring, activation, weights, cotangents
+                )
             else:
-                back, to_weight = scatter_backward(
+                activation_gradient, weight_sums = scatter_backward(
                     products[0], self.ring, activation, weights[0], cotangents[0]
                 )
-                sums = (to_weight,)
-            return back, *(
+                sums = (weight_sums,)
+            return activation_gradient, *(
                 product.contraction.reduction.apply(partial, self.regions)
                 for product, partial in zip(products, sums, strict=True)
             )
 
         specs = (
-            self.activation,
+            self.activation_spec,
             *(member.weight_spec for member in self.members),
-            *(member.result for member in self.members),
+            *(member.result_spec for member in self.members),
         )
         gradient_specs = (
-            self.activation,
+            self.activation_spec,
             *(product.contraction.gradient_spec for product in products),
         )
         return self.regions.manual(local, specs, gradient_specs)(
@@ -689,15 +700,15 @@ def _member(match: MatchedMatmul, parameter: ParameterLayout, regions: Regions) 
     use = match.matmul.use
     dim_axes: DimAxes = {
         dim: (TENSOR,)
-        for dim, source in enumerate(use.view.dims)
-        if source is not None and parameter.compute[source]
+        for dim, parameter_dim in enumerate(use.view.dims)
+        if parameter_dim is not None and parameter.compute[parameter_dim]
     }
     partial = tuple(axis for dim in match.dims.free for axis in match.result[dim] if axis != TENSOR)
     specs = (
         regions.spec(dict(enumerate(match.activation)), len(match.activation)),
         regions.spec(dict(enumerate(match.result)), len(match.result)),
     )
-    manual = ManualContraction(
+    contraction = ManualContraction(
         use=use,
         reduction=operand_reduction(use, parameter.gradient, partial, regions, dim_axes),
         weight_axes=dim_axes,
@@ -706,9 +717,13 @@ def _member(match: MatchedMatmul, parameter: ParameterLayout, regions: Regions) 
         regions=regions,
     )
     return LoopMember(
-        product=SequenceMatmul(contraction=manual, activation=match.rows[0], result=match.rows[1]),
-        weight=use.position,
+        product=SequenceMatmul(
+            contraction=contraction,
+            activation_dim=match.sequence_dims[0],
+            result_dim=match.sequence_dims[1],
+        ),
+        weight_position=use.position,
         gather=weight_gather(use, parameter, regions),
         weight_spec=regions.spec(dim_axes, len(use.shape)),
-        result=specs[1],
+        result_spec=specs[1],
     )
