@@ -277,7 +277,7 @@ def compile(
                 if evaluation is None
                 else freed(traced.model.evaluated(evaluation), ambient)
             ),
-            evaluated=evaluation or loss,
+            evaluation_user_loss=evaluation or loss,
         )
         return replace(program, verifier=_verified)
 

@@ -36,7 +36,7 @@ def lower(model: TracedModel, plan: Plan, **where: BuildOption) -> Program:
         batch_axes={path: axes for path, _, _, axes in traced.problem.batch},
         planned=PlannedLoss(
             traced=LossJaxpr(closed_jaxpr=traced.closed_jaxpr, out_tree=traced.out_tree),
-            values=placements_of(traced, plan, plan.rules),
+            value_layouts=placements_of(traced, plan, plan.rules),
             outside_layers=(
                 placements_of(traced, plan, _around(traced, plan))
                 if plan.mesh["stage"] > 1

@@ -462,7 +462,7 @@ def exchanges_of(
     leaves: list[tuple[Any, Any]] = jax.tree_util.tree_leaves_with_path(trained)
     states, gradient_shardings = (
         jax.tree.leaves(tree)
-        for tree in (program.parts.params.state, program.parts.params.gradient)
+        for tree in (program.parts.param_shardings.state, program.parts.param_shardings.gradient)
     )
     gradients = [
         Gradient.of(tuple(leaf.shape), is_stacked(planned[path_text(path)]), state, exchange.by)
@@ -516,7 +516,7 @@ class CompressedProgram(IslandsProgram):
         for (_, half), island, (metrics, grads, model_state) in zip(
             self._halves, state.islands, halves, strict=True
         ):
-            specs = jax.tree.leaves(half.program.parts.params.state)
+            specs = jax.tree.leaves(half.program.parts.param_shardings.state)
             updates = [local(mean, spec) for mean, spec in zip(means, specs, strict=True)]
             grads = jax.tree.structure(grads).unflatten(updates)
             islands.append(half.call(island, grads, model_state, metrics["loss"]))

@@ -363,7 +363,7 @@ class DelayedProgram(IslandsProgram):
         self, arrays: Sequence[jax.Array], places: Sequence[int], number: int
     ) -> list[jax.Array]:
         """Returns what an island holds of some arrays that are alike on all."""
-        specs = jax.tree.leaves(self.programs[number].parts.params.state)
+        specs = jax.tree.leaves(self.programs[number].parts.param_shardings.state)
         return [local(arrays[place], specs[place]) for place in places]
 
     def _alike(self, results: Sequence[tuple[Arrays, ...]], place: int) -> list[jax.Array]:
@@ -384,7 +384,7 @@ class DelayedProgram(IslandsProgram):
 
     def _wide(self, program: Program, place: int) -> jax.ShapeDtypeStruct:
         leaf = jax.tree.leaves(self._partition(program.state.params))[place]
-        sharding = jax.tree.leaves(program.parts.params.state)[place]
+        sharding = jax.tree.leaves(program.parts.param_shardings.state)[place]
         return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=sharding)
 
     def _kept(self) -> InFlightState:

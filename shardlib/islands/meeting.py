@@ -561,7 +561,7 @@ def shared_of(exchange: Meets, program: Program) -> list[list[SharedParameter]]:
     """The parameters of each meeting."""
     trained = program.model.partition.trained(program.state.params)
     leaves = jax.tree_util.tree_leaves_with_path(trained)
-    states = jax.tree.leaves(program.parts.params.state)
+    states = jax.tree.leaves(program.parts.param_shardings.state)
     shared = {
         path_text(path): SharedParameter(place=place, leaf=leaf, state=state)
         for place, ((path, leaf), state) in enumerate(zip(leaves, states, strict=True))

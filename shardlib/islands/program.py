@@ -108,7 +108,7 @@ class UpdateProgram:
             state: TrainState, gradients: Tree, model_state: Tree, loss: Value
         ) -> TrainState:
             return updated_state(
-                parts, state, loss, cast_like(gradients, parts.updated), model_state
+                parts, state, loss, cast_like(gradients, parts.update_params), model_state
             )
 
         with_digest(update, "update", program.plan.digest)
@@ -116,7 +116,7 @@ class UpdateProgram:
         gradients = jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, np.float32, sharding=sharding),
             program.model.partition.trained(state.params),
-            parts.params.state,
+            parts.param_shardings.state,
         )
         loss = jax.ShapeDtypeStruct((), np.float32, sharding=replicated)
         arguments = (state, gradients, state.model_state, loss)
@@ -134,13 +134,15 @@ def _compiled_gradients(program: Program, batch: Tree) -> jax.stages.Compiled:
 
     def gradients(params: Tree, model_state: Tree, batch: Tree) -> tuple[Metrics, Tree, Tree]:
         (loss, (metrics, after)), grads = parts.run.gradients(params, model_state, batch)
-        grads = cast_like(constrain_tree(grads, parts.params.gradient), parts.updated)
+        grads = cast_like(
+            constrain_tree(grads, parts.param_shardings.gradient), parts.update_params
+        )
         return {"loss": loss, **metrics}, grads, after
 
     with_digest(gradients, "gradients", program.plan.digest)
     arguments = (state.params, state.model_state, batch)
     replicated = mesh.named_sharding(program.mesh, Layout())
-    results = (replicated, parts.params.gradient, shardings_of(state.model_state))
+    results = (replicated, parts.param_shardings.gradient, shardings_of(state.model_state))
     return _compiled(program, gradients, arguments, results)
 
 
@@ -1051,7 +1053,7 @@ class IslandsProgram:
     @property
     def _states(self) -> list[NamedSharding]:
         """Shardings of optimizer state on the first island."""
-        return jax.tree.leaves(self.programs[0].parts.params.state)
+        return jax.tree.leaves(self.programs[0].parts.param_shardings.state)
 
     def _means(self, state: IslandsState) -> list[jax.Array]:
         """The mean of the islands' parameters, alike on all."""

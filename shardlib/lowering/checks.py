@@ -285,7 +285,8 @@ def require_lowered(plan: Plan) -> None:
 def require_functions(plan: Plan, loss: LossFacts, *, layouts_lost: bool) -> None:
     """Raises if a loss does not have the functions for which the plan has decisions."""
     forms = [site.call.form for site in loss.calls.values()]
-    along, routed = plan.context in ("ring", "ulysses"), plan.experts != "none"
+    exchanges_sequence = plan.context in ("ring", "ulysses")
+    exchanges_tokens = plan.experts != "none"
     if "activations" in plan.offload and not any(
         equation.name == "scan" and has_matmul(equation.eqn) for equation in loss.program.equations
     ):
@@ -293,19 +294,19 @@ def require_functions(plan: Plan, loss: LossFacts, *, layouts_lost: bool) -> Non
             f"activations in host memory need layers under a scan, and the loss of {plan.model} has"
             " none\nTry: nnx.scan or jax.lax.scan over the layers, or no offload of activations"
         )
-    if along and not any(isinstance(form, Attention) for form in forms):
+    if exchanges_sequence and not any(isinstance(form, Attention) for form in forms):
         raise PinError(
             f"context={plan.context!r} needs attention that is called as a function, and the loss"
             f" of {plan.model} has none\nTry: shardlib.attention(query, key, value) in the model,"
             " or context='all-gather'"
         )
-    if routed and not any(isinstance(form, ExpertForm) for form in forms):
+    if exchanges_tokens and not any(isinstance(form, ExpertForm) for form in forms):
         raise PinError(
             f"experts={plan.experts!r} needs experts that are called as a function, and the loss of"
             f" {plan.model} has none\nTry: shardlib.functions.experts.visit(x, weights, chosen, up,"
             " down, gate) in the model, or experts='none'"
         )
-    if layouts_lost and (along or routed):
+    if layouts_lost and (exchanges_sequence or exchanges_tokens):
         raise PlanError(
             "attention and experts on their devices need the layouts of the loss as it was planned,"
             " and the loss computes other operations on a microbatch than on the whole batch\nTry:"

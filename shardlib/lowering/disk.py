@@ -80,10 +80,10 @@ class PiecePrograms:
 
     Attributes:
         inputs, outputs: values.
-        treedef: tree structure of the outputs, without the sums at their end.
+        treedef: tree structure of the outputs, without the checksums at their end.
         programs: in order; the others read results of the first.
-        checksums: for each output that goes to disk, the value of its sums; None if the function
-            computes none.
+        checksums: for each output that goes to disk, the value of its checksums; None if the
+            function computes none.
     """
 
     inputs: tuple[int, ...]
@@ -301,15 +301,17 @@ class DiskArray:
         like: jax.Array | DiskArray,
         files: Mapping[ShardIndex, StateFile],
         written: Future[None] | None,
-        sums: Any,
+        checksums: Any,
     ) -> None:
         self.shape = tuple(like.shape)
         self.dtype = np.dtype(like.dtype)
         self.sharding = like.sharding
-        self.checksums = sums
+        self.checksums = checksums
         self._folder, self._files, self._written = folder, dict(files), written
-        self._end = weakref.finalize(self, _release, folder, tuple(self._files.values()), written)
-        self._end.atexit = False
+        self._finalizer = weakref.finalize(
+            self, _release, folder, tuple(self._files.values()), written
+        )
+        self._finalizer.atexit = False
 
     @property
     def ndim(self) -> int:
@@ -391,11 +393,11 @@ class DiskArray:
 
     def delete(self) -> None:
         """Releases its files, once they are written."""
-        self._end()
+        self._finalizer()
 
     def is_deleted(self) -> bool:
         """True if it was deleted."""
-        return not self._end.alive
+        return not self._finalizer.alive
 
 
 def _release(
@@ -434,7 +436,7 @@ class DiskWriter:
     )
     _pending: deque[Future[None]] = field(default_factory=deque)
 
-    def put(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
+    def put(self, array: jax.Array, checksums: jax.Array | np.ndarray) -> DiskArray:
         """Copies an array to host memory, starts to write it, and returns its leaf; to be called
         from one thread.
         """
@@ -460,7 +462,7 @@ class DiskWriter:
 
         written = self._pool.submit(write)
         self._pending.append(written)
-        return DiskArray(self.folder, array, files, written, sums)
+        return DiskArray(self.folder, array, files, written, checksums)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -641,13 +643,13 @@ class CompileTarget:
         context: AbstractContextManager[object],
         function: Function,
         *inputs: Tree,
-        summed: bool,
+        with_checksums: bool,
     ) -> tuple[Program, jax.tree_util.PyTreeDef]:
         """Traces a function whose result is a state, or a tuple that starts with one, over the
         leaves of its inputs; also gives the tree structure of its results.
 
-        Values that go to disk are not aliases of other results. With `summed`, their checksums
-        follow the results.
+        Values that go to disk are not aliases of other results. With `with_checksums`, their
+        checksums follow the results.
         """
         leaves, structure = jax.tree.flatten(inputs)
         treedefs: list[Any] = []
@@ -660,7 +662,11 @@ class CompileTarget:
                 results[k] = checkpoint_name(results[k], ON_DISK)
             return [
                 *results,
-                *(checksums({"": results[k]}, {"": specs[k]})[0] for k in self.stored if summed),
+                *(
+                    checksums({"": results[k]}, {"": specs[k]})[0]
+                    for k in self.stored
+                    if with_checksums
+                ),
             ]
 
         with context:
@@ -678,11 +684,13 @@ class CompileTarget:
 
 def array_checksums(array: jax.Array, replicated: NamedSharding) -> jax.Array:
     """The checksums of an array, see `shardlib.lowering.runtime`."""
-    return _total(array.sharding, replicated)(array)
+    return _checksum_function(array.sharding, replicated)(array)
 
 
 @functools.cache
-def _total(sharding: NamedSharding, replicated: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+def _checksum_function(
+    sharding: NamedSharding, replicated: NamedSharding
+) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(
         lambda array: checksums({"": array}, {"": sharding})[0], out_shardings=replicated
     )
@@ -695,7 +703,7 @@ def step_programs(
     then the pieces of the update.
     """
     program, results = target.traced(
-        _jax_compat.in_mesh(target.mesh), step, target.state, batch, summed=True
+        _jax_compat.in_mesh(target.mesh), step, target.state, batch, with_checksums=True
     )
     leaves, count = jax.tree.leaves((target.state, batch)), len(jax.tree.leaves(target.state))
     stored = [program.inputs[k] for k in target.stored]
@@ -787,7 +795,7 @@ def init_programs(
     Args:
         init: seed -> state.
     """
-    program, results = target.traced(no_mesh(), init, seed, summed=False)
+    program, results = target.traced(no_mesh(), init, seed, with_checksums=False)
     stored, shardings = [program.outputs[k] for k in target.stored], target.shardings(program)
 
     def compiled(numbers: Sequence[int], name: str) -> PieceProgram:
@@ -858,14 +866,14 @@ class DiskStep:
         target: the target of the compiled programs.
         batch: abstract, with shardings.
         function: (state, batch) -> (state, metrics), undivided.
-        first: seed -> state, undivided.
+        init_state: seed -> state, undivided.
         writer: writes arrays to disk.
     """
 
     target: CompileTarget
     batch: Tree
     function: Callable[[TrainState, Tree], Tree]
-    first: Callable[[jax.Array], TrainState]
+    init_state: Callable[[jax.Array], TrainState]
     writer: DiskWriter
     _inits: dict[tuple[int, ...], PiecePrograms] = field(
         default_factory=dict[tuple[int, ...], PiecePrograms]
@@ -887,7 +895,7 @@ class DiskStep:
         shape = np.shape(seed)
         if shape not in self._inits:
             abstract = jax.ShapeDtypeStruct(shape, seed.dtype)
-            self._inits[shape] = init_programs(self.target, self.first, abstract)
+            self._inits[shape] = init_programs(self.target, self.init_state, abstract)
         calls = self._inits[shape]
         values: dict[int, Any] = {calls.inputs[0]: seed}
         for call in calls.programs:

@@ -25,7 +25,6 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Rows
 from shardlib.jax_types import Index, Metrics
 from shardlib.layout import Layout, LogicalAxes
-from shardlib.lowering import mesh as shardings
 from shardlib.lowering.accumulation import (
     Contribution,
     Microbatches,
@@ -49,18 +48,25 @@ from shardlib.lowering.checks import (
 )
 from shardlib.lowering.collectives import Precision, cast_like, with_stored_dtypes
 from shardlib.lowering.contractions import Interleaving
-from shardlib.lowering.disk import CompileTarget, DiskArray, DiskStep, DiskWriter
-from shardlib.lowering.disk import disk_leaves as stored_leaves
+from shardlib.lowering.disk import CompileTarget, DiskArray, DiskStep, DiskWriter, disk_leaves
 from shardlib.lowering.disk import disk_writer as disk_writer
 from shardlib.lowering.loss import loss_in_layouts, propagated_layouts
 from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
 from shardlib.lowering.mesh import (
     ParameterShardings,
     abstract_mesh,
+    batch_dims,
+    batch_path,
+    batch_shardings,
     constrain_tree,
     device_mesh,
+    named_sharding,
+    optimizer_shardings,
+    parameter_shardings,
     physical_parts,
     plan_indices,
+    state_shardings,
+    with_shardings,
 )
 from shardlib.lowering.optimizer import with_layout
 from shardlib.lowering.pipeline.lockstep import Pipeline, StagedLayouts, pipeline
@@ -76,12 +82,12 @@ from shardlib.lowering.random_keys import BatchDims, key_inputs, with_folds
 from shardlib.lowering.runtime import (
     Gradients,
     TrainState,
+    call_arguments,
+    put_batch,
     require_not_donated,
     scaled_state,
     shapes_of_batch,
 )
-from shardlib.lowering.runtime import call_arguments as given_batch
-from shardlib.lowering.runtime import put_batch as placed_batch
 from shardlib.lowering.step import (
     Evaluation,
     Guards,
@@ -117,7 +123,7 @@ class BuildOptions:
         disk: folder for state that the plan puts on disk; by default that of `SHARDLIB_DISK_DIR`,
             or else the system's folder for temporary files.
         evaluation: the loss of `Program.evaluate`; by default the training loss.
-        evaluated: the same as the user wrote it; None if unknown.
+        evaluation_user_loss: the same as the user wrote it; None if unknown.
     """
 
     devices: Sequence[jax.Device] | None = None
@@ -125,7 +131,7 @@ class BuildOptions:
     guards: Guards | None = None
     disk: str | os.PathLike[str] | None = None
     evaluation: PureLoss | None = None
-    evaluated: UserLoss | None = None
+    evaluation_user_loss: UserLoss | None = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -141,14 +147,14 @@ class PlannedLoss:
 
     Attributes:
         traced: the loss traced for the global batch; None if it was not.
-        values: layouts of activations.
+        value_layouts: layouts of activations.
         outside_layers: layouts outside of a pipeline's layers, where stages may shard values.
         rows: how the loss depends on the rows of the batch; None if it is the mean over them.
         interleaving: operations that change where fused dims are interleaved.
     """
 
     traced: LossJaxpr | None = None
-    values: ValueLayouts | None = None
+    value_layouts: ValueLayouts | None = None
     outside_layers: ValueLayouts | None = None
     rows: Rows | None = None
     interleaving: Interleaving | None = None
@@ -160,12 +166,12 @@ class MicrobatchLoss:
 
     Attributes:
         traced: the traced loss.
-        values: layouts for its values.
+        value_layouts: layouts of its values.
         findings: findings if these are not the layouts of the plan.
     """
 
     traced: LossJaxpr
-    values: ValueLayouts
+    value_layouts: ValueLayouts
     findings: tuple[Finding, ...] = ()
 
     @property
@@ -180,19 +186,19 @@ def microbatch_loss(
     """The loss of one microbatch, with the layouts of the plan if its operations are the planned
     ones.
     """
-    traced, value_layouts = planned.traced, planned.values or {}
+    traced, value_layouts = planned.traced, planned.value_layouts or {}
     if traced is not None and plan.microbatches == 1:
-        return MicrobatchLoss(traced=traced, values=value_layouts)
+        return MicrobatchLoss(traced=traced, value_layouts=value_layouts)
     again = trace_loss(loss, model.params, model.state, part)
     if traced is not None and not same_program(traced, again):
         return MicrobatchLoss(
             traced=again,
-            values=propagated_layouts(
+            value_layouts=propagated_layouts(
                 plan, again, plan_indices(plan, model.params), len(jax.tree.leaves(model.state))
             ),
             findings=(lost_layouts(len(value_layouts)),),
         )
-    return MicrobatchLoss(traced=again, values=value_layouts)
+    return MicrobatchLoss(traced=again, value_layouts=value_layouts)
 
 
 @diagnostic
@@ -257,14 +263,14 @@ def build_driver(
     options: BuildOptions,
 ) -> Driver:
     """The driver of a plan: a pipeline, or microbatches one after the other."""
-    loops = unused_ring_loops(loss.traced, plan, mesh, store.params, loss.values)
+    loops = unused_ring_loops(loss.traced, plan, mesh, store.param_shardings, loss.value_layouts)
     if plan.mesh["stage"] == 1:
         layouts = LossLayouts.of(
             loss.traced,
             plan,
             mesh,
-            store.params,
-            loss.values,
+            store.param_shardings,
+            loss.value_layouts,
             None if loss.layouts_lost else planned.interleaving,
         )
         microbatches = Microbatches(
@@ -275,7 +281,7 @@ def build_driver(
             row_dims=contribution.row_dims,
         )
         run = without_pipeline(
-            loss.traced, layouts, microbatches, store.trained.gradient, model.partition
+            loss.traced, layouts, microbatches, store.trained_shardings.gradient, model.partition
         )
         run = run.with_prologue(contribution.prologue).with_finish(contribution.finish)
         return Driver(run=run, programs=None, findings=loops)
@@ -288,9 +294,9 @@ def build_driver(
         loss.traced,
         state,
         mesh,
-        store.params,
+        store.param_shardings,
         StagedLayouts(
-            layers=loss.values,
+            layers=loss.value_layouts,
             outside_values={} if loss.layouts_lost else planned.outside_layers or {},
             whole_value_layouts=contribution.whole_value_layouts,
         ),
@@ -308,7 +314,7 @@ def build_driver(
             plan,
             staged,
             mesh,
-            store.params,
+            store.param_shardings,
             contribution.shardings,
             contribution.dims,
             contribution.prologue,
@@ -448,7 +454,7 @@ class Program:
             self.step_function(),
             donate_argnums=(0,),
             in_shardings=shardings_of((self.state, self.batch)),
-            out_shardings=(shardings_of(self.state), shardings.named_sharding(self.mesh, Layout())),
+            out_shardings=(shardings_of(self.state), named_sharding(self.mesh, Layout())),
         )
 
     @cached_property
@@ -540,7 +546,7 @@ class Program:
         """The second half of a step; it donates the state."""
         self._require_one_program()
         run = with_digest(apply_function(self.parts), "apply", self.plan.digest)
-        whole = shardings.named_sharding(self.mesh, Layout())
+        whole = named_sharding(self.mesh, Layout())
         return jax.jit(run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), whole))
 
     @property
@@ -585,7 +591,7 @@ class Program:
             step.prepare()
             return step
         run = with_digest(step_function(self.parts), "update", self.plan.digest)
-        metrics = shardings.named_sharding(self.mesh, Layout())
+        metrics = named_sharding(self.mesh, Layout())
         jitted = jax.jit(
             run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), metrics)
         )
@@ -612,14 +618,14 @@ class Program:
         where = CompileTarget(
             mesh=self.mesh,
             state=self.state,
-            replicated=shardings.named_sharding(self.mesh, Layout()),
+            replicated=named_sharding(self.mesh, Layout()),
             digest=self.plan.digest,
         )
         return DiskStep(
             target=where,
             batch=batch,
             function=step_function(self.parts),
-            first=self._first,
+            init_state=self._first,
             writer=self.disk,
         )
 
@@ -675,9 +681,9 @@ class Program:
         several = self._runner
         try:
             if several is None:
-                state, metrics = self._run_step(state, given_batch(batch, self.batch))
+                state, metrics = self._run_step(state, call_arguments(batch, self.batch))
             else:
-                state, metrics = several.step(state, placed_batch(batch, self.batch))
+                state, metrics = several.step(state, put_batch(batch, self.batch))
             return state, in_every_process(metrics)
         except CALL_ERRORS as error:
             require_own_state("step", state, self.state, error=error)
@@ -699,7 +705,7 @@ class Program:
         require_not_donated("gradients", state)
         require_batch(batch, self.batch)
         try:
-            return self._gradients(state, given_batch(batch, self.batch))
+            return self._gradients(state, call_arguments(batch, self.batch))
         except CALL_ERRORS as error:
             require_own_state("gradients", state, self.state, error=error)
             raise
@@ -784,21 +790,19 @@ class Program:
                 concerned are listed.
         """
         require_batch(batch, self.batch)
-        return placed_batch(batch, self.batch)
+        return put_batch(batch, self.batch)
 
     @property
     def disk_paths(self) -> frozenset[str]:
         """Paths of the arrays of a state that are stored on disk."""
-        return (
-            frozenset(stored_leaves(self.state).values()) if self.disk is not None else frozenset()
-        )
+        return frozenset(disk_leaves(self.state).values()) if self.disk is not None else frozenset()
 
-    def put_on_disk(self, array: jax.Array, sums: jax.Array | np.ndarray) -> DiskArray:
+    def put_on_disk(self, array: jax.Array, checksums: jax.Array | np.ndarray) -> DiskArray:
         """Puts an array of a state on disk; its path is one of `disk_paths`.
 
         Args:
             array: laid out as in `state`.
-            sums: its checksums, see `shardlib.lowering.runtime`.
+            checksums: its checksums, see `shardlib.lowering.runtime`.
 
         Returns:
             The leaf that replaces the array in the state.
@@ -809,7 +813,7 @@ class Program:
         """
         if self.disk is None:
             raise PlanError("the program keeps nothing on disk\nTry: pin={'offload': ['disk']}")
-        return self.disk.put(array, sums)
+        return self.disk.put(array, checksums)
 
     def anew(self, state: TrainState) -> TrainState:
         """A state with its optimizer and guards as before the first step.
@@ -909,8 +913,8 @@ def build_program(
     mesh, device_findings = _mesh(plan, options)
     shapes = shapes_of_batch(batch)
     store = state_storage(plan, model, optimizer, mesh)
-    batch_shardings = shardings.batch_shardings(plan, shapes, mesh)
-    dims = shardings.batch_dims(batch_axes or _without_axes(shapes))
+    data_shardings = batch_shardings(plan, shapes, mesh)
+    dims = batch_dims(batch_axes or _without_axes(shapes))
     part = microbatch_loss(
         plan, model, loss, microbatch_of(shapes, dims, plan.microbatches), planned
     )
@@ -920,7 +924,7 @@ def build_program(
         plan,
         model,
         planned,
-        TracedMicrobatch(traced=part.traced, dims=dims, shardings=batch_shardings),
+        TracedMicrobatch(traced=part.traced, dims=dims, shardings=data_shardings),
         shapes,
         mesh,
     )
@@ -936,7 +940,7 @@ def build_program(
         model=model,
         optimizer=optimizer,
         state=state,
-        batch=shardings.with_shardings(shapes, batch_shardings),
+        batch=with_shardings(shapes, data_shardings),
         findings=_unique(
             plan.findings,
             model.findings,
@@ -954,8 +958,8 @@ def build_program(
             mesh=mesh,
             model=model,
             loss=options.evaluation or loss,
-            user_loss=options.evaluated,
-            params=store.params,
+            user_loss=options.evaluation_user_loss,
+            params=store.param_shardings,
             state=replace(state, opt_state=()),
             axes=batch_axes or {},
         ),
@@ -967,9 +971,7 @@ def build_program(
 
 def _without_axes(batch: Tree) -> dict[str, LogicalAxes]:
     """No logical axes for any array of a batch, by path."""
-    return {
-        shardings.batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(batch)
-    }
+    return {batch_path(path): () for path, _ in jax.tree_util.tree_leaves_with_path(batch)}
 
 
 def _contribution(
@@ -1002,14 +1004,14 @@ def _step_parts(
     layout = "sharded" if "disk" in plan.offload else plan.optimizer_layout
     return StepParts(
         run=run,
-        optimizer=with_layout(store.optimizer, layout, updated, store.trained.state),
+        optimizer=with_layout(store.optimizer, layout, updated, store.trained_shardings.state),
         partition=model.partition,
-        params=store.trained,
+        param_shardings=store.trained_shardings,
         gather=gather_updated(plan, store.trained_params, mesh),
         precision=store.precision,
-        updated=updated,
+        update_params=updated,
         guards=guards,
-        opt_state=store.opt_shardings,
+        opt_shardings=store.opt_shardings,
     )
 
 
@@ -1149,16 +1151,21 @@ def state_storage(
     plan: Plan, model: Model, optimizer: optax.GradientTransformation, mesh: Mesh | AbstractMesh
 ) -> StateStorage:
     """The storage of a model's parameters and an optimizer's state under a plan."""
-    params, precision = shardings.parameter_shardings(plan, model, mesh), Precision.of(plan)
-    trained, stored = model.partition.trained(model.params), params.trained_only(model.partition)
-    in_dtypes = with_stored_dtypes(optimizer, trained, precision)
-    opt_state = jax.eval_shape(in_dtypes.init, trained)
-    on_devices, findings = shardings.optimizer_shardings(opt_state, trained, stored.state, mesh)
-    opt_shardings, offload_findings = offload_shardings(plan, opt_state, trained, on_devices, mesh)
+    param_shardings, precision = parameter_shardings(plan, model, mesh), Precision.of(plan)
+    trained_params = model.partition.trained(model.params)
+    trained_shardings = param_shardings.trained_only(model.partition)
+    in_dtypes = with_stored_dtypes(optimizer, trained_params, precision)
+    opt_state = jax.eval_shape(in_dtypes.init, trained_params)
+    on_devices, findings = optimizer_shardings(
+        opt_state, trained_params, trained_shardings.state, mesh
+    )
+    opt_shardings, offload_findings = offload_shardings(
+        plan, opt_state, trained_params, on_devices, mesh
+    )
     return StateStorage(
-        params=params,
-        trained=stored,
-        trained_params=trained,
+        param_shardings=param_shardings,
+        trained_shardings=trained_shardings,
+        trained_params=trained_params,
         precision=precision,
         optimizer=in_dtypes,
         opt_state=opt_state,
@@ -1173,7 +1180,7 @@ def abstract_state(
     """The state of a program, each leaf with its sharding; replicated if the plan has no layout for
     it.
     """
-    replicated = shardings.named_sharding(mesh, Layout())
+    replicated = named_sharding(mesh, Layout())
 
     def everywhere(tree: Tree) -> Tree:
         return jax.tree.map(
@@ -1182,13 +1189,12 @@ def abstract_state(
 
     return TrainState(
         step=jax.ShapeDtypeStruct((), np.int32, sharding=replicated),
-        params=shardings.with_shardings(
-            model.partition.mapped(store.precision.as_stored, model.params), store.params.stored
+        params=with_shardings(
+            model.partition.mapped(store.precision.as_stored, model.params),
+            store.param_shardings.stored,
         ),
-        model_state=shardings.with_shardings(
-            model.state, shardings.state_shardings(plan, model.state, mesh)
-        ),
-        opt_state=shardings.with_shardings(store.opt_state, store.opt_shardings),
+        model_state=with_shardings(model.state, state_shardings(plan, model.state, mesh)),
+        opt_state=with_shardings(store.opt_state, store.opt_shardings),
         guard=None if guards is None else everywhere(jax.eval_shape(guards.first_state)),
     )
 

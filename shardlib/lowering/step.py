@@ -24,7 +24,6 @@ from shardlib.findings import Finding
 from shardlib.graph import Parameter, Problem
 from shardlib.jax_types import Function, KeyPath, Metrics, Value
 from shardlib.layout import Layout, LogicalAxes, MeshShape, Rules
-from shardlib.lowering import mesh as shardings
 from shardlib.lowering.accumulation import Microbatches
 from shardlib.lowering.checks import CALL_ERRORS, require_own_state, require_state
 from shardlib.lowering.collectives import Precision, cast_like
@@ -34,7 +33,9 @@ from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
 from shardlib.lowering.mesh import (
     HOST,
     ParameterShardings,
+    batch_dims,
     constrain_tree,
+    named_sharding,
     owner_of,
     resharded,
     shapes_of,
@@ -73,7 +74,7 @@ class LossForRows:
     """A loss for certain rows, and the layouts of its values.
 
     Attributes:
-        values: layouts of activations.
+        value_layouts: layouts of activations.
         batch: layout of every array of the batch, by path.
         axes: logical axes of every array of the batch, by path.
         plan: the plan, adjusted to these rows.
@@ -81,7 +82,7 @@ class LossForRows:
     """
 
     traced: LossJaxpr
-    values: ValueLayouts
+    value_layouts: ValueLayouts
     batch: tuple[tuple[str, Layout], ...]
     axes: Mapping[str, LogicalAxes]
     plan: Plan
@@ -145,7 +146,7 @@ def loss_for_rows(
         plan, findings = replace(plan, experts="none"), (*findings, _experts_as_written())
     return LossForRows(
         traced=traced,
-        values=layouts,
+        value_layouts=layouts,
         batch=batch_layouts(problem, colouring.batch, plan.mesh, rules),
         axes={path: axes for path, _, _, axes in described},
         plan=plan,
@@ -323,7 +324,7 @@ class Evaluation:
     mesh: Any
     model: Model
     loss: PureLoss
-    params: shardings.ParameterShardings
+    params: ParameterShardings
     state: TrainState
     axes: Mapping[str, LogicalAxes]
     batch_axes: Tree = None
@@ -383,10 +384,8 @@ class Evaluation:
             self.batch_axes,
             self.axes,
         )
-        replicated = shardings.named_sharding(self.mesh, Layout())
-        sharded = abstract_batch(
-            batch, laid_out, lambda layout: shardings.named_sharding(self.mesh, layout)
-        )
+        replicated = named_sharding(self.mesh, Layout())
+        sharded = abstract_batch(batch, laid_out, lambda layout: named_sharding(self.mesh, layout))
         loss, findings = self._lowered(laid_out, sharded)
 
         def evaluate(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
@@ -414,7 +413,7 @@ class Evaluation:
         """The loss with its layouts, run through the stages if there are any."""
         plan, specs = laid_out.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
         if plan.mesh["stage"] > 1:
-            dims = with_folds(shardings.batch_dims(laid_out.axes), batch, laid_out.traced.program)
+            dims = with_folds(batch_dims(laid_out.axes), batch, laid_out.traced.program)
             try:
                 staged, findings = pipeline(
                     plan,
@@ -422,7 +421,7 @@ class Evaluation:
                     self.model.state,
                     self.mesh,
                     self.params,
-                    StagedLayouts(layers=laid_out.values, outside_values={}),
+                    StagedLayouts(layers=laid_out.value_layouts, outside_values={}),
                     key_inputs(dims, laid_out.traced.closed_jaxpr),
                 )
             except PlanError as error:
@@ -448,7 +447,9 @@ class Evaluation:
     def _without_pipeline(self, laid_out: LossForRows) -> PureLoss:
         return loss_in_layouts(
             laid_out.traced,
-            LossLayouts.of(laid_out.traced, laid_out.plan, self.mesh, self.params, laid_out.values),
+            LossLayouts.of(
+                laid_out.traced, laid_out.plan, self.mesh, self.params, laid_out.value_layouts
+            ),
         )
 
     def for_loss(self, loss: UserLoss | None, batch_axes: Tree) -> Evaluation:
@@ -602,13 +603,14 @@ def check_gradients(
         gradients = jax.tree.map(lambda leaf: leaf / state.scale.astype(leaf.dtype), gradients)
     norm = global_norm(jax.tree.leaves(gradients), jax.tree.leaves(shardings))
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-    update = finite if state.limit is None else finite & (loss <= state.limit)
+    applies = finite if state.limit is None else finite & (loss <= state.limit)
     if guards.clip is not None:
-        clip, small = guards.clip, norm < guards.clip
+        clip, within_clip = guards.clip, norm < guards.clip
         gradients = jax.tree.map(
-            lambda leaf: jnp.where(small, leaf, leaf / norm.astype(leaf.dtype) * clip), gradients
+            lambda leaf: jnp.where(within_clip, leaf, leaf / norm.astype(leaf.dtype) * clip),
+            gradients,
         )
-    return Guarded(loss=loss, gradients=gradients, norm=norm, finite=finite, applies=update)
+    return Guarded(loss=loss, gradients=gradients, norm=norm, finite=finite, applies=applies)
 
 
 def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> Value:
@@ -705,22 +707,22 @@ class StepParts:
     Attributes:
         run: the loss and its gradient.
         partition: which parameters are trained.
-        params: shardings of the trained parameters.
+        param_shardings: shardings of the trained parameters.
         gather: gathers updated parameters to their stored sharding, over the old ones.
-        updated: abstract parameters in the dtypes of the update.
+        update_params: abstract parameters in the dtypes of the update.
         guards: None for none.
-        opt_state: shardings of the optimizer's state, with memory kinds.
+        opt_shardings: shardings of the optimizer's state, with memory kinds.
     """
 
     run: LossRun
     optimizer: optax.GradientTransformation
     partition: Partition
-    params: ParameterShardings
+    param_shardings: ParameterShardings
     gather: Callable[[Tree, Tree], Tree]
     precision: Precision
-    updated: Tree
+    update_params: Tree
     guards: Guards | None = None
-    opt_state: Tree = None
+    opt_shardings: Tree = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -728,7 +730,7 @@ class StateStorage:
     """Storage of parameters and of the optimizer's state.
 
     Attributes:
-        params, trained: shardings of all parameters, and of the trained ones.
+        param_shardings, trained_shardings: of all parameters, and of the trained ones.
         trained_params: abstract.
         optimizer: the user's, with its state in the dtypes of `precision`.
         opt_state: abstract.
@@ -736,8 +738,8 @@ class StateStorage:
         findings: findings about the storage.
     """
 
-    params: shardings.ParameterShardings
-    trained: shardings.ParameterShardings
+    param_shardings: ParameterShardings
+    trained_shardings: ParameterShardings
     trained_params: Tree
     precision: Precision
     optimizer: optax.GradientTransformation
@@ -748,7 +750,7 @@ class StateStorage:
     @property
     def parameters(self) -> int:
         """Number of parameter arrays."""
-        return len(jax.tree.leaves(self.params.compute))
+        return len(jax.tree.leaves(self.param_shardings.compute))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -827,7 +829,7 @@ def updated_state(
     loss: Value,
     gradients: Tree,
     model_state: Tree,
-    chosen: Callable[[Tree, Tree], Tree] = lambda new, old: new,
+    select: Callable[[Tree, Tree], Tree] = lambda new, old: new,
 ) -> TrainState:
     """The state after the optimizer's update.
 
@@ -836,22 +838,30 @@ def updated_state(
     """
     optimizer = optax.with_extra_args_support(parts.optimizer)
     stored = parts.partition.trained(state.params)
-    local = cast_like(resharded(stored, parts.params.stored, parts.params.state), parts.updated)
-    before = move_offloaded(state.opt_state, parts.opt_state, DEVICE)
-    gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
-    updates, opt_state = optimizer.update(gradients, before, local, value=loss)
-    params = parts.precision.as_stored(
-        chosen(optax.apply_updates(local, constrain_tree(updates, parts.params.state)), local)
+    params = cast_like(
+        resharded(stored, parts.param_shardings.stored, parts.param_shardings.state),
+        parts.update_params,
     )
-    rested = parts.partition.joined(
-        resharded(parts.gather(params, stored), parts.params.state, parts.params.stored),
+    before = move_offloaded(state.opt_state, parts.opt_shardings, DEVICE)
+    gradients = jax.tree.map(lambda gradient: checkpoint_name(gradient, GRADIENT), gradients)
+    updates, opt_state = optimizer.update(gradients, before, params, value=loss)
+    updated = parts.precision.as_stored(
+        select(
+            optax.apply_updates(params, constrain_tree(updates, parts.param_shardings.state)),
+            params,
+        )
+    )
+    stored_params = parts.partition.joined(
+        resharded(
+            parts.gather(updated, stored), parts.param_shardings.state, parts.param_shardings.stored
+        ),
         state.params,
     )
     return TrainState(
         step=state.step + 1,
-        params=rested,
-        model_state=chosen(model_state, state.model_state),
-        opt_state=move_offloaded(chosen(opt_state, before), parts.opt_state, HOST),
+        params=stored_params,
+        model_state=select(model_state, state.model_state),
+        opt_state=move_offloaded(select(opt_state, before), parts.opt_shardings, HOST),
     )
 
 
@@ -886,7 +896,8 @@ def gradients_function(parts: StepParts) -> Callable[[TrainState, Tree], Gradien
         )
         return Gradients(
             params=cast_like(
-                constrain_tree(parameter_gradients, parts.params.gradient), parts.updated
+                constrain_tree(parameter_gradients, parts.param_shardings.gradient),
+                parts.update_params,
             ),
             loss=loss,
             metrics=dict(metrics),
@@ -913,7 +924,11 @@ def apply_function(
             )
             return after, {"loss": gradients.loss, **gradients.metrics}
         outcome = check_gradients(
-            parts.guards, state.guard, gradients.loss, gradients.params, parts.params.gradient
+            parts.guards,
+            state.guard,
+            gradients.loss,
+            gradients.params,
+            parts.param_shardings.gradient,
         )
         after = updated_state(
             parts,

@@ -73,7 +73,7 @@ def test_the_largest_numbers_are_a_loop_over_replicas(pin: dict[str, Any]) -> No
     program: Any = compiled(
         optimizer, exchange="compressed:2:topk:density=0.05:momentum=0.5", **pin
     )
-    shardings = jax.tree.leaves(program.programs[0].parts.params.state)
+    shardings = jax.tree.leaves(program.programs[0].parts.param_shardings.state)
     blocks = {
         name: list(dict.fromkeys(map(_index, one.devices_indices_map(zeros(name).shape).values())))
         for name, one in zip(NAMES, shardings, strict=True)

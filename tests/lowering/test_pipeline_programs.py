@@ -135,11 +135,18 @@ def test_devices_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch):
         PlanError, match="runs from one process that has all devices, and here are none"
     ):
         stage_programs(
-            p.plan, p.programs.opening.pipeline, abstract_mesh(p.plan), p.parts.params, None, {}
+            p.plan,
+            p.programs.opening.pipeline,
+            abstract_mesh(p.plan),
+            p.parts.param_shardings,
+            None,
+            {},
         )
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(PlanError, match="that has all devices, and there are 2 processes"):
-        stage_programs(p.plan, p.programs.opening.pipeline, p.mesh, p.parts.params, None, {})
+        stage_programs(
+            p.plan, p.programs.opening.pipeline, p.mesh, p.parts.param_shardings, None, {}
+        )
 
 
 def test_the_planner_prices_stages_that_wait_for_nothing_but_their_neighbours():
