@@ -31,7 +31,7 @@ class Unsupported:
     """A combination that cannot be lowered.
 
     Attributes:
-        facts: facts (see `facts`) that a plan must all have to be affected.
+        facts: facts (see `facts_of_decisions`) that a plan must all have to be affected.
         combination: the combination in words.
         hint: what to pin instead.
         vendor: vendor of the affected chips; "" for all.
@@ -144,8 +144,7 @@ def lowerable(
 
     Args:
         facts: facts of all candidates.
-        varying: by fact, a mask of the candidates that have it, arrays [candidates]; at least
-            decisions.
+        varying: by fact, a mask of the candidates that have it, arrays [candidates]; at least one.
     """
     mask = np.ones(len(next(iter(varying.values()))), dtype=bool)
     for row in unsupported:

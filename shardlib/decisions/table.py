@@ -392,7 +392,7 @@ class DecisionEntry:
 
 
 class _EntryOptions(TypedDict, total=False):
-    """The other fields of an `DecisionEntry`."""
+    """The other fields of a `DecisionEntry`."""
 
     write: Writer
     values: str

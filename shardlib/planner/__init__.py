@@ -15,12 +15,14 @@ stored       kept between steps: parameters, optimizer state, accumulated gradie
 abilities    what a training framework supports; without limits for programs of shardlib
 entry        a mesh with a number of microbatches
 pair         an entry under a choice
-candidate    in arrays (`Meshes`) a placed entry; alone (`Candidate`) all decisions of one plan
+candidate    in arrays an entry, placed (`Meshes`) or not yet; alone (`Candidate`) all decisions of one
+             plan
 row          a placed entry under a choice
 corner       a remat policy for each layer group
 mixture      a plan between corners: each policy in some of the layers
 footprint    lower bounds on the bytes of a candidate
 bubble       waiting time of a stage, in units of its busy time per microbatch
+number       of a choice, shape or op: its index in the list of all
 routed       tokens are sent to the devices that have their experts
 breadth first  all microbatches go through one chunk of layers before the next
 slack        largest step time of the plans of a ranking, in multiples of the fastest

@@ -1,7 +1,8 @@
 """Lower bounds on memory and step time for candidate plans.
 
 The bounds are admissible: no plan of a candidate needs fewer bytes or seconds. They are computed
-before device placement and pricing, so branch and bound can discard most of the space cheaply.
+before pricing, most of them before placement too, so branch and bound can discard most of the
+space cheaply.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ GRAIN = 64.0
 
 @dataclass(frozen=True, kw_only=True)
 class LandscapePoint(Generic[Decided]):
-    """The decisions (`decisions`) of a plan with its step time and peak bytes per device."""
+    """The decisions of a plan with its step time and peak bytes per device."""
 
     decisions: Decided
     seconds: float
@@ -371,7 +371,7 @@ class Ranking(Generic[Decided]):
     def ordered(
         self, simplicity: Callable[[Decided, int], SupportsRichComparison]
     ) -> Iterator[RankedEntry[Decided]]:
-        """All plans, fastest first; ties by ascending `simplicity(what, index)`."""
+        """All plans, fastest first; ties by ascending `simplicity(decisions, index)`."""
         columns = self._columns()
         seconds = columns[2]
         order = np.argsort(seconds, kind="stable")
@@ -401,7 +401,8 @@ class BestPlans:
             `seconds` by rounding.
         by_mesh: (seconds, bytes, candidate) of the fastest plan of every mesh that was priced;
             where none fits, of the minimum-memory plan, with infinite seconds.
-        counts: number of plans by outcome.
+        counts: number by outcome: of plans that were priced or do not fit, and of entries that a
+            bound excludes.
         landscape: the fastest and the minimum-memory plan of every place.
     """
 
@@ -479,7 +480,7 @@ class Incumbents:
         return self._ranking is not None
 
     def skip(self, count: int) -> None:
-        """Counts plans that are illegal because something does not divide."""
+        """Counts plans that are illegal: something does not divide, or they cannot be lowered."""
         self._best.counts["indivisible"] += count
 
     def record(self, decided: DecidedRows, totals: Totals, candidates: Array) -> None:
@@ -784,9 +785,9 @@ class GroupPricer(PricingInputs):
         alternatives: Sequence[Decisions],
         results: Incumbents,
     ) -> dict[Decisions, Array]:
-        """Rows of which a mixture may be the best plan, by ZeRO stage.
+        """Rows of which a mixture may be the best plan, by ZeRO stage and time of all-gathers.
 
-        Where every layer class is fastest without rematerialisation, no mixture is faster than
+        Where every layer group is fastest without rematerialisation, no mixture is faster than
         that, so that plan must be below the limit and not fit; then the bounds of `_mixture_bound`
         decide.
         """
@@ -889,7 +890,7 @@ class GroupPricer(PricingInputs):
     ) -> Array:
         """Lower bound on the seconds of mixtures that fit, by row.
 
-        As in `_bound`. A corner needs at least its stored bytes and what its layers save at the end
+        See `_lagrange`. A corner needs at least its stored bytes and what its layers save at the end
         of the forward pass, and hides no more extra communication than it has extra compute.
 
         Args:
@@ -929,8 +930,8 @@ class GroupPricer(PricingInputs):
         """Lower bound on the seconds of mixtures that fit, by row.
 
         Args:
-            seconds, sizes, hides: by corner and row, bounds on seconds and on activation bytes, and
-                the seconds of transfers that compute hides.
+            seconds, sizes, hidden_s: by corner and row, bounds on seconds and on activation bytes,
+                and the seconds of transfers that compute hides.
             stored, state: stored bytes, and those of the optimizer state.
         """
         rate, meshes = self.pricer.topology.chip.host_bytes_per_s, plans.meshes

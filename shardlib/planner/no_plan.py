@@ -242,7 +242,7 @@ def _indivisible(request: PinnedProblem) -> str:
         if c.matmuls and c.carried and colouring.sequence_colour and c.divisor % tensor == 0
     ]
     note = (
-        f"\nNot among them: {', '.join(carried)}, which layers hand on; the sequence"
+        f"\nNot among them: {', '.join(carried)}, carried from layer to layer; the sequence"
         f" ({sequence_size(request.problem, colouring)}) is sharded in its place, beside another"
         " dimension"
         if carried

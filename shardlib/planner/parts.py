@@ -197,7 +197,7 @@ class Candidate:
                     f"{policy} of {number} layers" if number else "none"
                     for policy, number in self.groups
                 )
-                + " a stage, by class"
+                + " a stage, by layer group"
             )
         layers = self.decisions.remat_layers
         return f"remat {self.decisions.remat}" + (f" of {layers} layers a stage" if layers else "")

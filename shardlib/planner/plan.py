@@ -121,7 +121,7 @@ class FrameworkJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """The stored sharding and the compute sharding of one parameter.
+    """The shardings of one parameter: stored, in compute, of its gradient and optimizer state.
 
     Attributes:
         path: tree path of the parameter, such as "layers.mlp.up.kernel".
@@ -171,7 +171,7 @@ class Rejected:
 
     Attributes:
         summary: its decisions other than the mesh, in a few words.
-        reason: "slower", "memory", "indivisible" or "bound".
+        reason: "slower" or "memory"; "bound" in older plan files.
         step_seconds: predicted step time, or its lower bound where `reason` is "bound".
         peak_bytes: predicted bytes per device; 0 where not evaluated.
     """
@@ -189,12 +189,13 @@ class Search:
 
     Attributes:
         evaluations: number of plans priced exactly.
-        candidates: number of plans in the space, priced or excluded by a bound.
+        candidates: number of plans that were priced, plus number of entries (meshes with
+            microbatches) that a bound excludes.
         lower_bound: seconds that no plan of the space can beat.
         gap: (chosen - lower_bound) / chosen; 0 is optimal within the cost model.
         seconds: wall time of the search.
         rejected: the best plan of each other mesh, fastest first.
-        counts: number of candidates by outcome.
+        counts: number of plans or entries by outcome.
         landscape: priced plans, spread over time and memory, fastest first; includes all that need
             less memory than every faster one, to about 2%.
     """
@@ -218,7 +219,8 @@ class Ranked:
     Attributes:
         seconds: predicted step time.
         peak_bytes: predicted bytes per device.
-        make: builds the plan; its gap is its predicted slowdown against the fastest plan.
+        make: builds the plan; its gap is the share of its step time by which it is slower than the
+            fastest plan.
     """
 
     candidate: Candidate

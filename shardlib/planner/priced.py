@@ -408,7 +408,8 @@ class Explorer:
 
     Args:
         capacity: usable bytes per device.
-        before: an explorer of the same model in other dtypes, to whose results this one adds.
+        previous: an explorer of the same model in other dtypes, with another attention strategy or
+            on another number of devices, to whose results this one adds.
         any_plan: True to stop at the first plan that fits.
 
     Attributes:
@@ -815,8 +816,8 @@ def _below(fronts: Mapping[int, Frontier], limit: float) -> int:
 def _new(
     explorers: Sequence[Explorer], counts: DeviceCounts, fronts: dict[int, Frontier], limit: float
 ) -> list[tuple[float, int, Array]]:
-    """(least bound, identity of the space, entries) of what is below a limit; adds fronts for
-    spaces that may have something below it.
+    """(least bound, identity of the `Entries`, entries below the limit) of what is below a limit;
+    adds frontiers for spaces that may have something below it.
     """
     for explorer in explorers:
         for entries in explorer.large(counts, limit):

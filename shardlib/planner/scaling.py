@@ -580,8 +580,8 @@ def _notes(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]
         notes.append(f"The plan uses {after.mesh.devices:,} of the {new.devices:,} devices.")
     if before.exchange.islands > 1:
         notes.append(
-            "Islands are counted as replicas of one another, as they are right after a meeting."
-            " Between two, what a lost island has learned since is lost; a checkpoint goes on as"
+            "Islands are counted as replicas of one another, as they are right after an exchange."
+            " Between two, a lost island's progress since the last is lost; a checkpoint resumes as"
             " any number of islands."
         )
     if after.microbatches != before.microbatches:

@@ -43,7 +43,7 @@ from shardlib.planner.workload import Workload, batch_size, most_specific_first,
 from shardlib.report.elements import TIE, ratio_text
 
 # --------------------------------------------------------------------------------------------------
-# Left-out dimensions (beyond those of which every set is tried), added one by one to the fastest
+# Left-out colours (beyond those of which every set is tried), added one by one to the fastest
 # plans.
 
 #: Least relative speedup for which another dimension is sharded.
@@ -56,7 +56,7 @@ MAX_RIVALS, MAX_SLOWDOWN = 3, 1.25
 def fastest_with_left_out(
     workload: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
 ) -> tuple[Candidate, float]:
-    """The fastest plan, and its seconds, after adding left-out dimensions to the best plans of a
+    """The fastest plan, and its seconds, after adding left-out colours to the best plans of a
     search wherever that is faster and fits.
 
     Args:
@@ -84,7 +84,7 @@ def fastest_with_left_out(
 def with_left_out(
     workload: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
 ) -> tuple[Candidate, float]:
-    """A plan with each left-out dimension sharded where that is faster and fits, and its
+    """A plan with each left-out colour sharded where that is faster and fits, and its
     seconds.
     """
     degree, colours = candidate.mesh["tensor"], workload.colouring.colours
@@ -488,7 +488,7 @@ def _certificate(
     space: PricedSpace, candidate: Candidate, step_seconds: float, seconds: float, bound: float
 ) -> Search:
     """The certificate of a search for one of its plans, with a lower bound on the step time; the
-    gap of the fastest plan is 0.
+    gap is 0 where the plan is as fast as the bound.
     """
     best = space.best
     candidates = best.counts["priced"] + best.counts["bound"]

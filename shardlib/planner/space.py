@@ -581,7 +581,7 @@ def build_space(
     """The space of a workload under pins.
 
     Args:
-        fixed: the choice that pinned rules stand for; None without.
+        pinned_choice: the choice that pinned rules stand for; None without.
     """
     problem, colouring = workload.problem, workload.colouring
     limits = ModelLimits(

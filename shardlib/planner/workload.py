@@ -473,7 +473,7 @@ class TallyCache:
         stored: items of stored parameters.
         groups: number of layer groups.
         fixed: colours other than those of a choice's tensor axis on which items may depend.
-        sibling: a cache to share measures with, and the groups of lists of items that are in both.
+        sibling: a cache whose measures, and whose groups of the same lists of items, are shared.
     """
 
     def __init__(
@@ -561,7 +561,7 @@ class Workload:
         expert: colour of experts to which tokens can be routed; None without.
         programs: by (remat policy, True where tokens are routed).
         stored: items of stored parameters.
-        model: layers, and bytes of the batch.
+        model: facts of the model that prices read.
         framework: the framework of the profile, with its abilities; None for programs of shardlib.
         sibling: the same problem under a profile with another attention kernel, whose tallies are
             shared.
