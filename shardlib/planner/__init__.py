@@ -15,8 +15,8 @@ stored       kept between steps: parameters, optimizer state, accumulated gradie
 abilities    what a training framework supports; without limits for programs of shardlib
 entry        a mesh with a number of microbatches
 pair         an entry under a choice
-candidate    in arrays an entry, placed (`Meshes`) or not yet; alone (`Candidate`) all decisions of one
-             plan
+candidate    in arrays an entry, placed (`Meshes`) or not yet; a `Candidate` is all decisions of
+             one plan
 row          a placed entry under a choice
 corner       a remat policy for each layer group
 mixture      a plan between corners: each policy in some of the layers

@@ -890,8 +890,8 @@ class GroupPricer(PricingInputs):
     ) -> Array:
         """Lower bound on the seconds of mixtures that fit, by row.
 
-        See `_lagrange`. A corner needs at least its stored bytes and what its layers save at the end
-        of the forward pass, and hides no more extra communication than it has extra compute.
+        See `_lagrange`. A corner needs at least its stored bytes and what its layers save at the
+        end of the forward pass, and hides no more extra communication than it has extra compute.
 
         Args:
             minima: by corner, the seconds of `least_seconds` and the seconds of kernels.

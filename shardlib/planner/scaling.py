@@ -580,7 +580,7 @@ def _notes(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]
         notes.append(f"The plan uses {after.mesh.devices:,} of the {new.devices:,} devices.")
     if before.exchange.islands > 1:
         notes.append(
-            "Islands are counted as replicas of one another, as they are right after an exchange."
+            "Islands are counted as replicas of one another, as they are right after a meeting."
             " Between two, a lost island's progress since the last is lost; a checkpoint resumes as"
             " any number of islands."
         )
