@@ -408,7 +408,7 @@ def axis_group(axis: Axis) -> DeviceGroup:
     return DeviceGroup((axis.name,))
 
 
-def stored(*, experts: bool = False) -> DeviceGroup:
+def storage_group(*, experts: bool = False) -> DeviceGroup:
     """The devices over which parameters, or those of experts, are stored sharded."""
     return DeviceGroup(_without_expert(STORED_AXES) if experts else STORED_AXES, experts)
 
@@ -460,7 +460,7 @@ class Slot:
 _TOKENS = tuple(
     tokens(experts=experts, tensor=tensor) for tensor in (False, True) for experts in (False, True)
 )
-_STORED = (stored(), stored(experts=True))
+_STORED = (storage_group(), storage_group(experts=True))
 _OF_ENDS = tuple(on_all_stages(tokens(tensor=tensor)) for tensor in (False, True))
 _REPLICAS_OF_ENDS = tuple(on_all_stages(replicas(tensor=tensor)) for tensor in (False, True))
 SLOTS: tuple[Slot, ...] = (
@@ -473,7 +473,7 @@ SLOTS: tuple[Slot, ...] = (
     Slot("block", tokens(), "all-reduce"),
     Slot("ends", on_all_stages(tokens()), "all-reduce"),
     *(Slot("gather", group, "all-gather") for group in _STORED),
-    *(Slot("update", group, "all-to-all") for group in (axis_group(AXES["tensor"]), stored())),
+    *(Slot("update", group, "all-to-all") for group in (axis_group(AXES["tensor"]), _STORED[0])),
     *(Slot("update", group, "all-gather") for group in (replicas(), tokens())),
     *(Slot("reduce", group, "all-reduce") for group in (*_TOKENS, *_OF_ENDS)),
     *(Slot("scatter", group, "reduce-scatter") for group in _STORED),

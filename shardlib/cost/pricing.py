@@ -27,7 +27,7 @@ from shardlib.cost.collectives import (
     spans_of,
     steps,
     stepwise,
-    stored,
+    storage_group,
     tokens,
 )
 from shardlib.cost.framework import XLA
@@ -608,7 +608,7 @@ def _updated_gather(costs: StepCosts, scale: Array, meshes: Meshes) -> Array:
     experts = on_stage(costs.stored.experts, scale)
     dense = on_stage(costs.stored.parameters, scale) - experts
     links, total = meshes.links, np.zeros(len(meshes))
-    for group, size in ((stored(), dense), (stored(experts=True), experts)):
+    for group, size in ((storage_group(), dense), (storage_group(experts=True), experts)):
         slot = SLOTS.index(Slot("gather", group, "all-gather"))
         total += np.where(size > 0, links.latency[slot] + size * links.per_byte[slot], 0.0)
     return total
@@ -640,7 +640,7 @@ def stored_bytes(costs: StepCosts, plans: Plans) -> tuple[Array, Array, Array, A
         else 0.0
     )
     if gathered_share:
-        ratio = plans.model.matmul_dtype_ratio
+        ratio = plans.model.compute_dtype_ratio
         gathered = on_stage(stored.parameters, scale) * ratio * gathered_share
         parameters = parameters + np.where(staged, gathered, 0.0)
         gradients = gradients + np.where(
@@ -1098,7 +1098,7 @@ def _exchange_seconds(group: MatrixGroup, stages: Array, layout: str, plans: Pla
     exchanged = read if layout == "gathered" else (read + written) / (tensor * storage)
     total = cost(Slot("update", axis_group(TENSOR), "all-to-all"), exchanged)
     if sharded:
-        total = total + cost(Slot("update", stored(), "all-to-all"), exchanged)
+        total = total + cost(Slot("update", storage_group(), "all-to-all"), exchanged)
     if layout == "gathered":
         return total
     copies = meshes.ways(REPLICA_AXES if sharded else TOKEN_AXES) > 1

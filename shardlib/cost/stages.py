@@ -162,7 +162,7 @@ class ModelFacts:
         state_bytes: bytes of replicated model state.
         largest_end: share of the largest array in the parameters outside of the layers.
         reduction_dtype_ratio: bytes of gradients in their communication dtype over those as traced.
-        matmul_dtype_ratio: bytes per element in the dtype of matmuls, over those of a parameter.
+        compute_dtype_ratio: bytes per element in the compute dtype, over those of a parameter.
         head_layers: work of the matmuls outside of the layers, over that of a layer.
         updates: the parameters whose matrices the optimizer multiplies.
     """
@@ -172,7 +172,7 @@ class ModelFacts:
     state_bytes: float
     largest_end: float = 1.0
     reduction_dtype_ratio: float = 1.0
-    matmul_dtype_ratio: float = 1.0
+    compute_dtype_ratio: float = 1.0
     head_layers: float = 0.0
     updates: tuple[MatrixUpdate, ...] = ()
 

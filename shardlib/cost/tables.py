@@ -40,7 +40,7 @@ from shardlib.cost.collectives import (
     axis_group,
     on_all_stages,
     replicas,
-    stored,
+    storage_group,
     tokens,
 )
 from shardlib.cost.framework import XLA, FrameworkProfile
@@ -712,14 +712,14 @@ def transfer_measures(
         for divides in (True, False)
     )
     if term.group == "gather":
-        return [(Slot("gather", stored(experts=experts), "all-gather"), size, sharded)]
+        return [(Slot("gather", storage_group(experts=experts), "all-gather"), size, sharded)]
     all_tokens = tokens(experts=experts, tensor=tensor)
     shard = size.times(OverStoredShards(experts))
     same_shard = replicas(tensor=tensor)
     if all_stages and not experts:
         all_tokens, same_shard = on_all_stages(all_tokens), on_all_stages(same_shard)
     shards = [
-        (Slot("scatter", stored(experts=experts), "reduce-scatter"), shard, sharded),
+        (Slot("scatter", storage_group(experts=experts), "reduce-scatter"), shard, sharded),
         (Slot("scatter", same_shard, "all-reduce"), shard, sharded),
     ]
     reductions = [

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlib.decisions.pins import Pins
-from shardlib.decisions.table import LOWERED_DTYPES, LOWERED_PRODUCTS, Decisions, lowered_dtypes
+from shardlib.decisions.table import LOWERED_DTYPES, LOWERED_MATMULS, Decisions, lowered_dtypes
 from shardlib.errors import PinError, raise_all
 from shardlib.layout import MeshShape
 from shardlib.schedules import lowered as schedule_lowered
@@ -60,8 +60,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(  # 8 bits need scales stored alongside, 64 bits need JAX's x64 mode
         facts=frozenset({"dtype without lowering"}),
-        combination=f"a dtype other than {', '.join(LOWERED_DTYPES)} (of products also"
-        f" {', '.join(LOWERED_PRODUCTS)})",
+        combination=f"a dtype other than {', '.join(LOWERED_DTYPES)} (of matmuls also"
+        f" {', '.join(LOWERED_MATMULS)})",
         hint="one of these dtypes",
     ),
     Unsupported(
@@ -96,7 +96,7 @@ def facts_of_pins(pins: Pins) -> frozenset[str]:
     return frozenset(
         name
         for name, true in {
-            "stages": pins.staged,
+            "stages": pins.always_staged,
             "one program": pins.pipeline != "programs",
             "routed": pins.experts not in (None, "none") or sizes.get("expert", 1) > 1,
             "activations on host": "activations" in (pins.offload or ()),

@@ -177,7 +177,7 @@ class PinnedValues:
         return named(self.pins["schedule"]) if "schedule" in self.pins else None
 
     @property
-    def staged(self) -> bool:
+    def may_be_staged(self) -> bool:
         """True if plans under these pins may have stages."""
         unstaged = self.schedule is not None and not self.schedule.staged
         return not unstaged and self.axis("stage", 2) > 1
@@ -188,15 +188,15 @@ class PinnedValues:
         return self.schedule is None or self.schedule.allows(chunks, lockstep=lockstep)
 
     @property
-    def groups(self) -> GroupPolicies:
+    def group_policies(self) -> GroupPolicies:
         """The policies of layer groups; () where the planner may choose them."""
         pinned = self.get("remat_classes", ())
         return () if pinned == ANY_GROUP else pinned
 
     @property
-    def rematerialised(self) -> list[int | None]:
-        """Number of layers of each group that follow its policy; None: all."""
-        return [layers for _, policy, layers in self.groups if policy != "none"]
+    def rematerialised_layers(self) -> list[int | None]:
+        """Number of rematerialised layers of each group that has any; None: all of them."""
+        return [layers for _, policy, layers in self.group_policies if policy != "none"]
 
     @property
     def absent_axes(self) -> list[str]:
@@ -205,7 +205,7 @@ class PinnedValues:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
+class PinConflict:
     """Decisions that exclude each other.
 
     Attributes:
@@ -221,13 +221,13 @@ class Rule:
     hint: str
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
+PIN_CONFLICTS: tuple[PinConflict, ...] = (
+    PinConflict(
         violated=lambda g: g.schedule is not None and g.schedule.staged and g.axis("stage", 2) == 1,
         message="schedule={schedule!r} needs stages, and the stage axis is pinned to 1",
         hint="mesh.stage=2 or more, or schedule='none'",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
             g.schedule is not None and not g.schedule.staged and g.axis("stage", 1) > 1
         ),
@@ -235,19 +235,19 @@ RULES: tuple[Rule, ...] = (
         " {axes[stage]}",
         hint="mesh.stage=1, or another schedule",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: g.get("virtual_stages", 1) > 1 and g.axis("stage", 2) == 1,
         message="virtual_stages={virtual_stages} are chunks of the layers of a stage, and the stage"
         " axis is pinned to 1",
         hint="mesh.stage=2 or more, or virtual_stages=1",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: not g.allows_chunks(lockstep=True),
         message="virtual_stages={virtual_stages} needs the schedule {chunked_schedules}, and it is"
         " pinned to {schedule!r}",
         hint="virtual_stages=1, or another schedule",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
             g.get("gather") == "once" and (g.get("zero", 3) < 3 or g.axis("stage", 2) == 1)
         ),
@@ -255,13 +255,13 @@ RULES: tuple[Rule, ...] = (
         " of the two is pinned to something else",
         hint="zero=3 with mesh.stage=2 or more, or gather='use'",
     ),
-    Rule(
-        violated=lambda g: g.get("accumulation", 1) > 1 and not g.staged,
+    PinConflict(
+        violated=lambda g: g.get("accumulation", 1) > 1 and not g.may_be_staged,
         message="accumulation={accumulation} is for the stages of a pipeline, and there are none;"
         " without stages gradients are accumulated over microbatches",
         hint="microbatches in place of accumulation, or mesh.stage=2 or more",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
             "microbatches" in g.pins and g.get("microbatches") % g.get("accumulation", 1) > 0
         ),
@@ -269,7 +269,7 @@ RULES: tuple[Rule, ...] = (
         " {microbatches} are pinned",
         hint="a multiple of {accumulation} as microbatches",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
             g.get("pipeline") == "programs"
             and g.allows_chunks(lockstep=True)
@@ -279,22 +279,22 @@ RULES: tuple[Rule, ...] = (
         " with virtual_stages={virtual_stages})",
         hint="pipeline='lockstep', or virtual_stages=1",
     ),
-    Rule(
-        violated=lambda g: g.get("pipeline") == "programs" and not g.staged,
+    PinConflict(
+        violated=lambda g: g.get("pipeline") == "programs" and not g.may_be_staged,
         message="pipeline='programs' is for the stages of a pipeline, and there are none",
         hint="pipeline='lockstep', or mesh.stage=2 or more with a schedule",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: g.get("context", "none") != "none" and g.axis("context", 2) == 1,
         message="context={context!r} needs a context axis, which is pinned to 1",
         hint="mesh.context=2 or more, or context='none'",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: g.get("context") == "none" and g.axis("context", 1) > 1,
         message="context='none' runs without a context axis, which is pinned to {axes[context]}",
         hint="mesh.context=1, or another context",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
             g.get("context") == "all-gather" and g.get("attention", "traced") != "traced"
         ),
@@ -302,70 +302,71 @@ RULES: tuple[Rule, ...] = (
         " attention to the compiler as the model is written",
         hint="attention='traced', or another context",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
             g.get("context") == "ring" and g.get("attention", "blocks") not in ("blocks", "traced")
         ),
         message="a ring computes attention in blocks, and attention is pinned to {attention!r}",
         hint="attention='blocks', or another context",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: g.get("experts") == "none" and g.axis("expert", 1) > 1,
         message="experts='none' runs without an expert axis, which is pinned to {axes[expert]}",
         hint="mesh.expert=1, or no pin of experts",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: g.get("remat_layers", 0) > 0 and g.get("remat") == "none",
         message="remat_layers={remat_layers} rematerialises layers, and remat is pinned to 'none'",
         hint="remat='full', or remat_layers=0",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
-            len(g.groups) > 0
-            and g.get("remat", "none") not in ("none", *(policy for _, policy, _ in g.groups))
+            len(g.group_policies) > 0
+            and g.get("remat", "none")
+            not in ("none", *(policy for _, policy, _ in g.group_policies))
         ),
         message="remat={remat!r} is the policy of no layer group that remat_classes names",
         hint="remat_classes alone",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
-            len(g.groups) > 0
-            and None not in g.rematerialised
-            and g.get("remat_layers") not in (None, sum(filter(None, g.rematerialised)))
+            len(g.group_policies) > 0
+            and None not in g.rematerialised_layers
+            and g.get("remat_layers") not in (None, sum(filter(None, g.rematerialised_layers)))
         ),
         message="remat_layers={remat_layers} are not as many layers as remat_classes has",
         hint="remat_classes alone",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
             g.get("zero", 0) > 0 and all(g.axis(axis, 0) == 1 for axis in STORED_AXES)
         ),
         message="zero={zero} shards over fsdp, which is pinned to 1",
         hint="mesh.fsdp=2 or more, or zero=0",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: g.get("zero") == 0 and g.axis("fsdp", 1) > 1,
         message="zero=0 shards nothing over fsdp, which is pinned to {axes[fsdp]}",
         hint="mesh.data in place of mesh.fsdp, or zero=1, 2 or 3",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: g.get("sequence_parallel", False) and g.axis("tensor", 0) == 1,
         message="sequence_parallel=True shards the sequence over tensor, which is pinned to 1",
         hint="mesh.tensor=2 or more, or sequence_parallel=False",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: len(g.absent_axes) > 0,
         message="axis_order names {absent_axes}, and the pinned mesh has no such axis",
         hint="axis_order without {absent_axes}, or a mesh that has it",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: (
             g.get("axis_order") == () and any(g.axis(axis, 2) > 1 for axis in INNER_AXES)
         ),
         message="axis_order is [], which names no mesh axis",
         hint="axis_order=['stage', 'data', 'tensor'], or no pin of axis_order",
     ),
-    Rule(
+    PinConflict(
         violated=lambda g: g.axis("island", 1) not in (1, g.get("exchange", EXACT).islands),
         message="mesh.island={axes[island]} are islands, which are pinned with how they meet",
         hint="exchange='diloco:{axes[island]}:100', and no pin of mesh.island",
@@ -383,7 +384,7 @@ def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> lis
     ]
     sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
     pinned = PinnedValues(pins=pins, axes=sizes)
-    violated = [rule for rule in RULES if rule.violated(pinned)]
+    violated = [rule for rule in PIN_CONFLICTS if rule.violated(pinned)]
     if not violated:
         return failures
     placeholders = {
@@ -594,7 +595,7 @@ class Pins:
         return self.schedule is not None and not named(self.schedule).staged
 
     @property
-    def staged(self) -> bool:
+    def always_staged(self) -> bool:
         """True if all plans under the pins have stages."""
         sizes = dict(self.mesh or self.axes)
         return (

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-#: Dtype decisions: stored parameters; operands of the products of layers' weights; gradients
+#: Dtype decisions: stored parameters; operands of matmuls with layers' weights; gradients
 #: accumulated over the microbatches of a step; gradients in collectives; the arrays of optimizer
 #: state that have a parameter's shape.
 DTYPES: tuple[str, ...] = (
@@ -79,9 +79,9 @@ DTYPES: tuple[str, ...] = (
     "reduction_dtype",
     "moment_dtype",
 )
-#: Dtypes that programs support; and further ones for products.
+#: Dtypes that programs support; and further ones for matmuls.
 LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
-LOWERED_PRODUCTS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
+LOWERED_MATMULS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
 #: Common abbreviations.
 DTYPE_ALIASES: Mapping[str, str] = {
     **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
@@ -139,7 +139,7 @@ def lowered_dtypes(key: str) -> tuple[str, ...]:
     >>> lowered_dtypes("moment_dtype")
     ('float32', 'bfloat16', 'float16')
     """
-    return (*LOWERED_DTYPES, *(LOWERED_PRODUCTS if key == "matmul_dtype" else ()))
+    return (*LOWERED_DTYPES, *(LOWERED_MATMULS if key == "matmul_dtype" else ()))
 
 
 def ordered(dtypes: Mapping[str, str]) -> Dtypes:

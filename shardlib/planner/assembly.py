@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardlib.cost.collectives import DeviceGroup, Slot, axis_group, stored
+from shardlib.cost.collectives import DeviceGroup, Slot, axis_group, storage_group
 from shardlib.cost.facts import Facts
 from shardlib.cost.framework import XLA
 from shardlib.cost.intervals import interval
@@ -99,7 +99,7 @@ class PricedCandidate:
         )
 
     @cached_property
-    def plan(self) -> Plans:
+    def plans(self) -> Plans:
         """The candidate under its decisions."""
         decisions = self.candidate.decisions
         return Plans(
@@ -142,8 +142,8 @@ class PricedCandidate:
         """The program of every remat policy in use, with the share of each segment that runs it:
         layer groups, then ops outside the layers, then embedding and head.
         """
-        decisions, groups = self.candidate.decisions, self.candidate.groups
-        layers = [float(counts[0]) for counts in self.plan.layers]
+        decisions, groups = self.candidate.decisions, self.candidate.group_policies
+        layers = [float(counts[0]) for counts in self.plans.layers]
         if groups:
             shares = [
                 (policy, number / count)
@@ -173,13 +173,13 @@ class PricedCandidate:
         layers that are redistributed to stages.
         """
         stored_tally = self.tally(self.workload.stored)[..., self.meshes.degrees_index]
-        decisions, shares = self.candidate.decisions, self.plan.shares_moved
+        decisions, shares = self.candidate.decisions, self.plans.shares_moved
         sizes_by_slot: dict[tuple[Slot, str], float] = {}
         if decisions.zero in (1, 2):
             experts = float((stored_tally[:, Quantity.EXPERTS] * shares).sum())
             sizes = float((stored_tally[:, Quantity.PARAMETERS] * shares).sum()) - experts, experts
             for flag, size in zip((False, True), sizes, strict=True):
-                slot = Slot("gather", stored(experts=flag), "all-gather")
+                slot = Slot("gather", storage_group(experts=flag), "all-gather")
                 sizes_by_slot[slot, "updated parameters"] = size
         parameters = (
             (Quantity.PARAMETERS_SHARDED, Quantity.FROZEN_SHARDED)
@@ -189,7 +189,7 @@ class PricedCandidate:
         gradients = (Quantity.ACCUMULATED_SHARDED if decisions.zero >= 2 else Quantity.ACCUMULATED,)
         kind = "all-gather" if decisions.virtual_stages % decisions.mesh["stage"] else "all-to-all"
         for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
-            size = self.plan.interleaved_bytes(stored_tally[:, rows].sum(1))
+            size = self.plans.interleaved_bytes(stored_tally[:, rows].sum(1))
             sizes_by_slot[Slot("deal", axis_group(STAGE), kind), cause] = float(size[0])
         return sizes_by_slot
 
@@ -201,7 +201,7 @@ class PricedCandidate:
             quantities = step_costs(
                 work, self.tally(workload.stored), points, workload.model, self.pricer, meshes
             )
-            totals = combine(quantities, self.plan)
+            totals = combine(quantities, self.plans)
             return (
                 offloaded(totals, decisions.offload, self.pricer, meshes)
                 if decisions.offload
@@ -224,8 +224,8 @@ class PricedCandidate:
             segments = [phase.segment for phase in first.phases]
             return priced(*corner_tallies(policies, parts, segments, workload.counts))
 
-        if candidate.groups:
-            return partly_rematerialised(candidate.groups, self.plan.layers, corner)
+        if candidate.group_policies:
+            return partly_rematerialised(candidate.group_policies, self.plans.layers, corner)
         rematerialised = corner((decisions.remat,))
         if not decisions.remat_layers:
             return rematerialised
@@ -233,7 +233,7 @@ class PricedCandidate:
 
     def share(self) -> Array:
         """Share of the layers that rematerialise, where only a number of them does."""
-        return rematerialised_share(self.candidate.decisions.remat_layers, self.plan)
+        return rematerialised_share(self.candidate.decisions.remat_layers, self.plans)
 
 
 def price(workload: Workload, topology: Topology, candidate: Candidate) -> Totals:
@@ -264,7 +264,7 @@ def replicated(
     """Seconds per step and device of matmuls and convolutions, by the mesh axes that do not divide
     them and by name.
     """
-    meshes, pricer, shares = priced.meshes, priced.pricer, priced.plan.shares[:, 0]
+    meshes, pricer, shares = priced.meshes, priced.pricer, priced.plans.shares[:, 0]
     mesh, choice = priced.candidate.mesh, priced.candidate.choice
     by_axes: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for program, segment_shares in programs:
@@ -437,7 +437,7 @@ def stage_seconds(priced: PricedCandidate) -> StageSeconds | None:
     """
     candidate, workload = priced.candidate, priced.workload
     decisions = candidate.decisions
-    if candidate.mesh["stage"] == 1 or candidate.groups:
+    if candidate.mesh["stage"] == 1 or candidate.group_policies:
         return None
     rematerialised = _seconds(priced, workload.programs[decisions.remat, candidate.routes])
     if not decisions.remat_layers:
@@ -464,7 +464,7 @@ def _seconds(priced: PricedCandidate, program: CostProgram) -> StageSeconds:
     # of the two messages of a microbatch, one goes forward
     roles = replace(forward.collectives, stage_sends=forward.collectives.stage_sends / 2)
     forward = replace(forward, collectives=roles)
-    step_s, forward_s = (float(tick_seconds(part, priced.plan)[0]) for part in (step, forward))
+    step_s, forward_s = (float(tick_seconds(part, priced.plans)[0]) for part in (step, forward))
     weights = float(step.kernels.weights[0]) / priced.candidate.mesh["stage"]
     return StageSeconds(
         forward=forward_s,
@@ -493,10 +493,10 @@ def assemble(
     priced = PricedCandidate.of(workload, topology, candidate)
     original = workload
     workload = priced.workload
-    chosen = candidate.decisions
+    decisions = candidate.decisions
     loop_saving = priced.saving()
     problem, colouring = workload.problem, workload.colouring
-    compute, stored = (
+    compute, stored_rules = (
         (candidate.choice.rules(), None)
         if rules is None
         else layouts.split_rules(rules, colouring.batch_colour)
@@ -506,18 +506,18 @@ def assemble(
         problem,
         colouring.parameters,
         workload.stack_dims,
-        chosen.mesh,
+        decisions.mesh,
         compute,
-        chosen.zero,
-        stored,
+        decisions.zero,
+        stored_rules,
     )
-    groups = _matrix_groups(workload, chosen, parameters)
+    matrix_updates = _matrix_groups(workload, decisions, parameters)
     listed = collectives(
         [(program.work, part) for program, part in programs],
         candidate.choice,
-        priced.plan,
-        {**priced.bytes_once_per_step(), **_exchanges(groups)},
-        chosen.mesh,
+        priced.plans,
+        {**priced.bytes_once_per_step(), **_exchanges(matrix_updates)},
+        decisions.mesh,
         priced.placement,
         loop_saving.messages if loop_saving else {},
     )
@@ -527,12 +527,14 @@ def assemble(
         listed=listed,
         tokens=problem.tokens,
         model_flops=model_flops(problem),
-        mesh=chosen.mesh,
-        peak_flops_per_s=topology.in_use(chosen.mesh.devices).chip.peak(problem.compute_dtype),
+        mesh=decisions.mesh,
+        peak_flops_per_s=topology.in_use(decisions.mesh.devices).chip.peak(problem.compute_dtype),
     )
-    decisions = decisions_of(candidate, experts_form(problem), workload.group_names, rules=compute)
+    plan_decisions = decisions_of(
+        candidate, experts_form(problem), workload.group_names, rules=compute
+    )
     plan = Plan(
-        **values_of(decisions),
+        **values_of(plan_decisions),
         model=problem.model,
         topology=topology.name,
         placement=_placement(priced.placement, topology),
@@ -540,11 +542,11 @@ def assemble(
         activations=activation_layouts(
             programs[0][0].facts,
             candidate.choice,
-            chosen.mesh,
-            chosen.context if chosen.mesh["context"] > 1 else "none",
+            decisions.mesh,
+            decisions.context if decisions.mesh["context"] > 1 else "none",
             workload.group_names,
         ),
-        batch_layouts=layouts.batch_layouts(problem, colouring.batch, chosen.mesh, compute),
+        batch_layouts=layouts.batch_layouts(problem, colouring.batch, decisions.mesh, compute),
         estimate=replace(
             cost,
             corrections=applied(topology),
@@ -559,9 +561,11 @@ def assemble(
         *findings.notes(workload, topology, plan, left_out, devices, pinned),
         *findings.unused_loops(plan, len(loop_saving.messages) if loop_saving else 0),
         *findings.unpriced(plan, topology),
-        *_partitioned_products(groups),
+        *_partitioned_products(matrix_updates),
         *faster_as_programs(original, topology, candidate, plan),
-        *replicated_findings(replicated(priced, programs), chosen.mesh, plan.estimate.step_seconds),
+        *replicated_findings(
+            replicated(priced, programs), decisions.mesh, plan.estimate.step_seconds
+        ),
     )
 
 

@@ -23,7 +23,7 @@ from shardlib.cost.collectives import (
     least_link_costs,
     least_stage_send,
     role_slots,
-    stored,
+    storage_group,
 )
 from shardlib.cost.pricing import heap_share
 from shardlib.cost.stages import Meshes
@@ -164,7 +164,7 @@ class Footprint:
             breadth_first=None,
         )
 
-    def least(self, offload: tuple[str, ...]) -> Array:
+    def device_bytes(self, offload: tuple[str, ...]) -> Array:
         """Bytes per device with some parts offloaded to host memory ("optimizer", "activations") or
         to disk ("disk").
         """
@@ -313,7 +313,7 @@ class Footprints:
             ),
             gathered_once=np.where(stages > 1, gathered_share, 0.0)
             * (
-                profile.fragmentation * self._model.matmul_dtype_ratio * trained
+                profile.fragmentation * self._model.compute_dtype_ratio * trained
                 + accumulating * replicated[2]
             ),
             stored=profile.fragmentation * (parameters + batch)
@@ -394,20 +394,20 @@ class MicrobatchBounds(LazyTable):
         free: `busy` less the weight-gradient work with which zero-bubble schedules can fill
             bubbles.
         ring_exposed: `busy` with ring transfers in place of the compute that could hide them.
-        messages: number of messages between stages, per microbatch and chunk of layers.
+        message_count: number of messages between stages, per microbatch and chunk of layers.
         message_bytes: bytes of these messages.
         blocked: those seconds of `busy` that are collectives.
-        layers: those seconds of `busy` that are spent in layers, where all layers are alike and
-            each stage has whole ones; 0 where layers differ.
+        layer_seconds: those seconds of `busy` that are spent in layers, where all layers are alike
+            and each stage has whole ones; 0 where layers differ.
     """
 
     busy: Array
     free: Array
     ring_exposed: Array
-    messages: Array
+    message_count: Array
     message_bytes: Array
     blocked: Array
-    layers: Array
+    layer_seconds: Array
 
     @classmethod
     def of(cls, rows: Array) -> MicrobatchBounds:
@@ -599,8 +599,9 @@ def message_seconds(bounds: MicrobatchBounds, stages: Array, pricer: Pricer) -> 
     """
     latency, per_byte = least_stage_send(stages, pricer.topology)
     return np.where(
-        np.isfinite(bounds.messages),
-        np.nan_to_num(bounds.messages) * latency + np.nan_to_num(bounds.message_bytes) * per_byte,
+        np.isfinite(bounds.message_count),
+        np.nan_to_num(bounds.message_count) * latency
+        + np.nan_to_num(bounds.message_bytes) * per_byte,
         0.0,
     ) * (1 - pricer.profile.send_overlap)
 
@@ -611,10 +612,10 @@ def step_seconds(
     micro: Array,
     bubble: Array | None,
     layers: int,
-    groups: int = 1,
-    messages: Array | float = 0.0,
+    accumulation: int = 1,
+    message_s: Array | float = 0.0,
     overlappable: Array | float = 0.0,
-    exposed: float = 0.0,
+    exposed_share: float = 0.0,
 ) -> Array:
     """A lower bound on the step time.
 
@@ -622,16 +623,16 @@ def step_seconds(
         bubble: lower bound on a stage's waiting time in units of its busy time per microbatch
             (`Schedule.rounds`), by candidate, for one accumulation group; None for a schedule that
             fills the bubble with weight gradients.
-        messages: seconds of the messages of one microbatch.
+        message_s: seconds of the messages of one microbatch.
         overlappable: seconds per step of transfers that overlap with compute.
-        exposed: least share of them that does not.
+        exposed_share: least share of them that does not.
     """
     finite = np.isfinite(bounds.busy)
-    imbalance = np.where(finite, bounds.layers, 0.0) * (
+    imbalance = np.where(finite, bounds.layer_seconds, 0.0) * (
         np.ceil(layers / stages) / max(layers, 1) - 1 / stages
     )
     busy, free, ring_exposed = (
-        seconds / stages + imbalance + messages
+        seconds / stages + imbalance + message_s
         for seconds in (bounds.busy, bounds.free, bounds.ring_exposed)
     )
     waiting = (
@@ -640,8 +641,8 @@ def step_seconds(
         else bubble * np.where(finite, busy, 0.0)
     )
     return np.maximum(
-        busy * micro + exposed * overlappable, ring_exposed * micro + overlappable
-    ) + np.where(finite, groups * waiting, 0.0)
+        busy * micro + exposed_share * overlappable, ring_exposed * micro + overlappable
+    ) + np.where(finite, accumulation * waiting, 0.0)
 
 
 def breadth_first_seconds(
@@ -650,10 +651,10 @@ def breadth_first_seconds(
     micro: Array,
     chunks: Array,
     layers: int,
-    groups: int,
-    messages: Array,
+    accumulation: int,
+    message_s: Array,
     overlappable: Array | float = 0.0,
-    exposed: float = 0.0,
+    exposed_share: float = 0.0,
     *,
     pinned: bool,
 ) -> Array:
@@ -661,20 +662,20 @@ def breadth_first_seconds(
     layers before the next; more chunks give a smaller bubble and more messages.
 
     Args:
-        bounds, stages, micro, layers, groups: see `step_seconds`.
-        messages: seconds of the messages of one microbatch and chunk.
-        overlappable, exposed: see `step_seconds`.
+        bounds, stages, micro, layers, accumulation: see `step_seconds`.
+        message_s: seconds of the messages of one microbatch and chunk.
+        overlappable, exposed_share: see `step_seconds`.
     """
     fits = chunks > 0
     if not pinned:
         with np.errstate(divide="ignore", invalid="ignore"):
-            best = np.sqrt(groups * (stages - 1) * bounds.busy / stages / (micro * messages))
+            best = np.sqrt(accumulation * (stages - 1) * bounds.busy / stages / (micro * message_s))
         best = np.nan_to_num(best, nan=np.inf)
         chunks = np.clip(best, MIN_CHUNKS, np.maximum(chunks, MIN_CHUNKS))
     chunks = np.maximum(chunks, 1)
-    bubble, messages = (stages - 1) / chunks, messages * chunks
+    bubble, message_s = (stages - 1) / chunks, message_s * chunks
     seconds = step_seconds(
-        bounds, stages, micro, bubble, layers, groups, messages, overlappable, exposed
+        bounds, stages, micro, bubble, layers, accumulation, message_s, overlappable, exposed_share
     )
     return np.where(fits, seconds, np.inf)
 
@@ -782,7 +783,7 @@ class Traffic:
             all_stages=np.concatenate([all_stages, all_stages]),
         )
         dense, experts = (
-            links.per_byte[SLOT_INDEX[Slot("gather", stored(experts=flag), "all-gather")]]
+            links.per_byte[SLOT_INDEX[Slot("gather", storage_group(experts=flag), "all-gather")]]
             for flag in (False, True)
         )
         if not counts_overlap:
@@ -951,7 +952,7 @@ class StepBounds:
                     points = [
                         point
                         for policy, time in times.items()
-                        for point in self._points(
+                        for point in self._time_memory_points(
                             time,
                             _breadth_first(footprints[policy])
                             if breadth_first
@@ -1003,16 +1004,16 @@ class StepBounds:
         """
         stages, micro, space = sizes["stage"], sizes["micro"], self.space
         layers, groups = space.limits.layers, space.accumulation_groups
-        overlapping = {policy: overlappable.get(policy, 0.0) for policy in bounds}
+        overlappable_s = {policy: overlappable.get(policy, 0.0) for policy in bounds}
         exposed = 0.0 if self.pricer.profile.overlaps_itself else 1 - self.pricer.constants.hidden
         piped = (stages > 1).any()
-        messages = {
+        message_s = {
             policy: message_seconds(bound, stages, self.pricer) if piped else np.zeros(1)
             for policy, bound in bounds.items()
         }
 
         def seconds(policy: str, bubble: Array | None) -> Array:
-            costs = messages[policy], overlapping[policy], exposed
+            costs = message_s[policy], overlappable_s[policy], exposed
             return step_seconds(bounds[policy], stages, micro, bubble, layers, groups, *costs)
 
         mixed = {policy: seconds(policy, self._bubble(policy, stages, micro)) for policy in bounds}
@@ -1035,8 +1036,8 @@ class StepBounds:
                 chunks,
                 layers,
                 groups,
-                messages[policy],
-                overlapping[policy],
+                message_s[policy],
+                overlappable_s[policy],
                 exposed,
                 pinned=space.pins.virtual_stages is not None,
             )
@@ -1058,7 +1059,7 @@ class StepBounds:
             ]
         )
 
-    def _points(
+    def _time_memory_points(
         self, seconds: Array, footprint: Footprint, offload: tuple[str, ...]
     ) -> list[tuple[Array, Array]]:
         """(seconds, bytes) that bracket all plans of a policy, with some parts in host memory.
@@ -1067,7 +1068,7 @@ class StepBounds:
         with compute. So some bytes can move for free, and moving all of them takes at least their
         transfer time.
         """
-        least_bytes = footprint.least(offload)
+        least_bytes = footprint.device_bytes(offload)
         if "activations" not in offload:
             return [(seconds, least_bytes)]
         transfer_s_per_byte = (
@@ -1085,7 +1086,7 @@ class StepBounds:
         """Lower bound on bytes per device."""
         return np.minimum.reduce(
             [
-                footprint.least(offload)
+                footprint.device_bytes(offload)
                 for footprint in footprints.values()
                 for offload in self.offloads
             ]
@@ -1267,7 +1268,7 @@ class Entries:
         }
 
     @cached_property
-    def fewest_bytes(self) -> Array:
+    def min_bytes(self) -> Array:
         """Lower bound on bytes per device, by entry; infinite where no choice fits."""
         if self._mixes_remat:
             return np.where(np.isfinite(self.fastest), 0.0, np.inf)

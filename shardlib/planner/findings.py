@@ -152,7 +152,7 @@ def batch_beyond_critical(situation: Situation) -> Finding | None:
     (McCandlish et al., arXiv:1812.06162, equation 2.11).
     """
     tokens = situation.plan.estimate.tokens
-    if not situation.language or situation.weights < 1:
+    if not situation.has_sequence or situation.weights < 1:
         return None
     critical = critical_batch_tokens(situation.weights)
     if tokens <= critical:
@@ -369,7 +369,7 @@ def situation_of(workload: Workload, topology: Topology, plan: Plan) -> Situatio
         compute_dtype=dtype,
         itemsize=ITEMSIZE.get(dtype, 4),
         weights=weights,
-        language=workload.colouring.named_sequence is not None,
+        has_sequence=workload.colouring.named_sequence is not None,
     )
 
 

@@ -196,14 +196,14 @@ class DecidedRows(ArrayTable):
         decisions: shared by all rows, except for the attributes below, meshes and microbatches.
         choices: number of each row's choice, see `CandidateBlock.choices`.
         layers: number of rematerialised layers of each row; None for all layers.
-        groups: policies of the layer groups by row, see `Candidate`; None where all groups share
-            one.
+        group_policies: policies of the layer groups by row, see `Candidate`; None where all groups
+            share one.
     """
 
     decisions: Decisions
     choices: Array
     layers: Array | None = None
-    groups: list[RematLayers] | None = None
+    group_policies: list[RematLayers] | None = None
 
     def replace(self, **changes: object) -> DecidedRows:
         """The same rows under other decisions."""
@@ -212,16 +212,16 @@ class DecidedRows(ArrayTable):
     def candidate(self, row: int, choices: list[tuple[Choice, bool]]) -> Candidate:
         """The decisions of one row, without a mesh."""
         choice, routes = choices[int(self.choices[row])]
-        if self.groups is not None:
-            policy, layers = policy_and_layers(self.groups[row])
-            policies = self.groups[row]
+        if self.group_policies is not None:
+            policy, layers = policy_and_layers(self.group_policies[row])
+            policies = self.group_policies[row]
         else:
             policy, policies = self.decisions.remat, ()
             layers = 0 if self.layers is None else int(self.layers[row])
         return Candidate(
             decisions=replace(self.decisions, remat=policy, remat_layers=layers),
             choice=choice,
-            groups=policies,
+            group_policies=policies,
             routes=routes,
         )
 
@@ -528,7 +528,7 @@ class Incumbents:
         ranking: Ranking[Candidate],
     ) -> None:
         """Adds every plan that fits to a ranking, those with the same decisions together."""
-        if decided.groups is not None:
+        if decided.group_policies is not None:
             for rows in range(len(fits)):
                 ranking.add(
                     decided.candidate(rows, self.choices),
@@ -976,7 +976,7 @@ class GroupPricer(PricingInputs):
 
     @cached_property
     def _phases(self) -> ModelTallies:
-        return self.workload.phases.of_shardable(self.shardable)
+        return self.workload.phase_tallies.of_shardable(self.shardable)
 
     def _quantities(
         self,
@@ -1024,7 +1024,7 @@ class GroupPricer(PricingInputs):
         return by_corner
 
     def _tallies(self, policy: str, routes: bool, choice: Choice, shapes: Array) -> PolicyTallies:
-        """The tallies of a program on some shapes, in the order of `Workload.phases`."""
+        """The tallies of a program on some shapes, in the order of `Workload.phase_tallies`."""
         columns = [(choice, np.arange(len(shapes)))]
         work = self._model_tallies.work[policy, routes].on(self.values, shapes).columns(columns)[0]
         lists = list(self._phases.points[policy, routes].on(self.values, shapes).columns(columns))
@@ -1205,11 +1205,11 @@ def saved_by_gathering_once(quantities: StepCosts, plans: Plans) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPricer(PricingInputs):
-    """Prices rows; `groups` prices plans whose layer groups follow different policies, None where
-    all groups share one.
+    """Prices rows; `group_pricer` prices plans whose layer groups follow different policies, None
+    where all groups share one.
     """
 
-    groups: GroupPricer | None = None
+    group_pricer: GroupPricer | None = None
 
     def price(self, rows: CandidateRows, results: Incumbents) -> None:
         """Records every plan of some rows that no bound excludes."""
@@ -1256,7 +1256,7 @@ class RowPricer(PricingInputs):
         breadth_first_options = self.space.breadth_first_options(schedule, virtual)
         gathers = {decisions.gather for listed in alternatives.values() for decisions in listed}
         fitting = legal & rows.below(zeros, breadth_first_options, gathers, results.limit)
-        if not fitting.any() and self.groups is None:
+        if not fitting.any() and self.group_pricer is None:
             return
         promising = {
             policy: fitting & (self._least(rows, policy, schedule, virtual) < results.limit)
@@ -1278,7 +1278,7 @@ class RowPricer(PricingInputs):
         self, rows: CandidateRows, legal: Array, alternatives: list[Decisions], results: Incumbents
     ) -> None:
         """Records the plans of one schedule whose layer groups differ."""
-        if self.groups is None or not alternatives:
+        if self.group_pricer is None or not alternatives:
             return
         promising = np.flatnonzero(
             legal
@@ -1291,7 +1291,7 @@ class RowPricer(PricingInputs):
         )
         if len(promising):
             subset = rows.take(promising)
-            self.groups.price(
+            self.group_pricer.price(
                 subset.quantities,
                 subset.choices,
                 subset.candidates,
@@ -1384,7 +1384,7 @@ class RowPricer(PricingInputs):
             microbatches=rows.meshes.micro // groups,
         )
         bubble = None if named(schedule).backward_in_two else named(schedule).rounds(pipelines)
-        messages = (
+        message_s = (
             message_seconds(rows.bounds[policy], rows.meshes.stage, self.pricer) * virtual
             if named(schedule).staged
             else 0.0
@@ -1396,7 +1396,7 @@ class RowPricer(PricingInputs):
             bubble,
             self.space.limits.layers,
             groups,
-            messages,
+            message_s,
         )
 
     def _one_policy(
@@ -1447,13 +1447,13 @@ class RowPricer(PricingInputs):
     def _record(
         self,
         decided: DecidedRows,
-        rows: Array,
+        candidates: Array,
         totals: Totals,
         no_remat: Totals | None,
         meshes: Meshes,
         results: Incumbents,
     ) -> None:
-        """Records a price; where it does not fit, also with parts offloaded, and where
+        """Records a price; where it does not fit, also with host_arrays offloaded, and where
         rematerialising all layers saves more than needed, with fewer layers.
         """
         pins, pinned_layers = self.space.pins, self.space.pins.remat_layers
@@ -1463,8 +1463,8 @@ class RowPricer(PricingInputs):
             no_remat = no_remat and offloaded(no_remat, pinned, self.pricer, meshes)
             decided = decided.replace(offload=pinned)
         if not pinned_layers:
-            results.record(decided, totals, rows)
-        self._record_partial_remat(decided, rows, totals, no_remat, meshes, results)
+            results.record(decided, totals, candidates)
+        self._record_partial_remat(decided, candidates, totals, no_remat, meshes, results)
         # offloading only adds seconds
         over_capacity = (totals.step_seconds < results.limit) & (totals.peak_bytes > self.capacity)
         if no_remat is not None:  # with offloading, fewer layers need to rematerialise
@@ -1474,17 +1474,17 @@ class RowPricer(PricingInputs):
         large = np.flatnonzero(over_capacity)
         if not len(large) or pinned_layers:
             return
-        part, meshes = decided.take(large), meshes.take(large)
-        for parts in self.offloads:
-            smaller = offloaded(totals.take(large), parts, self.pricer, meshes)
-            moved = part.replace(offload=parts)
-            results.record(moved, smaller, rows[large])
+        large_rows, meshes = decided.take(large), meshes.take(large)
+        for host_arrays in self.offloads:
+            smaller = offloaded(totals.take(large), host_arrays, self.pricer, meshes)
+            offloaded_rows = large_rows.replace(offload=host_arrays)
+            results.record(offloaded_rows, smaller, candidates[large])
             if no_remat is not None:
                 self._record_partial_remat(
-                    moved,
-                    rows[large],
+                    offloaded_rows,
+                    candidates[large],
                     smaller,
-                    offloaded(no_remat.take(large), parts, self.pricer, meshes),
+                    offloaded(no_remat.take(large), host_arrays, self.pricer, meshes),
                     meshes,
                     results,
                 )
@@ -1492,7 +1492,7 @@ class RowPricer(PricingInputs):
     def _record_partial_remat(
         self,
         decided: DecidedRows,
-        rows: Array,
+        candidates: Array,
         rematerialised: Totals,
         no_remat: Totals | None,
         meshes: Meshes,
@@ -1545,5 +1545,5 @@ class RowPricer(PricingInputs):
             results.record(
                 replace(decided.take(mixed), layers=needed[mixed].astype(np.int64)),
                 interpolated(no_remat.take(mixed), rematerialised.take(mixed), share),
-                rows[mixed],
+                candidates[mixed],
             )

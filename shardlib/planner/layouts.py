@@ -566,7 +566,7 @@ class Situation:
         compute_dtype: dtype of the dominant matmuls.
         itemsize: bytes per element of that dtype.
         weights: number of parameter elements without embeddings.
-        language: True if the model reads sequences of tokens.
+        has_sequence: True if the model has a sequence dim.
     """
 
     plan: Plan
@@ -574,7 +574,7 @@ class Situation:
     compute_dtype: str
     itemsize: int
     weights: int
-    language: bool
+    has_sequence: bool
 
     @property
     def device_tokens(self) -> float:

@@ -90,9 +90,9 @@ def explain_empty(workload: Workload, pins: Pins, devices: int) -> BatchError | 
     request = PinnedProblem(
         problem=workload.problem, colouring=workload.colouring, pins=pins, devices=devices
     )
-    rows = _no_rows(request)
-    if rows:
-        return BatchError(rows)
+    message = _no_rows(request)
+    if message:
+        return BatchError(message)
     message = next(filter(None, (check(request) for check in CHECKS)), "")
     machine = f"{devices} device{'s'[: devices != 1]}"
     return PinError(
@@ -105,14 +105,14 @@ def explain_empty(workload: Workload, pins: Pins, devices: int) -> BatchError | 
 
 def _no_rows(request: PinnedProblem) -> str:
     """The message where a batch without rows is to be sharded."""
-    batch, parts, mesh = request.problem.batch, request.pins.microbatches or 1, request.sizes
-    if any("batch" in axes for _, _, _, axes in batch) or request.parts * parts == 1:
+    batch, microbatches, mesh = request.problem.batch, request.pins.microbatches or 1, request.sizes
+    if any("batch" in axes for _, _, _, axes in batch) or request.parts * microbatches == 1:
         return ""
     arrays = ", ".join(f"{path} {list(shape)}" for path, shape, _, _ in batch)
     wanted = " and ".join(
         [
             *([f"the mesh {MeshShape(mesh)}"] if MeshShape(mesh).devices > 1 else []),
-            *([f"microbatches={parts}"] if parts > 1 else []),
+            *([f"microbatches={microbatches}"] if microbatches > 1 else []),
         ]
     )
     return (
@@ -370,7 +370,7 @@ def too_few_layers(model: str, groups: LayerGroups, pins: Pins) -> str:
     enough.
     """
     model = f"the model {model!r}"
-    if not groups.counts and groups.calls > 1 and (pins.staged or pins.remat_layers):
+    if not groups.counts and groups.calls > 1 and (pins.always_staged or pins.remat_layers):
         return _repeated_calls(model, groups.calls, pins)
     return _too_few_for_stages(model, groups.counts, pins) or _too_few_to_rematerialise(
         model, groups.names, groups.counts, pins
@@ -383,7 +383,7 @@ def _repeated_calls(model: str, calls: int, pins: Pins) -> str:
     """
     wanted = (
         f"{_stage_pins(pins)} splits layers into stages"
-        if pins.staged
+        if pins.always_staged
         else f"remat_layers={pins.remat_layers} rematerialises some of the layers"
     )
     times = "twice" if calls == 2 else f"{calls} times"
@@ -397,7 +397,7 @@ def _repeated_calls(model: str, calls: int, pins: Pins) -> str:
 
 def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
     """The message where pinned stages, or their chunks, outnumber the layers; else empty."""
-    if not pins.staged:
+    if not pins.always_staged:
         return ""
     layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
     if layers < max(2, stages):

@@ -7,7 +7,7 @@ priced as another problem under another profile: stored dtypes are in the graph,
 products, communicated gradients and accumulated gradients in the profile
 (`shardlib.cost.framework`), and moments are bytes of optimizer state.
 
->>> combinations((("moment_dtype", "bfloat16"),), (("reduction_dtype", ("bfloat16",)),))
+>>> dtype_combinations((("moment_dtype", "bfloat16"),), (("reduction_dtype", ("bfloat16",)),))
 [(('moment_dtype', 'bfloat16'),), (('reduction_dtype', 'bfloat16'), ('moment_dtype', 'bfloat16'))]
 """
 
@@ -125,14 +125,14 @@ class Candidate:
             differ, `remat` is the policy of the most layers and `remat_layers` counts all that are
             rematerialised. Without a context axis, `context` is that of the space.
         choice: the sharded colours.
-        groups: (policy, number of layers of the fullest stage) of each layer group, where groups
-            differ; () where they do not.
+        group_policies: (policy, number of layers of the fullest stage) of each layer group, where
+            groups differ; () where they do not.
         routes: True if tokens are routed to experts on other devices.
     """
 
     decisions: Decisions
     choice: Choice
-    groups: RematLayers = ()
+    group_policies: RematLayers = ()
     routes: bool = False
 
     @property
@@ -190,12 +190,12 @@ class Candidate:
     def _remat(self) -> str:
         if self.decisions.remat == "none":
             return ""
-        if self.groups:
+        if self.group_policies:
             return (
                 "remat "
                 + " and ".join(
                     f"{policy} of {number} layers" if number else "none"
-                    for policy, number in self.groups
+                    for policy, number in self.group_policies
                 )
                 + " a stage, by layer group"
             )
@@ -219,7 +219,7 @@ class Candidate:
             tuple(dict(decisions.mesh).items()),
             decisions.remat,
             decisions.remat_layers,
-            self.groups,
+            self.group_policies,
             self.choice.tensor,
             decisions.schedule,
             decisions.virtual_stages,
@@ -238,7 +238,7 @@ def decisions_of(
         decisions,
         sequence_parallel=candidate.choice.sequence is not None,
         remat_classes=tuple(
-            (name, *policy) for name, policy in zip(names, candidate.groups, strict=False)
+            (name, *policy) for name, policy in zip(names, candidate.group_policies, strict=False)
         ),
         context=decisions.context if "context" in decisions.mesh else "none",
         experts=experts if candidate.routes else "none",
@@ -392,7 +392,7 @@ class Refined:
         )
 
 
-def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
+def dtype_combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     """Every combination of dtypes, those nearest to the traced model first, so that ties go to the
     plan that changes the least.
 
@@ -414,7 +414,7 @@ def combinations(pinned: Dtypes, allowed: Allowed) -> list[Dtypes]:
     return sorted(candidates, key=len)
 
 
-def effective(
+def dtype_changes(
     dtypes: Dtypes, problem: Problem, profile: FrameworkProfile, pinned: Dtypes = ()
 ) -> Dtypes:
     """Dtypes without those that the problem and the profile have already.

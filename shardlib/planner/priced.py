@@ -168,7 +168,7 @@ class PairPricer(PricingInputs):
         if not self.space.mixes_remat:
             return RowPricer(**setting)
         groups = GroupPricer(**setting, values=entries.values, shardable=self.shardable)
-        return RowPricer(**setting, groups=groups)
+        return RowPricer(**setting, group_pricer=groups)
 
     def _rows(self, entries: Entries, placed: PlacedPairs) -> CandidateRows:
         """Candidates under choices, with their quantities."""
@@ -178,7 +178,7 @@ class PairPricer(PricingInputs):
         policies = self.space.policies
         routes = entries.scope.routes
         mixes_remat = self.space.mixes_remat
-        bounds = (*policies, BEST_PER_GROUP) if mixes_remat else policies
+        bounded_policies = (*policies, BEST_PER_GROUP) if mixes_remat else policies
         shapes, shape_of_row = np.unique(meshes.degrees_index, return_inverse=True)
         keys, column = np.unique(
             np.stack([choices, shape_of_row.reshape(-1)]), axis=1, return_inverse=True
@@ -200,12 +200,12 @@ class PairPricer(PricingInputs):
             policy: entries.bounds.of_choices(policy, row_choices, shapes[keys[1]]).take(
                 local.degrees_index
             )
-            for policy in bounds
+            for policy in bounded_policies
         }
         saved = (
             {
                 policy: columns(
-                    self.workload.stacks.of_shardable(self.shardable).points[policy, routes]
+                    self.workload.stack_tallies.of_shardable(self.shardable).points[policy, routes]
                 )[0]
                 for policy in policies
             }
@@ -441,7 +441,7 @@ class Explorer:
                 [*space.tensor, *(name for choice in space.choices for name in choice.tensor)]
             )
         )
-        self.pairs = PairPricer(
+        self.pair_pricer = PairPricer(
             workload=workload,
             space=space,
             pricer=self.pricer,
@@ -455,7 +455,7 @@ class Explorer:
             space=space,
             pricer=self.pricer,
             capacity=capacity,
-            offloads=(pinned,) if pinned else ((), *self.pairs.offloads),
+            offloads=(pinned,) if pinned else ((), *self.pair_pricer.offloads),
         )
 
     @property
@@ -485,7 +485,7 @@ class Explorer:
             _, first = np.unique(_devices(entries.sizes)[order], return_index=True)
             best = order[first]
             pairs = entries.pairs(best[np.isfinite(bounds[best])])
-            self.pairs.price(entries, pairs.firsts(), 1, None)
+            self.pair_pricer.price(entries, pairs.firsts(), 1, None)
 
     def _simplest(self, devices: int) -> dict[str, Array]:
         """Mesh sizes of the simplest entries on some number of devices."""
@@ -500,7 +500,7 @@ class Explorer:
         if STATE_RATIO * self._unsharded.parameter_bytes / max(counts) < self._max_bytes:
             return False
         all_entries = self._entries(counts, 1)
-        return not any((entries.fewest_bytes <= self._max_bytes).any() for entries in all_entries)
+        return not any((entries.min_bytes <= self._max_bytes).any() for entries in all_entries)
 
     def least_seconds(self, counts: DeviceCounts) -> float:
         """Lower bound on the step time on the given numbers of devices; infinite where large spaces
@@ -581,7 +581,7 @@ class Explorer:
 
     def _explore(self, entries: Entries, slack: float, ranking: Ranking[Candidate] | None) -> None:
         """Prices the entries that could fit."""
-        if self.best.fastest is None and not (entries.fewest_bytes <= self._max_bytes).any():
+        if self.best.fastest is None and not (entries.min_bytes <= self._max_bytes).any():
             self.best.counts["memory"] += len(entries)
             return
         order, fastest = entries.below(self.limit * slack)
@@ -623,10 +623,12 @@ class Explorer:
         ranking: Ranking[Candidate] | None,
     ) -> None:
         """Prices entries in the order of their bounds, until no other can be faster."""
-        self.pairs.price(entries, entries.pairs(order[:SEED_ENTRIES], self.limit).firsts(), 1, None)
+        self.pair_pricer.price(
+            entries, entries.pairs(order[:SEED_ENTRIES], self.limit).firsts(), 1, None
+        )
         for start, end in blocks(FIRST_PRICED_BLOCK, len(order)):
             limit = self.limit * slack
-            self.pairs.price(
+            self.pair_pricer.price(
                 entries,
                 entries.pairs(order[start:end][bounds[start:end] < limit], limit),
                 slack,
@@ -638,7 +640,7 @@ class Explorer:
         small = len(entries) <= SMALL_SPACE
         for start, end in blocks(FIRST_PRICED_BLOCK, len(order), MAX_PLACED_ENTRIES):
             pairs = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
-            if (near := self.pairs.bounded_by_links(entries, pairs)) is not None:
+            if (near := self.pair_pricer.bounded_by_links(entries, pairs)) is not None:
                 for begin, until in blocks(SEED_PAIRS if small else FIRST_PLACED_BLOCK, len(near)):
                     self._price_in_order(
                         entries, near.after(begin).first(until - begin).below(self.limit)
@@ -646,10 +648,10 @@ class Explorer:
 
     def _price_in_order(self, entries: Entries, near: PlacedPairs) -> None:
         """Prices placed pairs in the order of their bounds, until no other can be faster."""
-        placed, size = self.pairs.bounded_by_choice(entries, near), FIRST_PAIR_BLOCK
+        placed, size = self.pair_pricer.bounded_by_choice(entries, near), FIRST_PAIR_BLOCK
         while len(placed := placed.below(self.limit)):
             limit, count = self.limit, min(size, len(placed))
-            self.pairs.price_placed(entries, placed.first(count), 1, None)
+            self.pair_pricer.price_placed(entries, placed.first(count), 1, None)
             placed = placed.after(count)
             size *= PAIR_BLOCK_GROWTH if self.limit < limit else STALLED_BLOCK_GROWTH
 
@@ -666,7 +668,7 @@ class Explorer:
         """
         best = self.best
         for entries in self._by_least_bytes():
-            bounds = entries.fewest_bytes
+            bounds = entries.min_bytes
             order = np.argsort(bounds, kind="stable")
             for start, end in blocks(FIRST_PRICED_BLOCK, len(order)):
                 block = order[start:end]
@@ -674,7 +676,9 @@ class Explorer:
                 size = FIRST_PAIR_BLOCK
                 pairs = entries.pairs(block[bounds[block] < limit], limit, minimum_memory=True)
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
-                    self.pairs.price(entries, pairs.first(size), np.inf, None, one_placement=True)
+                    self.pair_pricer.price(
+                        entries, pairs.first(size), np.inf, None, one_placement=True
+                    )
                     pairs, size = pairs.after(size), size * PAIR_BLOCK_GROWTH
 
 
@@ -716,7 +720,7 @@ class Frontier:
     """
 
     entries: Entries
-    pricer: PairPricer
+    pair_pricer: PairPricer
     best: BestPlans
     bounded: Array = field(init=False)
     waiting: Array = field(init=False)
@@ -746,7 +750,7 @@ class Frontier:
         self.waiting, self.seconds = self.waiting[later], self.seconds[later]
         for start in range(0, len(new), PLACED_AT_ONCE):
             pairs = self.entries.pairs(new[start : start + PLACED_AT_ONCE], self.best.limit)
-            if (placed := self.pricer.bounded_by_links(self.entries, pairs)) is not None:
+            if (placed := self.pair_pricer.bounded_by_links(self.entries, pairs)) is not None:
                 self.on_links.append(placed)
         on_links, self.on_links = self.on_links, []
         under_choices, self.under_choices = self.under_choices, []
@@ -756,7 +760,9 @@ class Frontier:
             if len(placed := waiting.below(self.best.limit)):
                 ready = int((placed.bound < limit).sum())
                 self.on_links.append(placed.after(ready))
-                self._price(self.pricer.bounded_by_choice(self.entries, placed.first(ready)), limit)
+                self._price(
+                    self.pair_pricer.bounded_by_choice(self.entries, placed.first(ready)), limit
+                )
 
     def _price(self, placed: PlacedPairs, limit: float) -> None:
         """Prices what is below a limit, sorted by bound; the rest waits."""
@@ -766,7 +772,7 @@ class Frontier:
             if not count:
                 self.under_choices.append(placed)
                 return
-            self.pricer.price_placed(self.entries, placed.first(count), 1, None)
+            self.pair_pricer.price_placed(self.entries, placed.first(count), 1, None)
             placed, size = placed.after(count), size * ROW_BLOCK_GROWTH
 
     def close(self) -> None:
@@ -785,50 +791,53 @@ def explore(explorers: Sequence[Explorer], counts: DeviceCounts) -> None:
     limit = min((explorer.least_seconds(counts) for explorer in explorers), default=np.inf)
     if not np.isfinite(limit) or all(explorer.too_large(counts) for explorer in explorers):
         return
-    fronts, fresh_entries = dict[int, Frontier](), list[tuple[float, int, Array]]()
+    frontiers, fresh_entries = dict[int, Frontier](), list[tuple[float, int, Array]]()
     farthest = limit * MAX_LIMIT_RATIO
     while sum(len(new) for *_, new in fresh_entries) < MIN_FITTING_ENTRIES:
-        seen = _below(fronts, limit)
+        seen = _below(frontiers, limit)
         if seen >= MAX_UNFIT_ENTRIES or not limit < farthest:
             return
         limit *= LIMIT_GROWTH if seen else EMPTY_LIMIT_GROWTH
-        fresh_entries = _new(explorers, counts, fronts, limit)
+        fresh_entries = _new(explorers, counts, frontiers, limit)
     best, previous = explorers[0].best, np.inf
     while limit != previous:
         previous = limit
         for _, number, new in sorted(fresh_entries, key=lambda entry: entry[:2]):
-            fronts[number].advance(new, limit)
-        if not np.isfinite(best.seconds) and _below(fronts, limit) >= MAX_UNFIT_ENTRIES:
+            frontiers[number].advance(new, limit)
+        if not np.isfinite(best.seconds) and _below(frontiers, limit) >= MAX_UNFIT_ENTRIES:
             return
         limit = min(limit * LIMIT_GROWTH, best.limit) if limit < best.limit else limit
-        fresh_entries = _new(explorers, counts, fronts, limit)
+        fresh_entries = _new(explorers, counts, frontiers, limit)
     for explorer in explorers:
-        explorer.skip(counts, fronts)
-    for front in fronts.values():
-        front.close()
+        explorer.skip(counts, frontiers)
+    for frontier in frontiers.values():
+        frontier.close()
 
 
-def _below(fronts: Mapping[int, Frontier], limit: float) -> int:
+def _below(frontiers: Mapping[int, Frontier], limit: float) -> int:
     """Number of entries below a limit."""
-    return sum(len(front.entries.below(limit)[0]) for front in fronts.values())
+    return sum(len(frontier.entries.below(limit)[0]) for frontier in frontiers.values())
 
 
 def _new(
-    explorers: Sequence[Explorer], counts: DeviceCounts, fronts: dict[int, Frontier], limit: float
+    explorers: Sequence[Explorer],
+    counts: DeviceCounts,
+    frontiers: dict[int, Frontier],
+    limit: float,
 ) -> list[tuple[float, int, Array]]:
     """(least bound, identity of the `Entries`, entries below the limit) of what is below a limit;
     adds frontiers for spaces that may have something below it.
     """
     for explorer in explorers:
         for entries in explorer.large(counts, limit):
-            if id(entries) not in fronts:
-                fronts[id(entries)] = Frontier(
-                    entries=entries, pricer=explorer.pairs, best=explorer.best
+            if id(entries) not in frontiers:
+                frontiers[id(entries)] = Frontier(
+                    entries=entries, pair_pricer=explorer.pair_pricer, best=explorer.best
                 )
     return [
         (minimum, number, new)
-        for number, front in fronts.items()
-        for new, minimum in [front.new(limit)]
+        for number, frontier in frontiers.items()
+        for new, minimum in [frontier.new(limit)]
     ]
 
 
@@ -894,19 +903,20 @@ def priced_space(
     all_spaces, runs = _explorers(
         workload, topology, pins, rules, devices_wanted, any_plan=any_plan, all_devices=all_devices
     )
-    slow_part, largest = devices_within_slow_links(topology), max(devices for devices, _ in runs)
+    part_devices, largest = devices_within_slow_links(topology), max(devices for devices, _ in runs)
     counts_by_explorer = dict[Explorer, DeviceCounts]()
     for devices, explorer in runs:
         if devices:
             counts_by_explorer[explorer] = (*counts_by_explorer.get(explorer, ()), devices)
     many = largest > min(MANY_DEVICES, MANY_DEVICES_PER_ROW * all_spaces[-1].limits.batch)
-    if many and not any_plan and not slow_part:
+    if many and not any_plan and not part_devices:
         _price_together(counts_by_explorer, ranking, slack)
     else:
         if ranking is None and not any_plan:
-            if slow_part:
+            if part_devices:
                 explore(
-                    [explorer for devices, explorer in runs if devices == slow_part], (slow_part,)
+                    [explorer for devices, explorer in runs if devices == part_devices],
+                    (part_devices,),
                 )
             on_all = [explorer for devices, explorer in runs if 0 < devices == largest]
             if on_all and on_all[0].is_small((largest,)):  # its plan may exclude all other spaces
@@ -914,7 +924,7 @@ def priced_space(
                 on_all = on_all[1:]
             explore(on_all, (largest,))
         # plans on all devices are usually fastest, unless a slow link joins them
-        for devices, explorer in sorted(runs, key=lambda run: (run[0] != slow_part, -run[0])):
+        for devices, explorer in sorted(runs, key=lambda run: (run[0] != part_devices, -run[0])):
             if devices:
                 explorer.run((devices,), ranking, slack)
     explorer = runs[0][1]
@@ -980,10 +990,10 @@ def _explorers(
     """The spaces, one for each attention strategy and dtype combination, and an explorer for each
     number of devices that a plan may use; 0 devices where a space has no plan.
     """
-    fixed = choice_of_rules(rules, workload.colouring, pins) if rules is not None else None
+    pinned_choice = choice_of_rules(rules, workload.colouring, pins) if rules is not None else None
     all_spaces: list[Space] = []
     runs: list[tuple[int, Explorer]] = []
-    for variant, space in spaces(workload, topology.chip, pins, fixed):
+    for variant, space in spaces(workload, topology.chip, pins, pinned_choice):
         all_spaces.append(space)
         counts = [
             count

@@ -255,8 +255,8 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
 
 def constraints(plan: Plan) -> Constraints:
     """The limits that keep a plan from being faster."""
-    steps = staircase(plan)
-    bindings = [*_memory(plan, steps), *_pins(plan), *_sizes(plan)]
+    unfit_plans = staircase(plan)
+    bindings = [*_memory(plan, unfit_plans), *_pins(plan), *_sizes(plan)]
     bindings.sort(
         key=lambda binding: (
             binding.step_seconds or plan.estimate.step_seconds,
@@ -265,7 +265,7 @@ def constraints(plan: Plan) -> Constraints:
         )
     )
     return Constraints(
-        step_seconds=plan.estimate.step_seconds, binding=tuple(bindings), staircase=steps
+        step_seconds=plan.estimate.step_seconds, binding=tuple(bindings), staircase=unfit_plans
     )
 
 
@@ -273,11 +273,11 @@ def staircase(plan: Plan) -> tuple[UnfitPlan, ...]:
     """Faster plans that do not fit, the one that lacks least memory first."""
     topology = source_of(plan).topology
     usable, memory_margin = topology.chip.usable_bytes, margin(topology)
-    steps: list[UnfitPlan] = []
+    unfit_plans: list[UnfitPlan] = []
     for entry in faster_without_limit(plan):
-        if steps and entry.seconds <= steps[-1].step_seconds * (1 + TIE):
-            steps.pop()  # as fast, and needs more memory
-        steps.append(
+        if unfit_plans and entry.seconds <= unfit_plans[-1].step_seconds * (1 + TIE):
+            unfit_plans.pop()  # as fast, and needs more memory
+        unfit_plans.append(
             UnfitPlan(
                 mesh=entry.candidate.mesh,
                 summary=entry.candidate.summary,
@@ -286,13 +286,13 @@ def staircase(plan: Plan) -> tuple[UnfitPlan, ...]:
                 short_bytes=int(entry.peak_bytes * memory_margin - usable),
             )
         )
-    return tuple(reversed(steps))
+    return tuple(reversed(unfit_plans))
 
 
-def _memory(plan: Plan, steps: tuple[UnfitPlan, ...]) -> Iterable[Binding]:
-    if not steps:
+def _memory(plan: Plan, unfit_plans: tuple[UnfitPlan, ...]) -> Iterable[Binding]:
+    if not unfit_plans:
         return
-    nearest, fastest, before = steps[0], steps[-1], plan.estimate.step_seconds
+    nearest, fastest, before = unfit_plans[0], unfit_plans[-1], plan.estimate.step_seconds
     message = (
         f"Memory: {bytes_text(nearest.short_bytes)} more on every device would allow {nearest.mesh}"
         f" and save {seconds_text(before - nearest.step_seconds)} per step"
@@ -380,13 +380,13 @@ def kernels(plan: Plan) -> Kernels:
     """The kernels of a step of a plan, equal ones summed, slowest first. Their seconds add up to
     the plan's `estimate.seconds.compute`.
     """
-    machine = _on_machine(plan)
+    priced = _priced_candidate(plan)
     sums: dict[tuple[str, ...], KernelTime] = {}
-    for program, shares in machine.programs():
-        for kernel in _kernels_of(program, shares, machine):
+    for program, shares in priced.programs():
+        for kernel in _kernels_of(program, shares, priced):
             key = kernel.name, kernel.kind, kernel.phase, kernel.dtype, f"{kernel.intensity:.4g}"
             sums[key] = _added(sums[key], kernel) if key in sums else kernel
-    chip = machine.pricer.topology.chip
+    chip = priced.pricer.topology.chip
     dtypes = dict.fromkeys(kernel.dtype for kernel in sums.values())
     return Kernels(
         chip=chip.name,
@@ -396,7 +396,7 @@ def kernels(plan: Plan) -> Kernels:
     )
 
 
-def _on_machine(plan: Plan) -> PricedCandidate:
+def _priced_candidate(plan: Plan) -> PricedCandidate:
     """The plan as a priced candidate of the search."""
     source = source_of(plan)
     topology, pins = source.topology, pinned(plan)
@@ -419,11 +419,11 @@ class _PerDevice:
 
 
 def _kernels_of(
-    program: CostProgram, shares: Array, machine: PricedCandidate
+    program: CostProgram, shares: Array, priced: PricedCandidate
 ) -> Iterator[KernelTime]:
     """The kernels of a program, scaled to the share of the layers that run it."""
-    facts, pricer, decisions = program.facts, machine.pricer, machine.candidate.decisions
-    per_device = _PerDevice(candidate=machine)
+    facts, pricer, decisions = program.facts, priced.pricer, priced.candidate.decisions
+    per_device = _PerDevice(candidate=priced)
     factor = pricer.factors.get(Quantity.COMPUTE, 1.0)
     for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
         part = float(shares[item.segment])
@@ -431,7 +431,7 @@ def _kernels_of(
             continue
         outside = item.segment in (OUTSIDE_LAYERS, len(shares) + OUTSIDE_LAYERS)
         constants = pricer.outside if outside else pricer.constants
-        for term in item.terms(machine.candidate.choice):
+        for term in item.terms(priced.candidate.choice):
             if not isinstance(term, Compute):
                 continue
             if term.heads is not None and not term.heads.holds(decisions.mesh["tensor"]):
@@ -577,10 +577,10 @@ def _price_of_memory(plan: Plan, best: Plan) -> ShadowPrice:
         amount=topology.chip.usable_bytes,
         saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds),
     )
-    steps = staircase(best)
-    if not steps:
+    unfit_plans = staircase(best)
+    if not unfit_plans:
         return price
-    larger, low, high = _first_larger(plan, best, steps[0].short_bytes + 1)
+    larger, low, high = _first_larger(plan, best, unfit_plans[0].short_bytes + 1)
     return replace(
         price,
         break_amount=float(topology.chip.usable_bytes + high),

@@ -36,7 +36,7 @@ from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.assembly import PricedCandidate, assemble, price
 from shardlib.planner.findings import without_effect
 from shardlib.planner.incumbents import BestPlans, RankedEntry, Ranking
-from shardlib.planner.parts import Candidate, effective, with_dtypes
+from shardlib.planner.parts import Candidate, dtype_changes, with_dtypes
 from shardlib.planner.plan import Plan, Ranked, Rejected, Search, Source
 from shardlib.planner.priced import PricedSpace, priced_space
 from shardlib.planner.workload import Workload, batch_size, most_specific_first, prepare
@@ -54,7 +54,11 @@ MAX_RIVALS, MAX_SLOWDOWN = 3, 1.25
 
 
 def fastest_with_left_out(
-    workload: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
+    workload: Workload,
+    topology: Topology,
+    priced: PricedSpace,
+    candidate: Candidate,
+    seconds: float,
 ) -> tuple[Candidate, float]:
     """The fastest plan, and its seconds, after adding left-out colours to the best plans of a
     search wherever that is faster and fits.
@@ -62,12 +66,12 @@ def fastest_with_left_out(
     Args:
         seconds: step time of `candidate`.
     """
-    if not space.space.left_out:
+    if not priced.space.left_out:
         return candidate, seconds
     others = sorted(
         (
             (rival_s, rival)
-            for rival_s, _, rival in space.best.by_mesh.values()
+            for rival_s, _, rival in priced.best.by_mesh.values()
             if rival.mesh["tensor"] > 1
             and rival_s <= MAX_SLOWDOWN * seconds
             and rival.mesh != candidate.mesh
@@ -76,19 +80,23 @@ def fastest_with_left_out(
     )
     best = candidate, seconds
     for rival_s, start in [(seconds, candidate), *others[:MAX_RIVALS]]:
-        improved = with_left_out(workload, topology, space, start, rival_s)
+        improved = with_left_out(workload, topology, priced, start, rival_s)
         best = improved if improved[1] < best[1] else best
     return best
 
 
 def with_left_out(
-    workload: Workload, topology: Topology, space: PricedSpace, candidate: Candidate, seconds: float
+    workload: Workload,
+    topology: Topology,
+    priced: PricedSpace,
+    candidate: Candidate,
+    seconds: float,
 ) -> tuple[Candidate, float]:
     """A plan with each left-out colour sharded where that is faster and fits, and its
     seconds.
     """
     degree, colours = candidate.mesh["tensor"], workload.colouring.colours
-    for name in space.space.left_out if degree > 1 else ():
+    for name in priced.space.left_out if degree > 1 else ():
         if colours[name].divisor % degree:
             continue
         tensor = most_specific_first({*candidate.choice.tensor, name}, workload.colouring)
@@ -113,7 +121,7 @@ def with_more_free_memory(
     workload: Workload,
     topology: Topology,
     pins: Pins,
-    space: PricedSpace,
+    priced: PricedSpace,
     candidate: Candidate,
     seconds: float,
 ) -> Candidate:
@@ -130,10 +138,10 @@ def with_more_free_memory(
     if fewest_bytes < FULL_MEMORY_SHARE * fitting_bytes(topology):
         return candidate
     stages = facts_of_mesh({"stage": np.array([decisions.mesh["stage"]])})
-    for zero in (zero for zero in space.space.limits.abilities.zero if zero > decisions.zero):
+    for zero in (zero for zero in priced.space.limits.abilities.zero if zero > decisions.zero):
         alternative = candidate.replace(zero=zero)
         if not lowerable(
-            facts_of_decisions(alternative.decisions), stages, space.space.unsupported
+            facts_of_decisions(alternative.decisions), stages, priced.space.unsupported
         ).all():
             continue
         totals = price(workload, topology, alternative)
@@ -269,7 +277,7 @@ def loops_can_hide(workload: Workload, topology: Topology, mesh: MeshShape) -> b
 
 
 def with_any_loops(
-    workload: Workload, topology: Topology, pins: Pins, space: PricedSpace
+    workload: Workload, topology: Topology, pins: Pins, priced: PricedSpace
 ) -> tuple[Candidate, float, float]:
     """The fastest candidate with or without loops over tensor, its step time, and a lower bound for
     all plans.
@@ -279,8 +287,8 @@ def with_any_loops(
     other plans are priced in the order of that bound, until it is no less than the step time of the
     best plan, or `MAX_LOOP_PLANS` have been priced.
     """
-    assert space.best.fastest is not None
-    best = with_loops(workload, topology, space.best.fastest, pins, space.best.seconds)
+    assert priced.best.fastest is not None
+    best = with_loops(workload, topology, priced.best.fastest, pins, priced.best.seconds)
     for sharded in _by_tensor(workload, topology, pins):
         assert sharded.best.fastest is not None
         best = min(
@@ -292,10 +300,10 @@ def with_any_loops(
         workload.problem, topology.chip.vendor, replace(workload.profile, tensor_overlap=1.0)
     )
     fastest = priced_space(all_hidden, topology, pins).best.seconds
-    ranking, priced = Ranking[Candidate](), 0
+    ranking, num_priced = Ranking[Candidate](), 0
     hidden_space = priced_space(all_hidden, topology, pins, ranking, max(1.0, best[1] / fastest))
     for entry in ranking.ordered(hidden_space.simplicity):
-        if entry.seconds >= best[1] or priced == MAX_LOOP_PLANS:
+        if entry.seconds >= best[1] or num_priced == MAX_LOOP_PLANS:
             return *best, min(best[1], entry.seconds)
         candidate = hidden_space.candidate(entry)
         if loops_can_hide(workload, topology, candidate.mesh):
@@ -306,7 +314,8 @@ def with_any_loops(
                 pins,
                 float(price(workload, topology, candidate).step_seconds[0]),
             )
-            best, priced = min(best, alternative, key=lambda pair: pair[1]), priced + 1
+            best = min(best, alternative, key=lambda pair: pair[1])
+            num_priced += 1
     return *best, best[1]
 
 
@@ -315,16 +324,16 @@ def _by_tensor(workload: Workload, topology: Topology, pins: Pins) -> Iterator[P
     where pins leave the size open.
     """
     fixed = dict(pins.axes)
-    if pins.mesh is not None or "tensor" in fixed or pins.staged:
+    if pins.mesh is not None or "tensor" in fixed or pins.always_staged:
         return
     for degree in (n for n in divisors(topology.devices) if 1 < n <= MAX_LOOP_TENSOR):
         try:
             axes = tuple(sorted({**fixed, "tensor": degree, "stage": 1}.items()))
-            space = priced_space(workload, topology, pins.replace(axes=axes))
+            priced = priced_space(workload, topology, pins.replace(axes=axes))
         except PinError:
             continue
-        if space.best.fastest is not None:
-            yield space
+        if priced.best.fastest is not None:
+            yield priced
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,25 +366,25 @@ def _fastest(
         return fastest_form(
             pins, lambda form: _fastest(workload, topology, form, all_devices=all_devices)
         )
-    space = priced_space(workload, topology, pins, all_devices=all_devices)
-    if space.best.fastest is None:
-        raise _infeasible(workload, topology, pins, space)
+    priced = priced_space(workload, topology, pins, all_devices=all_devices)
+    if priced.best.fastest is None:
+        raise _infeasible(workload, topology, pins, priced)
     fastest, priced_seconds = fastest_with_left_out(
-        workload, topology, space, space.best.fastest, space.best.seconds
+        workload, topology, priced, priced.best.fastest, priced.best.seconds
     )
-    fastest = with_more_free_memory(workload, topology, pins, space, fastest, priced_seconds)
+    fastest = with_more_free_memory(workload, topology, pins, priced, fastest, priced_seconds)
     candidate, step_seconds = with_loops(workload, topology, fastest, pins, priced_seconds)
     bound = min(priced_seconds, step_seconds)
     if pins.collective_matmul == "any" and workload.profile.name == XLA.name:
-        candidate, step_seconds, bound = with_any_loops(workload, topology, pins, space)
+        candidate, step_seconds, bound = with_any_loops(workload, topology, pins, priced)
     seconds = time.perf_counter() - started
     return _plan(
         workload,
         topology,
         pins,
-        space,
+        priced,
         candidate,
-        _certificate(space, candidate, step_seconds, seconds, bound),
+        _certificate(priced, candidate, step_seconds, seconds, bound),
     )
 
 
@@ -432,26 +441,26 @@ def _in_order(
             front=front,
         )
     ranking = Ranking[Candidate]()
-    space = priced_space(workload, topology, pins, ranking, slack)
-    if space.best.fastest is None:
-        raise _infeasible(workload, topology, pins, space)
+    priced = priced_space(workload, topology, pins, ranking, slack)
+    if priced.best.fastest is None:
+        raise _infeasible(workload, topology, pins, priced)
     seconds = time.perf_counter() - started
 
     def plan(candidate: Candidate, entry: RankedEntry[Candidate]) -> Plan:
         alternative, priced_seconds = with_left_out(
-            workload, topology, space, candidate, entry.seconds
+            workload, topology, priced, candidate, entry.seconds
         )
         alternative = with_more_free_memory(
-            workload, topology, pins, space, alternative, priced_seconds
+            workload, topology, pins, priced, alternative, priced_seconds
         )
         chosen, step_seconds = with_loops(workload, topology, alternative, pins, priced_seconds)
-        bound = min(space.best.seconds, step_seconds)
-        certificate = _certificate(space, chosen, step_seconds, seconds, bound)
-        return _plan(workload, topology, pins, space, chosen, certificate)
+        bound = min(priced.best.seconds, step_seconds)
+        certificate = _certificate(priced, chosen, step_seconds, seconds, bound)
+        return _plan(workload, topology, pins, priced, chosen, certificate)
 
     def entries() -> Iterator[Ranked]:
-        for entry in ranking.front() if front else ranking.ordered(space.simplicity):
-            candidate = space.candidate(entry)
+        for entry in ranking.front() if front else ranking.ordered(priced.simplicity):
+            candidate = priced.candidate(entry)
             yield Ranked(
                 candidate=candidate,
                 seconds=entry.seconds,
@@ -466,7 +475,7 @@ def _plan(
     workload: Workload,
     topology: Topology,
     pins: Pins,
-    space: PricedSpace,
+    priced: PricedSpace,
     candidate: Candidate,
     certificate: Search,
 ) -> Plan:
@@ -475,22 +484,22 @@ def _plan(
         topology,
         candidate,
         certificate,
-        rules=space.rules,
-        left_out=space.space.left_out,
-        devices=space.devices,
+        rules=priced.rules,
+        left_out=priced.space.left_out,
+        devices=priced.devices,
         pinned=pins.mesh is not None,
     )
     require_obeyed(pins, plan)
-    return plan.with_findings(*without_effect(space.space.pins, plan))
+    return plan.with_findings(*without_effect(priced.space.pins, plan))
 
 
 def _certificate(
-    space: PricedSpace, candidate: Candidate, step_seconds: float, seconds: float, bound: float
+    priced: PricedSpace, candidate: Candidate, step_seconds: float, seconds: float, bound: float
 ) -> Search:
     """The certificate of a search for one of its plans, with a lower bound on the step time; the
     gap is 0 where the plan is as fast as the bound.
     """
-    best = space.best
+    best = priced.best
     candidates = best.counts["priced"] + best.counts["bound"]
     return Search(
         evaluations=best.counts["priced"],
@@ -500,7 +509,7 @@ def _certificate(
         seconds=seconds,
         rejected=_rejected(best, candidate),
         counts=tuple(sorted(best.counts.items())),
-        landscape=space.landscape(MAX_POINTS),
+        landscape=priced.landscape(MAX_POINTS),
     )
 
 
@@ -528,11 +537,11 @@ def _rejected(best: BestPlans, chosen: Candidate) -> tuple[Rejected, ...]:
 
 
 def _infeasible(
-    workload: Workload, topology: Topology, pins: Pins, space: PricedSpace
+    workload: Workload, topology: Topology, pins: Pins, priced: PricedSpace
 ) -> InfeasibleError:
     from shardlib.planner.no_plan import infeasible
 
-    assert space.best.minimum_memory is not None
+    assert priced.best.minimum_memory is not None
 
     def fits(machine: Topology, others: Pins) -> bool:
         try:
@@ -541,7 +550,7 @@ def _infeasible(
             return False
         return priced.best.fastest is not None
 
-    candidate = space.best.minimum_memory
+    candidate = priced.best.minimum_memory
     return infeasible(
         workload, topology, pins, candidate, price(workload, topology, candidate), fits
     )
@@ -816,7 +825,7 @@ def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
     chosen = frameworks.framework(name, vendor)
     profile = framework_profile(chosen.profile)
     stored = (("param_dtype", chosen.param_dtype),) if chosen.param_dtype else ()
-    problem, profile = with_dtypes(effective(stored, problem, profile), problem, profile)
+    problem, profile = with_dtypes(dtype_changes(stored, problem, profile), problem, profile)
     return prepare(problem, vendor, profile, chosen)
 
 

@@ -31,7 +31,7 @@ from shardlib.graph import OF_VENDOR, Problem, Rows
 from shardlib.layout import BATCH_AXES, MESH_AXES, STORED_AXES, TENSOR
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import divisors
-from shardlib.planner.parts import combinations, effective
+from shardlib.planner.parts import dtype_changes, dtype_combinations
 from shardlib.planner.workload import (
     MAX_MICROBATCHES,
     ItemTallies,
@@ -637,8 +637,8 @@ def spaces(
     problem, profile = workload.problem, workload.profile
     abilities = workload.framework.able if workload.framework is not None else ANY_PLAN
     all_dtypes = dict.fromkeys(
-        effective(dtypes, problem, profile, pins.dtypes)
-        for dtypes in combinations(pins.dtypes, pins.allow)
+        dtype_changes(dtypes, problem, profile, pins.dtypes)
+        for dtypes in dtype_combinations(pins.dtypes, pins.allow)
     )
     strategies = attention_strategies(problem, pins, profile, chip, abilities)
     for dtypes, strategy in itertools.product(all_dtypes, strategies):
@@ -800,7 +800,7 @@ def factorisations(
             n
             for n in divisors(remaining, limit)
             if (axis == "stage" or axis not in dim_sizes or limit % n == 0)
-            and not (axis == "stage" and pins.staged and n == 1)
+            and not (axis == "stage" and pins.always_staged and n == 1)
         ]
 
     last = MESH_AXES[-1]

@@ -472,7 +472,7 @@ class TallyCache:
         points: returns the memory items of each point, by the same keys.
         stored: items of stored parameters.
         groups: number of layer groups.
-        fixed: colours other than those of a choice's tensor axis on which items may depend.
+        other_axes: colours other than those of a choice's tensor axis on which items may depend.
         sibling: a cache whose measures, and whose groups of the same lists of items, are shared.
     """
 
@@ -483,11 +483,11 @@ class TallyCache:
         stored: list[Item],
         groups: int,
         profile: FrameworkProfile,
-        fixed: frozenset[str],
+        other_axes: frozenset[str],
         sibling: TallyCache | None = None,
     ) -> None:
         self._work, self._points, self._stored = work, points, stored
-        self._segments, self._fixed = groups + 2, fixed
+        self._segments, self._other_axes = groups + 2, other_axes
         self._item_entries = (
             ItemEntries(MeasureIndex(), profile, groups + 2)
             if sibling is None
@@ -511,13 +511,13 @@ class TallyCache:
             key: (remat policy, True where tokens are routed); None for stored arrays.
         """
         items = self._stored if key is None else self._work[key]
-        groups = self._grouped([items], self._fixed)
+        groups = self._grouped([items], self._other_axes)
         return ItemTallies(lists=1, segments=self._segments, groups=groups, components=())
 
     def of_shardable(self, shardable: tuple[str, ...]) -> ModelTallies:
         """The tallies where the tensor axis may shard the given colours."""
         if shardable not in self._cache:
-            relevant = self._fixed | set(shardable)
+            relevant = self._other_axes | set(shardable)
             points = self._points()
             lists: list[Sequence[list[Item]]] = [
                 [self._stored],
@@ -595,16 +595,16 @@ class Workload:
         ):
             sibling = self.sibling.tallies
         return TallyCache(
-            work, points, self.stored, len(self.counts), self.profile, self._fixed, sibling=sibling
+            work, points, self.stored, len(self.counts), self.profile, self._other_axes, sibling
         )
 
     @property
-    def _fixed(self) -> frozenset[str]:
+    def _other_axes(self) -> frozenset[str]:
         """Colours that axes other than tensor shard."""
         return frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
 
     @cached_property
-    def phases(self) -> TallyCache:
+    def phase_tallies(self) -> TallyCache:
         """The tallies of every program's phases: for each phase what is saved, then its points.
         Its measures are in the index of `tallies`.
         """
@@ -618,7 +618,7 @@ class Workload:
         )
 
     @cached_property
-    def stacks(self) -> TallyCache:
+    def stack_tallies(self) -> TallyCache:
         """The tallies of the activations that every program's loops over layers have saved at the
         end of the forward pass. Its measures are in the index of `tallies`.
         """
@@ -627,8 +627,8 @@ class Workload:
         )
 
     def _of(self, points: dict[ProgramKey, tuple[list[Item], ...]]) -> TallyCache:
-        groups, fixed = len(self.counts), self._fixed
-        return TallyCache({}, lambda: points, [], groups, self.profile, fixed, self.tallies)
+        groups, other_axes = len(self.counts), self._other_axes
+        return TallyCache({}, lambda: points, [], groups, self.profile, other_axes, self.tallies)
 
     @cached_property
     def can_mix_remat(self) -> bool:
@@ -739,7 +739,7 @@ def prepare(
             state_bytes=problem.state_bytes,
             largest_end=_largest_end(problem, segments),
             reduction_dtype_ratio=_reduction(profile, problem),
-            matmul_dtype_ratio=_compute_dtype_ratio(problem),
+            compute_dtype_ratio=_compute_dtype_ratio(problem),
             head_layers=_head_layers(facts),
             updates=problem.updates if profile.name == XLA.name else (),
         ),
