@@ -19,7 +19,7 @@ from shardlib.cost.collectives import (
     least_link_costs,
     link_costs,
     slot_cost,
-    stored,
+    storage_group,
 )
 from shardlib.cost.roofline import efficiency, with_reached_rates
 from shardlib.layout import KINDS, MESH_AXES, MeshShape
@@ -470,7 +470,7 @@ def test_the_network_between_slices_carries_pieces(inside: str, both: str) -> No
     def cost(where: str, kind: str) -> float:
         machine = topology(where)
         placed = placements(MeshShape(fsdp=machine.devices), machine)[0][1]
-        slot = Slot("gather" if kind == "all-gather" else "scatter", stored(), kind)
+        slot = Slot("gather" if kind == "all-gather" else "scatter", storage_group(), kind)
         return slot_cost(slot, placed, machine).seconds_per_byte / (
             machine.devices if kind == "reduce-scatter" else 1
         )

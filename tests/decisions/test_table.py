@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardlib.decisions.pins import RULES, PinnedValues, Pins, contradictions
+from shardlib.decisions.pins import PIN_CONFLICTS, PinnedValues, Pins, contradictions
 from shardlib.decisions.table import TABLE, Decisions, illegal, page, plain_data, values_of
 from shardlib.errors import PinError
 
@@ -149,13 +149,13 @@ def test_every_rule_can_be_broken_alone(number: int, pin: dict[str, object]) -> 
     mesh = read.get("mesh")
     sizes = axes if mesh is None else {axis: mesh[axis] for axis in ("fsdp", "expert", "context")}
     given = PinnedValues(pins=read, axes=sizes)
-    assert [k for k, rule in enumerate(RULES) if rule.violated(given)] == [number]
+    assert [k for k, rule in enumerate(PIN_CONFLICTS) if rule.violated(given)] == [number]
     (says,) = contradictions(read, axes)
     assert "\nTry: " in says and "{" not in says.replace("={", "")
 
 
 def test_every_rule_has_pins_that_break_it() -> None:
-    assert len(BROKEN) == len(RULES)
+    assert len(BROKEN) == len(PIN_CONFLICTS)
 
 
 def test_integers_of_numpy_are_integers() -> None:

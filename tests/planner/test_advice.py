@@ -91,7 +91,7 @@ def at(
         compute_dtype="bfloat16",
         itemsize=2,
         weights=weights,
-        language=language,
+        has_sequence=language,
     )
 
 

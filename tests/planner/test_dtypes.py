@@ -20,7 +20,7 @@ from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology, topology
 from shardlib.planner import search as planner
 from shardlib.planner.assembly import assemble
-from shardlib.planner.parts import Candidate, combinations
+from shardlib.planner.parts import Candidate, dtype_combinations
 from shardlib.planner.plan import Plan, Search
 from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import Choice
@@ -67,7 +67,9 @@ def test_the_search_equals_brute_force(where: str, share: float | None) -> None:
     allow = dict(list(ALLOW.items())[:2])
     best = min(
         fastest(load.variant(dtypes), place, all_variants=share is not None)[0]
-        for dtypes in combinations((), tuple((word, tuple(some)) for word, some in allow.items()))
+        for dtypes in dtype_combinations(
+            (), tuple((word, tuple(some)) for word, some in allow.items())
+        )
     )
     plan = planner.search(load.problem, place, {"allow": allow}, workload=load)
     assert plan.estimate.step_seconds == pytest.approx(best, rel=1e-9)
