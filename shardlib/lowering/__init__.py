@@ -29,6 +29,7 @@ learned, anew  methods of a program: the state that evaluations and exports read
                the outer parameters); a state with its optimizer as before the first step
 cut, dealt     a sequence sharded over a mesh axis (`Cut`); split in the order of its devices
 round          of experts: an exchange of as many rows as messages have room for
+sections       of a loss: before, in and after its loop over layers (`SplitLoss`)
 chunk, slot    consecutive layers that a stage runs at once; storage of one chunk or microbatch
 stash          residuals of a chunk that wait for its backward pass
 tick, table    the time of one chunk's work on one microbatch; the schedule of all ticks

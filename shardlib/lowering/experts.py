@@ -50,7 +50,7 @@ _Sums = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupedMatmul:
+class Grouped:
     """The form of a grouped matmul.
 
     Attributes:
@@ -233,12 +233,12 @@ class ExpertSharding:
     """Experts on a mesh.
 
     Attributes:
-        expert_axes: mesh axes that shard the experts, the major one first; empty if experts are
+        expert: mesh axes that shard the experts, the major one first; empty if experts are
             replicated.
         ways: number of shards of the experts: the product of the sizes of these axes.
-        hidden_axes: mesh axes that shard the hidden width of an expert.
-        token_axes: mesh axes that shard the tokens, the major one first; must include
-            `expert_axes`, or tokens would be multiplied twice.
+        tensor: mesh axes that shard the hidden width of an expert.
+        every: mesh axes that shard the tokens, the major one first; must include
+            `expert`, or tokens would be multiplied twice.
         exchange: "dense" exchanges messages of equal size (`jax.lax.all_to_all`, on every
             platform), "ragged" only the rows there are (`jax.lax.ragged_all_to_all`, on TPU and
             GPU).
@@ -250,18 +250,18 @@ class ExpertSharding:
         LayoutError: values that do not fit.
     """
 
-    expert_axes: tuple[str, ...]
+    expert: tuple[str, ...]
     ways: int
-    hidden_axes: tuple[str, ...] = ()
-    token_axes: tuple[str, ...] = ()
+    tensor: tuple[str, ...] = ()
+    every: tuple[str, ...] = ()
     exchange: str = "dense"
-    grouped: GroupedMatmul = field(default_factory=GroupedMatmul)
+    grouped: Grouped = field(default_factory=Grouped)
     slack: float = EXCHANGE_ROOM
 
     def __post_init__(self) -> None:
-        if self.ways < 1 or (self.ways > 1) != bool(self.expert_axes):
+        if self.ways < 1 or (self.ways > 1) != bool(self.expert):
             raise LayoutError(
-                f"experts on the axes {self.expert_axes} are not shared in {self.ways} ways\n"
+                f"experts on the axes {self.expert} are not shared in {self.ways} ways\n"
                 "Try: the product of the sizes of the axes, 1 without axes"
             )
         if self.exchange not in ("dense", "ragged"):
@@ -272,13 +272,13 @@ class ExpertSharding:
     @property
     def axes(self) -> tuple[str, ...]:
         """All mesh axes, each once."""
-        return tuple(dict.fromkeys((*self.token_axes, *self.expert_axes, *self.hidden_axes)))
+        return tuple(dict.fromkeys((*self.every, *self.expert, *self.tensor)))
 
     def local(self, count: int) -> int:
         """Experts per device, of `count` in all."""
         if count % self.ways:
             raise LayoutError(
-                f"{count} experts cannot be shared by {'x'.join(self.expert_axes)}={self.ways}"
+                f"{count} experts cannot be shared by {'x'.join(self.expert)}={self.ways}"
                 f" devices\nTry: an expert axis whose size divides {count}"
             )
         return count // self.ways
@@ -404,12 +404,12 @@ def queue_of(
     if form.capacity is not None:
         accepted = _accepted(form, sharding, chosen.astype(jnp.int32), count).reshape(-1)
         expert, dropped = jnp.where(accepted, expert, count), jnp.sum(~accepted, dtype=jnp.int32)
-        dropped = jax.lax.psum(dropped, sharding.token_axes) if sharding.token_axes else dropped
+        dropped = jax.lax.psum(dropped, sharding.every) if sharding.every else dropped
     order, rank, starts = _sorted(expert, count)
     local_counts = jnp.diff(starts)[None]
     counts = (
-        jax.lax.all_gather(local_counts, sharding.expert_axes, axis=0, tiled=True)
-        if sharding.expert_axes
+        jax.lax.all_gather(local_counts, sharding.expert, axis=0, tiled=True)
+        if sharding.expert
         else local_counts
     )
     return (
@@ -456,11 +456,11 @@ def _accepted(
     _, rank, starts = _sorted(keys, count * per_token)
     local_counts = jnp.diff(starts)[None]
     counts = (
-        jax.lax.all_gather(local_counts, sharding.token_axes, axis=0, tiled=True)
-        if sharding.token_axes
+        jax.lax.all_gather(local_counts, sharding.every, axis=0, tiled=True)
+        if sharding.every
         else local_counts
     )
-    device = jax.lax.axis_index(sharding.token_axes) if sharding.token_axes else 0
+    device = jax.lax.axis_index(sharding.every) if sharding.every else 0
     totals = counts.sum(0).reshape(per_token, count)
     in_earlier_choices = (jnp.cumsum(totals, axis=0) - totals).reshape(-1)
     earlier = jnp.arange(counts.shape[0]) < device
@@ -544,7 +544,7 @@ def _dense(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRou
     def exchanged(rows: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(
             rows.reshape(size, message_rows, -1),
-            sharding.expert_axes,
+            sharding.expert,
             split_axis=0,
             concat_axis=0,
             tiled=True,
@@ -559,7 +559,7 @@ def _local_counts(sharding: ExpertSharding, queue: Queue) -> jax.Array:
     """Assignments of every device for every local expert, [X, L]."""
     local = sharding.local(queue.counts.shape[1])
     return jax.lax.dynamic_slice_in_dim(
-        queue.counts, jax.lax.axis_index(sharding.expert_axes) * local, local, axis=1
+        queue.counts, jax.lax.axis_index(sharding.expert) * local, local, axis=1
     )
 
 
@@ -573,7 +573,7 @@ def _ragged(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRo
     start = jnp.clip(number * capacity - recv_starts, 0, from_to)
     size = jnp.clip((number + 1) * capacity - recv_starts, 0, from_to) - start
     input_offsets, output_offsets = send_starts + start, recv_starts + start - number * capacity
-    axes = sharding.expert_axes
+    axes = sharding.expert
     me = jax.lax.axis_index(axes)
     sends = input_offsets[me], size[me], output_offsets[me], size[:, me]
     reverse = output_offsets[:, me], size[:, me], input_offsets[:, me], size[me]
@@ -827,7 +827,7 @@ def routed(
         .all(queue, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters)
         .reshape(x.shape)
     )
-    return (jax.lax.psum(result, sharding.hidden_axes) if sharding.hidden_axes else result), dropped
+    return (jax.lax.psum(result, sharding.tensor) if sharding.tensor else result), dropped
 
 
 # --------------------------------------------------------------------------------------------------
@@ -988,7 +988,7 @@ def lower_experts(
         # matrices
     ):
         return lambda *arrays: list(
-            routed(site.call.form, ExpertSharding(expert_axes=(), ways=1, grouped=grouped), *arrays)
+            routed(site.call.form, ExpertSharding(expert=(), ways=1, grouped=grouped), *arrays)
         )
     if plan.experts == "none":
         return None
@@ -1021,7 +1021,7 @@ def _expert_call(
     site: CallSite,
     parameters: Sequence[ParameterLayout | None],
     tokens: Layout,
-    grouped: GroupedMatmul,
+    grouped: Grouped,
     regions: Regions,
 ) -> ExpertCall:
     """The shardings of a call, see `lower_experts`; `tokens` is the layout of its tokens."""
@@ -1035,9 +1035,9 @@ def _expert_call(
     )
     batch, sequence = regions.physical_axes(tokens[0]), regions.physical_axes(along)
     sharding = ExpertSharding(
-        expert_axes=regions.physical_axes(expert_axes),
+        expert=regions.physical_axes(expert_axes),
         ways=regions.ways(expert_axes),
-        token_axes=(*batch, *sequence),
+        every=(*batch, *sequence),
         grouped=grouped,
     )
     return ExpertCall(
@@ -1078,13 +1078,13 @@ def _matrix_axes(
     )
 
 
-def _grouped_form(plan: Plan, regions: Regions) -> GroupedMatmul:
+def _grouped_form(plan: Plan, regions: Regions) -> Grouped:
     """The form of the grouped matmul: TPUs have a kernel for it."""
     try:
         tpu = topology(plan.topology).chip.vendor == "google"
     except ShardlibError:  # a user-defined topology
         tpu = regions.torus
-    return GroupedMatmul(kind="ragged" if tpu else "blocks")
+    return Grouped(kind="ragged" if tpu else "blocks")
 
 
 _moved.keep_name(__name__, "routed")

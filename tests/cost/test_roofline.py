@@ -382,7 +382,7 @@ def test_the_default_says_nothing_but_what_lowering_does_with_experts_gathers_an
         reduction="microbatch",
         gathered_inputs="again",
     ) == FrameworkProfile(name="xla")
-    assert XLA.exchange_room == ExpertSharding(expert_axes=(), ways=1).slack
+    assert XLA.exchange_room == ExpertSharding(expert=(), ways=1).slack
     assert framework_profile("xla") is XLA is framework_profile(XLA)
 
 

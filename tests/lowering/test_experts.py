@@ -23,7 +23,7 @@ from shardlib.lowering.experts import (
     ExpertCall,
     ExpertMatrix,
     ExpertSharding,
-    GroupedMatmul,
+    Grouped,
     permuted,
     routed,
 )
@@ -32,7 +32,7 @@ from shardlib.tracing.rewriting import recomputed as computed_again
 from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ, WIDTH, INNER, COUNT, CHOICES = 8, 12, 6, 8, 8, 2
-BLOCKS = GroupedMatmul(kind="blocks", block=16)
+BLOCKS = Grouped(kind="blocks", block=16)
 
 
 def arrays(seq=SEQ, count=COUNT, gated=True, batch=BATCH):
@@ -72,10 +72,10 @@ def on_devices(axes, form, *, exchange="dense", grouped=BLOCKS, slack=1.25):
     )
     every = tuple(axis for axis in axes if axis != "t")
     where = ExpertSharding(
-        expert_axes=expert,
+        expert=expert,
         ways=math.prod(axes[axis] for axis in expert),
-        hidden_axes=tensor,
-        token_axes=every,
+        tensor=tensor,
+        every=every,
         exchange=exchange,
         grouped=grouped,
         slack=slack,
@@ -212,7 +212,7 @@ def test_a_ragged_exchange_does_the_same(monkeypatch, axes, slack, capacity):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("grouped", [GroupedMatmul(), BLOCKS], ids=["ragged", "blocks"])
+@pytest.mark.parametrize("grouped", [Grouped(), BLOCKS], ids=["ragged", "blocks"])
 def test_half_precision_adds_up_in_single(grouped):
     given = {name: array.astype(jnp.bfloat16) for name, array in arrays().items()}
     found, _ = jax.jit(on_devices({"e": 4, "d": 2}, ExpertForm(), grouped=grouped)[0])(
@@ -260,7 +260,7 @@ def test_grouped_matmuls_are_one_matmul_for_every_group(kind, sizes):
             rows[mine].T @ ways[mine],
         )
     matmul = functools.partial(
-        GroupedMatmul(kind=kind, block=8).matmul, sizes=jnp.asarray(sizes, jnp.int32)
+        Grouped(kind=kind, block=8).matmul, sizes=jnp.asarray(sizes, jnp.int32)
     )
     given = (
         jnp.where(jnp.arange(37)[:, None] < sum(sizes), jnp.asarray(rows, jnp.float32), jnp.nan),
@@ -348,7 +348,7 @@ def test_what_the_backward_pass_finds(around, recomputed):
     axes = {"fsdp": 2, "expert": 4}
     machine = Regions(mesh=Mesh(np.array(jax.devices()).reshape(2, 4), tuple(axes)), torus=False)
     matrices = ExpertMatrix(stored={0: ("expert",), 1: ("fsdp",)}, gathered={1: ("fsdp",)})
-    where = ExpertSharding(expert_axes=("expert",), ways=4, token_axes=tuple(axes), grouped=BLOCKS)
+    where = ExpertSharding(expert=("expert",), ways=4, every=tuple(axes), grouped=BLOCKS)
     placed = ExpertCall(
         form=ExpertForm(),
         sharding=where,
@@ -410,9 +410,7 @@ def test_tokens_are_gathered_three_times(around):
     ]
     placed = ExpertCall(
         form=ExpertForm(),
-        sharding=ExpertSharding(
-            expert_axes=("expert",), ways=2, token_axes=("expert",), grouped=BLOCKS
-        ),
+        sharding=ExpertSharding(expert=("expert",), ways=2, every=("expert",), grouped=BLOCKS),
         tokens=(("expert",), ()),
         hidden=("tensor",),
         scattered=True,
@@ -439,11 +437,11 @@ def test_what_does_not_fit():
     with pytest.raises(
         LayoutError, match="experts on the axes \\('expert',\\) are not shared in 1 ways"
     ):
-        ExpertSharding(expert_axes=("expert",), ways=1)
+        ExpertSharding(expert=("expert",), ways=1)
     with pytest.raises(LayoutError, match="exchange 'sparse' is not known\nTry: dense or ragged"):
-        ExpertSharding(expert_axes=(), ways=1, exchange="sparse")
+        ExpertSharding(expert=(), ways=1, exchange="sparse")
     with pytest.raises(LayoutError, match="slack 0\\.0 leaves no room"):
-        ExpertSharding(expert_axes=(), ways=1, slack=0.0)
+        ExpertSharding(expert=(), ways=1, slack=0.0)
     with pytest.raises(
         LayoutError,
         match=(
@@ -451,6 +449,6 @@ def test_what_does_not_fit():
             " divides 6"
         ),
     ):
-        ExpertSharding(expert_axes=("expert",), ways=4).local(6)
+        ExpertSharding(expert=("expert",), ways=4).local(6)
     with pytest.raises(LayoutError, match="rows cannot be grouped as 'dense'"):
-        GroupedMatmul(kind="dense")
+        Grouped(kind="dense")

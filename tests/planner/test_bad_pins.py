@@ -74,8 +74,8 @@ ROWS: dict[tuple[str, str], tuple[tuple[dict[str, Any], str], ...]] = {
             "pins are not usable: 'remt' is not a decision; did you mean 'remat'? (decisions"
             " are mesh, rules, sequence_parallel, zero, remat, remat_layers, remat_classes,"
             " microbatches, accumulation, schedule, virtual_stages, gather, pipeline, context,"
-            " attention, experts, collective_matmul, offload, axis_order, exchange, dtypes,"
-            " param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow"
+            " attention, experts, collective_matmul, offload, optimizer_layout, axis_order,"
+            " exchange, dtypes, param_dtype, matmul_dtype, gradient_dtype, reduction_dtype, moment_dtype, allow"
             " and mesh.AXIS)",
         ),
     ),
