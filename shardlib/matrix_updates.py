@@ -29,6 +29,8 @@ from functools import cached_property
 
 from shardlib.graph import MatrixUpdate
 
+#: Cause of the collectives of matrix updates, in plans.
+CAUSE = "matrices of the optimizer"
 #: Mesh axes.
 Axes = tuple[str, ...]
 #: FLOPs per update that a device may compute beyond its even share, where there are fewer whole

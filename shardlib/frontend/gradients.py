@@ -113,14 +113,14 @@ def value_and_grad(
         objects = any(map(_has_objects, (*args, *kwargs.values())))
         call = (_of_objects if objects else _of_trees)(loss, args, kwargs, chosen, has_aux)
         if holomorphic or allow_int or not any(isinstance(leaf, Tracer) for leaf in call.leaves):
-            value, aux, slopes_of_leaves = call.plain(holomorphic, allow_int)
+            value, aux, leaf_grads = call.plain(holomorphic, allow_int)
         else:
-            value, aux, slopes_of_leaves = marked_loss(
+            value, aux, leaf_grads = marked_loss(
                 call.function, call.leaves, call.paths, call.trained, _name(loss), rows
             )
         aux = call.after(aux)
-        slopes = call.like(slopes_of_leaves)
-        return (value, aux) if has_aux else value, slopes if several else slopes[0]
+        grads = call.like(leaf_grads)
+        return (value, aux) if has_aux else value, grads if several else grads[0]
 
     return gradients
 
@@ -154,10 +154,10 @@ class _Call:
             return self.function([next(fresh) if flag else leaf for leaf, flag in pairs])
 
         trained = [leaf for leaf, flag in zip(self.leaves, self.trained, strict=True) if flag]
-        (value, aux), slopes = jax.value_and_grad(
+        (value, aux), grads = jax.value_and_grad(
             of_trained, has_aux=True, holomorphic=holomorphic, allow_int=allow_int
         )(trained)
-        return value, aux, slopes
+        return value, aux, grads
 
 
 def _chosen(argnums: Argnums, wrt: Filter) -> tuple[nnx.DiffState, ...]:
@@ -204,8 +204,8 @@ def _of_trees(
         positional, named = structure.unflatten(replaced)
         return _results(loss(*positional, **named), aux)
 
-    def like(slopes: Sequence[Value]) -> tuple[Tree, ...]:
-        fresh = dict(zip([index for index in taken if flags[index]], slopes, strict=True))
+    def like(grads: Sequence[Value]) -> tuple[Tree, ...]:
+        fresh = dict(zip([index for index in taken if flags[index]], grads, strict=True))
         trees: list[Tree] = []
         for selection in chosen:
             first = sum(counts[: selection.argnum])
@@ -275,11 +275,11 @@ def _of_objects(
         return aux
 
     def like(gradients: Sequence[Value]) -> tuple[Tree, ...]:
-        slopes = iter(gradients)
+        grads = iter(gradients)
         by_place: dict[Any, list[Value]] = {}
         for (path, _), flag in zip(spots, flags, strict=True):
             if flag:
-                by_place.setdefault(path, []).append(next(slopes))
+                by_place.setdefault(path, []).append(next(grads))
         return tuple(_filled(argnum, tree, places, by_place) for argnum, tree in templates)
 
     return _Call(
@@ -297,14 +297,12 @@ def _place(places: dict[int, Any], argnum: int, path: Any, leaf: Any) -> Any:
     return places.get(id(leaf), (0, argnum, *path_parts(path)))
 
 
-def _filled(
-    argnum: int, tree: Tree, places: dict[int, Any], slopes: dict[Any, list[Value]]
-) -> Tree:
+def _filled(argnum: int, tree: Tree, places: dict[int, Any], grads: dict[Any, list[Value]]) -> Tree:
     """An argument with gradients in the places of its leaves."""
     named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_variable)
     leaves: list[Any] = []
     for path, leaf in named:
-        gradients = slopes[_place(places, argnum, path, leaf)]
+        gradients = grads[_place(places, argnum, path, leaf)]
         leaves.append(jax.tree.unflatten(jax.tree.structure(leaf), gradients))
     return structure.unflatten(leaves)
 
@@ -328,11 +326,11 @@ def _trained(params: Tree, wrt: Filter) -> Partition:
     )
 
 
-def _like(params: Tree, chosen: Partition, slopes: Sequence[Value | None]) -> Tree:
+def _like(params: Tree, chosen: Partition, grads: Sequence[Value | None]) -> Tree:
     """Gradients as a tree like the trained part of the params; None for what is not trained."""
     leaves, structure = jax.tree.flatten(params)
     filled = structure.unflatten(
-        [leaf if slope is None else slope for leaf, slope in zip(leaves, slopes, strict=True)]
+        [leaf if grad is None else grad for leaf, grad in zip(leaves, grads, strict=True)]
     )
     if chosen.whole or not isinstance(params, nnx.State):
         return chosen.trained(filled)

@@ -678,9 +678,9 @@ def _in_place(loss: SingleLoss, program: Program) -> InPlace:
 
     def run(*operands: Value) -> list[Value]:
         params, batch = loss.arguments(operands[form.constants :])
-        (value, (metrics, _)), slopes = parts.run.gradients(params, {}, batch)
+        (value, (metrics, _)), grads = parts.run.gradients(params, {}, batch)
         stored = cast_like(
-            constrain_tree(slopes, parts.param_shardings.gradient), parts.update_params
+            constrain_tree(grads, parts.param_shardings.gradient), parts.update_params
         )
         gradients = {positions[path]: stored[path] for path in trained}
         traced = [var.aval for var in loss.model.traced.closed_jaxpr.jaxpr.outvars]

@@ -29,6 +29,7 @@ from shardlib.lowering.loss_layouts import ValueLayouts
 from shardlib.lowering.mesh import batch_dims, plan_indices
 from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
 from shardlib.machines.topology import device_order
+from shardlib.matrix_updates import CAUSE
 from shardlib.planner.plan import ParameterLayout, Plan, source_of
 from shardlib.propagation.colours import Colouring
 from shardlib.propagation.contractions import gather_key, gradient_key, use_key
@@ -135,6 +136,8 @@ def _of_plan(plan: Plan) -> list[str]:
         f"routed experts (experts={plan.experts})": plan.experts != "none",
         f"a kernel of attention (attention={plan.attention})": plan.attention != "traced",
         "collective matmul (collective_matmul=loop)": plan.collective_matmul == "loop",
+        f"{CAUSE} made whole (optimizer_layout={plan.optimizer_layout})": CAUSE
+        in {collective.cause for collective in plan.estimate.collectives},
         f"memory of the host (offload={list(plan.offload)})": bool(plan.offload),
         f"dtypes of the plan ({dict(plan.dtypes)})": bool(dict(plan.dtypes)),
         "rematerialisation of some layers alone (remat_layers, remat_classes)": bool(

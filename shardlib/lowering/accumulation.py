@@ -349,7 +349,7 @@ def deferred_reductions(traced: LossJaxpr, layouts: LossLayouts) -> DeferredRedu
             uses[path] = deferral
     if not uses:
         return None
-    others = _read_elsewhere(layouts.loss, {path: use.use.position for path, use in uses.items()})
+    others = _read_elsewhere(layouts.facts, {path: use.use.position for path, use in uses.items()})
     return DeferredReductions(
         traced=traced,
         layouts=layouts,

@@ -51,33 +51,33 @@ class EquationPaths:
     """Paths of equations.
 
     Attributes:
-        run: equations that are evaluated one by one.
-        closed: custom gradients and custom calls, which are evaluated as a whole; also the
+        evaluated: equations that are evaluated one by one.
+        opaque: custom gradients and custom calls, which are evaluated as a whole; also the
             equations inside of them.
     """
 
-    run: frozenset[str]
-    closed: frozenset[str]
+    evaluated: frozenset[str]
+    opaque: frozenset[str]
 
     @staticmethod
     def of(program: Program) -> EquationPaths:
         """Collects the paths of a program and of the bodies that the interpreter enters."""
-        run, closed = set[str](), set[str]()
+        evaluated, opaque = set[str](), set[str]()
         for equation in _equations(program):
             if (
                 equation.call is not None
                 or equation.name == "custom_vjp_call"
                 or equation.name == "custom_vjp_call_jaxpr"
             ):
-                closed.add(equation.path)
+                opaque.add(equation.path)
             elif equation.name not in CUSTOM:
-                run.add(equation.path)
-        return EquationPaths(run=frozenset(run), closed=frozenset(closed))
+                evaluated.add(equation.path)
+        return EquationPaths(evaluated=frozenset(evaluated), opaque=frozenset(opaque))
 
-    def is_closed(self, path: str) -> bool:
-        """True if an op is, or is inside of, a closed equation."""
+    def is_opaque(self, path: str) -> bool:
+        """True if an op is, or is inside of, an opaque equation."""
         parts = path.split("/")
-        return any("/".join(parts[:end]) in self.closed for end in range(1, len(parts) + 1))
+        return any("/".join(parts[:end]) in self.opaque for end in range(1, len(parts) + 1))
 
 
 def _equations(program: Program) -> Iterator[Equation]:
@@ -151,22 +151,22 @@ def interleaving(
     }
     if plan.mesh["stage"] > 1:
         return Interleaving(findings=tuple(map(_finding, sorted(groups))))
-    left: set[FusedGroup] = set()
+    refused: set[FusedGroup] = set()
     paths, stacked = EquationPaths.of(program), stacked_parameters(program, num_parameters)
     while groups:
-        reading = _InterleavingPass(
+        one_pass = _InterleavingPass(
             graph=graph,
             dims={place: group for place, group in fused.items() if group in groups},
             paths=paths,
             stacked=stacked,
             num_parameters=num_parameters,
         )
-        result = reading.read()
-        if not reading.refused:
-            return replace(result, shards=shards, findings=tuple(map(_finding, sorted(left))))
-        groups -= reading.refused
-        left |= reading.refused
-    return Interleaving(findings=tuple(map(_finding, sorted(left))))
+        result = one_pass.run()
+        if not one_pass.refused:
+            return replace(result, shards=shards, findings=tuple(map(_finding, sorted(refused))))
+        groups -= one_pass.refused
+        refused |= one_pass.refused
+    return Interleaving(findings=tuple(map(_finding, sorted(refused))))
 
 
 def _finding(group: FusedGroup) -> Finding:
@@ -204,22 +204,22 @@ class _InterleavingPass:
     num_parameters: int
     refused: set[FusedGroup] = field(default_factory=set)
 
-    def read(self) -> Interleaving:
+    def run(self) -> Interleaving:
         """The changes for the interleaved dims; adds groups that cannot be interleaved to
         `refused`.
         """
         graph = self.graph
         leaves = graph.inputs[: self.num_parameters]
-        taken = {
+        parameter_values = {
             value: number
             for number, value in enumerate(leaves)
             if graph.values[value].role == "parameter" and number not in self.stacked.values()
         }
-        stored = {value for value in graph.inputs if value not in taken} | {
+        in_model_order = {value for value in graph.inputs if value not in parameter_values} | {
             value for value, described in enumerate(graph.values) if described.role == "constant"
         }
         slices: dict[str, FusedDims] = {}
-        special: dict[str, PieceOp | PieceReshape] = {}
+        piece_ops: dict[str, PieceOp | PieceReshape] = {}
         operands: dict[str, dict[int, dict[int, tuple[PieceSizes, bool]]]] = {}
         results: dict[tuple[str, int], FusedDims] = {}
         for op in graph.ops:
@@ -228,26 +228,26 @@ class _InterleavingPass:
             if op.kind == "enter" and op.path in self.stacked:
                 slices[op.path] = self._fused_dims(op.results[0])
                 continue
-            fresh = {
+            to_reorder = {
                 position: dict(orders)
                 for position, value in enumerate(op.operands)
-                if value in stored and (orders := self._fused_dims(value))
+                if value in in_model_order and (orders := self._fused_dims(value))
             }
             if op.category == "boundary":
-                self._refuse(op, fresh)
+                self._refuse(op, to_reorder)
                 continue
             replacement, uneven = self._piece_op(op), self._uneven(op)
-            if self.paths.is_closed(op.path) or (
-                (replacement or uneven or fresh) and op.path not in self.paths.run
+            if self.paths.is_opaque(op.path) or (
+                (replacement or uneven or to_reorder) and op.path not in self.paths.evaluated
             ):
                 self._refuse(op, range(len(op.operands)), True)
                 continue
             if replacement is not None:
-                special[op.path] = replacement
+                piece_ops[op.path] = replacement
                 uneven = {place for place in uneven if not self._handled(op, replacement, place)}
-            turned: dict[int, dict[int, tuple[PieceSizes, bool]]] = defaultdict(dict)
-            for operand_position, orders in fresh.items():
-                turned[operand_position] = {
+            reordered: dict[int, dict[int, tuple[PieceSizes, bool]]] = defaultdict(dict)
+            for operand_position, orders in to_reorder.items():
+                reordered[operand_position] = {
                     dim: (sizes, True)
                     for dim, sizes in orders.items()
                     if (False, operand_position, dim) not in uneven
@@ -259,20 +259,20 @@ class _InterleavingPass:
                         **results.get((op.path, position), {}),
                         dim: sizes,
                     }
-                elif op.operands[position] not in stored:
-                    turned[position][dim] = (sizes, False)
-            if any(turned.values()):
-                operands[op.path] = dict(turned)
+                elif op.operands[position] not in in_model_order:
+                    reordered[position][dim] = (sizes, False)
+            if any(reordered.values()):
+                operands[op.path] = dict(reordered)
         for value in graph.outputs:
             self.refused |= {self.dims[value, dim] for dim in self._fused_dims(value)}
         return Interleaving(
             parameters={
                 number: orders
-                for value, number in taken.items()
+                for value, number in parameter_values.items()
                 if (orders := self._fused_dims(value))
             },
             slices=slices,
-            piece_ops=special,
+            piece_ops=piece_ops,
             operands=operands,
             results=results,
         )
@@ -488,10 +488,10 @@ def loss_in_layouts(
     plan = layouts.plan
     program = with_frozen(
         traced.program,
-        [k for k, i in enumerate(layouts.order) if not layouts.plan.parameters[i].trained],
+        [k for k, i in enumerate(layouts.plan_indices) if not layouts.plan.parameters[i].trained],
     )
     policies = layer_policies(
-        plan, program, layouts.loss, [plan.parameters[i].path for i in layouts.order]
+        plan, program, layouts.facts, [plan.parameters[i].path for i in layouts.plan_indices]
     )
     walk = change(
         replace(

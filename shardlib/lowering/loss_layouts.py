@@ -63,11 +63,11 @@ from shardlib.tracing.rewriting import EquationGroup, Walk, bind
 
 
 def parameter_in_use(
-    value: jax.Array, gathered: bool, use: NamedSharding, back: NamedSharding
+    value: jax.Array, gathered: bool, compute: NamedSharding, gradient: NamedSharding
 ) -> jax.Array:
     """A parameter whose gradient is resharded for the optimizer; gathered at once if `gathered`."""
-    same = with_gradient_sharding(back)(value)
-    return constrain(same, use) if gathered else same
+    same = with_gradient_sharding(gradient)(value)
+    return constrain(same, compute) if gathered else same
 
 
 def constrain_to_layout(
@@ -168,8 +168,8 @@ class LossLayouts:
     Attributes:
         values: layouts of activations.
         compute, gradient: shardings of each parameter in use, and of its gradient.
-        order: index of each parameter's layouts in the plan.
-        loss: facts about the loss.
+        plan_indices: index of each parameter's layouts in the plan.
+        facts: of the loss.
         uses: operations that use parameters, in the dtypes of the plan.
         reductions: how gradients are reduced.
         matmuls: matmuls of weights that collective matmuls may replace; empty if the plan has none.
@@ -181,8 +181,8 @@ class LossLayouts:
     values: ValueLayouts
     compute: Sequence[NamedSharding]
     gradient: Sequence[NamedSharding]
-    order: Sequence[int]
-    loss: LossFacts
+    plan_indices: Sequence[int]
+    facts: LossFacts
     uses: Mapping[str, Use]
     reductions: GradientReductions
     matmuls: tuple[WeightMatmul, ...] = ()
@@ -198,7 +198,7 @@ class LossLayouts:
 
     def parameter(self, parameter: int, leaf: jax.Array) -> jax.Array:
         """One parameter as the loss reads it."""
-        if parameter in self.loss.stacked_slices.values():
+        if parameter in self.facts.stacked_slices.values():
             return leaf
         kernels, tables = self._gathered_first(self._outer)
         # XLA replicates the rows looked up in a table that is sharded along both dims: the table is
@@ -224,7 +224,7 @@ class LossLayouts:
         """
         if not fused_dims:
             return value
-        layouts = self._parameter(parameter, mesh)
+        layouts = self._parameter_layout(parameter, mesh)
 
         def shardings(layout: Layout) -> tuple[NamedSharding, NamedSharding]:
             after = Layout(*tuple(layout)[len(layout) - value.ndim :])
@@ -232,7 +232,7 @@ class LossLayouts:
                 mesh, reordering_layout(after, fused_dims, value.shape, self.plan.mesh)
             )
 
-        narrow = self.loss.narrow_dtypes.get(parameter, value.dtype)
+        narrow = self.facts.narrow_dtypes.get(parameter, value.dtype)
         return interleaved_parameter(
             as_dtype(value, narrow),
             fused_dims,
@@ -246,28 +246,30 @@ class LossLayouts:
         parameter: int,
         leaf: jax.Array,
         gathered: bool,
-        use: NamedSharding,
-        back: NamedSharding,
+        compute: NamedSharding,
+        gradient: NamedSharding,
     ) -> jax.Array:
         """A parameter, or a layer of it, in the traced dtype. It is communicated in the narrower of
         the traced and the stored dtype, or, if no matmul, lookup or slice gathers it, in the dtype
         in which it is read.
         """
-        dtype, added = self.loss.dtypes[parameter], parameter in self._only_added and leaf.ndim > 1
-        read = self.loss.narrow_dtypes.get(parameter, dtype) if added else dtype
-        moved = as_dtype(leaf, read) if read.itemsize < leaf.dtype.itemsize else leaf
-        return as_dtype(parameter_in_use(moved, gathered or added, use, back), dtype)
+        dtype, added = self.facts.dtypes[parameter], parameter in self._only_added and leaf.ndim > 1
+        read = self.facts.narrow_dtypes.get(parameter, dtype) if added else dtype
+        cast = as_dtype(leaf, read) if read.itemsize < leaf.dtype.itemsize else leaf
+        return as_dtype(parameter_in_use(cast, gathered or added, compute, gradient), dtype)
 
     @cached_property
     def _only_added(self) -> frozenset[int]:
         """Matrices that are only added to activations, or multiplied by them element by element,
         such as the positions of a vision transformer.
         """
-        adding = [use for path, use in self.loss.additions.items() if path in self._outer]
-        uses = *self.uses.values(), *self.loss.slice_uses.values(), *adding
-        moved = {use.view.parameter for use in uses}
-        trained = {i for i, number in enumerate(self.order) if self.plan.parameters[number].trained}
-        return frozenset(trained - moved if self.reductions.explicit else ())
+        adding = [use for path, use in self.facts.additions.items() if path in self._outer]
+        uses = *self.uses.values(), *self.facts.slice_uses.values(), *adding
+        gathered = {use.view.parameter for use in uses}
+        trained = {
+            i for i, number in enumerate(self.plan_indices) if self.plan.parameters[number].trained
+        }
+        return frozenset(trained - gathered if self.reductions.explicit else ())
 
     @cached_property
     def _outer(self) -> Mapping[str, Callable[..., Any]]:
@@ -295,7 +297,7 @@ class LossLayouts:
         return (
             replace(use, shardings=layouts_of_use, recomputed=self._rereads_gathered),
             self.values[path, 0],
-            self._parameter(use.view.parameter, mesh),
+            self._parameter_layout(use.view.parameter, mesh),
         )
 
     @cached_property
@@ -307,7 +309,7 @@ class LossLayouts:
         every_layer = not plan.remat_layers and not plan.remat_classes
         return every_layer and plan.remat != "none" and self.regions(self.mesh).torus
 
-    def _parameter(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
+    def _parameter_layout(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of a parameter, without the axes that are manual in the surrounding region."""
         manual = manual_axes(mesh)
         gone = {
@@ -315,7 +317,7 @@ class LossLayouts:
             for axis in self.plan.mesh
             if manual and set(physical_axes(mesh, (axis,))) <= manual
         }
-        return without_axes(self.plan.parameters[self.order[number]], gone)
+        return without_axes(self.plan.parameters[self.plan_indices[number]], gone)
 
     def _gathered_first(
         self, functions: Mapping[str, Any]
@@ -323,11 +325,11 @@ class LossLayouts:
         """Shapes of kernels, and tables, that are gathered at once, without those that a replaced
         operation gathers.
         """
-        uses_by_path = {**self.uses, **self.loss.slice_uses, **self.loss.additions}
+        uses_by_path = {**self.uses, **self.facts.slice_uses, **self.facts.additions}
         uses = [uses_by_path[path] for path in functions]
         return (
-            self.loss.kernel_shapes - {use.shape for use in uses},
-            self.loss.lookup_tables - {use.view.parameter for use in uses},
+            self.facts.kernel_shapes - {use.shape for use in uses},
+            self.facts.lookup_tables - {use.view.parameter for use in uses},
         )
 
     def _replacements(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
@@ -364,13 +366,13 @@ class LossLayouts:
         (rows,) = batch
         if any(size > 1 and axis not in rows for axis, size in self.plan.mesh.items()):
             return {}
-        uses = self.loss.additions
+        uses = self.facts.additions
         moved = [
-            use.view.parameter for use in (*self.uses.values(), *self.loss.slice_uses.values())
+            use.view.parameter for use in (*self.uses.values(), *self.facts.slice_uses.values())
         ]
         times = Counter([*moved, *(use.view.parameter for use in uses.values())])
         reductions = {
-            path: added_matrix(use, rows, self._parameter(use.view.parameter, mesh), regions)
+            path: added_matrix(use, rows, self._parameter_layout(use.view.parameter, mesh), regions)
             for path, use in uses.items()
             if times[use.view.parameter] == 1
         }
@@ -380,9 +382,9 @@ class LossLayouts:
         self, mesh: Mesh | AbstractMesh, regions: Regions
     ) -> dict[str, Callable[..., Any]]:
         """Replacements of slices of parameters all of whose slices can be replaced."""
-        uses = self.loss.slice_uses
+        uses = self.facts.slice_uses
         gathers = {
-            path: gathered_slice(use, self._parameter(use.view.parameter, mesh), regions)
+            path: gathered_slice(use, self._parameter_layout(use.view.parameter, mesh), regions)
             for path, use in uses.items()
         }
         left = {uses[path].view.parameter for path, function in gathers.items() if function is None}
@@ -403,9 +405,9 @@ class LossLayouts:
     ) -> LossLayouts:
         """Finds the layouts of a traced loss."""
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
-        loss, order = traced.facts(len(gradient)), plan_indices(plan, params.compute)
-        uses = _in_plan_dtypes(loss.uses, Precision.of(plan))
-        matmuls_of_weights = weight_matmuls(loss) if plan.collective_matmul == "loop" else ()
+        facts, order = traced.facts(len(gradient)), plan_indices(plan, params.compute)
+        uses = _in_plan_dtypes(facts.uses, Precision.of(plan))
+        matmuls_of_weights = weight_matmuls(facts) if plan.collective_matmul == "loop" else ()
         regions = regions_of(plan, mesh)
         looped = _ring_loops(
             matmuls_of_weights, [plan.parameters[i] for i in order], value_layouts, regions
@@ -416,8 +418,8 @@ class LossLayouts:
             values=value_layouts,
             compute=compute,
             gradient=gradient,
-            order=order,
-            loss=loss,
+            plan_indices=order,
+            facts=facts,
             uses=uses,
             reductions=gradient_reductions(
                 plan,
@@ -440,7 +442,7 @@ class LossLayouts:
         narrow = {path for path, use in self.uses.items() if use.matmul_dtype is not None}
 
         def place(path: str, index: int, value: jax.Array) -> jax.Array:
-            if path in self.loss.stacked_slices:
+            if path in self.facts.stacked_slices:
                 return self._layer_slice(path, value, value.shape in kernels, mesh)
             layout = self.values.get((path, index))
             if layout is None:
@@ -454,9 +456,9 @@ class LossLayouts:
             )
 
         def run(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
-            done = replaced_on_mesh(equation, operands, mesh)
-            if done is not None:
-                return done
+            replaced = replaced_on_mesh(equation, operands, mesh)
+            if replaced is not None:
+                return replaced
             if equation.path in functions:
                 return [functions[equation.path](*operands)]
             if equation.name in CUSTOM and has_matmul(equation.eqn):
@@ -466,14 +468,14 @@ class LossLayouts:
             if layouts_of_use is None:
                 return None if use is None else [use.run(operands)]
             if use is None:
-                written = with_manual_groups(
+                contraction = with_manual_groups(
                     ModelContraction(equation=equation), equation, layouts_of_use
                 )
-                return [run_in_layouts(written, layouts_of_use, operands)]
-            inside = with_manual_groups(
+                return [run_in_layouts(contraction, layouts_of_use, operands)]
+            contraction = with_manual_groups(
                 use, equation, layouts_of_use, preferred_element_type=use.matmul_dtype
             )
-            return [run_in_layouts(inside, layouts_of_use, use.narrow_operands(operands))]
+            return [run_in_layouts(contraction, layouts_of_use, use.narrow_operands(operands))]
 
         return self.interleaving.wrap(
             Walk(
@@ -488,7 +490,7 @@ class LossLayouts:
         self, path: str, value: jax.Array, kernel: bool, mesh: Mesh | AbstractMesh
     ) -> jax.Array:
         """The slice of a stacked parameter that one layer uses, in its layout."""
-        i = self.loss.stacked_slices[path]
+        i = self.facts.stacked_slices[path]
         compute, gradient = (
             without_manual_axes(mesh, layer_sharding(shardings[i]))
             for shardings in (self.compute, self.gradient)
@@ -514,7 +516,10 @@ class LossLayouts:
         """The matmuls that run in loops over the tensor axis, by path."""
         return _ring_loops(
             self.matmuls,
-            [self._parameter(i, mesh) for i in range(len(self.order))] if self.matmuls else [],
+            [
+                self._parameter_layout(i, mesh)
+                for i in range(len(self.plan_indices) if self.matmuls else 0)
+            ],
             self.values,
             self.regions(mesh),
         )
@@ -526,10 +531,10 @@ class LossLayouts:
         regions = self.regions(mesh)
         substitutes = {
             path: self._call_replacement(site, mesh, regions)
-            for path, site in self.loss.calls.items()
+            for path, site in self.facts.calls.items()
         }
         return {
-            path: self._in_result_layouts(function, self.loss.calls[path], mesh)
+            path: self._in_result_layouts(function, self.facts.calls[path], mesh)
             for path, function in substitutes.items()
             if function is not None
         }
@@ -544,7 +549,7 @@ class LossLayouts:
             return lower_attention(site, self.plan, self.values, regions)
         if isinstance(site.call.form, ExpertForm):
             parameters = [
-                None if view is None else self._parameter(view.parameter, mesh)
+                None if view is None else self._parameter_layout(view.parameter, mesh)
                 for view in site.views
             ]
             return lower_experts(site, self.plan, parameters, self.values, regions)
@@ -553,7 +558,7 @@ class LossLayouts:
     def _in_result_layouts(
         self, function: Callable[..., Sequence[Any]], site: CallSite, mesh: Mesh | AbstractMesh
     ) -> Callable[..., Sequence[Any]]:
-        layouts = [None if maker is None else self.values.get(maker) for maker in site.producers]
+        layouts = [None if key is None else self.values.get(key) for key in site.producers]
 
         def run(*arrays: Any) -> list[Any]:
             return [

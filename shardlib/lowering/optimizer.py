@@ -161,13 +161,12 @@ class _Group:
         ]
         own, other = PartitionSpec(*(axes or None for axes in self.group.spec)), PartitionSpec()
         count = len(self.pairs[0][0].inputs)
-        in_specs = [[own if flag else other for flag in flags[:count]] for flags in is_parameter]
-        out_specs = [[own if flag else other for flag in flags[count:]] for flags in is_parameter]
+        specs = [[own if flag else other for flag in flags] for flags in is_parameter]
         results = jax.shard_map(
             lambda arrays: self._local(arrays, shared, is_parameter[0]),
             mesh=self.mesh,
-            in_specs=(in_specs,),
-            out_specs=out_specs,
+            in_specs=([listed[:count] for listed in specs],),
+            out_specs=[listed[count:] for listed in specs],
             check_vma=False,
         )(inputs)
         for (span, _), arrays in zip(self.pairs, results, strict=True):

@@ -176,10 +176,10 @@ def make_step(
         )
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
-        (value, metrics), slopes = gradients(params, {}, batch)
+        (value, metrics), grads = gradients(params, {}, batch)
         local = moved(params, 1, 3)
         updates, opt_state = optax.with_extra_args_support(optimizer).update(
-            slopes, opt_state, local, value=value
+            grads, opt_state, local, value=value
         )
         new = optax.apply_updates(local, constrain(updates, 3))
         return moved(new, 3, 1), opt_state, {"loss": value, **metrics}
@@ -259,13 +259,13 @@ def value_and_grad(
         call = _of_trees if nnx is None or not _has_modules((args, kwargs), nnx) else _of_modules
         flat, leaves, owners, finish = call(loss, args, kwargs, chosen, has_aux)
         trained = [owner is not None for owner in owners]
-        value, aux, slopes = _marked(flat, leaves, trained)
+        value, aux, grads = _marked(flat, leaves, trained)
         owned = [owner for owner in owners if owner is not None]
         aux, trees = finish(
             aux,
             {
                 position: [
-                    slope for owner, slope in zip(owned, slopes, strict=True) if owner == position
+                    grad for owner, grad in zip(owned, grads, strict=True) if owner == position
                 ]
                 for position in chosen
             },
@@ -308,9 +308,9 @@ def _of_trees(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_
         results = loss(*args, **kwargs)
         return results if has_aux else (results, None)
 
-    def finish(aux: Any, slopes: Mapping[int, Any]) -> Any:
+    def finish(aux: Any, grads: Mapping[int, Any]) -> Any:
         return aux, [
-            jax.tree.unflatten(jax.tree.structure(args[position]), slopes[position])
+            jax.tree.unflatten(jax.tree.structure(args[position]), grads[position])
             for position in chosen
         ]
 
@@ -348,13 +348,13 @@ def _of_modules(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], ha
         pairs = enumerate(zip(leaves, after, strict=True))
         return value, (aux, {index: new for index, (old, new) in pairs if new is not old})
 
-    def finish(results: Any, slopes: Mapping[int, Any]) -> Any:
+    def finish(results: Any, grads: Mapping[int, Any]) -> Any:
         aux, changed = results
         if changed:
             nnx.update(objects, structure.unflatten((dict(enumerate(leaves)) | changed).values()))
         states = {position: nnx.state(args[position], kind) for position, kind in kinds.items()}
         return aux, [
-            jax.tree.unflatten(jax.tree.structure(states[position]), slopes[position])
+            jax.tree.unflatten(jax.tree.structure(states[position]), grads[position])
             for position in kinds
         ]
 
@@ -401,10 +401,10 @@ def _marked(flat: Any, leaves: Sequence[Any], trained: Sequence[bool]) -> tuple[
             value, *aux = jaxpr_as_fun(form.closed)(*arguments.values())
             return value, aux
 
-        (value, aux), slopes = jax.value_and_grad(loss, has_aux=True)(
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(
             [values[index] for index in chosen]
         )
-        return [value, *aux, *slopes]
+        return [value, *aux, *grads]
 
     call.__name__ = call.__qualname__ = f"{_MARKS[0]}{len(_MARKED)}"
     _MARKED[call.__name__] = form
@@ -451,11 +451,11 @@ def _in_place(marked: _Marked, layouts: Layouts, mesh: Any) -> Callable[..., lis
     gradients = _gradients(loss, arguments(marked.closed.in_avals), layouts, mesh)
 
     def run(*values: Any) -> list[Any]:
-        (value, aux), slopes = gradients(*arguments(values))
+        (value, aux), grads = gradients(*arguments(values))
         results = zip((value, *aux.values()), marked.closed.out_avals, strict=True)
         return [
             *(result.astype(aval.dtype) for result, aval in results),
-            *(slopes[path] for kind, path in layouts.leaves if kind == "params"),
+            *(grads[path] for kind, path in layouts.leaves if kind == "params"),
         ]
 
     return run
@@ -473,21 +473,21 @@ def _gradients(loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh
 
     def gradients(params: Any, frozen: Any, batch: Any) -> Any:
         if layouts.microbatches == 1:
-            results, slopes = differentiate(params, frozen, batch)
-            return results, constrain(slopes, 2)
+            results, grads = differentiate(params, frozen, batch)
+            return results, constrain(grads, 2)
 
         def body(sums: Any, rows: Any) -> Any:
-            results, slopes = differentiate(params, frozen, _joined(batch, rows, layouts))
-            added = jax.tree.map(jnp.add, sums, constrain(slopes, 2))
+            results, grads = differentiate(params, frozen, _joined(batch, rows, layouts))
+            added = jax.tree.map(jnp.add, sums, constrain(grads, 2))
             return constrain(added, 2), results
 
         start = constrain(jax.tree.map(zeros, params), 2)
         sums, results = jax.lax.scan(body, start, _parts(batch, layouts, mesh))
         mean = jax.tree.map(lambda values: values.mean(0), results)
-        slopes = jax.tree.map(
+        grads = jax.tree.map(
             lambda total, leaf: (total / layouts.microbatches).astype(leaf.dtype), sums, params
         )
-        return mean, constrain(slopes, 2)
+        return mean, constrain(grads, 2)
 
     return gradients
 
@@ -802,10 +802,10 @@ class _Walk:
                 ]
                 return _bind(eqn, operands)[0]
 
-            slope = read(position, jax.linear_transpose(linear, into)(cotangent)[0])
+            grad = read(position, jax.linear_transpose(linear, into)(cotangent)[0])
             if wide and before is not None:
-                slope = _constrain(slope, before, self.mesh)
-            return slope.astype(aval.dtype)
+                grad = _constrain(grad, before, self.mesh)
+            return grad.astype(aval.dtype)
 
         def backward(saved: Sequence[Any], cotangent: Any) -> Any:
             reads = [read(position, value) for position, value in enumerate(saved)]

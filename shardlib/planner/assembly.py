@@ -43,7 +43,7 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Graph, Op, Problem
 from shardlib.layout import BATCH_AXES, CONTEXT, EXPERT, STAGE, TENSOR, MeshShape, Rules
 from shardlib.machines.topology import Placement, Topology, place
-from shardlib.matrix_updates import UpdateGroup, update_groups
+from shardlib.matrix_updates import CAUSE, UpdateGroup, update_groups
 from shardlib.planner import findings, layouts
 from shardlib.planner.layouts import activation_layouts
 from shardlib.planner.parts import Candidate, decisions_of
@@ -588,7 +588,7 @@ def _exchanges(groups: Sequence[UpdateGroup]) -> dict[tuple[Slot, str], float]:
     sizes: dict[tuple[Slot, str], float] = defaultdict(float)
     for group in groups:
         for kind, axes, size in group.exchanges():
-            sizes[Slot("update", DeviceGroup(axes), kind), "matrices of the optimizer"] += size
+            sizes[Slot("update", DeviceGroup(axes), kind), CAUSE] += size
     return sizes
 
 

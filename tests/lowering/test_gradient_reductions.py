@@ -72,7 +72,7 @@ def built_placing(pin):
 def test_lookups_do_not_save_their_table_for_the_backward_pass():
     layouts = layouts_placing({"mesh": {"data": 2, "fsdp": 4}, "zero": 3})
     ((path, use),) = ((p, u) for p, u in layouts.uses.items() if u.equation.name == "gather")
-    parameter = layouts.plan.parameters[layouts.order[use.view.parameter]]
+    parameter = layouts.plan.parameters[layouts.plan_indices[use.view.parameter]]
     lookup = with_reduced_gradient(
         use, layouts.values[path, 0], parameter, layouts.regions(layouts.mesh)
     )

@@ -230,6 +230,24 @@ def noisy_loss(model: Noisy, batch: Any) -> jax.Array:
     return jnp.mean((model(batch["x"]) - batch["y"]) ** 2)
 
 
+def test_matrices_of_the_optimizer_are_made_whole_by_programs_of_shardlib_alone() -> None:
+    def of_layout(layout: str) -> shardlib.Plan:
+        return shardlib.plan(
+            lambda rngs: nnx.Linear(16, 16, rngs=rngs),
+            noisy_loss,
+            optax.contrib.muon(1e-2),
+            models.ROWS,
+            topology="cpu:8",
+            pin={"mesh": {"fsdp": 8}, "zero": 3, "optimizer_layout": layout},
+        )
+
+    assert (
+        "plan of <lambda>: matrices of the optimizer made whole (optimizer_layout=stacked)"
+        in refused(of_layout("stacked"))
+    )
+    assert "optax.with_extra_args_support(optimizer).update" in of_layout("sharded").emit("jax")
+
+
 def test_what_plain_jax_cannot_express_is_listed() -> None:
     staged = shardlib.plan(
         *CASES["scan"][:2],
