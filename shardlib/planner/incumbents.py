@@ -1162,7 +1162,9 @@ class GroupPricer(PricingInputs):
             tuple((policy, int(numbers[k, i])) for k, policy in enumerate(corner)) for i in rows
         ]
         results.record(
-            replace(priced.decided.take(rows), groups=policies), totals, priced.candidates[rows]
+            replace(priced.decided.take(rows), group_policies=policies),
+            totals,
+            priced.candidates[rows],
         )
 
     def _record_fastest(self, priced: _PricedCorners, results: Incumbents) -> None:
