@@ -449,7 +449,7 @@ class StagedGradients:
 
     def _path(self, number: int) -> str:
         """The path of the parameter that a value is."""
-        return self._names[self._opening.pipeline.cut.program.inputs.index(number)]
+        return self._names[self._opening.pipeline.sections.program.inputs.index(number)]
 
     @property
     def _opening(self) -> Any:
@@ -459,7 +459,7 @@ class StagedGradients:
     @property
     def _shared(self) -> bool:
         """True if all layers use some parameter."""
-        return bool(self._opening.pipeline.cut.roles.shared)
+        return bool(self._opening.pipeline.sections.roles.shared)
 
     @cached_property
     def _names(self) -> list[str]:
