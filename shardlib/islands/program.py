@@ -419,7 +419,7 @@ class StagedGradients:
             if fresh or source_index >= len(self._names):
                 return {}
             runs[self._names[source_index]] = len(dispatch.stages) if in_stack else 1
-        assert len(opened.stacks) == len(opening.dealt), "a turn of each"
+        assert len(opened.stacks) == len(opening.all_stacks), "a turn of each"
         return runs if runs.keys() >= trained(self.program).keys() else {}
 
     def begun(self, params: Tree, model_state: Tree, batch: Tree, landed: Landed) -> Sums:
@@ -442,7 +442,7 @@ class StagedGradients:
     def needs(self, stage: int) -> tuple[Run, ...]:
         """The runs that a stage needs."""
         names = trained(self.program)
-        numbers = [(number, stage) for number in self._opening.dealt]
+        numbers = [(number, stage) for number in self._opening.all_stacks]
         numbers += [(number, 0) for number in self.dispatch.once[stage]]
         runs = [(self._path(number), run) for number, run in numbers]
         return tuple(run for run in runs if run[0] in names)
