@@ -26,11 +26,17 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardlib.graph import MatrixUpdate
 
 #: Cause of the collectives of matrix updates, in plans.
 CAUSE = "matrices of the optimizer"
+#: One number, or those of several candidates.
+Number = TypeVar("Number", float, NDArray[np.float64])
 #: Mesh axes.
 Axes = tuple[str, ...]
 #: FLOPs per update that a device may compute beyond its even share, where there are fewer whole
@@ -38,13 +44,14 @@ Axes = tuple[str, ...]
 MAX_IDLE_FLOPS = 1e12
 
 
-def idle_flops(matrices: float, devices: float, flops: float) -> float:
+def idle_flops(matrices: Number, devices: Number, flops: float) -> Number:
     """FLOPs that the busiest device computes beyond an even share.
 
     Args:
         flops: of one matrix.
     """
-    return flops * (math.ceil(matrices / devices) - matrices / devices)
+    share = matrices / devices
+    return flops * (-(-share // 1) - share)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -116,7 +123,7 @@ class UpdateGroup:
         if self.layout != "stacked":
             return self.layout == "sharded"
         flops = self.updates[0].flops / self.updates[0].matrices
-        return idle_flops(self.matrices, self.ways(*self.parts), flops) > MAX_IDLE_FLOPS
+        return bool(idle_flops(self.matrices, self.ways(*self.parts), flops) > MAX_IDLE_FLOPS)
 
     def exchanges(self) -> Iterator[tuple[str, Axes, float]]:
         """(kind, mesh axes, bytes of its result per device) of every collective."""

@@ -73,7 +73,7 @@ from shardlib.layout import (
     MeshShape,
 )
 from shardlib.machines.topology import Placement, Span, Topology, place
-from shardlib.matrix_updates import MAX_IDLE_FLOPS
+from shardlib.matrix_updates import MAX_IDLE_FLOPS, idle_flops
 from shardlib.propagation.colours import Choice
 from shardlib.schedules import named
 from shardlib.untrusted.data import JsonMapping, construct
@@ -1034,7 +1034,7 @@ def matrix_seconds(plans: Plans) -> Array:
     collectives are not predicted.
     """
     total = np.zeros(len(plans))
-    layout = "sharded" if "disk" in plans.decisions.offload else plans.decisions.optimizer_layout
+    layout = plans.decisions.matrix_layout
     if layout == "sharded":
         return total
     for group in plans.model.matrices:
@@ -1052,14 +1052,14 @@ def _group_seconds(group: MatrixGroup, layout: str, plans: Plans) -> Array:
         if layout == "stacked"
         else np.ones_like(meshes.stage)
     )
-    each = np.ceil(matrices / devices)
-    seconds = each * sum(_product_seconds(product, pricer) for product in group.contractions)
+    seconds = np.ceil(matrices / devices) * sum(
+        _product_seconds(product, pricer) for product in group.contractions
+    )
     seconds = seconds + _exchange_seconds(group, stages, layout, plans)
     if layout == "gathered":
         return seconds
     flops = sum(product.flops * product.trips for product in group.contractions)
-    idle = flops * (each - matrices / devices)
-    return np.where(idle > MAX_IDLE_FLOPS, 0.0, seconds)
+    return np.where(idle_flops(matrices, devices, flops) > MAX_IDLE_FLOPS, 0.0, seconds)
 
 
 def _product_seconds(product: Contraction, pricer: Pricer) -> float:

@@ -685,6 +685,11 @@ class Decisions:
         return self.context == "ring"
 
     @property
+    def matrix_layout(self) -> str:
+        """The layout of the optimizer's matrix updates: as written if its state is on disk."""
+        return "sharded" if "disk" in self.offload else self.optimizer_layout
+
+    @property
     def attention_kernel(self) -> str:
         """The attention kernel for pricing: where devices compute with shards of the sequence
         alone, one that writes no scores to memory.

@@ -27,8 +27,10 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree
+from shardlib.errors import TracingError
 from shardlib.jax_types import Value
 from shardlib.matrix_updates import Axes, UpdateGroup, update_groups
+from shardlib.planner.plan import Plan
 from shardlib.tracing.program import Equation, Program
 from shardlib.tracing.rewriting import Walk, evaluate_equations
 from shardlib.tracing.trace import TracedUpdate, trace_matrix_updates, with_paths
@@ -39,22 +41,31 @@ Pair = tuple[Span, Span]
 
 
 def with_layout(
-    optimizer: optax.GradientTransformation, layout: str, params: Tree, state: Tree
+    optimizer: optax.GradientTransformation, plan: Plan, params: Tree, state: Tree
 ) -> optax.GradientTransformation:
-    """The optimizer with another layout of its matrix updates; it computes the same.
+    """The optimizer with its matrix updates in the layout of the plan; it computes the same.
 
     Args:
-        layout: "sharded", "stacked" or "gathered".
         params: the trained parameters, abstract, in the dtypes of the update.
         state: the shardings of their gradients, state and updates.
+
+    Raises:
+        TracingError: if the update cannot be traced, and the plan has no finding that says so.
     """
-    if layout == "sharded":
+    untraced = any(finding.code == "optimizer-untraced" for finding in plan.findings)
+    if untraced or plan.matrix_layout == "sharded":
         return optimizer
     try:
         traced = trace_matrix_updates(optimizer, params)
-    except Exception:  # whatever the user's update raises without numbers: the plan has a finding
-        return optimizer
-    groups = [] if traced is None else _groups(traced, dict(with_paths(state, "")), layout)
+    except Exception as error:  # whatever the user's update raises without numbers
+        raise TracingError(
+            "the optimizer's update cannot be traced with abstract gradients"
+            f" ({type(error).__name__}), and the plan does not say so\nTry: a new plan with this"
+            " optimizer, or optimizer_layout='sharded'"
+        ) from error
+    groups = (
+        [] if traced is None else _groups(traced, dict(with_paths(state, "")), plan.matrix_layout)
+    )
     if traced is None or not groups:
         return optimizer
 

@@ -1001,10 +1001,9 @@ def _step_parts(
 ) -> StepParts:
     """The parts of a step."""
     updated = store.precision.for_update(store.trained_params)
-    layout = "sharded" if "disk" in plan.offload else plan.optimizer_layout
     return StepParts(
         run=run,
-        optimizer=with_layout(store.optimizer, layout, updated, store.trained_shardings.state),
+        optimizer=with_layout(store.optimizer, plan, updated, store.trained_shardings.state),
         partition=model.partition,
         param_shardings=store.trained_shardings,
         gather=gather_updated(plan, store.trained_params, mesh),

@@ -579,7 +579,7 @@ def _matrix_groups(
         workload.problem.updates,
         {parameter.path: list(parameter.state) for parameter in parameters},
         decisions.mesh,
-        "sharded" if "disk" in decisions.offload else decisions.optimizer_layout,
+        decisions.matrix_layout,
     )
 
 

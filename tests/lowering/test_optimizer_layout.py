@@ -8,6 +8,9 @@ import optax
 import optax.contrib
 import pytest
 
+from shardlib.errors import TracingError
+from shardlib.findings import Finding
+from shardlib.lowering.optimizer import with_layout
 from shardlib.verification.traffic import read_traffic
 from tests.lowering import small
 
@@ -124,3 +127,16 @@ def test_products_left_to_the_partitioner_are_told() -> None:
     ]
     assert "3 parameters" in finding.message
     assert "stacked" in finding.hint
+
+
+def test_an_update_that_cannot_be_traced_is_refused_unless_the_plan_says_so() -> None:
+    def by_number(updates, state, params=None):
+        return (updates, state) if jnp.sum(updates["up"]) > 0 else (params, state)
+
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), by_number)
+    plan = small.program(muon(), {"mesh": {"fsdp": 8}, "zero": 3}).plan
+    with pytest.raises(TracingError, match="TracerBoolConversionError") as caught:
+        with_layout(optimizer, plan, small.values(), {})
+    assert "optimizer_layout='sharded'" in str(caught.value)
+    finding = Finding(code="optimizer-untraced", severity="warning", message="")
+    assert with_layout(optimizer, plan.with_findings(finding), small.values(), {}) is optimizer
