@@ -176,7 +176,11 @@ def _of_model(model: TracedModel, plan: Plan) -> list[str]:
 
 def _of_step(traced: TracedStep, losses: Sequence[StepLoss]) -> list[str]:
     """Returns what of a step beside its losses such a file has no form for."""
-    marks = [name for name, _ in plain.named(plain.flatten(traced.closed)) if name[:5] == "loss."]
+    marks = [
+        name
+        for name, _ in plain.named_equations(plain.flatten(traced.closed))
+        if name[:5] == "loss."
+    ]
     outside = [equation for equation in _all(traced.program) if equation.call is None]
     facts = {
         f"calls of {', '.join(sorted(traced.others))} outside of marked losses": bool(
@@ -398,11 +402,11 @@ def _value_layouts(
             continue
         *operands, result = [placements[use_key(path, index)] for index in range(count + 1)]
         before = [placements.get(gather_key(path, index)) for index in (0, 1)]
-        settles = not follow or not only_scatters(layout, operands, result)
+        constrain_result = not follow or not only_scatters(layout, operands, result)
         contractions.append(
             (
                 f"{name!r}: ({_tuple(_spec(plan, pin) for pin in operands)},"
-                f" {_spec(plan, result)}, {settles},"
+                f" {_spec(plan, result)}, {constrain_result},"
                 f" {_tuple('None' if pin is None else _spec(plan, pin) for pin in before)})",
                 line,
             )

@@ -56,7 +56,7 @@ from shardlib.tracing.trace import result_names
 # Every device takes each microbatch from its own rows: the batch dim of B rows is reshaped to
 # [B / count, count], and microbatch i is column i. No row changes its device; a microbatch is a
 # strided sample of the batch. Losses and metrics are averaged over the microbatches
-# (`contribution` has rewritten their loss so that this average is the loss of the whole batch).
+# (`contribution` has changed their loss so that this average is the loss of the whole batch).
 # Per-row metrics are reassembled in the order of the batch.
 
 
@@ -74,7 +74,7 @@ def microbatch_of(batch: Tree, dims: Mapping[str, int | None], count: int) -> Tr
         else ["no array has a dim called 'batch'"]
     )
 
-    def part(path: KeyPath, leaf: Any) -> jax.ShapeDtypeStruct:
+    def microbatch(path: KeyPath, leaf: Any) -> jax.ShapeDtypeStruct:
         dim = dims[batch_path(path)]
         shape = list(leaf.shape)
         if dim is not None:
@@ -83,7 +83,7 @@ def microbatch_of(batch: Tree, dims: Mapping[str, int | None], count: int) -> Tr
             shape[dim] //= count
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-    tree = jax.tree_util.tree_map_with_path(part, batch)
+    tree = jax.tree_util.tree_map_with_path(microbatch, batch)
     if failures:
         raise_all(
             BatchError,
@@ -102,7 +102,7 @@ class Microbatches:
         shardings: of each array of the batch, a tree like it.
         dims: batch dim of each array, by path; None if it has none.
         count: number of microbatches.
-        fixed_state: see `shardlib.lowering.accumulation.Contribution`.
+        fixed_state: see `Contribution`.
         row_dims: dim of rows of each array of the metrics; None, or no entry, for one that is
             averaged.
     """
@@ -124,32 +124,43 @@ class Microbatches:
         )
 
     def whole_results(
-        self, values: jax.Array, metrics: Tree, value: jax.Array, last: Tree, after: Tree
+        self, losses: jax.Array, metrics: Tree, loss: jax.Array, last_metrics: Tree, state: Tree
     ) -> Tree:
-        """(loss, (metrics, state)) of all microbatches, from those of all but the last, stacked,
-        and of the last.
+        """(loss, (metrics, state)) of all microbatches.
+
+        Args:
+            losses, metrics: of all microbatches but the last, stacked.
+            loss, last_metrics: of the last.
+            state: model state after the last.
         """
 
-        def joined(earlier: jax.Array, latest: jax.Array) -> jax.Array:
-            return jnp.concatenate([earlier, latest[None]])
+        def appended(earlier: jax.Array, last: jax.Array) -> jax.Array:
+            return jnp.concatenate([earlier, last[None]])
 
-        mean = _mean(joined(values, value)).astype(values.dtype)
-        return mean, (self.whole_metrics(jax.tree.map(joined, metrics, last)), after)
+        mean = _mean(appended(losses, loss)).astype(losses.dtype)
+        return mean, (self.whole_metrics(jax.tree.map(appended, metrics, last_metrics)), state)
 
-    def state_before(self, first: Tree, state: Tree) -> Tree:
-        """The model state at the start of a microbatch."""
+    def state_before(self, initial: Tree, state: Tree) -> Tree:
+        """The model state that a microbatch reads.
+
+        Args:
+            initial: model state before the step.
+            state: model state after the microbatch before.
+        """
         leaves, structure = jax.tree.flatten(state)
         return structure.unflatten(
             [
                 before if index in self.fixed_state else leaf
                 for index, (before, leaf) in enumerate(
-                    zip(jax.tree.leaves(first), leaves, strict=True)
+                    zip(jax.tree.leaves(initial), leaves, strict=True)
                 )
             ]
         )
 
     def split(self, batch: Tree) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Tree]]:
-        """Stacks the microbatches along a new leading dim."""
+        """(arrays of the batch [microbatches, ...], function from their slices to the batch of one
+        microbatch).
+        """
         leaves, structure = jax.tree_util.tree_flatten_with_path(batch)
         dims = [self.dims[batch_path(path)] for path, _ in leaves]
         stacked = [
@@ -186,8 +197,8 @@ def _unstack(stacked: jax.Array, rows: RowDim) -> jax.Array:
     """The rows of the whole batch from those of its microbatches (the inverse of `_stack`)."""
     count, dim, inner = stacked.shape[0], rows.dim, rows.inner
     shape = stacked.shape[1:]
-    seen = stacked.reshape(count, *shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :])
-    return jnp.moveaxis(seen, 0, dim + 1).reshape(
+    grouped = stacked.reshape(count, *shape[:dim], shape[dim] // inner, inner, *shape[dim + 1 :])
+    return jnp.moveaxis(grouped, 0, dim + 1).reshape(
         *shape[:dim], count * shape[dim], *shape[dim + 1 :]
     )
 
@@ -209,9 +220,9 @@ def accumulated_gradients(
         return lambda params, state: differentiate(params, state, batch)
     stacked, join = microbatches.split(batch)
 
-    def run(params: Tree, first: Tree) -> Any:
+    def run(params: Tree, initial_state: Tree) -> Any:
         def body(carry: Any, slices: list[Any]) -> Any:
-            state, sums = microbatches.state_before(first, carry[0]), carry[1]
+            state, sums = microbatches.state_before(initial_state, carry[0]), carry[1]
             (value, (metrics, after)), gradients = differentiate(params, state, join(slices))
             sums = jax.tree.map(
                 lambda total, gradient: total + gradient.astype(total.dtype),
@@ -225,7 +236,7 @@ def accumulated_gradients(
                 lambda leaf: jnp.zeros(leaf.shape, reductions.accumulator(leaf.dtype)), params
             )
         )
-        (after, sums), (values, metrics) = jax.lax.scan(body, (first, zeros), stacked)
+        (after, sums), (values, metrics) = jax.lax.scan(body, (initial_state, zeros), stacked)
         gradients = jax.tree.map(
             lambda total, leaf: (total / microbatches.count).astype(leaf.dtype), sums, params
         )
@@ -339,10 +350,10 @@ def deferred_reductions(traced: LossJaxpr, layouts: LossLayouts) -> DeferredRedu
     if reductions.when != LAST_MICROBATCH:
         return None
     uses = dict[str, DeferredOp]()
-    together = {path for group in layouts.ring_loops(mesh).values() for path in group.paths}
+    ring_paths = {path for group in layouts.ring_loops(mesh).values() for path in group.paths}
     for path, use in layouts.uses.items():
         if (
-            path not in together
+            path not in ring_paths
             and len(use.view.lengths) == path.count("/body/")
             and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
         ):
@@ -364,62 +375,64 @@ def accumulate_deferred(
 ) -> Callable[[Tree, Tree], Tree]:
     """Gradients over all microbatches: (params, state) -> ((loss, (metrics, state)), gradients)."""
     stacked, join = microbatches.split(batch)
-    widens = deferred.reductions.accumulator
-    specs = jax.tree.leaves(gradient)
-    others = [i for i in range(len(specs)) if i not in deferred.fully_deferred]
+    accumulator = deferred.reductions.accumulator
+    shardings = jax.tree.leaves(gradient)
+    others = [i for i in range(len(shardings)) if i not in deferred.fully_deferred]
 
-    def run(params: Tree, first: Tree) -> Any:
+    def run(params: Tree, initial_state: Tree) -> Any:
         leaves, structure = jax.tree.flatten(params)
 
-        def earlier(read: Sequence[Any], sums: PartialSums, state: Tree, slices: list[Any]) -> Any:
-            changed = dict(zip(others, read, strict=True))
+        def loss(read: Sequence[Any], sums: PartialSums, state: Tree, slices: list[Any]) -> Any:
+            differentiated = dict(zip(others, read, strict=True))
             return deferred.loss_with_sums(
-                structure.unflatten([changed.get(i, leaf) for i, leaf in enumerate(leaves)]),
+                structure.unflatten([differentiated.get(i, leaf) for i, leaf in enumerate(leaves)]),
                 state,
                 join(slices),
                 sums,
             )
 
         def body(carry: Any, slices: list[Any]) -> Any:
-            state, totals, sums = microbatches.state_before(first, carry[0]), *carry[1:]
-            (value, (metrics, after)), (gradients, to_sums) = jax.value_and_grad(
-                earlier, argnums=(0, 1), has_aux=True
+            state, totals, sums = microbatches.state_before(initial_state, carry[0]), *carry[1:]
+            (value, (metrics, after)), (gradients, partial_sums) = jax.value_and_grad(
+                loss, argnums=(0, 1), has_aux=True
             )([leaves[i] for i in others], sums, state, slices)
             totals = [
-                _constrain(total + _constrain(gradient, specs[i]).astype(total.dtype), specs[i])
+                _constrain(
+                    total + _constrain(gradient, shardings[i]).astype(total.dtype), shardings[i]
+                )
                 for i, total, gradient in zip(others, totals, gradients, strict=True)
             ]
             return (
                 after,
                 totals,
                 deferred.constrain_sums(
-                    {path: sums[path] + partial_sum for path, partial_sum in to_sums.items()}
+                    {path: sums[path] + partial_sum for path, partial_sum in partial_sums.items()}
                 ),
             ), (value, metrics)
 
         zeros = [
-            _constrain(jnp.zeros(leaves[i].shape, widens(leaves[i].dtype)), specs[i])
+            _constrain(jnp.zeros(leaves[i].shape, accumulator(leaves[i].dtype)), shardings[i])
             for i in others
         ]
         (state, totals, sums), (values, metrics) = jax.lax.scan(
-            body, (first, zeros, deferred.zeros()), [leaf[:-1] for leaf in stacked]
+            body, (initial_state, zeros, deferred.zeros()), [leaf[:-1] for leaf in stacked]
         )
-        state = microbatches.state_before(first, state)
-        (value, (last, after)), gradients = jax.value_and_grad(deferred.last_loss, has_aux=True)(
-            params, state, join([leaf[-1] for leaf in stacked]), sums
-        )
-        before = dict(zip(others, totals, strict=True))
-        all_of = [
-            last_gradient.astype(widens(leaf.dtype)) + before.get(i, 0)
+        state = microbatches.state_before(initial_state, state)
+        (value, (last_metrics, after)), gradients = jax.value_and_grad(
+            deferred.last_loss, has_aux=True
+        )(params, state, join([leaf[-1] for leaf in stacked]), sums)
+        earlier_totals = dict(zip(others, totals, strict=True))
+        all_totals = [
+            last_gradient.astype(accumulator(leaf.dtype)) + earlier_totals.get(i, 0)
             for i, (leaf, last_gradient) in enumerate(
                 zip(leaves, jax.tree.leaves(gradients), strict=True)
             )
         ]
         means = [
-            (_constrain(total, spec) / microbatches.count).astype(leaf.dtype)
-            for total, spec, leaf in zip(all_of, specs, leaves, strict=True)
+            (_constrain(total, sharding) / microbatches.count).astype(leaf.dtype)
+            for total, sharding, leaf in zip(all_totals, shardings, leaves, strict=True)
         ]
-        results = microbatches.whole_results(values, metrics, value, last, after)
+        results = microbatches.whole_results(values, metrics, value, last_metrics, after)
         return results, structure.unflatten(means)
 
     return run
@@ -430,27 +443,31 @@ def _constrain(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
-    """Parameters that are read by anything other than given operands and the operations that only
-    rearrange them on the way there.
+    """Parameters that are read by other operations than the given ones and those that make the
+    views that these read.
+
+    Args:
+        uses: path of an operation -> position of the operand that is a view of a parameter.
     """
     parameters_read = {
         number
         for number, value in enumerate(loss.program.inputs[: loss.num_parameters])
         if value in loss.program.outputs
     }
-    # For each program, the results that are read outside of it, and all values that are read.
-    # `entered` is of the equation before: a body's equations directly follow its equation.
+    # For each program, the results that are read outside of it, and all values that are read. The
+    # equations of a body directly follow the equation that it belongs to, of which
+    # `results_read` has the positions of the results that are read.
     live: dict[int, tuple[set[int], set[int]]] = {}
-    entered: list[int] | None = None
+    results_read: list[int] | None = None
     for entry in loss.equations:
         equation, program = entry.equation, entry.program
         if id(program) not in live:
             numbers = program.outputs
-            results = {*(numbers if entered is None else (numbers[k] for k in entered))}
+            results = {*(numbers if results_read is None else (numbers[k] for k in results_read))}
             operands = {number for inner in program.equations for number in inner.inputs}
             live[id(program)] = results, results | operands
         results, read = live[id(program)]
-        entered = _read_results(equation, read)
+        results_read = _read_results(equation, read)
         passed = _returned_unchanged(equation, read)
         parameters_read.update(
             view.parameter for position, view in entry.parameter_operands if position in passed
@@ -460,11 +477,13 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
             parameters_read.add(view.parameter)
         if equation.name in REMAT or view is not None:
             continue
-        allowed = _operands_of_body(equation) | (
+        excepted = _operands_of_body(equation) | (
             {uses[equation.path]} if equation.path in uses else set()
         )
         parameters_read.update(
-            view.parameter for position, view in entry.parameter_operands if position not in allowed
+            view.parameter
+            for position, view in entry.parameter_operands
+            if position not in excepted
         )
     return parameters_read
 
@@ -488,17 +507,17 @@ def _returned_unchanged(equation: Equation, read: Collection[int]) -> set[int]:
     if equation.name != "scan" and equation.name not in REMAT:
         return set()
     body = open_jaxpr(callee(equation.eqn))[0]
-    handed_on = [
+    returned = [
         variable
         for number, variable in zip(equation.outputs, body.outvars, strict=True)
         if number in read
     ]
-    return {position for position, variable in enumerate(body.invars) if variable in handed_on}
+    return {position for position, variable in enumerate(body.invars) if variable in returned}
 
 
 def _read_results(equation: Equation, read: Collection[int]) -> list[int] | None:
     """Positions of the results of a body that are read outside, or by its next iteration; None for
-    an equation without a body that is entered.
+    an equation that has no body in `LossFacts.equations`.
     """
     if equation.name != "scan" and equation.name not in REMAT:
         return None
@@ -579,9 +598,9 @@ def _times_64(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     """
     first, second = factor & 0xFFFF, (factor >> 16) & 0xFFFF
     low, high = numbers & 0xFFFF, numbers >> 16
-    corner, cross, two = low * first, low * second, high * first
-    middle = (corner >> 16) + (cross & 0xFFFF) + (two & 0xFFFF)
-    carried = high * second + (cross >> 16) + (two >> 16) + (middle >> 16)
+    low_low, low_high, high_low = low * first, low * second, high * first
+    middle = (low_low >> 16) + (low_high & 0xFFFF) + (high_low & 0xFFFF)
+    carried = high * second + (low_high >> 16) + (high_low >> 16) + (middle >> 16)
     return carried + numbers * jnp.uint32((factor >> 32) & _LOW), numbers * jnp.uint32(
         factor & _LOW
     )
@@ -604,7 +623,7 @@ class Evaluator:
         factors: factors of operands.
         whole_values: operands that are replaced.
         values: their replacements.
-        sums: (result, total, weight) of every weighted mean.
+        weighted_means: (result, total, weight) of every weighted mean, added as it is evaluated.
         draws: by path, draws at positions in the whole batch.
         rows: positions of the microbatch's rows; None without draws.
         count: number of microbatches.
@@ -613,7 +632,7 @@ class Evaluator:
     factors: Mapping[OperandKey, float]
     whole_values: Mapping[OperandKey, WholeBatchValue]
     values: Mapping[WholeBatchValue, jax.Array]
-    sums: list[tuple[Any, Any, Any]]
+    weighted_means: list[tuple[Any, Any, Any]]
     draws: Mapping[str, Draw]
     rows: jax.Array | None
     count: int
@@ -621,38 +640,45 @@ class Evaluator:
     def run(
         self, jaxpr: Jaxpr, arguments: Sequence[jax.Array], prefix: str, scope: str
     ) -> list[jax.Array]:
-        """Results of a jaxpr."""
-        inner, constants = open_jaxpr(jaxpr)
-        env = dict(zip(inner.constvars, constants, strict=True))
-        env.update(zip(inner.invars, arguments, strict=True))
+        """Results of a jaxpr.
+
+        Args:
+            prefix: of the paths of its equations.
+            scope: name stack of the equation that it belongs to.
+        """
+        opened, constants = open_jaxpr(jaxpr)
+        env = dict(zip(opened.constvars, constants, strict=True))
+        env.update(zip(opened.invars, arguments, strict=True))
 
         def read(atom: Atom) -> jax.Array:
             return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
-        for index, eqn in enumerate(inner.eqns):
+        for index, eqn in enumerate(opened.eqns):
             path, operands = f"{prefix}{index}", [read(atom) for atom in eqn.invars]
-            here = str(eqn.source_info.name_stack)
-            within = here[len(scope) :].lstrip("/") if scope and here.startswith(scope) else here
-            with jax.named_scope(within) if within else nullcontext():
-                results = self._equation(eqn, operands, path, here)
+            inner = str(eqn.source_info.name_stack)
+            relative = (
+                inner[len(scope) :].lstrip("/") if scope and inner.startswith(scope) else inner
+            )
+            with jax.named_scope(relative) if relative else nullcontext():
+                results = self._equation(eqn, operands, path, inner)
             if isinstance(form_of(eqn), WeightedMeanForm):
-                self.sums.append((results[0], operands[0], operands[1]))
+                self.weighted_means.append((results[0], operands[0], operands[1]))
             env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in inner.outvars]
+        return [read(atom) for atom in opened.outvars]
 
     def _equation(
         self, eqn: Any, operands: list[jax.Array], path: str, scope: str
     ) -> Sequence[jax.Array]:
         name = eqn.primitive.name
-        if (name in INLINED or name in REMAT) and self._changed(path):
+        if (name in INLINED or name in REMAT) and self._has_edits(path):
             return self._call(eqn, operands, path, scope)
         if path in self.draws:
             draw, rows, count = self.draws[path], self.rows, self.count
             return jax.jit(lambda keys, rows: whole_batch_draw(eqn, keys, rows, draw, count))(
                 operands[0], rows
             )
-        if name in _LOOPS and self._changed(path):
-            return _LOOPS[name](self, eqn, operands, path, scope)
+        if name in _CONTROL_FLOW and self._has_edits(path):
+            return _CONTROL_FLOW[name](self, eqn, operands, path, scope)
         for position, variable in enumerate(eqn.invars):
             value = self.whole_values.get((path, position))
             if value is not None:
@@ -667,10 +693,10 @@ class Evaluator:
             if (path, position) in self.factors
         }
         if not factors:
-            return _bound(eqn, operands)
+            return _bind(eqn, operands)
         return jax.jit(
             lambda *arguments: tuple(
-                _bound(
+                _bind(
                     eqn,
                     [
                         times(leaf, factors.get(position, 1.0))
@@ -680,33 +706,35 @@ class Evaluator:
             )
         )(*operands)
 
-    def _changed(self, path: str) -> bool:
+    def _has_edits(self, path: str) -> bool:
+        """True if an equation inside of the one at a path is changed."""
         return any(
-            place.startswith(f"{path}/") for place, _ in (*self.whole_values, *self.factors)
-        ) or any(drawn_at.startswith(f"{path}/") for drawn_at in self.draws)
+            operand_path.startswith(f"{path}/")
+            for operand_path, _ in (*self.whole_values, *self.factors)
+        ) or any(draw_path.startswith(f"{path}/") for draw_path in self.draws)
 
     def _call(
         self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
     ) -> Sequence[jax.Array]:
         """A call whose body is changed."""
 
-        def inside(*arguments: jax.Array) -> tuple[jax.Array, ...]:
+        def body(*arguments: jax.Array) -> tuple[jax.Array, ...]:
             return tuple(self.run(callee(eqn), arguments, f"{path}/", scope))
 
         if eqn.primitive.name in REMAT:
             return jax.checkpoint(
-                inside,
+                body,
                 policy=eqn.params.get("policy"),
                 prevent_cse=eqn.params.get("prevent_cse", True),
             )(*operands)
-        inside.__name__ = inside.__qualname__ = str(eqn.params.get("name", "inside"))
-        return jax.jit(inside)(*operands)
+        body.__name__ = body.__qualname__ = str(eqn.params.get("name", "body"))
+        return jax.jit(body)(*operands)
 
     def _scan(
         self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
     ) -> Sequence[jax.Array]:
         params, (constants, carried) = eqn.params, scan_counts(eqn.params)
-        fixed, first = operands[:constants], operands[constants : constants + carried]
+        fixed, initial = operands[:constants], operands[constants : constants + carried]
 
         def body(carry: Sequence[Any], slices: Sequence[Any]) -> tuple[Any, Any]:
             results = self.run(params["jaxpr"], [*fixed, *carry, *slices], f"{path}/body/", scope)
@@ -714,7 +742,7 @@ class Evaluator:
 
         carry, stacked = jax.lax.scan(
             body,
-            tuple(_strong(first, eqn.invars[constants:])),
+            tuple(_strong(initial, eqn.invars[constants:])),
             tuple(operands[constants + carried :]),
             length=params["length"],
             reverse=params["reverse"],
@@ -725,18 +753,21 @@ class Evaluator:
     def _while(
         self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
     ) -> Sequence[jax.Array]:
-        params, tests = eqn.params, eqn.params["cond_nconsts"]
-        first = tests + params["body_nconsts"]
+        params, cond_constants = eqn.params, eqn.params["cond_nconsts"]
+        constants = cond_constants + params["body_nconsts"]
         return jax.lax.while_loop(
             lambda state: self.run(
-                params["cond_jaxpr"], [*operands[:tests], *state], f"{path}/cond/", scope
+                params["cond_jaxpr"], [*operands[:cond_constants], *state], f"{path}/cond/", scope
             )[0],
             lambda state: tuple(
                 self.run(
-                    params["body_jaxpr"], [*operands[tests:first], *state], f"{path}/body/", scope
+                    params["body_jaxpr"],
+                    [*operands[cond_constants:constants], *state],
+                    f"{path}/body/",
+                    scope,
                 )
             ),
-            tuple(_strong(operands[first:], eqn.invars[first:])),
+            tuple(_strong(operands[constants:], eqn.invars[constants:])),
         )
 
     def _cond(
@@ -754,17 +785,17 @@ class Evaluator:
 
 
 #: Loops and branches, whose bodies are evaluated with changes.
-_LOOPS = {"scan": Evaluator._scan, "while": Evaluator._while, "cond": Evaluator._cond}
+_CONTROL_FLOW = {"scan": Evaluator._scan, "while": Evaluator._while, "cond": Evaluator._cond}
 
 
 def _strong(values: Sequence[Any], variables: Sequence[Any]) -> list[jax.Array]:
-    """Initial carries as arrays; literals are Python numbers."""
+    """Initial carries as arrays of a dtype that is not weak; literals are Python numbers."""
     return [
         strong(value, variable.aval) for value, variable in zip(values, variables, strict=False)
     ]
 
 
-def _bound(eqn: Eqn, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+def _bind(eqn: Eqn, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return results if eqn.primitive.multiple_results else [results]
 
@@ -784,7 +815,7 @@ def microbatch_aval(aval: Aval, value: WholeBatchValue, count: int) -> jax.Shape
 
 def strided_by_rows(leaf: jax.Array, value: WholeBatchValue, count: int) -> jax.Array:
     """A value reordered so that every `count`-th element along the dim of rows forms a microbatch;
-    rows of several elements stay together.
+    rows of several elements stay ring_paths.
     """
     if value.dim is None or value.inner == 1:
         return leaf
@@ -868,7 +899,7 @@ class TracedMicrobatch:
 
 
 def unchanged(traced: LossJaxpr, dims: BatchDims, shardings: Tree) -> Contribution:
-    """A loss whose mean over microbatches is that of the whole batch."""
+    """The contribution of a loss whose mean over microbatches is that of the whole batch."""
     return Contribution(
         traced=traced,
         prologue=lambda state, batch: batch,
@@ -918,7 +949,7 @@ class MicrobatchEdits:
         return MicrobatchEdits(
             count=count,
             factors={
-                place: _factor(exponent, count) for place, exponent in analysis.scales.items()
+                operand: _factor(exponent, count) for operand, exponent in analysis.scales.items()
             },
             whole_values=dict(analysis.whole_values),
             results=tuple(results),
@@ -949,18 +980,19 @@ class MicrobatchEdits:
         self, plan: Plan, whole: WholeBatch, microbatch: TracedMicrobatch, mesh: Mesh | AbstractMesh
     ) -> Contribution:
         """The contribution of the changed loss."""
-        part, dims, shardings = microbatch.traced, microbatch.dims, microbatch.shardings
-        closed, vouched = part.closed_jaxpr, sum(result == "vouched" for result in self.results)
+        original, dims, shardings = microbatch.traced, microbatch.dims, microbatch.shardings
+        closed = original.closed_jaxpr
+        vouched = sum(result == "vouched" for result in self.results)
         program = flatten(whole.traced.closed_jaxpr, remat=True)
         numbers = value_numbers(program, self.values)
         avals = [
             microbatch_aval(program.avals[number], value, self.count)
             for number, value in zip(numbers, self.values, strict=True)
         ]
-        places = [value.dim for value in self.values]
+        value_dims = [value.dim for value in self.values]
         if self.draws:
             avals.append(jax.ShapeDtypeStruct((whole.size // self.count,), jnp.uint32))
-            places.append(0)
+            value_dims.append(0)
 
         def run(arguments: list[Any], passed: list[Any]) -> Any:
             values = dict(zip(self.values, passed, strict=False))
@@ -968,20 +1000,20 @@ class MicrobatchEdits:
                 factors=self.factors,
                 whole_values=self.whole_values,
                 values=values,
-                sums=[],
+                weighted_means=[],
                 draws=self.draws,
                 rows=passed[-1] if self.draws else None,
                 count=self.count,
             )
             outputs, weights = self._results(evaluator.run(closed, arguments, "", ""), evaluator)
-            loss, (metrics, state) = jax.tree.unflatten(part.out_tree, outputs)
+            loss, (metrics, state) = jax.tree.unflatten(original.out_tree, outputs)
             return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)
 
         avals_in = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
         with no_mesh():
-            again, shapes = jax.make_jaxpr(run, return_shape=True)(avals_in, avals)
-        traced = LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
-        finish = self.finisher(part, vouched)
+            retraced, shapes = jax.make_jaxpr(run, return_shape=True)(avals_in, avals)
+        traced = LossJaxpr(closed_jaxpr=retraced, out_tree=jax.tree.structure(shapes))
+        finish = self.finisher(original, vouched)
         if not avals:
             return Contribution(
                 traced=traced,
@@ -990,12 +1022,12 @@ class MicrobatchEdits:
                 shardings=shardings,
                 finish=finish,
             )
-        inner = {f"batch.0{path.removeprefix('batch')}": dim for path, dim in dims.items()}
-        more = {f"batch.1.{index}": dim for index, dim in enumerate(places)}
+        batch_dims = {f"batch.0{path.removeprefix('batch')}": dim for path, dim in dims.items()}
+        added_dims = {f"batch.1.{index}": dim for index, dim in enumerate(value_dims)}
         rows = _row_axes(plan, dims)
         layouts = tuple(
-            Layout(*(rows if dim == place else () for dim in range(len(aval.shape))))
-            for place, aval in zip(places, avals, strict=True)
+            Layout(*(rows if dim == row_dim else () for dim in range(len(aval.shape))))
+            for row_dim, aval in zip(value_dims, avals, strict=True)
         )
         whole_shardings = [named_sharding(mesh, layout) for layout in layouts]
         return Contribution(
@@ -1004,7 +1036,7 @@ class MicrobatchEdits:
                 batch,
                 _whole_batch_values(program, numbers, self, whole, state, batch, whole_shardings),
             ),
-            dims={**inner, **more},
+            dims={**batch_dims, **added_dims},
             shardings=(shardings, whole_shardings),
             finish=finish,
             whole_value_layouts=layouts,
@@ -1020,7 +1052,7 @@ class MicrobatchEdits:
             if result == "vouched":
                 total, weight = next(
                     (total, weight)
-                    for product, total, weight in evaluator.sums
+                    for product, total, weight in evaluator.weighted_means
                     if product is output
                 )
                 values.append(total)
@@ -1032,14 +1064,17 @@ class MicrobatchEdits:
                 values.append(times(output, result))
         return values, weights
 
-    def finisher(self, part: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
-        """Divides weighted means, and casts counts and booleans, which are floats after averaging
-        over microbatches, back to their dtypes.
+    def finisher(
+        self, traced: LossJaxpr, vouched: int
+    ) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+        """The function `Contribution.finish`: it divides weighted means, and casts counts and
+        booleans, which are floats after averaging over microbatches, back to their dtypes.
 
-        Returns:
-            (results, gradients) of all microbatches -> the same.
+        Args:
+            traced: the loss of a microbatch.
+            vouched: number of weighted means.
         """
-        avals = list(part.closed_jaxpr.out_avals)
+        avals = list(traced.closed_jaxpr.out_avals)
 
         def finish(results: Tree, gradients: Tree) -> tuple[Tree, Tree]:
             loss, (metrics, state) = results
@@ -1104,11 +1139,11 @@ def _whole_batch_values(
     batch: Tree,
     shardings: Sequence[NamedSharding],
 ) -> list[jax.Array]:
-    """Computes the whole-batch values, and the positions of the batch's rows if a microbatch draws.
-    None of them depends on parameters, so zeros are passed for these where a loop computes other
-    values as well.
+    """Computes the whole-batch values, and the positions of the batch's rows if a microbatch draws
+    random numbers. None of them depends on parameters, so zeros are passed for these where a loop
+    computes other values as well.
     """
-    first = whole.inputs.parameters
+    parameters = whole.inputs.parameters
     leaves = [*jax.tree.leaves(state)[: whole.inputs.states], *jax.tree.leaves(batch)]
     equations, reads = needed(program.equations, numbers)
     env = dict(program.constants)
@@ -1116,7 +1151,9 @@ def _whole_batch_values(
         if number in reads or number in numbers:
             aval = program.avals[number]
             env[number] = (
-                leaves[index - first] if index >= first else jnp.zeros(aval.shape, aval.dtype)
+                leaves[index - parameters]
+                if index >= parameters
+                else jnp.zeros(aval.shape, aval.dtype)
             )
     evaluate_equations(
         equations,
@@ -1127,15 +1164,15 @@ def _whole_batch_values(
             )
         ),
     )
-    passed = [
+    results = [
         strided_by_rows(jax.lax.stop_gradient(env[number]), value, edits.count)
         for number, value in zip(numbers, edits.values, strict=True)
     ]
     if edits.draws:
-        passed.append(jnp.arange(whole.size, dtype=jnp.uint32))
+        results.append(jnp.arange(whole.size, dtype=jnp.uint32))
     return [
         jax.lax.with_sharding_constraint(leaf, sharding)
-        for leaf, sharding in zip(passed, shardings, strict=True)
+        for leaf, sharding in zip(results, shardings, strict=True)
     ]
 
 
@@ -1257,24 +1294,24 @@ def _asserted(
     draws the whole batch's numbers for its rows, or, if their positions are unknown, from its own
     keys.
     """
-    written = unchanged(microbatch.traced, microbatch.dims, microbatch.shardings)
+    without_draws = unchanged(microbatch.traced, microbatch.dims, microbatch.shardings)
     sizes = (whole.size, whole.size // plan.microbatches)
     programs = [flatten(loss.traced.closed_jaxpr) for loss in (whole, microbatch)]
     try:
         draw_by_path = draws(programs[0], programs[1], sizes)
     except DifferentPrograms:
-        return written
+        return without_draws
     draws_by_row = {path: draw for path, draw in draw_by_path.items() if draw is not None}
     if len(draws_by_row) < len(draw_by_path):
-        return written
+        return without_draws
     microbatch = replace(microbatch, dims=with_same_keys(microbatch.dims))
     edits = MicrobatchEdits(count=plan.microbatches, draws=draws_by_row)
-    first = whole.inputs.parameters
-    states = microbatch.traced.closed_jaxpr.in_avals[first : first + whole.inputs.states]
+    parameters = whole.inputs.parameters
+    states = microbatch.traced.closed_jaxpr.in_avals[parameters : parameters + whole.inputs.states]
     return replace(
-        replace(edits.contribution(plan, whole, microbatch, mesh), finish=written.finish)
+        replace(edits.contribution(plan, whole, microbatch, mesh), finish=without_draws.finish)
         if draws_by_row
-        else replace(written, dims=microbatch.dims),
+        else replace(without_draws, dims=microbatch.dims),
         fixed_state=frozenset(
             index for index, aval in enumerate(states) if is_key(aval) or aval.dtype == jnp.uint32
         ),

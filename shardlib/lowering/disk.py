@@ -81,7 +81,7 @@ class PiecePrograms:
     Attributes:
         inputs, outputs: values.
         treedef: tree structure of the outputs, without the checksums at their end.
-        programs: in order; the others read results of the first.
+        programs: of the pieces, in order; the others read results of the first.
         checksums: for each output that goes to disk, the value of its checksums; None if the
             function computes none.
     """
@@ -226,11 +226,11 @@ def folder(parent: str | os.PathLike[str] | None = None) -> StateFolder:
     try:
         root.mkdir(parents=True, exist_ok=True)
         _delete_orphans(root)
-        draft = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
-        lock = os.open(draft / "lock", os.O_CREAT | os.O_RDWR)  # locked until the process ends
+        unlocked = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=root))
+        lock = os.open(unlocked / "lock", os.O_CREAT | os.O_RDWR)  # locked until the process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Other processes delete folders of this name whose lock is free.
-        path = draft.rename(root / draft.name[1:])
+        path = unlocked.rename(root / unlocked.name[1:])
     except OSError as error:
         raise DiskError(
             f"the folder for state on disk cannot be used: {root} ({error})\nTry: another one:"
@@ -258,8 +258,10 @@ def in_memory(path: Path) -> str:
             line.split()[1:3]
             for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
         ]
-        holding = [(place, kind) for place, kind in mounts if path.resolve().is_relative_to(place)]
-        kind = max(holding, key=lambda mount: len(mount[0]), default=("", ""))[1]
+        containing = [
+            (mount, kind) for mount, kind in mounts if path.resolve().is_relative_to(mount)
+        ]
+        kind = max(containing, key=lambda mount: len(mount[0]), default=("", ""))[1]
         return kind if kind in IN_MEMORY else ""
     return ""
 
@@ -271,10 +273,10 @@ def _delete_folder(path: Path, lock: int) -> None:
 
 def _delete_orphans(root: Path) -> None:
     """Deletes folders whose process has ended, which are those whose lock is free."""
-    for left in root.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), (left / "lock").open("r+") as lock:
+    for orphan in root.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), (orphan / "lock").open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(orphan, ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -369,7 +371,7 @@ class DiskArray:
         sharding = (
             self.sharding if memory_kind is None else self.sharding.with_memory_kind(memory_kind)
         )
-        pieces = [
+        shards = [
             jax.device_put(
                 read[_index(index, self.shape)],
                 jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind),
@@ -378,7 +380,7 @@ class DiskArray:
             for device, index in sharding.addressable_devices_indices_map(self.shape).items()
         ]
         return jax.make_array_from_single_device_arrays(
-            self.shape, sharding, pieces, dtype=self.dtype
+            self.shape, sharding, shards, dtype=self.dtype
         )
 
     def second_reference(self) -> DiskArray:
@@ -499,9 +501,9 @@ class DividedStep:
     """A step divided into pieces.
 
     Attributes:
-        first: the piece that needs nothing from disk: it computes the other outputs, and values
-            that the rest reads.
-        updates: the others, in the order of their arrays in the state.
+        first: the piece that needs nothing from disk: it computes the outputs that do not depend
+            on the state there, and values that the rest reads.
+        updates: the other pieces, in the order of their arrays in the state.
     """
 
     first: StepPiece
@@ -526,10 +528,10 @@ def divide_step(program: Program, stored: Collection[int]) -> DividedStep:
             [str(number) for number in program.inputs if number in stored],
         )
     )
-    handed = {number for piece in others for number in piece.inputs}.difference(program.inputs)
+    passed = {number for piece in others for number in piece.inputs}.difference(program.inputs)
     outputs = tuple(
         dict.fromkeys(
-            (*(number for number in program.outputs if not labels[number]), *sorted(handed))
+            (*(number for number in program.outputs if not labels[number]), *sorted(passed))
         )
     )
     equations, reads = needed(program.equations, outputs)
@@ -607,14 +609,14 @@ def disk_leaves(state: TrainState) -> dict[int, str]:
     shape): positions among its leaves -> paths.
     """
     shapes = shapes_of(state.params)
-    owners = jax.tree_util.tree_map_with_path(
+    has_owner = jax.tree_util.tree_map_with_path(
         lambda path, leaf: owner_of(path, leaf, shapes) is not None, state.opt_state
     )
-    marked = replace(jax.tree.map(lambda _: False, state), opt_state=owners)
+    marked = replace(jax.tree.map(lambda _: False, state), opt_state=has_owner)
     return {
-        place: path_text(path)
-        for place, (path, chosen) in enumerate(jax.tree_util.tree_leaves_with_path(marked))
-        if chosen
+        position: path_text(path)
+        for position, (path, is_on_disk) in enumerate(jax.tree_util.tree_leaves_with_path(marked))
+        if is_on_disk
     }
 
 
@@ -653,7 +655,7 @@ class CompileTarget:
         """
         leaves, structure = jax.tree.flatten(inputs)
         treedefs: list[Any] = []
-        specs = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
+        shardings = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
 
         def flat(*arguments: Any) -> list[Any]:
             results, treedef = jax.tree.flatten(function(*jax.tree.unflatten(structure, arguments)))
@@ -663,7 +665,7 @@ class CompileTarget:
             return [
                 *results,
                 *(
-                    checksums({"": results[k]}, {"": specs[k]})[0]
+                    checksums({"": results[k]}, {"": shardings[k]})[0]
                     for k in self.stored
                     if with_checksums
                 ),
@@ -675,9 +677,9 @@ class CompileTarget:
 
     def shardings(self, program: Program) -> dict[int, NamedSharding]:
         """Shardings of all outputs, the leaves of the state first."""
-        specs = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
+        of_state = [leaf.sharding for leaf in jax.tree.leaves(self.state)]
         return {
-            number: specs[k] if k < len(specs) else self.replicated
+            number: of_state[k] if k < len(of_state) else self.replicated
             for k, number in reversed(list(enumerate(program.outputs)))
         }
 
@@ -702,38 +704,39 @@ def step_programs(
     """Compiles (state, batch) -> (state, metrics): first everything that needs nothing from disk,
     then the pieces of the update.
     """
-    program, results = target.traced(
+    program, treedef = target.traced(
         _jax_compat.in_mesh(target.mesh), step, target.state, batch, with_checksums=True
     )
-    leaves, count = jax.tree.leaves((target.state, batch)), len(jax.tree.leaves(target.state))
+    leaves = jax.tree.leaves((target.state, batch))
     stored = [program.inputs[k] for k in target.stored]
     divided = divide_step(program, stored)
     avals: dict[int, Any] = dict(zip(program.inputs, leaves, strict=True))
     readers = Counter(number for piece in divided.updates for number in piece.inputs)
-    state = set(program.inputs[:count])
+    state = set(program.inputs[: len(jax.tree.leaves(target.state))])
 
-    def compiled(piece: StepPiece, name: str, last: set[int]) -> PieceProgram:
+    def compiled(piece: StepPiece, name: str, last_reads: set[int]) -> PieceProgram:
         reads = (*piece.stored, *piece.inputs)
-        draft = TracedFunction.of_program(
+        traced = TracedFunction.of_program(
             replace(program, inputs=reads, outputs=piece.results, equations=piece.equations),
             [avals[number] for number in reads],
         )
         shardings = target.shardings(program)
-        built = draft.compiled(
+        executable = traced.compiled(
             f"shardlib_{name}_{target.digest}",
             target.mesh,
             shardings=[shardings.get(number) for number in piece.results],
-            donated=_donatable(program, reads, last & state, piece.results),
+            donated=_donatable(program, reads, last_reads & state, piece.results),
         )
         return PieceProgram(
-            program=built,
+            program=executable,
             reads=reads,
             results=piece.results,
             stored=piece.stored,
-            last_reads=tuple(sorted(last.intersection(reads))),
+            last_reads=tuple(sorted(last_reads.intersection(reads))),
         )
 
-    def spent(piece: StepPiece) -> set[int]:
+    def last_reads(piece: StepPiece) -> set[int]:
+        """Values that no piece reads after this one."""
         return {
             *piece.stored,
             *(number for number in piece.inputs if readers[number] == 1),
@@ -742,24 +745,21 @@ def step_programs(
     first = compiled(divided.first, "step", state.difference(program.outputs, readers, stored))
     avals.update(zip(first.results, first.program.results, strict=True))
     # Updated parameters reuse the buffers of the old ones.
-    calls, resident = ([first], state.union(readers).difference(stored))
-    for k, piece in enumerate(divided.updates):
-        call = compiled(piece, f"update_{k}", spent(piece))
-        calls.append(
-            replace(
-                call, other_bytes=sum(_bytes(avals[k]) for k in resident.difference(call.reads))
-            )
-        )
-        resident = resident.difference(set(call.last_reads).difference(state))
+    pieces, resident = [first], state.union(readers).difference(stored)
+    for k, update in enumerate(divided.updates):
+        piece = compiled(update, f"update_{k}", last_reads(update))
+        others = resident.difference(piece.reads)
+        pieces.append(replace(piece, other_bytes=sum(_bytes(avals[number]) for number in others)))
+        resident = resident.difference(set(piece.last_reads).difference(state))
     return PiecePrograms(
         inputs=program.inputs,
         outputs=program.outputs,
-        treedef=results,
-        programs=tuple(calls),
+        treedef=treedef,
+        programs=tuple(pieces),
         checksums=dict(
             zip(
                 (program.outputs[k] for k in target.stored),
-                program.outputs[results.num_leaves :],
+                program.outputs[treedef.num_leaves :],
                 strict=True,
             )
         ),
@@ -767,19 +767,19 @@ def step_programs(
 
 
 def _donatable(
-    program: Program, reads: Sequence[int], spare: Collection[int], results: Sequence[int]
+    program: Program, reads: Sequence[int], last_reads: Collection[int], results: Sequence[int]
 ) -> list[int]:
     """Positions of inputs whose buffers can be donated to results: those without later readers, as
     far as there are results of their shape.
     """
 
-    def kind(number: int) -> tuple[Any, ...]:
+    def shape_and_dtype(number: int) -> tuple[Any, ...]:
         return program.avals[number].shape, program.avals[number].dtype
 
-    spare_results, positions = Counter(kind(number) for number in results), list[int]()
+    free_results, positions = Counter(map(shape_and_dtype, results)), list[int]()
     for k, number in enumerate(reads):
-        if number in spare and spare_results[kind(number)] > 0:
-            spare_results[kind(number)] -= 1
+        if number in last_reads and free_results[shape_and_dtype(number)] > 0:
+            free_results[shape_and_dtype(number)] -= 1
             positions.append(k)
     return positions
 
@@ -795,28 +795,28 @@ def init_programs(
     Args:
         init: seed -> state.
     """
-    program, results = target.traced(no_mesh(), init, seed, with_checksums=False)
+    program, treedef = target.traced(no_mesh(), init, seed, with_checksums=False)
     stored, shardings = [program.outputs[k] for k in target.stored], target.shardings(program)
 
     def compiled(numbers: Sequence[int], name: str) -> PieceProgram:
-        draft = TracedFunction.of_program(replace(program, outputs=tuple(numbers)), [seed])
-        built = draft.compiled(
+        traced = TracedFunction.of_program(replace(program, outputs=tuple(numbers)), [seed])
+        executable = traced.compiled(
             f"shardlib_{name}_{target.digest}",
             target.mesh,
             shardings=[shardings[number] for number in numbers],
         )
-        return PieceProgram(program=built, reads=program.inputs, results=tuple(numbers), stored=())
+        return PieceProgram(program=executable, reads=program.inputs, results=tuple(numbers))
 
     resident = tuple(dict.fromkeys(number for number in program.outputs if number not in stored))
-    calls = [
+    pieces = [
         compiled(resident, "init"),
         *(compiled((number,), f"init_{k}") for k, number in enumerate(stored)),
     ]
     return PiecePrograms(
         inputs=program.inputs,
         outputs=program.outputs,
-        treedef=results,
-        programs=tuple(calls),
+        treedef=treedef,
+        programs=tuple(pieces),
         checksums=dict.fromkeys(stored),
     )
 
@@ -896,11 +896,11 @@ class DiskStep:
         if shape not in self._inits:
             abstract = jax.ShapeDtypeStruct(shape, seed.dtype)
             self._inits[shape] = init_programs(self.target, self.init_state, abstract)
-        calls = self._inits[shape]
-        values: dict[int, Any] = {calls.inputs[0]: seed}
-        for call in calls.programs:
-            values.update(self._to_disk(calls, call(values)))
-        return calls.tree(values)
+        programs = self._inits[shape]
+        values: dict[int, Any] = {programs.inputs[0]: seed}
+        for piece in programs.programs:
+            values.update(self._to_disk(programs, piece(values)))
+        return programs.tree(values)
 
     def init_optimizer(self, init: Callable[[Tree], Tree], params: Tree) -> Tree:
         """The optimizer's state before the first step for existing parameters; arrays that go to
@@ -915,7 +915,7 @@ class DiskStep:
                 (self.target.state.step, self.target.state.params, self.target.state.model_state)
             )
         )
-        stored = {place - first for place in disk_leaves(self.target.state)}
+        stored = {position - first for position in disk_leaves(self.target.state)}
         leaves: list[Any] = []
         for k, leaf in enumerate(abstract):
             array = jax.jit(
@@ -926,30 +926,30 @@ class DiskStep:
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """Runs one step; deletes the given state."""
-        calls = self._step.programs
+        pieces = self._step.programs
         values: dict[int, Any] = dict(
             zip(self._step.inputs, jax.tree.leaves((state, batch)), strict=True)
         )
-        waiting = deque(calls[1:])
+        waiting = deque(pieces[1:])
         reading = deque(
             self._read(waiting.popleft(), values) for _ in range(min(READ_AHEAD, len(waiting)))
         )
-        values.update(self._to_disk(self._step, calls[0](values)))
-        for call in calls[1:]:
+        values.update(self._to_disk(self._step, pieces[0](values)))
+        for piece in pieces[1:]:
             read = reading.popleft().result()
             if waiting:
                 reading.append(self._read(waiting.popleft(), values))
-            results = call(
+            results = piece(
                 {
                     **values,
                     **{
-                        number: values[number].on_devices(pieces) for number, pieces in read.items()
+                        number: values[number].on_devices(shards) for number, shards in read.items()
                     },
                 }
             )
             for number in read:
                 values[number].delete()
-            for number in call.last_reads:
+            for number in piece.last_reads:
                 del values[number]
             values.update(self._to_disk(self._step, results))
         return self._step.tree(values)
@@ -958,33 +958,31 @@ class DiskStep:
         """Bytes per device of the program that needs the most, including live parameters and
         gradients that it does not read.
         """
-        return max((call.memory() for call in self._step.programs), key=lambda sizes: sizes["peak"])
+        return max(
+            (piece.memory() for piece in self._step.programs), key=lambda sizes: sizes["peak"]
+        )
 
-    def _read(self, call: PieceProgram, values: Mapping[int, Any]) -> Future[dict[int, Any]]:
+    def _read(self, piece: PieceProgram, values: Mapping[int, Any]) -> Future[dict[int, Any]]:
         """Starts to read the arrays of a piece that are on disk; a state from elsewhere may have
         them in memory.
         """
         on_disk = {
             number: values[number]
-            for number in call.stored
+            for number in piece.stored
             if isinstance(values[number], DiskArray)
         }
         return self._reader.submit(
             lambda: {number: leaf.read() for number, leaf in on_disk.items()}
         )
 
-    def _to_disk(self, calls: PiecePrograms, results: Mapping[int, Any]) -> dict[int, Any]:
+    def _to_disk(self, programs: PiecePrograms, results: Mapping[int, Any]) -> dict[int, Any]:
         """Results, with those that are stored on disk put there."""
 
         def put(number: int, leaf: Any) -> Any:
-            if number not in calls.checksums:
+            if number not in programs.checksums:
                 return leaf
-            sums_number = calls.checksums[number]
-            return (
-                self._put(leaf)
-                if sums_number is None
-                else self.writer.put(leaf, results[sums_number])
-            )
+            sums = programs.checksums[number]
+            return self._put(leaf) if sums is None else self.writer.put(leaf, results[sums])
 
         return {number: put(number, leaf) for number, leaf in results.items()}
 

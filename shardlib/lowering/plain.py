@@ -23,18 +23,23 @@ MESH: Mapping[str, int] = {}
 #: Device numbers in mesh order, of TPU devices by coordinates, of others in JAX's order; None for
 #: 0, 1, 2, ...
 DEVICE_ORDER: Sequence[int] | None = None
-#: Kind of the mesh axes: "explicit" for arguments and results with shardings in their types, or
+#: Kind of the mesh axes: "explicit" if the types of arguments and results have shardings, or
 #: "auto".
 MODE = "auto"
+
+
+#: Positions in a row of `Layouts.parameters`: the shape, and the shardings of the stored parameter,
+#: of its gradient, of its optimizer state and update.
+SHAPE, STORED, GRADIENT, STATE = range(4)
 
 
 class Layouts(NamedTuple):
     """Shardings of the arrays of a loss, or of a step around its losses.
 
     Attributes:
-        parameters: path of a parameter -> its shape, and its shardings: stored, of its gradient,
-            of its optimizer state and update; of a step, path of an array of the state -> its
-            shape and stored sharding.
+        parameters: path of a parameter -> its shape and shardings, at `SHAPE`, `STORED`,
+            `GRADIENT` and `STATE`; of a step, path of an array of the state -> its shape and
+            stored sharding.
         batch: path of an array of the batch -> its sharding.
         rows: path of an array of the batch -> its dim of rows; None for arrays without.
         microbatches: number of microbatches.
@@ -44,9 +49,9 @@ class Layouts(NamedTuple):
         layers: slice of a scan -> the stacked parameter of which it is one layer.
         activations: value -> its shape and sharding.
         contractions: matmul, convolution or lookup -> the shardings of its operands and its result
-            while it runs, whether the result is constrained, and the shardings of operands before
+            while it runs, whether to constrain the result, and the shardings of operands before
             they are gathered for it.
-        cotangents: matmul -> the sharding of its result's cotangent on arrival.
+        cotangents: matmul -> the sharding in which its backward pass gets its result's cotangent.
         remat: remat policy of the layers: "none" saves all residuals, "dots" the results of
             matmuls, "full" nothing.
         blocks: unrolled layers: first operation, operations per layer, number of layers.
@@ -66,9 +71,10 @@ class Layouts(NamedTuple):
     blocks: Sequence[tuple[str, int, int]] = ()
 
 
-#: Of each loss; "loss" is the only one, or "loss.0" and so on are those that a step marks.
+#: Layouts of each loss, by its name: "loss" if it is the only one; "loss.0", "loss.1" and so on if
+#: a step marks them.
 LOSSES: Mapping[str, Layouts] = {}
-#: Of the step around the losses that it marks; None if `make_step` makes it.
+#: Layouts of the step around the losses that it marks; empty if `make_step` makes it.
 STEP = Layouts()
 #: Function that removes from a loss the layouts that it was written with; None if it has none.
 WITHOUT_LAYOUTS: Callable[[Any], Any] | None = None
@@ -101,12 +107,12 @@ def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     """The sharding of every stored parameter, as a tree like the parameters."""
-    return _stored(params, LOSSES["loss"].parameters, "the parameters", mesh)
+    return _stored_shardings(params, LOSSES["loss"].parameters, "the parameters", mesh)
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
     """The sharding of every array of the state of a step, as a tree like the state."""
-    return _stored(state, STEP.parameters, "the state", mesh)
+    return _stored_shardings(state, STEP.parameters, "the state", mesh)
 
 
 def optimizer_shardings(opt_state: Any, mesh: Mesh) -> Any:
@@ -117,26 +123,26 @@ def optimizer_shardings(opt_state: Any, mesh: Mesh) -> Any:
 
     def sharding(path: str, leaf: Any) -> NamedSharding:
         keys = path.split(".")
-        owners = (".".join(keys[start:]) for start in range(len(keys)))
+        suffixes = (".".join(keys[start:]) for start in range(len(keys)))
         owner = next(
-            (path_end for path_end in owners if planned.get(path_end, [None])[0] == leaf.shape),
+            (suffix for suffix in suffixes if planned.get(suffix, [None])[SHAPE] == leaf.shape),
             None,
         )
-        return NamedSharding(mesh, P() if owner is None else planned[owner][3])
+        return NamedSharding(mesh, P() if owner is None else planned[owner][STATE])
 
     return _by_path(opt_state, sharding)
 
 
 def batch_shardings(batch: Any, mesh: Mesh) -> Any:
     """The sharding of every array of the batch, as a tree like it."""
-    rows = (LOSSES.get("loss") or STEP).batch
-    return _by_path(batch, lambda path, _: NamedSharding(mesh, rows[path]))
+    planned = (LOSSES.get("loss") or STEP).batch
+    return _by_path(batch, lambda path, _: NamedSharding(mesh, planned[path]))
 
 
 def init_optimizer(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
     """The optimizer's state before the first step, created sharded."""
-    shardings = optimizer_shardings(_state(optimizer, params), mesh)
-    init = _automatic(optimizer.init, mesh, shardings)
+    shardings = optimizer_shardings(_abstract_opt_state(optimizer, params), mesh)
+    init = _with_automatic_axes(optimizer.init, mesh, shardings)
     return jax.jit(init, out_shardings=shardings)(params)
 
 
@@ -154,18 +160,21 @@ def make_step(
         loss: (params, batch) -> scalar, or (scalar, dict of metrics).
     """
     layouts = LOSSES["loss"]
-    state = parameter_shardings(params, mesh), optimizer_shardings(_state(optimizer, params), mesh)
+    state = (
+        parameter_shardings(params, mesh),
+        optimizer_shardings(_abstract_opt_state(optimizer, params), mesh),
+    )
     results = *state, NamedSharding(mesh, P())
-    inner = _inside(mesh)
+    inner = _automatic_mesh(mesh)
     gradients = _gradients(
         lambda params, _, batch: loss(params, batch),
-        (params, {}, _microbatch(batch, layouts)),
+        (params, {}, _abstract_batch(batch, layouts)),
         layouts,
         inner,
     )
-    constrain = partial(_constrained, layouts=layouts, mesh=inner)
+    constrain = partial(_constrain_tree, layouts=layouts, mesh=inner)
 
-    def moved(tree: Any, before: int, after: int) -> Any:
+    def resharded(tree: Any, before: int, after: int) -> Any:
         return _by_path(
             tree,
             lambda path, leaf: (
@@ -177,15 +186,15 @@ def make_step(
 
     def step(params: Any, opt_state: Any, batch: Any) -> Any:
         (value, metrics), grads = gradients(params, {}, batch)
-        local = moved(params, 1, 3)
+        sharded = resharded(params, STORED, STATE)
         updates, opt_state = optax.with_extra_args_support(optimizer).update(
-            grads, opt_state, local, value=value
+            grads, opt_state, sharded, value=value
         )
-        new = optax.apply_updates(local, constrain(updates, 3))
-        return moved(new, 3, 1), opt_state, {"loss": value, **metrics}
+        new = optax.apply_updates(sharded, constrain(updates, STATE))
+        return resharded(new, STATE, STORED), opt_state, {"loss": value, **metrics}
 
     return jax.jit(
-        _automatic(step, mesh, results),
+        _with_automatic_axes(step, mesh, results),
         donate_argnums=(0, 1),
         in_shardings=(*state, batch_shardings(batch, mesh)),
         out_shardings=results,
@@ -202,26 +211,30 @@ def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Me
     """
     stored = state_shardings(state, mesh)
     program, out = _traced_step(step, state, batch)
-    part = program
+    microbatch_program = program
     if any(loss.microbatches > 1 for loss in LOSSES.values()):
-        part, _ = _traced_step(step, state, _microbatch(batch, STEP))
-    marked = {name: equation for name, equation in named(part) if _is_marked(equation.eqn)}
+        microbatch_program, _ = _traced_step(step, state, _abstract_batch(batch, STEP))
+    marked = {
+        name: equation
+        for name, equation in named_equations(microbatch_program)
+        if _is_marked(equation.eqn)
+    }
     if marked.keys() != LOSSES.keys():
         raise ValueError(
             f"the step marks {', '.join(marked) or 'no loss'} by value_and_grad of this file; the"
             f" one that was planned marks {', '.join(LOSSES) or 'none'}"
         )
-    shardings, inner = jax.tree.leaves(stored), _inside(mesh)
+    shardings, inner = jax.tree.leaves(stored), _automatic_mesh(mesh)
     replicated = None if inner is mesh else NamedSharding(mesh, P())
     results = out.unflatten([*shardings, *[replicated] * (out.num_leaves - len(shardings))])
     losses = {
-        name: _in_place(_MARKED[equation.eqn.params["name"]], LOSSES[name], inner)
+        name: _planned_gradients(_MARKED_LOSSES[equation.eqn.params["name"]], LOSSES[name], inner)
         for name, equation in marked.items()
     }
-    walk = _Walk(inner, names(program), STEP, "none", inside=False, losses=losses)
+    walk = _Walk(inner, names(program), STEP, "none", in_remat=False, losses=losses)
     walk.check(program)
 
-    def placed(state: Any, batch: Any) -> Any:
+    def planned_step(state: Any, batch: Any) -> Any:
         values = list(map(_array, walk.run(program, jax.tree.leaves((state, batch)))))
         new = [
             _constrain(value, sharding.spec, inner)
@@ -230,7 +243,7 @@ def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Me
         return out.unflatten([*new, *values[len(new) :]])
 
     return jax.jit(
-        _automatic(placed, mesh, results),
+        _with_automatic_axes(planned_step, mesh, results),
         donate_argnums=0,
         in_shardings=(stored, batch_shardings(batch, mesh)),
         out_shardings=results,
@@ -256,16 +269,19 @@ def value_and_grad(
             for argument in (argnums if several else (argnums,))
         }
         nnx = sys.modules.get("flax.nnx")
-        call = _of_trees if nnx is None or not _has_modules((args, kwargs), nnx) else _of_modules
-        flat, leaves, owners, finish = call(loss, args, kwargs, chosen, has_aux)
+        has_modules = nnx is not None and _has_modules((args, kwargs), nnx)
+        flat_loss = _module_loss if has_modules else _tree_loss
+        flat, leaves, owners, finish = flat_loss(loss, args, kwargs, chosen, has_aux)
         trained = [owner is not None for owner in owners]
-        value, aux, grads = _marked(flat, leaves, trained)
-        owned = [owner for owner in owners if owner is not None]
+        value, aux, grads = _gradients_in_one_call(flat, leaves, trained)
+        grad_owners = [owner for owner in owners if owner is not None]
         aux, trees = finish(
             aux,
             {
                 position: [
-                    grad for owner, grad in zip(owned, grads, strict=True) if owner == position
+                    grad
+                    for owner, grad in zip(grad_owners, grads, strict=True)
+                    if owner == position
                 ]
                 for position in chosen
             },
@@ -282,7 +298,7 @@ def _has_modules(tree: Any, nnx: Any) -> bool:
     return any(map(is_module, jax.tree.leaves(tree, is_leaf=is_module)))
 
 
-def _of_trees(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool) -> Any:
+def _tree_loss(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool) -> Any:
     """A loss of trees as a function of its arrays: (arrays -> (value, auxiliary results), arrays,
     for each the argument whose gradient it belongs to, a function that assembles results and
     gradients).
@@ -296,14 +312,14 @@ def _of_trees(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_
     ]
     owners += [None] * (len(all_leaves) - len(owners))
     arrays = (jax.Array, np.ndarray, np.generic)
-    taken = [
+    array_indices = [
         index
         for index, leaf in enumerate(all_leaves)
         if owners[index] is not None or isinstance(leaf, arrays)
     ]
 
     def flat(*leaves: Any) -> Any:
-        values = dict(enumerate(all_leaves)) | dict(zip(taken, leaves, strict=True))
+        values = dict(enumerate(all_leaves)) | dict(zip(array_indices, leaves, strict=True))
         args, kwargs = structure.unflatten(values.values())
         results = loss(*args, **kwargs)
         return results if has_aux else (results, None)
@@ -314,11 +330,18 @@ def _of_trees(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_
             for position in chosen
         ]
 
-    return flat, [all_leaves[index] for index in taken], [owners[index] for index in taken], finish
+    return (
+        flat,
+        [all_leaves[index] for index in array_indices],
+        [owners[index] for index in array_indices],
+        finish,
+    )
 
 
-def _of_modules(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool) -> Any:
-    """`_of_trees` for a loss of NNX modules; mutations of these are kept."""
+def _module_loss(
+    loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool
+) -> Any:
+    """`_tree_loss` for a loss of NNX modules, whose mutations are kept."""
     nnx = sys.modules["flax.nnx"]
     objects = list(args), dict(kwargs)
     kinds = {position: nnx.Param if kind is None else kind for position, kind in chosen.items()}
@@ -361,7 +384,7 @@ def _of_modules(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], ha
     return flat, leaves, owners, finish
 
 
-class _Marked(NamedTuple):
+class _MarkedLoss(NamedTuple):
     """A loss that a step marks: its jaxpr over all that it reads, and which inputs it is
     differentiated by.
     """
@@ -371,43 +394,46 @@ class _Marked(NamedTuple):
 
 
 #: The losses of all traced steps, by the names of their calls.
-_MARKED: dict[str, _Marked] = {}
+_MARKED_LOSSES: dict[str, _MarkedLoss] = {}
 #: Prefix of these names, here and in the traces of shardlib.
-_MARKS = ("sharded_loss_", "shardlib_markedloss_")
+_MARK_PREFIXES = ("sharded_loss_", "shardlib_markedloss_")
 
 
-def _marked(flat: Any, leaves: Sequence[Any], trained: Sequence[bool]) -> tuple[Any, Any, Any]:
+def _gradients_in_one_call(
+    flat: Any, leaves: Sequence[Any], trained: Sequence[bool]
+) -> tuple[Any, Any, Any]:
     """(value, auxiliary results, gradients) from a call that stays one operation of the step."""
-    closed, (_, aux) = jax.make_jaxpr(flat, return_shape=True)(*map(_as_is, leaves))
+    closed, (_, aux) = jax.make_jaxpr(flat, return_shape=True)(*map(_aval, leaves))
     captured = [constant for constant in closed.consts if isinstance(constant, Tracer)]
 
-    def whole(*values: Any) -> Any:
-        fresh = iter(values[len(leaves) :])
+    def with_captured(*values: Any) -> Any:
+        remaining = iter(values[len(leaves) :])
         constants = [
-            next(fresh) if isinstance(constant, Tracer) else constant for constant in closed.consts
+            next(remaining) if isinstance(constant, Tracer) else constant
+            for constant in closed.consts
         ]
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*values[: len(leaves)])
 
-    form = _Marked(
-        jax.make_jaxpr(whole)(*map(_as_is, (*leaves, *captured))),
+    marked = _MarkedLoss(
+        jax.make_jaxpr(with_captured)(*map(_aval, (*leaves, *captured))),
         (*trained, *[False] * len(captured)),
     )
 
     def call(*values: Any) -> Any:
-        chosen = [index for index, flag in enumerate(form.trained) if flag]
+        differentiated = [index for index, flag in enumerate(marked.trained) if flag]
 
         def loss(trained: Any) -> Any:
-            arguments = dict(enumerate(values)) | dict(zip(chosen, trained, strict=True))
-            value, *aux = jaxpr_as_fun(form.closed)(*arguments.values())
+            arguments = dict(enumerate(values)) | dict(zip(differentiated, trained, strict=True))
+            value, *aux = jaxpr_as_fun(marked.closed)(*arguments.values())
             return value, aux
 
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True)(
-            [values[index] for index in chosen]
+            [values[index] for index in differentiated]
         )
         return [value, *aux, *grads]
 
-    call.__name__ = call.__qualname__ = f"{_MARKS[0]}{len(_MARKED)}"
-    _MARKED[call.__name__] = form
+    call.__name__ = call.__qualname__ = f"{_MARK_PREFIXES[0]}{len(_MARKED_LOSSES)}"
+    _MARKED_LOSSES[call.__name__] = marked
     value, *outputs = jax.jit(call)(*leaves, *captured)
     structure = jax.tree.structure(aux)
     count = structure.num_leaves
@@ -422,7 +448,9 @@ def _traced_step(step: Any, state: Any, batch: Any) -> tuple[Program, Any]:
     return flatten(closed), jax.tree.structure(out)
 
 
-def _in_place(marked: _Marked, layouts: Layouts, mesh: Any) -> Callable[..., list[Any]]:
+def _planned_gradients(
+    marked: _MarkedLoss, layouts: Layouts, mesh: Any
+) -> Callable[..., list[Any]]:
     """The computation of a marked loss under the plan: arrays -> value, auxiliary results,
     gradients.
     """
@@ -465,8 +493,10 @@ def _gradients(loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh
     """(params, frozen params, batch) -> ((value, metrics), gradients) with the layouts of the plan;
     the loss is traced for `abstract` arguments.
     """
-    differentiate = jax.value_and_grad(_placed_loss(loss, abstract, layouts, mesh), has_aux=True)
-    constrain = partial(_constrained, layouts=layouts, mesh=mesh)
+    differentiate = jax.value_and_grad(
+        _loss_in_layouts(loss, abstract, layouts, mesh), has_aux=True
+    )
+    constrain = partial(_constrain_tree, layouts=layouts, mesh=mesh)
 
     def zeros(leaf: Any) -> Any:
         return jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32))
@@ -474,41 +504,42 @@ def _gradients(loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh
     def gradients(params: Any, frozen: Any, batch: Any) -> Any:
         if layouts.microbatches == 1:
             results, grads = differentiate(params, frozen, batch)
-            return results, constrain(grads, 2)
+            return results, constrain(grads, GRADIENT)
 
         def body(sums: Any, rows: Any) -> Any:
-            results, grads = differentiate(params, frozen, _joined(batch, rows, layouts))
-            added = jax.tree.map(jnp.add, sums, constrain(grads, 2))
-            return constrain(added, 2), results
+            results, grads = differentiate(params, frozen, _microbatch_batch(batch, rows, layouts))
+            sums = jax.tree.map(jnp.add, sums, constrain(grads, GRADIENT))
+            return constrain(sums, GRADIENT), results
 
-        start = constrain(jax.tree.map(zeros, params), 2)
-        sums, results = jax.lax.scan(body, start, _parts(batch, layouts, mesh))
+        start = constrain(jax.tree.map(zeros, params), GRADIENT)
+        sums, results = jax.lax.scan(body, start, _stacked_microbatches(batch, layouts, mesh))
         mean = jax.tree.map(lambda values: values.mean(0), results)
         grads = jax.tree.map(
             lambda total, leaf: (total / layouts.microbatches).astype(leaf.dtype), sums, params
         )
-        return mean, constrain(grads, 2)
+        return mean, constrain(grads, GRADIENT)
 
     return gradients
 
 
-def _inside(mesh: Mesh) -> Any:
-    """The mesh that a step computes on: that of the plan with automatic axes."""
+def _automatic_mesh(mesh: Mesh) -> Any:
+    """The mesh that a step computes on: that of the plan, with automatic axes."""
     abstract = mesh.abstract_mesh
     automatic = abstract.update_axis_types(dict.fromkeys(mesh.axis_names, AxisType.Auto))
     return mesh if abstract == automatic else automatic
 
 
-def _automatic(function: Any, mesh: Mesh, results: Any) -> Any:
+def _with_automatic_axes(function: Any, mesh: Mesh, results: Any) -> Any:
     """A function evaluated with automatic axes; with explicit ones outside, its results are
     typed.
     """
-    if _inside(mesh) is mesh:
+    if _automatic_mesh(mesh) is mesh:
         return function
     return jax.sharding.auto_axes(function, axes=mesh.axis_names, out_sharding=results)
 
 
-def _state(optimizer: optax.GradientTransformation, params: Any) -> Any:
+def _abstract_opt_state(optimizer: optax.GradientTransformation, params: Any) -> Any:
+    """The optimizer's state before the first step, abstract."""
     with _no_mesh():
         return jax.eval_shape(optimizer.init, _abstract(params))
 
@@ -517,7 +548,8 @@ def _no_mesh() -> Any:
     return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
-def _as_is(leaf: Any) -> Any:
+def _aval(leaf: Any) -> Any:
+    """The abstract array."""
     return jax.eval_shape(lambda leaf: leaf, leaf)
 
 
@@ -537,30 +569,34 @@ def _array(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
-def _constrained(tree: Any, which: int, layouts: Layouts, mesh: Any) -> Any:
-    """A tree of parameters, or of arrays like them, constrained to the shardings of the table."""
+def _constrain_tree(tree: Any, column: int, layouts: Layouts, mesh: Any) -> Any:
+    """Constrains a tree of parameters, or of arrays like them, to their shardings.
+
+    Args:
+        column: `STORED`, `GRADIENT` or `STATE`.
+    """
     return _by_path(
-        tree, lambda path, leaf: _constrain(leaf, layouts.parameters[path][which], mesh)
+        tree, lambda path, leaf: _constrain(leaf, layouts.parameters[path][column], mesh)
     )
 
 
-def _placed_loss(
+def _loss_in_layouts(
     loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh: Any
 ) -> Callable[[Any, Any, Any], Any]:
     """(params, frozen params, batch) -> (scalar, metrics), with the layouts of the plan."""
 
-    def value(*arguments: Any) -> Any:
+    def with_metrics(*arguments: Any) -> Any:
         results = loss(*arguments)
         return results if isinstance(results, tuple) else (results, {})
 
-    value = value if WITHOUT_LAYOUTS is None else WITHOUT_LAYOUTS(value)
+    traced = with_metrics if WITHOUT_LAYOUTS is None else WITHOUT_LAYOUTS(with_metrics)
     with _no_mesh():
-        closed, out = jax.make_jaxpr(value, return_shape=True)(*_abstract(abstract))
+        closed, out = jax.make_jaxpr(traced, return_shape=True)(*_abstract(abstract))
     program = flatten(closed)
-    walk = _Walk(mesh, names(program), layouts, layouts.remat, inside=False)
+    walk = _Walk(mesh, names(program), layouts, layouts.remat, in_remat=False)
     walk.check(program)
 
-    def placed(params: Any, frozen: Any, batch: Any) -> Any:
+    def in_layouts(params: Any, frozen: Any, batch: Any) -> Any:
         leaves = [
             leaf if path in layouts.layers.values() else walk.parameter(path, leaf, 0)
             for path, leaf in (*paths(params), *paths(frozen))
@@ -568,7 +604,7 @@ def _placed_loss(
         results = walk.run(program, [*leaves, *jax.tree.leaves(batch)], layouts.blocks)
         return jax.tree.unflatten(jax.tree.structure(out), map(_array, results))
 
-    return placed
+    return in_layouts
 
 
 class Equation(NamedTuple):
@@ -630,10 +666,11 @@ def names(program: Program) -> dict[str, str]:
     """Path of every operation -> its name: the primitive, and the number of these before it. Layers
     under a scan and under rematerialisation are counted at the position of their loop.
     """
-    return {equation.path: name for name, equation in named(program)}
+    return {equation.path: name for name, equation in named_equations(program)}
 
 
-def named(program: Program) -> Iterator[tuple[str, Equation]]:
+def named_equations(program: Program) -> Iterator[tuple[str, Equation]]:
+    """(name, operation) of every operation, see `names`."""
     counts: Counter[str] = Counter()
 
     def walk(program: Program) -> Iterator[tuple[str, Equation]]:
@@ -650,12 +687,18 @@ def named(program: Program) -> Iterator[tuple[str, Equation]]:
 
 
 def _is_marked(eqn: Any) -> bool:
-    return str(eqn.params.get("name", "")).startswith(_MARKS)
+    return str(eqn.params.get("name", "")).startswith(_MARK_PREFIXES)
 
 
 class _Walk:
-    """A second evaluation of the traced loss or step, with a constraint on every value that has a
-    layout in the plan; `losses` are computed as the plan says.
+    """Evaluation of a traced loss or step with sharding constraints on the values that have a
+    layout in the plan.
+
+    Attributes:
+        names: path of every operation -> its name in the tables.
+        remat: remat policy of the layers.
+        in_remat: whether the operations belong to a rematerialised layer.
+        losses: name of a marked loss -> (its arrays) -> value, auxiliary results, gradients.
     """
 
     def __init__(
@@ -665,24 +708,26 @@ class _Walk:
         layouts: Layouts,
         remat: str,
         *,
-        inside: bool,
+        in_remat: bool,
         losses: Mapping[str, Callable[..., list[Any]]] | None = None,
     ) -> None:
         self.mesh, self.names, self.layouts, self.losses = mesh, names, layouts, losses or {}
-        self.remat, self.inside = remat, inside
+        self.remat, self.in_remat = remat, in_remat
 
-    def _inner(self, *, inside: bool) -> _Walk:
-        """The walk inside a layer."""
-        return _Walk(self.mesh, self.names, self.layouts, "none", inside=inside, losses=self.losses)
+    def _inner(self, *, in_remat: bool) -> _Walk:
+        """The walk through a layer."""
+        return _Walk(
+            self.mesh, self.names, self.layouts, "none", in_remat=in_remat, losses=self.losses
+        )
 
     def check(self, program: Program) -> None:
         """Raises if the loss is not the planned one."""
-        traced, layouts = set(self.names.values()), self.layouts
+        traced_names, layouts = set(self.names.values()), self.layouts
         planned = [
             name.partition(" ")[0]
             for name in (*layouts.activations, *layouts.contractions, *layouts.layers)
         ]
-        missing = dict.fromkeys(name for name in planned if name not in traced)
+        missing = dict.fromkeys(name for name in planned if name not in traced_names)
         if missing:
             raise ValueError(
                 f"the loss has no {', '.join(missing)}: it is not the one that was planned, or JAX"
@@ -695,10 +740,10 @@ class _Walk:
         env = dict(program.constants)
         env.update(zip(program.inputs, values, strict=True))
         start = 0
-        places = {self.names[equation.path]: i for i, equation in enumerate(program.equations)}
+        positions = {self.names[equation.path]: i for i, equation in enumerate(program.equations)}
         for first, length, count in blocks if self.remat != "none" else ():
-            self._equations(program.equations[start : places[first]], env)
-            start = places[first]
+            self._equations(program.equations[start : positions[first]], env)
+            start = positions[first]
             for _ in range(count):
                 self._layer(program, start, length, env)
                 start += length
@@ -715,16 +760,16 @@ class _Walk:
             - set(program.constants)
         )
         after = {n for equation in program.equations[first + length :] for n in equation.inputs}
-        left = sorted(produced & (after | set(program.outputs)))
-        inner = self._inner(inside=True)
+        results = sorted(produced & (after | set(program.outputs)))
+        inner = self._inner(in_remat=True)
 
         def layer(*values: Any) -> list[Any]:
             local = {**program.constants, **dict(zip(read, values, strict=True))}
             inner._equations(equations, local)
-            return [local[number] for number in left]
+            return [local[number] for number in results]
 
-        results = jax.checkpoint(layer, policy=_POLICIES[self.remat])(*(env[n] for n in read))
-        env.update(zip(left, results, strict=True))
+        run = jax.checkpoint(layer, policy=_POLICIES[self.remat])
+        env.update(zip(results, run(*(env[n] for n in read)), strict=True))
 
     def _equations(self, equations: Sequence[Equation], env: dict[int, Any]) -> None:
         for equation in equations:
@@ -737,9 +782,9 @@ class _Walk:
             return self._scan(equation, values)
         if eqn.primitive.name in _CHECKPOINT:
             program = flatten(_callee(eqn), f"{path}/")
-            if self.inside:
+            if self.in_remat:
                 return self.run(program, values)
-            inner = self._inner(inside=False)
+            inner = self._inner(in_remat=False)
             return jax.checkpoint(
                 lambda *values: inner.run(program, values),
                 policy=eqn.params["policy"],
@@ -753,9 +798,13 @@ class _Walk:
             if name in self.layouts.contractions
             else _bind(eqn, values)
         )
-        return [self._put(f"{name} {k}" if k else name, result) for k, result in enumerate(results)]
+        return [
+            self._in_layout(f"{name} {k}" if k else name, result)
+            for k, result in enumerate(results)
+        ]
 
-    def _put(self, name: str, value: Any) -> Any:
+    def _in_layout(self, name: str, value: Any) -> Any:
+        """A value, constrained to its layout in the plan if it has one."""
         if name not in self.layouts.activations:
             return value
         shape, spec = self.layouts.activations[name]
@@ -764,37 +813,46 @@ class _Walk:
                 f"{name} has shape {jnp.shape(value)} here and {shape} in the plan: the loss or the"
                 " batch is another one. Write this file again with shardlib."
             )
-        placed = _constrain(value, spec, self.mesh)
-        back = self.layouts.cotangents.get(name)
-        return placed if back is None else _returning(NamedSharding(self.mesh, back))(placed)
+        value = _constrain(value, spec, self.mesh)
+        cotangent = self.layouts.cotangents.get(name)
+        return value if cotangent is None else _with_cotangent(value, cotangent, self.mesh)
 
     def parameter(self, path: str, leaf: Any, dim: int) -> Any:
-        """A parameter, or one layer of it, whose gradient is in the sharding of the optimizer."""
-        gradient, gathered = self.layouts.parameters[path][2], self.layouts.gathered.get(path)
-        same = _returning(NamedSharding(self.mesh, P(*gradient[dim:])))(leaf)
-        return same if gathered is None else _constrain(same, P(*gathered[dim:]), self.mesh)
+        """A parameter, gathered if the plan gathers it before its use; its gradient gets its own
+        sharding.
+
+        Args:
+            dim: the first dim of the parameter that `leaf` has: 1 for one layer of a stack.
+        """
+        gradient, gathered = (
+            self.layouts.parameters[path][GRADIENT],
+            self.layouts.gathered.get(path),
+        )
+        leaf = _with_cotangent(leaf, P(*gradient[dim:]), self.mesh)
+        return leaf if gathered is None else _constrain(leaf, P(*gathered[dim:]), self.mesh)
 
     def _contraction(self, eqn: Any, name: str, values: list[Any]) -> Any:
         """A contraction in the layouts of the plan, forward and backward; operands are saved before
         they are gathered, so that the backward pass gathers a weight again.
         """
-        operands, result, settles, arriving = self.layouts.contractions[name]
-        like = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
+        operands, result, constrain_result, ungathered = self.layouts.contractions[name]
+        avals = [jax.ShapeDtypeStruct(value.shape, value.dtype) for value in values]
 
-        def read(position: int, value: Any) -> Any:
+        def in_layout(position: int, value: Any) -> Any:
             return _constrain(value, operands[position], self.mesh)
 
-        def made(*values: Any) -> Any:
-            product = _bind(eqn, [read(i, value) for i, value in enumerate(values)])[0]
-            return _constrain(product, result, self.mesh) if settles else product
+        def forward(*values: Any) -> Any:
+            product = _bind(eqn, [in_layout(i, value) for i, value in enumerate(values)])[0]
+            return _constrain(product, result, self.mesh) if constrain_result else product
 
-        if not all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in like):
-            return made(*values)
+        if not all(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals):
+            return forward(*values)
 
         def gradient(position: int, values: Sequence[Any], cotangent: Any) -> Any:
-            aval, before = like[position], arriving[position] if position < len(arriving) else None
+            aval = avals[position]
+            before = ungathered[position] if position < len(ungathered) else None
             wide = before is not None and cotangent.dtype.itemsize > aval.dtype.itemsize
-            into = jax.ShapeDtypeStruct(aval.shape, cotangent.dtype if wide else aval.dtype)
+            operand_aval = jax.ShapeDtypeStruct(aval.shape, cotangent.dtype if wide else aval.dtype)
 
             def linear(value: Any) -> Any:
                 operands = [
@@ -802,19 +860,20 @@ class _Walk:
                 ]
                 return _bind(eqn, operands)[0]
 
-            grad = read(position, jax.linear_transpose(linear, into)(cotangent)[0])
-            if wide and before is not None:
+            grad = jax.linear_transpose(linear, operand_aval)(cotangent)[0]
+            grad = in_layout(position, grad)
+            if wide and before is not None:  # it is reduced in the wider dtype
                 grad = _constrain(grad, before, self.mesh)
             return grad.astype(aval.dtype)
 
         def backward(saved: Sequence[Any], cotangent: Any) -> Any:
-            reads = [read(position, value) for position, value in enumerate(saved)]
+            gathered = [in_layout(position, value) for position, value in enumerate(saved)]
             cotangent = _constrain(cotangent, result, self.mesh)
-            return tuple(gradient(position, reads, cotangent) for position in range(len(reads)))
+            return tuple(gradient(i, gathered, cotangent) for i in range(len(gathered)))
 
-        run = jax.custom_vjp(made)
-        run.defvjp(lambda *values: (made(*values), values), backward)
-        return run(*values)
+        contraction = jax.custom_vjp(forward)
+        contraction.defvjp(lambda *values: (forward(*values), values), backward)
+        return contraction(*values)
 
     def _scan(self, equation: Equation, values: list[Any]) -> Sequence[Any]:
         eqn, path, name = equation.eqn, equation.path, self.names.get(equation.path, "")
@@ -822,12 +881,12 @@ class _Walk:
         constants, carried = _scan_counts(params)
         program = flatten(params["jaxpr"], f"{path}/body/")
         remat = self.remat if _has_matmul(eqn) else "none"
-        inner = self._inner(inside=remat != "none")
+        inner = self._inner(in_remat=remat != "none")
 
         def body(carry: Any, sliced: Any) -> Any:
-            placed = [self._put(f"{name} carry {k}", leaf) for k, leaf in enumerate(carry)]
-            layer = [self._entered(f"{name} enter {k}", leaf) for k, leaf in enumerate(sliced)]
-            results = inner.run(program, [*values[:constants], *placed, *layer])
+            carry_in = [self._in_layout(f"{name} carry {k}", leaf) for k, leaf in enumerate(carry)]
+            layer = [self._layer_input(f"{name} enter {k}", leaf) for k, leaf in enumerate(sliced)]
+            results = inner.run(program, [*values[:constants], *carry_in, *layer])
             return tuple(results[:carried]), tuple(results[carried:])
 
         if remat != "none":
@@ -848,30 +907,29 @@ class _Walk:
             unroll=params["unroll"],
         )
         return [
-            *(self._put(f"{name} final {k}", leaf) for k, leaf in enumerate(final)),
-            *(self._put(f"{name} exit {k}", leaf) for k, leaf in enumerate(stacked)),
+            *(self._in_layout(f"{name} final {k}", leaf) for k, leaf in enumerate(final)),
+            *(self._in_layout(f"{name} exit {k}", leaf) for k, leaf in enumerate(stacked)),
         ]
 
-    def _entered(self, name: str, value: Any) -> Any:
+    def _layer_input(self, name: str, value: Any) -> Any:
         return (
             self.parameter(self.layouts.layers[name], value, 1)
             if name in self.layouts.layers
-            else self._put(name, value)
+            else self._in_layout(name, value)
         )
 
 
-def _returning(sharding: NamedSharding) -> Callable[[Any], Any]:
-    """The identity, with a sharding for its gradient."""
+def _with_cotangent(value: Any, spec: P, mesh: Any) -> Any:
+    """The same value, with a sharding for its cotangent."""
 
     @jax.custom_vjp
-    def same(value: Any) -> Any:
+    def identity(value: Any) -> Any:
         return value
 
-    same.defvjp(
-        lambda value: (value, None),
-        lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, sharding),),
+    identity.defvjp(
+        lambda value: (value, None), lambda _, cotangent: (_constrain(cotangent, spec, mesh),)
     )
-    return same
+    return identity(value)
 
 
 def _constrain(value: Any, spec: P, mesh: Mesh) -> Any:
@@ -914,46 +972,51 @@ def paths(tree: Any) -> list[tuple[str, Any]]:
     def key(entry: Any) -> str:
         return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
 
-    def inside(path: Sequence[Any]) -> bool:
+    def is_variable(path: Sequence[Any]) -> bool:
         """True if a path ends with the array of an NNX variable."""
         return bool(path) and str(path[-1]) in (".value", ".raw_value")
 
     return [
-        (".".join(map(key, path[:-1] if inside(path) else path)), leaf)
+        (".".join(map(key, path[:-1] if is_variable(path) else path)), leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     ]
 
 
 def _by_path(tree: Any, function: Callable[[str, Any], Any]) -> Any:
+    """The tree of the results of a function of (path, array)."""
     leaves = [function(path, leaf) for path, leaf in paths(tree)]
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def _stored(tree: Any, planned: Mapping[str, Sequence[Any]], what: str, mesh: Mesh) -> Any:
+def _stored_shardings(
+    tree: Any, planned: Mapping[str, Sequence[Any]], what: str, mesh: Mesh
+) -> Any:
     """The stored shardings of a tree of arrays."""
     shapes = {path: tuple(np.shape(leaf)) for path, leaf in paths(tree)}
     wrong = [
         f"{path} is {shapes.get(path, 'missing')} here,"
-        f" {planned[path][0] if path in planned else 'missing'} in the plan"
+        f" {planned[path][SHAPE] if path in planned else 'missing'} in the plan"
         for path in sorted({*shapes, *planned})
-        if path not in planned or shapes.get(path) != planned[path][0]
+        if path not in planned or shapes.get(path) != planned[path][SHAPE]
     ]
     if wrong:
         raise ValueError(f"these are not {what} that were planned: {'; '.join(wrong)}")
-    return _by_path(tree, lambda path, _: NamedSharding(mesh, planned[path][1]))
+    return _by_path(tree, lambda path, _: NamedSharding(mesh, planned[path][STORED]))
 
 
-def _microbatch(batch: Any, layouts: Layouts) -> Any:
-    def part(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract_batch(batch: Any, layouts: Layouts) -> Any:
+    """The batch of one microbatch, abstract."""
+
+    def microbatch(path: str, leaf: Any) -> jax.ShapeDtypeStruct:
         shape, dim = list(leaf.shape), layouts.rows[path]
         if dim is not None:
             shape[dim] //= layouts.microbatches
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-    return _by_path(batch, part)
+    return _by_path(batch, microbatch)
 
 
-def _parts(batch: Any, layouts: Layouts, mesh: Any) -> list[Any]:
+def _stacked_microbatches(batch: Any, layouts: Layouts, mesh: Any) -> list[Any]:
     """The microbatches, stacked: each device takes each microbatch from its own rows."""
     stacked: list[Any] = []
     for path, leaf in paths(batch):
@@ -966,7 +1029,8 @@ def _parts(batch: Any, layouts: Layouts, mesh: Any) -> list[Any]:
     return stacked
 
 
-def _joined(batch: Any, rows: Sequence[Any], layouts: Layouts) -> Any:
+def _microbatch_batch(batch: Any, rows: Sequence[Any], layouts: Layouts) -> Any:
+    """The batch of one microbatch, from slices of `_stacked_microbatches`."""
     remaining = iter(rows)
     return _by_path(
         batch, lambda path, leaf: leaf if layouts.rows[path] is None else next(remaining)

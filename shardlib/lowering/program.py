@@ -181,24 +181,27 @@ class MicrobatchLoss:
 
 
 def microbatch_loss(
-    plan: Plan, model: Model, loss: PureLoss, part: Tree, planned: PlannedLoss
+    plan: Plan, model: Model, loss: PureLoss, batch: Tree, planned: PlannedLoss
 ) -> MicrobatchLoss:
     """The loss of one microbatch, with the layouts of the plan if its operations are the planned
     ones.
+
+    Args:
+        batch: abstract batch of a microbatch.
     """
     traced, value_layouts = planned.traced, planned.value_layouts or {}
     if traced is not None and plan.microbatches == 1:
         return MicrobatchLoss(traced=traced, value_layouts=value_layouts)
-    again = trace_loss(loss, model.params, model.state, part)
-    if traced is not None and not same_program(traced, again):
+    retraced = trace_loss(loss, model.params, model.state, batch)
+    if traced is not None and not same_program(traced, retraced):
         return MicrobatchLoss(
-            traced=again,
+            traced=retraced,
             value_layouts=propagated_layouts(
-                plan, again, plan_indices(plan, model.params), len(jax.tree.leaves(model.state))
+                plan, retraced, plan_indices(plan, model.params), len(jax.tree.leaves(model.state))
             ),
             findings=(lost_layouts(len(value_layouts)),),
         )
-    return MicrobatchLoss(traced=again, value_layouts=value_layouts)
+    return MicrobatchLoss(traced=retraced, value_layouts=value_layouts)
 
 
 @diagnostic
@@ -303,12 +306,8 @@ def build_driver(
         key_inputs(contribution.dims, loss.traced.closed_jaxpr),
         contribution.fixed_state,
     )
-    run, programs = (
-        with_pipeline(staged, contribution.shardings, contribution.dims).with_prologue(
-            contribution.prologue
-        ),
-        None,
-    )
+    run, programs = with_pipeline(staged, contribution.shardings, contribution.dims), None
+    run = run.with_prologue(contribution.prologue)
     if plan.pipeline == "programs":
         programs = stage_programs(
             plan,
@@ -520,8 +519,8 @@ class Program:
         Returns:
             Bytes by name.
         """
-        several = self._runner
-        return _jax_compat.compiled_memory(self.compiled()) if several is None else several.memory()
+        runner = self._runner
+        return _jax_compat.compiled_memory(self.compiled()) if runner is None else runner.memory()
 
     def timeline(self) -> str:
         """The schedule of the pipeline as text, one column per tick, or per task if each stage has
@@ -537,17 +536,19 @@ class Program:
         self._require_one_program()
         run = with_digest(gradients_function(self.parts), "gradients", self.plan.digest)
         with _jax_compat.in_mesh(self.mesh):
-            found = jax.jit(run, in_shardings=shardings_of((self.state, self.batch)))
-            compiled = found.lower(self.state, self.batch).compile()
-        return _jax_compat.runnable(found, compiled, (self.state, self.batch), self.mesh)
+            jitted = jax.jit(run, in_shardings=shardings_of((self.state, self.batch)))
+            compiled = jitted.lower(self.state, self.batch).compile()
+        return _jax_compat.runnable(jitted, compiled, (self.state, self.batch), self.mesh)
 
     @cached_property
     def _apply(self) -> Callable[[TrainState, Gradients], tuple[TrainState, Metrics]]:
         """The second half of a step; it donates the state."""
         self._require_one_program()
         run = with_digest(apply_function(self.parts), "apply", self.plan.digest)
-        whole = named_sharding(self.mesh, Layout())
-        return jax.jit(run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), whole))
+        replicated = named_sharding(self.mesh, Layout())
+        return jax.jit(
+            run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), replicated)
+        )
 
     @property
     def _runner(self) -> StepPrograms | DiskStep | None:
@@ -584,23 +585,23 @@ class Program:
             self.state, self.batch, self._compiled_update, f"shardlib_{self.plan.digest}"
         )
 
-    def _compiled_update(self, made: UpdateInputs) -> Update:
+    def _compiled_update(self, inputs: UpdateInputs) -> Update:
         """The compiled update after per-stage programs."""
         if self.disk is not None:
-            step = self._with_disk(made)
+            step = self._with_disk(inputs)
             step.prepare()
             return step
         run = with_digest(step_function(self.parts), "update", self.plan.digest)
-        metrics = named_sharding(self.mesh, Layout())
+        replicated = named_sharding(self.mesh, Layout())
         jitted = jax.jit(
-            run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), metrics)
+            run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), replicated)
         )
-        compiled = jitted.lower(self.state, made).compile()
-        runs = _jax_compat.runnable(jitted, compiled, (self.state, made), None)
-        return SingleUpdate(call=compiled, run=runs)
+        compiled = jitted.lower(self.state, inputs).compile()
+        run = _jax_compat.runnable(jitted, compiled, (self.state, inputs), None)
+        return SingleUpdate(call=compiled, run=run)
 
     @property
-    def _first(self) -> Callable[[Any], TrainState]:
+    def _init_function(self) -> Callable[[Any], TrainState]:
         """seed -> the state before the first step."""
         parts = self.parts
         return init_function(self.model, parts.optimizer, parts.precision, parts.guards)
@@ -615,24 +616,24 @@ class Program:
         batch.
         """
         assert self.disk is not None and isinstance(self.mesh, Mesh)
-        where = CompileTarget(
+        target = CompileTarget(
             mesh=self.mesh,
             state=self.state,
             replicated=named_sharding(self.mesh, Layout()),
             digest=self.plan.digest,
         )
         return DiskStep(
-            target=where,
+            target=target,
             batch=batch,
             function=step_function(self.parts),
-            init_state=self._first,
+            init_state=self._init_function,
             writer=self.disk,
         )
 
     @cached_property
     def _init(self) -> Callable[[Any], TrainState]:
         """A seed, or the data of a key -> the state before the first step."""
-        init = with_digest(self._first, "init", self.plan.digest)
+        init = with_digest(self._init_function, "init", self.plan.digest)
         return jax.jit(init, out_shardings=shardings_of(self.state))
 
     def init(self, seed: Seed = 0) -> TrainState:
@@ -678,12 +679,12 @@ class Program:
             # its arrays are taken over one by one: half would be gone before a mismatch is found
             require_own_state("step", state, self.state)
         require_batch(batch, self.batch)
-        several = self._runner
+        runner = self._runner
         try:
-            if several is None:
+            if runner is None:
                 state, metrics = self._run_step(state, call_arguments(batch, self.batch))
             else:
-                state, metrics = several.step(state, put_batch(batch, self.batch))
+                state, metrics = runner.step(state, put_batch(batch, self.batch))
             return state, in_every_process(metrics)
         except CALL_ERRORS as error:
             require_own_state("step", state, self.state, error=error)
@@ -915,21 +916,25 @@ def build_program(
     store = state_storage(plan, model, optimizer, mesh)
     data_shardings = batch_shardings(plan, shapes, mesh)
     dims = batch_dims(batch_axes or _without_axes(shapes))
-    part = microbatch_loss(
+    microbatch = microbatch_loss(
         plan, model, loss, microbatch_of(shapes, dims, plan.microbatches), planned
     )
-    dims = with_folds(dims, shapes, part.traced.program)
-    require_functions(plan, part.traced.facts(store.parameters), layouts_lost=part.layouts_lost)
+    dims = with_folds(dims, shapes, microbatch.traced.program)
+    require_functions(
+        plan, microbatch.traced.facts(store.parameters), layouts_lost=microbatch.layouts_lost
+    )
     contribution = _contribution(
         plan,
         model,
         planned,
-        TracedMicrobatch(traced=part.traced, dims=dims, shardings=data_shardings),
+        TracedMicrobatch(traced=microbatch.traced, dims=dims, shardings=data_shardings),
         shapes,
         mesh,
     )
-    part = _with_loss_scale(replace(part, traced=contribution.traced), model, options.guards)
-    driver = build_driver(plan, model, mesh, store, part, contribution, planned, options)
+    microbatch = _with_loss_scale(
+        replace(microbatch, traced=contribution.traced), model, options.guards
+    )
+    driver = build_driver(plan, model, mesh, store, microbatch, contribution, planned, options)
     state = abstract_state(plan, model, store, mesh, options.guards)
     writer, disk_findings = (
         disk_writer(options.disk) if "disk" in plan.offload and not options.abstract else (None, ())
@@ -947,8 +952,8 @@ def build_program(
             device_findings,
             store.findings,
             disk_findings,
-            part.findings,
-            kernel_findings(chosen, plan, part.layouts_lost),
+            microbatch.findings,
+            kernel_findings(chosen, plan, microbatch.layouts_lost),
             () if planned.interleaving is None else planned.interleaving.findings,
             driver.findings,
         ),
@@ -978,17 +983,17 @@ def _contribution(
     plan: Plan,
     model: Model,
     planned: PlannedLoss,
-    part: TracedMicrobatch,
+    microbatch: TracedMicrobatch,
     shapes: Tree,
     mesh: Mesh | AbstractMesh,
 ) -> Contribution:
-    """The contribution of a microbatch to the loss of the batch; the unchanged loss if its
-    dependence on rows is unknown.
+    """The contribution of a microbatch to the loss of the whole batch; the unchanged loss
+    if its dependence on rows is unknown.
     """
     if planned.rows is None or planned.traced is None:
-        return unchanged(part.traced, part.dims, part.shardings)
-    batch = whole_batch(planned.traced, planned.rows, model, shapes, part.dims)
-    return contribution(plan, batch, part, mesh)
+        return unchanged(microbatch.traced, microbatch.dims, microbatch.shardings)
+    whole = whole_batch(planned.traced, planned.rows, model, shapes, microbatch.dims)
+    return contribution(plan, whole, microbatch, mesh)
 
 
 def _step_parts(
@@ -1041,12 +1046,12 @@ def _mesh(plan: Plan, options: BuildOptions) -> tuple[Mesh | AbstractMesh, tuple
     )
 
 
-def _with_loss_scale(part: MicrobatchLoss, model: Model, guards: Guards | None) -> MicrobatchLoss:
+def _with_loss_scale(loss: MicrobatchLoss, model: Model, guards: Guards | None) -> MicrobatchLoss:
     """The loss of a microbatch, multiplied by the loss scale of the state if there is one."""
     if guards is None or guards.scale is None:
-        return part
+        return loss
     params, states = len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state))
-    return replace(part, traced=with_loss_scale(part.traced, params, states))
+    return replace(loss, traced=with_loss_scale(loss.traced, params, states))
 
 
 def arrays_by_path(state: TrainState) -> dict[str, jax.Array]:
@@ -1093,7 +1098,11 @@ def unused_ring_loops(
 
 
 def lost_layouts(count: int) -> Finding:
-    """The finding that the loss of a microbatch is another program than the loss of the batch."""
+    """The finding that the loss of a microbatch is another program than the loss of the batch.
+
+    Args:
+        count: number of layouts that are lost.
+    """
     return Finding(
         code="placements-lost",
         severity="warning",
@@ -1118,12 +1127,12 @@ def with_loss_scale(traced: LossJaxpr, parameters: int, states: int) -> LossJaxp
     """The loss of (params, state, batch) as one of (params, {"model": state, "scale": scale},
     batch), multiplied by the scale in float32 at least.
     """
-    before = parameters + states
+    leading = parameters + states
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.closed_jaxpr.in_avals]
 
-    def run(first: list[Any], scale: Any, state_and_batch: list[Any]) -> Any:
+    def run(params_and_state: list[Any], scale: Any, batch: list[Any]) -> Any:
         loss, (metrics, state) = jax.tree.unflatten(
-            traced.out_tree, jex.jaxpr_as_fun(traced.closed_jaxpr)(*first, *state_and_batch)
+            traced.out_tree, jex.jaxpr_as_fun(traced.closed_jaxpr)(*params_and_state, *batch)
         )
         return loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * scale, (
             metrics,
@@ -1131,19 +1140,19 @@ def with_loss_scale(traced: LossJaxpr, parameters: int, states: int) -> LossJaxp
         )
 
     with no_mesh():
-        again, shapes = jax.make_jaxpr(run, return_shape=True)(
-            avals[:before], jax.ShapeDtypeStruct((), jnp.float32), avals[before:]
+        retraced, shapes = jax.make_jaxpr(run, return_shape=True)(
+            avals[:leading], jax.ShapeDtypeStruct((), jnp.float32), avals[leading:]
         )
     old, new = (
         [(equation.path, equation.name) for equation in flatten(jaxpr).equations]
-        for jaxpr in (traced.closed_jaxpr, again)
+        for jaxpr in (traced.closed_jaxpr, retraced)
     )
     if new[: len(old)] != old:
         raise TracingError(
             "the loss does not trace again with a scale: its equations change\nTry: no scale of the"
             " loss"
         )
-    return LossJaxpr(closed_jaxpr=again, out_tree=jax.tree.structure(shapes))
+    return LossJaxpr(closed_jaxpr=retraced, out_tree=jax.tree.structure(shapes))
 
 
 def state_storage(
@@ -1153,8 +1162,8 @@ def state_storage(
     param_shardings, precision = parameter_shardings(plan, model, mesh), Precision.of(plan)
     trained_params = model.partition.trained(model.params)
     trained_shardings = param_shardings.trained_only(model.partition)
-    in_dtypes = with_stored_dtypes(optimizer, trained_params, precision)
-    opt_state = jax.eval_shape(in_dtypes.init, trained_params)
+    optimizer = with_stored_dtypes(optimizer, trained_params, precision)
+    opt_state = jax.eval_shape(optimizer.init, trained_params)
     on_devices, findings = optimizer_shardings(
         opt_state, trained_params, trained_shardings.state, mesh
     )
@@ -1166,7 +1175,7 @@ def state_storage(
         trained_shardings=trained_shardings,
         trained_params=trained_params,
         precision=precision,
-        optimizer=in_dtypes,
+        optimizer=optimizer,
         opt_state=opt_state,
         opt_shardings=opt_shardings,
         findings=(*findings, *offload_findings),
@@ -1181,7 +1190,7 @@ def abstract_state(
     """
     replicated = named_sharding(mesh, Layout())
 
-    def everywhere(tree: Tree) -> Tree:
+    def as_replicated(tree: Tree) -> Tree:
         return jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), tree
         )
@@ -1194,7 +1203,7 @@ def abstract_state(
         ),
         model_state=with_shardings(model.state, state_shardings(plan, model.state, mesh)),
         opt_state=with_shardings(store.opt_state, store.opt_shardings),
-        guard=None if guards is None else everywhere(jax.eval_shape(guards.first_state)),
+        guard=None if guards is None else as_replicated(jax.eval_shape(guards.first_state)),
     )
 
 
@@ -1206,24 +1215,26 @@ def without_pipeline(
     partition: Partition,
 ) -> LossRun:
     """The run of a whole batch at once, or of one microbatch after another."""
-    loss, late = loss_in_layouts(traced, layouts), deferred_reductions(traced, layouts)
+    loss, deferred = loss_in_layouts(traced, layouts), deferred_reductions(traced, layouts)
 
     def gradients(params: Tree, state: Tree, batch: Tree) -> Any:
         def joined(trained: Tree) -> Tree:
             return partition.joined(trained, params)
 
-        def of_trained(trained: Tree, state: Tree, batch: Tree) -> Any:
+        def loss_of_trained(trained: Tree, state: Tree, batch: Tree) -> Any:
             return loss(joined(trained), state, batch)
 
-        if late is not None:
-            joined_once = replace(
-                late, all_params=joined, fully_deferred=partition.numbered(late.fully_deferred)
+        if deferred is not None:
+            of_trained_params = replace(
+                deferred,
+                all_params=joined,
+                fully_deferred=partition.numbered(deferred.fully_deferred),
             )
-            return accumulate_deferred(joined_once, batch, microbatches, gradient)(
+            return accumulate_deferred(of_trained_params, batch, microbatches, gradient)(
                 partition.trained(params), state
             )
         run = accumulated_gradients(
-            of_trained,
+            loss_of_trained,
             batch,
             microbatches,
             lambda tree: constrain_tree(tree, gradient),
@@ -1236,10 +1247,10 @@ def without_pipeline(
 
 def with_pipeline(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> LossRun:
     """The run of the microbatches through the stages of a pipeline."""
-    parts = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
+    microbatches = Microbatches(shardings=shardings, dims=dims, count=pipeline.microbatches)
     return LossRun(
         gradients=lambda params, state, batch: pipeline.gradients(
-            params, state, *parts.split(batch)
+            params, state, *microbatches.split(batch)
         ),
         timetable=pipeline.stages.table,
     )

@@ -258,14 +258,14 @@ def _experts_as_written() -> Finding:
 
 
 def abstract_batch(
-    batch: Tree, laid_out: LossForRows, shard: Callable[[Layout], NamedSharding]
+    batch: Tree, evaluated: LossForRows, shard: Callable[[Layout], NamedSharding]
 ) -> Tree:
     """An abstract batch with shardings.
 
     Args:
         shard: layout -> sharding.
     """
-    layouts = [layout for _, layout in laid_out.batch]
+    layouts = [layout for _, layout in evaluated.batch]
     leaves, structure = jax.tree.flatten(batch)
     return structure.unflatten(
         [
@@ -376,7 +376,7 @@ class Evaluation:
                 "a program for devices that are not here cannot evaluate\nTry:"
                 " shardlib.compile(...) on the devices themselves"
             )
-        laid_out = loss_for_rows(
+        evaluated = loss_for_rows(
             _whole_batch_plan(self.plan),
             self.model,
             self._fixed_state_loss,
@@ -385,8 +385,8 @@ class Evaluation:
             self.axes,
         )
         replicated = named_sharding(self.mesh, Layout())
-        sharded = abstract_batch(batch, laid_out, lambda layout: named_sharding(self.mesh, layout))
-        loss, findings = self._lowered(laid_out, sharded)
+        sharded = abstract_batch(batch, evaluated, lambda layout: named_sharding(self.mesh, layout))
+        loss, findings = self._lowered(evaluated, sharded)
 
         def evaluate(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
             value, (metrics, _) = loss(params, model_state, batch)
@@ -402,30 +402,32 @@ class Evaluation:
             )
             compiled = jitted.lower(*arguments).compile()
         call = _jax_compat.runnable(jitted, compiled, arguments, self.mesh)
-        return EvaluationProgram(call=call, batch=sharded, findings=(*laid_out.findings, *findings))
+        return EvaluationProgram(
+            call=call, batch=sharded, findings=(*evaluated.findings, *findings)
+        )
 
     def _fixed_state_loss(self, params: Tree, state: Tree, batch: Tree) -> Any:
         """The loss, with the model state returned unchanged."""
         value, (metrics, _) = self.loss(params, state, batch)
         return value, (metrics, state)
 
-    def _lowered(self, laid_out: LossForRows, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
+    def _lowered(self, evaluated: LossForRows, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
         """The loss with its layouts, run through the stages if there are any."""
-        plan, specs = laid_out.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
+        plan, shardings = evaluated.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
         if plan.mesh["stage"] > 1:
-            dims = with_folds(batch_dims(laid_out.axes), batch, laid_out.traced.program)
+            dims = with_folds(batch_dims(evaluated.axes), batch, evaluated.traced.program)
             try:
                 staged, findings = pipeline(
                     plan,
-                    laid_out.traced,
+                    evaluated.traced,
                     self.model.state,
                     self.mesh,
                     self.params,
-                    StagedLayouts(layers=laid_out.value_layouts, outside_values={}),
-                    key_inputs(dims, laid_out.traced.closed_jaxpr),
+                    StagedLayouts(layers=evaluated.value_layouts, outside_values={}),
+                    key_inputs(dims, evaluated.traced.closed_jaxpr),
                 )
             except PlanError as error:
-                return self._without_pipeline(laid_out), (
+                return self._without_pipeline(evaluated), (
                     Finding(
                         code="evaluation-without-stages",
                         severity="warning",
@@ -438,17 +440,19 @@ class Evaluation:
                 )
             return (
                 lambda params, state, batch: staged.loss(
-                    params, state, *Microbatches(shardings=specs, dims=dims, count=1).split(batch)
+                    params,
+                    state,
+                    *Microbatches(shardings=shardings, dims=dims, count=1).split(batch),
                 ),
                 findings,
             )
-        return self._without_pipeline(laid_out), ()
+        return self._without_pipeline(evaluated), ()
 
-    def _without_pipeline(self, laid_out: LossForRows) -> PureLoss:
+    def _without_pipeline(self, evaluated: LossForRows) -> PureLoss:
         return loss_in_layouts(
-            laid_out.traced,
+            evaluated.traced,
             LossLayouts.of(
-                laid_out.traced, laid_out.plan, self.mesh, self.params, laid_out.value_layouts
+                evaluated.traced, evaluated.plan, self.mesh, self.params, evaluated.value_layouts
             ),
         )
 
@@ -619,15 +623,16 @@ def global_norm(leaves: Sequence[Value], shardings: Sequence[NamedSharding]) -> 
     """
     mesh = shardings[0].mesh
 
-    def local(*pieces: Any) -> Any:
+    def local(*shards: Any) -> Any:
+        # every replica adds the sum of its shard, divided by the number of replicas
         sums = [
             jnp.sum(
                 jnp.square(
-                    jnp.abs(piece).astype(jnp.promote_types(jnp.abs(piece).dtype, jnp.float32))
+                    jnp.abs(shard).astype(jnp.promote_types(jnp.abs(shard).dtype, jnp.float32))
                 )
             )
             * (_ways(sharding) / mesh.size)
-            for piece, sharding in zip(pieces, shardings, strict=True)
+            for shard, sharding in zip(shards, shardings, strict=True)
         ]
         return jax.lax.psum(sum(sums[1:], sums[0]), mesh.axis_names)
 
@@ -798,10 +803,10 @@ def offload_shardings(
         )
     shapes = shapes_of(params)
 
-    def place(path: KeyPath, leaf: Tree, sharding: NamedSharding) -> NamedSharding:
+    def with_memory_kind(path: KeyPath, leaf: Tree, sharding: NamedSharding) -> NamedSharding:
         return sharding if owner_of(path, leaf, shapes) is None else sharding.with_memory_kind(HOST)
 
-    return jax.tree_util.tree_map_with_path(place, opt_state, shardings), ()
+    return jax.tree_util.tree_map_with_path(with_memory_kind, opt_state, shardings), ()
 
 
 def move_offloaded(tree: Tree, shardings: Tree, memory: str) -> Tree:
