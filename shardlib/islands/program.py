@@ -412,20 +412,20 @@ class StagedGradients:
         opening = self._opening
         if not simple or len(dispatch.chunks) != len(dispatch.stages) or self._shared:
             return {}
-        opened = jax.tree.unflatten(dispatch.inputs_treedef, list(dispatch.opening.sources))
-        sources = [(True, source) for stack in opened.stacks for source in stack]
-        sources += [(False, source) for source in opened.once.values()]
+        inputs = jax.tree.unflatten(dispatch.inputs_treedef, list(dispatch.opening.sources))
+        sources = [(True, source) for stack in inputs.stacks for source in stack]
+        sources += [(False, source) for source in inputs.once.values()]
         for in_stack, (fresh, source_index) in sources:
             if fresh or source_index >= len(self._names):
                 return {}
             runs[self._names[source_index]] = len(dispatch.stages) if in_stack else 1
-        assert len(opened.stacks) == len(opening.all_stacks), "a turn of each"
+        assert len(inputs.stacks) == len(opening.all_stacks), "a turn of each"
         return runs if runs.keys() >= trained(self.program).keys() else {}
 
     def begun(self, params: Tree, model_state: Tree, batch: Tree, landed: Landed) -> Sums:
         """Queues a step whose parameters are on their way; returns once all stages have them."""
         arriving = _Arriving(staged=self, params=params, landed=landed)
-        step = self.dispatch.begun(params, model_state, batch, arriving)
+        step = self.dispatch.start(params, model_state, batch, arriving)
         last, outside = len(self.dispatch.chunks) - 1, self.dispatch.outside
         parts = dict[Run, tuple[jax.Array, ...]]()
         for stage in range(last + 1):
@@ -435,7 +435,7 @@ class StagedGradients:
             for number, sums in zip(outside[stage], step.early[stage], strict=False):
                 run = (self._path(number), 0)
                 parts[run] = (*parts.get(run, ()), sums)
-        after = jax.tree.unflatten(jax.tree.structure(model_state), step.opened.after)
+        after = jax.tree.unflatten(jax.tree.structure(model_state), step.inputs.after)
         loss = step.early[last][len(outside[last])]
         return Sums(loss=loss, parts=parts, count=self._opening.microbatches, model_state=after)
 
@@ -478,17 +478,17 @@ class _Arriving:
         self._known = names
         self._needs = [staged.needs(stage) for stage in range(len(staged.dispatch.stages))]
 
-    def there(self, stage: int) -> bool:
+    def has_arrived(self, stage: int) -> bool:
         return self._landed.there(self._needs[stage])
 
-    def part(self, array: jax.Array, stage: int) -> jax.Array | None:
+    def shard(self, array: jax.Array, stage: int) -> jax.Array | None:
         path = self._paths.get(id(array))
         if path is None:
             return None
-        leaf, places = self._known[path], self._staged.dispatch.meshes
+        leaf, meshes = self._known[path], self._staged.dispatch.meshes
         elements = self._landed.run(path, stage if self._staged.runs[path] > 1 else 0)
-        value = elements.reshape(places.shape(leaf)).astype(leaf.dtype)
-        return jax.device_put(value, places.at(leaf.sharding, stage))
+        value = elements.reshape(meshes.shape(leaf)).astype(leaf.dtype)
+        return jax.device_put(value, meshes.stage_sharding(leaf.sharding, stage))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -59,17 +59,18 @@ def test_a_stage_remembers_no_more_microbatches_than_its_order_says():
     assert most == [4, 3, 2, 1]
 
 
-def test_every_layer_is_dealt_once():
+def test_every_layer_is_in_one_chunk():
     for layers in (1, 2, 5, 7, 12):
         for stages in range(1, 5):
             for virtual in range(1, 4):
                 if stages * virtual <= layers:
-                    dealing = LayerSplit(layers=layers, stages=stages, virtual=virtual)
+                    layer_split = LayerSplit(layers=layers, stages=stages, virtual=virtual)
                     stack = np.arange(layers)
-                    np.testing.assert_array_equal(dealing.collected(dealing.dealt(stack)), stack)
+                    chunks = layer_split.chunk_stacks(stack)
+                    np.testing.assert_array_equal(layer_split.layer_stack(chunks), stack)
                     assert (
-                        sum(dealing.counts) == layers
-                        and max(dealing.counts) - min(dealing.counts) <= 1
+                        sum(layer_split.counts) == layers
+                        and max(layer_split.counts) - min(layer_split.counts) <= 1
                     )
 
 

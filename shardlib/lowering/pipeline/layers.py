@@ -6,8 +6,10 @@ lockstep all chunks of all stages are one program and rematerialise equally many
 program per stage the stage's number is divided among its chunks, the first ones taking one more.
 
 >>> half = StageRemat(policy="full", count=3, layers=4, virtual=2)
->>> half.of_every_chunk.count, [half.of_chunk(*one).count for one in ((0, 2), (1, 2), (1, 1))]
-(2, [2, 1, 0])
+>>> half.of_every_chunk.count
+2
+>>> half.of_chunk(0, layers=2).count, half.of_chunk(1, layers=2).count
+(2, 1)
 """
 
 from __future__ import annotations
@@ -280,7 +282,7 @@ def results_and_gradients(
     results_of: Callable[..., Arrays], loss: int, outputs: Arrays, *values: Tree
 ) -> tuple[Arrays, tuple[Any, ...]]:
     """(loss and metrics, gradients of the loss): those of each of the values, then those of the
-    floating-point outputs of the last chunk.
+    differentiable outputs of the last chunk.
 
     Args:
         results_of: (*values, outputs of the last chunk) -> loss and metrics.
@@ -289,13 +291,14 @@ def results_and_gradients(
     """
 
     def run(*arguments: Any) -> tuple[Any, Arrays]:
-        floating = iter(arguments[-1])
+        remaining = iter(arguments[-1])
         results = results_of(
-            *arguments[:-1], [next(floating) if is_floating(leaf) else leaf for leaf in outputs]
+            *arguments[:-1],
+            [next(remaining) if is_differentiable(leaf) else leaf for leaf in outputs],
         )
         return results[loss], results
 
-    differentiable = [leaf for leaf in outputs if is_floating(leaf)]
+    differentiable = [leaf for leaf in outputs if is_differentiable(leaf)]
     _, pull, results = jax.vjp(run, *values, differentiable, has_aux=True)
     return results, pull(jnp.ones((), results[loss].dtype))
 
@@ -308,22 +311,30 @@ def split_loss(
     keys: Collection[int] = (),
     frozen: Collection[int] = (),
 ) -> SplitLoss:
-    """Cuts a loss around its loop over layers."""
-    labels = dependence(program, _kinds(len(program.inputs), num_parameters, state, keys, frozen))
+    """Splits a loss around its loop over layers.
+
+    Args:
+        num_parameters, state, results: number of parameters, of arrays of model state, and of the
+            loss and metrics.
+        keys, frozen: positions of random keys and of frozen parameters among the inputs.
+    """
+    labels = dependence(
+        program, _input_labels(len(program.inputs), num_parameters, state, keys, frozen)
+    )
     loop = loop_over_layers(program, labels)
     constants, carried = scan_counts(loop.params)
     outputs, after_state = program.outputs[:results], program.outputs[results:]
-    _require_own_state(labels, after_state)
-    once_equations, known = _once(program, loop, num_parameters)
-    done = {loop.path, *(equation.path for equation in once_equations)}
-    mixed = [equation for equation in program.equations if equation.path not in done]
+    _require_independent_state(labels, after_state)
+    once_equations, known = _once_equations(program, loop, num_parameters)
+    excluded = {loop.path, *(equation.path for equation in once_equations)}
+    others = [equation for equation in program.equations if equation.path not in excluded]
     roles = roles_of(loop, labels, known)
     entering = [
         *loop.inputs[constants : constants + carried],
         *(loop.inputs[k] for k in roles.activations),
     ]
-    before, reads_before = needed(mixed, entering)
-    after, reads_after = needed(mixed, outputs)
+    before, reads_before = needed(others, entering)
+    after, reads_after = needed(others, outputs)
     reads = {*reads_before, *reads_after, *loop.inputs}
     return SplitLoss(
         program=program,
@@ -345,12 +356,12 @@ def split_loss(
     )
 
 
-def _kinds(
+def _input_labels(
     inputs: int, parameters: int, state: int, keys: Collection[int], frozen: Collection[int]
 ) -> list[Labels]:
     """The label of each input of a loss; arguments as those of `split_loss`."""
 
-    def kind(position: int) -> str:
+    def label(position: int) -> str:
         if position in frozen:
             return FROZEN
         if position < parameters:
@@ -359,22 +370,24 @@ def _kinds(
             return STATE
         return KEY if position in keys else BATCH
 
-    return [frozenset({kind(position)}) for position in range(inputs)]
+    return [frozenset({label(position)}) for position in range(inputs)]
 
 
-def _require_own_state(labels: Mapping[int, Labels], state: Sequence[int]) -> None:
+def _require_independent_state(labels: Mapping[int, Labels], state: Sequence[int]) -> None:
     """Raises if the model state after a step depends on more than the state before it."""
-    made_from = frozenset[str]().union(*(labels[number] for number in state))
-    if not made_from <= {STATE}:
+    origins = frozenset[str]().union(*(labels[number] for number in state))
+    if not origins <= {STATE}:
         raise PlanError(
             "the model state that a step leaves is made from"
-            f" {' and '.join(sorted(made_from - {STATE}))}, and microbatches of a pipeline are"
+            f" {' and '.join(sorted(origins - {STATE}))}, and microbatches of a pipeline are"
             " under way together\nTry: a plan without stages (mesh axis stage=1), or a model whose"
             " state depends on nothing but itself, random streams for example"
         )
 
 
-def _once(program: Program, loop: Equation, parameters: int) -> tuple[list[Equation], set[int]]:
+def _once_equations(
+    program: Program, loop: Equation, parameters: int
+) -> tuple[list[Equation], set[int]]:
     """The equations that depend on parameters alone, and all values known after them."""
     values = {*program.constants, *program.inputs[:parameters]}
     equations: list[Equation] = []
@@ -416,7 +429,9 @@ class LayerRemat:
             return 0
         return layers if self.count is None else min(layers, self.count)
 
-    def wraps(self, *, prevent_cse: bool) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
+    def wrappers(
+        self, *, prevent_cse: bool
+    ) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
         """Transformations of a layer that follows the policy, and of one that does not."""
         following, saving_all = (
             partial(rematerialised, remat=policy, prevent_cse=prevent_cse, offloaded=self.offloaded)
@@ -425,8 +440,8 @@ class LayerRemat:
         return following, saving_all
 
 
-def _named(body: Body) -> Body:
-    """A layer whose input is named, so that it can be offloaded, too."""
+def _with_named_input(body: Body) -> Body:
+    """A layer whose input has a name, so that the remat policy can offload it."""
 
     def named(carry: Carry, sliced: Tree) -> tuple[Carry, Arrays]:
         return body(tuple(checkpoint_name(leaf, LAYER_INPUT) for leaf in carry), sliced)
@@ -445,8 +460,8 @@ def as_loop(
     Returns:
         The final carry, and stacked results [layers, ...].
     """
-    body = _named(body) if remat.offloaded else body
-    following, saving_all = remat.wraps(prevent_cse=False)
+    body = _with_named_input(body) if remat.offloaded else body
+    following, saving_all = remat.wrappers(prevent_cse=False)
     count = remat.followed(layers)
     if count in (0, layers):
         return jax.lax.scan(
@@ -471,8 +486,8 @@ def as_unrolled(
     body: Body, remat: LayerRemat, layers: int, carry: Carry, scanned: Sequence[Tree]
 ) -> tuple[Carry, Arrays]:
     """Unrolled form of `as_loop`; `scanned` may be a list of one tree per layer."""
-    body = _named(body) if remat.offloaded else body
-    following, saving_all = (wrap(body) for wrap in remat.wraps(prevent_cse=True))
+    body = _with_named_input(body) if remat.offloaded else body
+    following, saving_all = (wrap(body) for wrap in remat.wrappers(prevent_cse=True))
     count, exits = remat.followed(layers), list[Arrays]()
     for layer in range(layers):
         carry, results = (following if layer < count else saving_all)(
@@ -491,7 +506,7 @@ def as_unrolled(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linearised:
+class LinearisedChunk:
     """A chunk with the residuals of its backward pass.
 
     Attributes:
@@ -512,31 +527,33 @@ class Linearised:
     input_count: int
 
     @property
-    def stashed(self) -> Arrays:
+    def stash(self) -> Arrays:
         """The residuals that depend on the microbatch."""
         return [self.saved[number] for number in self.of_microbatch]
 
-    def pull(self, stashed: Arrays) -> Callable[[Arrays], Tree]:
-        """The backward pass, with stashed values for the residuals that depend on the
+    def pull(self, stash: Arrays) -> Callable[[Arrays], Tree]:
+        """The backward pass, with the stash in place of the residuals that depend on the
         microbatch.
         """
-        return jax.tree.unflatten(self.tree, self._wants(stashed))
+        return jax.tree.unflatten(self.tree, self._residuals(stash))
 
-    def input_gradients(self, stashed: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
+    def input_gradients(self, stash: Arrays, cotangents: Arrays) -> tuple[Arrays, Arrays]:
         """The input-gradient half of the backward pass: (gradients of the chunk's inputs, residuals
         for `weight_gradients`).
         """
-        return self._halves(cotangents).run_first([*self._wants(stashed), *cotangents])
+        return self._halves(cotangents).run_first([*self._residuals(stash), *cotangents])
 
-    def weight_gradients(self, stashed: Arrays, residuals: Arrays) -> Arrays:
+    def weight_gradients(self, stash: Arrays, residuals: Arrays) -> Arrays:
         """The weight-gradient half of the backward pass."""
         # Placeholders: the second half does not read the cotangents.
-        cotangents = [leaf for leaf in self.outputs if is_floating(leaf)]
-        return self._halves(cotangents).run_second([*self._wants(stashed), *cotangents], residuals)
+        cotangents = [leaf for leaf in self.outputs if is_differentiable(leaf)]
+        return self._halves(cotangents).run_second(
+            [*self._residuals(stash), *cotangents], residuals
+        )
 
-    def _wants(self, stashed: Arrays) -> Arrays:
+    def _residuals(self, stash: Arrays) -> Arrays:
         """All residuals of the backward pass, in its order."""
-        values = {**self.saved, **dict(zip(self.of_microbatch, stashed, strict=True))}
+        values = {**self.saved, **dict(zip(self.of_microbatch, stash, strict=True))}
         return [values[number] for number in self.order]
 
     def _halves(self, cotangents: Arrays) -> Split:
@@ -558,7 +575,7 @@ class Linearised:
         )
 
 
-def is_floating(leaf: Leaf) -> bool:
+def is_differentiable(leaf: Leaf) -> bool:
     """True if gradients flow through an array."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
@@ -599,7 +616,7 @@ def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pregathered:
+class PregatheredWeights:
     """Weights of one layer that are gathered before all ticks and whose gradients are reduced after
     them. Values are numbers of the loop's body.
 
@@ -667,7 +684,7 @@ class Pregathered:
 
     def _layer_gathered(self, weights: Sequence[Value]) -> Arrays:
         """The gathered operands of one layer, in the order of `operands`."""
-        gathers = {operand(use): use.gather for use in self.uses.values()}
+        gathers = {weight_operand(use): use.gather for use in self.uses.values()}
         operands = dict(zip(self.all_operands, self.operands_of(weights), strict=True))
         return [gathers[number](operands[number]) for number in self.operands]
 
@@ -696,14 +713,14 @@ class Pregathered:
                 for use, leaf in zip(self.uses.values(), sums, strict=True)
             ]
             partial_sums, sums = jax.lax.optimization_barrier((sent, sums))
-            emptied = [
+            zeroed = [
                 with_layer(leaf, jnp.zeros(leaf.shape[2:], leaf.dtype), slot, index)
                 for leaf in sums
             ]
-            return emptied, self._layer_reduced(weights, partial_sums)
+            return zeroed, self._layer_reduced(weights, partial_sums)
 
-        emptied, gradients = jax.lax.scan(layer, list(sums), jnp.arange(weights[0].shape[0]))
-        return gradients, emptied
+        zeroed, gradients = jax.lax.scan(layer, list(sums), jnp.arange(weights[0].shape[0]))
+        return gradients, zeroed
 
     def _layer_reduced(self, weights: Sequence[Value], sums: Sequence[Value]) -> Arrays:
         """Gradients of the weights of one layer, in the order of `sources`."""
@@ -734,9 +751,9 @@ def zero_sums(
     ]
     return [
         jax.lax.with_sharding_constraint(
-            leaf, NamedSharding(mesh, PartitionSpec(*(None for _ in lead), *cuts))
+            leaf, NamedSharding(mesh, PartitionSpec(*(None for _ in lead), *spec))
         )
-        for leaf, cuts in zeros
+        for leaf, spec in zeros
     ]
 
 
@@ -772,7 +789,7 @@ def with_partial_sums(
 def by_operand(
     uses: Mapping[str, DeferredOp], sums: Sequence[Value], cast: Callable[[Value, Value], Value]
 ) -> Values:
-    """Gradients of the values that operations use, from partial sums in the order of `uses`.
+    """Gradients of the weight operands of operations, from partial sums in the order of `uses`.
 
     Args:
         cast: (gradient, partial sums) -> the gradient in the dtype of the sum.
@@ -780,19 +797,19 @@ def by_operand(
     gradients: Values = {}
     for use, total in zip(uses.values(), sums, strict=True):
         gradient = cast(use.reduce(total.astype(use.sums_aval.dtype)), total)
-        number = operand(use)
+        number = weight_operand(use)
         gradients[number] = gradients[number] + gradient if number in gradients else gradient
     return gradients
 
 
-def operand(use: DeferredOp) -> int:
-    """The value that an operation uses."""
+def weight_operand(use: DeferredOp) -> int:
+    """The value that an operation reads as its weight."""
     return use.use.equation.inputs[use.use.position]
 
 
 def pregathered(
     layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh
-) -> Pregathered | None:
+) -> PregatheredWeights | None:
     """The weights that can be gathered beforehand; None if there are none, or if gradients are not
     reduced at the end of the step.
     """
@@ -800,30 +817,30 @@ def pregathered(
         return None
     loop = sections.loop
     body = loop.inside("body")
-    here = {equation.path for equation in body.equations}
+    body_paths = {equation.path for equation in body.equations}
     first = sum(scan_counts(loop.params))
     scanned = {body.inputs[first + k]: k for k in sections.roles.weights}
     uses: dict[str, DeferredOp] = {}
     for path, use in layouts.uses.items():
-        if path in here and (deferral := layouts.deferred(path, mesh)) is not None:
+        if path in body_paths and (deferral := layouts.deferred(path, mesh)) is not None:
             operand_equations, reads = needed(body.equations, [use.equation.inputs[use.position]])
             computed = {number for equation in operand_equations for number in equation.outputs}
             if reads - computed <= {*scanned, *body.constants}:
                 uses[path] = deferral
     if not uses:
         return None
-    produced = tuple(dict.fromkeys(operand(use) for use in uses.values()))
-    operands = tuple(dict.fromkeys(operand(use) for use in uses.values() if use.gathers))
-    operand_equations, reads = needed(body.equations, produced)
+    all_operands = tuple(dict.fromkeys(weight_operand(use) for use in uses.values()))
+    operands = tuple(dict.fromkeys(weight_operand(use) for use in uses.values() if use.gathers))
+    operand_equations, reads = needed(body.equations, all_operands)
     sources = {
         scanned[number]: number
         for number in sorted(reads & scanned.keys(), key=lambda number: scanned[number])
     }
-    return Pregathered(
+    return PregatheredWeights(
         mesh=mesh,
         body=body,
         sources=sources,
-        all_operands=produced,
+        all_operands=all_operands,
         operands=operands,
         uses=uses,
         operand_equations=tuple(operand_equations),
@@ -871,7 +888,7 @@ class ChunkOperands:
         keys: the same of each array of model state with a slice per layer, for one microbatch.
         shared: parameters that all layers use.
         constant: arrays computed from constants that all layers use.
-        ready: matmul operands that are gathered beforehand, [layers, ...]; see `Pregathered`.
+        ready: matmul operands that are gathered beforehand (`PregatheredWeights`), [layers, ...].
         first_layer: index of the chunk's first layer.
     """
 
@@ -906,7 +923,7 @@ class Chunk:
 
     Attributes:
         layers: layers per chunk.
-        padded: whether the layers do not fill all chunks; places after the last layer are then
+        padded: whether the layers do not fill all chunks; those after the last layer are then
             identities.
         walk: makes the walk of a trace, which belongs to the mesh of that trace.
         gathered: weights that are gathered beforehand; None if there are none.
@@ -919,7 +936,7 @@ class Chunk:
     padded: bool
     remat: LayerRemat
     walk: Callable[[], Walk]
-    gathered: Pregathered | None = None
+    gathered: PregatheredWeights | None = None
     unrolled: bool = False
 
     @property
@@ -956,7 +973,7 @@ class Chunk:
             )
         ) | dict(zip(roles.activations, activations[carried:], strict=False))
 
-        def placed(kind: str, values: Sequence[Any]) -> Arrays:
+        def in_layouts(kind: str, values: Sequence[Any]) -> Arrays:
             return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
 
         def body(
@@ -970,8 +987,8 @@ class Chunk:
             )
             values = [
                 *(fixed[k] for k in range(constants)),
-                *placed("carry", carry),
-                *placed("enter", [scanned[k] for k in range(len(scanned))]),
+                *in_layouts("carry", carry),
+                *in_layouts("enter", [scanned[k] for k in range(len(scanned))]),
             ]
             outputs = (
                 evaluate_program(body_program, values, inner)
@@ -1001,7 +1018,7 @@ class Chunk:
         ]
         return [*final, *activations[carried : carried + len(roles.activations)], *buffers]
 
-    def _wanted(self, operands: ChunkOperands) -> ChunkGrads:
+    def _differentiated(self, operands: ChunkOperands) -> ChunkGrads:
         """The operands that gradients are taken with respect to."""
         return ChunkGrads(
             weights=[operands.weights[k] for k in self.per_tick_weights],
@@ -1021,41 +1038,41 @@ class Chunk:
 
     def forward(self, operands: ChunkOperands, activations: Arrays) -> tuple[Arrays, Arrays]:
         """(outputs of the chunk, its stash for the backward pass)."""
-        line = self._linearised(operands, activations)
-        return line.outputs, line.stashed
+        linearised = self._linearised(operands, activations)
+        return linearised.outputs, linearised.stash
 
     def backward(
-        self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, cotangents: Arrays
+        self, operands: ChunkOperands, activations: Arrays, stash: Arrays, cotangents: Arrays
     ) -> tuple[ChunkGrads, Arrays]:
-        """Gradients of the operands, and of the floating-point inputs."""
-        return self._linearised(operands, activations).pull(stashed)(cotangents)
+        """Gradients of the operands, and of the differentiable inputs."""
+        return self._linearised(operands, activations).pull(stash)(cotangents)
 
     def backward_inputs(
-        self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, cotangents: Arrays
+        self, operands: ChunkOperands, activations: Arrays, stash: Arrays, cotangents: Arrays
     ) -> tuple[Arrays, Arrays]:
         """The input-gradient half of `backward`, which the previous stage waits for."""
-        return self._linearised(operands, activations).input_gradients(stashed, cotangents)
+        return self._linearised(operands, activations).input_gradients(stash, cotangents)
 
     def backward_weights(
-        self, operands: ChunkOperands, activations: Arrays, stashed: Arrays, residuals: Arrays
+        self, operands: ChunkOperands, activations: Arrays, stash: Arrays, residuals: Arrays
     ) -> ChunkGrads:
         """The weight-gradient half of `backward`, which no stage waits for."""
         return jax.tree.unflatten(
-            jax.tree.structure(self._wanted(operands)),
-            self._linearised(operands, activations).weight_gradients(stashed, residuals),
+            jax.tree.structure(self._differentiated(operands)),
+            self._linearised(operands, activations).weight_gradients(stash, residuals),
         )
 
-    def _linearised(self, operands: ChunkOperands, activations: Arrays) -> Linearised:
+    def _linearised(self, operands: ChunkOperands, activations: Arrays) -> LinearisedChunk:
         """The chunk linearised at one microbatch."""
-        floating = [is_floating(leaf) for leaf in activations]
-        shape: dict[str, Any] = {}
+        flags = [is_differentiable(leaf) for leaf in activations]
+        pull_tree: list[Any] = []
 
-        def all_of(operands: ChunkOperands, activations: Arrays) -> tuple[Arrays, Arrays]:
+        def linearise(operands: ChunkOperands, activations: Arrays) -> tuple[Arrays, Arrays]:
             def run(variables: ChunkGrads, differentiable: Arrays) -> tuple[Arrays, Arrays]:
                 remaining = iter(differentiable)
                 entering = [
-                    next(remaining) if float_ else leaf
-                    for leaf, float_ in zip(activations, floating, strict=True)
+                    next(remaining) if flag else leaf
+                    for leaf, flag in zip(activations, flags, strict=True)
                 ]
                 weights = list(operands.weights)
                 for k, leaf in zip(self.per_tick_weights, variables.weights, strict=True):
@@ -1065,18 +1082,17 @@ class Chunk:
                     entering,
                     variables.sums,
                 )
-                return [
-                    leaf for leaf, float_ in zip(outputs, floating, strict=True) if float_
-                ], outputs
+                return [leaf for leaf, flag in zip(outputs, flags, strict=True) if flag], outputs
 
-            differentiable = [
-                leaf for leaf, float_ in zip(activations, floating, strict=True) if float_
-            ]
-            _, pull, outputs = jax.vjp(run, self._wanted(operands), differentiable, has_aux=True)
-            leaves, shape["tree"] = jax.tree.flatten(pull)
+            differentiable = [leaf for leaf, flag in zip(activations, flags, strict=True) if flag]
+            _, pull, outputs = jax.vjp(
+                run, self._differentiated(operands), differentiable, has_aux=True
+            )
+            leaves, treedef = jax.tree.flatten(pull)
+            pull_tree.append(treedef)
             return outputs, leaves
 
-        traced = jax.make_jaxpr(all_of)(operands, activations)
+        traced = jax.make_jaxpr(linearise)(operands, activations)
         count, operand_count = len(activations), len(jax.tree.leaves(operands))
         program = flatten(traced)
         labels = dependence(
@@ -1084,17 +1100,19 @@ class Chunk:
         )
         values = jex.jaxpr_as_fun(traced)(*jax.tree.leaves(operands), *activations)
         saved = tuple(program.outputs[count:])
-        return Linearised(
+        return LinearisedChunk(
             outputs=values[:count],
             saved=dict(zip(saved, values[count:], strict=True)),
             order=saved,
-            tree=shape["tree"],
+            tree=pull_tree[-1],
             of_microbatch=tuple(dict.fromkeys(number for number in saved if labels[number])),
-            input_count=sum(floating),
+            input_count=sum(flags),
         )
 
 
-def _layer_results(gathered: Pregathered, values: Arrays, ready: Arrays, walk: Walk) -> Arrays:
+def _layer_results(
+    gathered: PregatheredWeights, values: Arrays, ready: Arrays, walk: Walk
+) -> Arrays:
     """Results of a layer, given its gathered operands."""
     env = {
         **gathered.body.constants,
@@ -1108,7 +1126,7 @@ def _layer_results(gathered: Pregathered, values: Arrays, ready: Arrays, walk: W
 # --------------------------------------------------------------------------------------------------
 # Weights outside of the layers (embedding, head) that are gathered before the ticks and whose
 # gradients are reduced after them: those of matmuls and lookups, if the plan also reduces gradients
-# of layers once per step. See `Pregathered`, which does the same for layers.
+# of layers once per step. See `PregatheredWeights`, which does the same for layers.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1126,14 +1144,14 @@ class EdgeGradients:
 
     @staticmethod
     def of(layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh) -> EdgeGradients:
-        """Finds the operations outside of the layers whose gradients can be reduced at the end."""
-        derived = set(sections.once)
+        """The operations outside of the layers whose gradients can be reduced after all ticks."""
+        once = set(sections.once)
         equations = {equation.path: equation for equation in (*sections.before, *sections.after)}
         uses: dict[str, DeferredOp] = {}
         for path, use in layouts.uses.items():
             if (
                 path in equations
-                and use.equation.inputs[use.position] in derived
+                and use.equation.inputs[use.position] in once
                 and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
             ):
                 uses[path] = deferral
@@ -1150,13 +1168,13 @@ class EdgeGradients:
         return EdgeGradients(
             mesh=mesh,
             uses=uses,
-            fully_deferred=frozenset(operand(use) for use in uses.values()) - others,
+            fully_deferred=frozenset(weight_operand(use) for use in uses.values()) - others,
         )
 
     def ready(self, outside: Values) -> dict[str, Value]:
         """The operands that are gathered beforehand, by path of the operation."""
         return {
-            path: use.gather(outside[operand(use)])
+            path: use.gather(outside[weight_operand(use)])
             for path, use in self.uses.items()
             if use.gathers
         }
@@ -1170,7 +1188,7 @@ class EdgeGradients:
         return with_partial_sums(self.uses, walk, sums, ready)
 
     def reduce(self, sums: Sequence[Value]) -> Values:
-        """Gradients of values that operations use, from partial sums in the order of `uses`."""
+        """Gradients of weight operands, from partial sums in the order of `uses`."""
         return by_operand(self.uses, sums, lambda gradient, total: gradient.astype(total.dtype))
 
 
@@ -1201,9 +1219,9 @@ class StageRemat:
 
     def of_chunk(self, number: int, layers: int) -> LayerRemat:
         """The remat policy of one chunk that has its own program."""
-        rematerialised = self.count // self.virtual + (number < self.count % self.virtual)
-        missing = self.layers // self.virtual - layers
-        return self._layer_remat(max(0, rematerialised - missing))
+        count = self.count // self.virtual + (number < self.count % self.virtual)
+        missing_layers = self.layers // self.virtual - layers
+        return self._layer_remat(max(0, count - missing_layers))
 
     def _layer_remat(self, count: int) -> LayerRemat:
         return LayerRemat(policy=self.policy, count=count, offloaded=self.offloaded)

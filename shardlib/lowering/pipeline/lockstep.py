@@ -30,7 +30,7 @@ from shardlib.lowering.pipeline.layers import (
     SplitLoss,
     StageRemat,
     Values,
-    is_floating,
+    is_differentiable,
     pregathered,
     results_and_gradients,
     split_loss,
@@ -49,7 +49,7 @@ from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, neede
 
 
 @diagnostic
-def repeated(stages: Stages) -> tuple[Finding, ...]:
+def repeated_edges(stages: Stages) -> tuple[Finding, ...]:
     """A finding if work before and after the layers cannot be sharded over the stages."""
     if any(dim is not None for dim in stages.stage_dims):
         return ()
@@ -71,7 +71,7 @@ def repeated(stages: Stages) -> tuple[Finding, ...]:
 
 
 @diagnostic
-def not_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
+def nothing_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
     """A finding if the plan gathers once, but no weight can be gathered beforehand."""
     gathered = stages.chunk.gathered
     if plan.gather != "once" or (gathered is not None and gathered.operands):
@@ -285,7 +285,7 @@ def plus(sums: Tree, more: Tree) -> Tree:
 # Loss and gradients of a pipeline, as one program.
 #
 # Once per step, the values that the loss derives from parameters alone are computed, and stacks of
-# layers are distributed to the stages. Then come the ticks of each group of microbatches: one scan
+# layers are divided among the stages. Then come the ticks of each group of microbatches: one scan
 # per run of ticks with the same kinds of work (forward only, both, backward only). Each tick runs
 # the equations before the layers for the microbatch that enters the first stage, and those after
 # the layers, with their gradients, for the one that leaves the last. At the end the summed
@@ -347,24 +347,23 @@ class Pipeline:
             self.outside_layouts.walk(loose=not self.layouts_known), layer_policies=self.remat.loops
         )
 
-    def dealt(self, stack: Value) -> Value:
-        """A stack of layers [layers, ...] as [stages, chunks, layers of a chunk, ...]; unused
-        places repeat the last layer.
+    def stack_by_stage(self, stack: Value) -> Value:
+        """A stack of layers [layers, ...] as [stages, chunks, layers of a chunk, ...], padded with
+        copies of the last layer.
         """
-        table, each = self.stages.table, self.stages.chunk.layers
-        shape = (table.virtual, table.stages, each)
-        missing = table.virtual * table.stages * each - stack.shape[0]
+        table, layers = self.stages.table, self.stages.chunk.layers
+        shape = (table.virtual, table.stages, layers)
+        missing = table.virtual * table.stages * layers - stack.shape[0]
         if missing:
             stack = jnp.concatenate(
                 [stack, jnp.broadcast_to(stack[-1:], (missing, *stack.shape[1:]))]
             )
-        dealt = stack.reshape(*shape, *stack.shape[1:])
-        dealt = (
-            dealt.reshape(shape[1], 1, each, *stack.shape[1:])
+        chunks = stack.reshape(*shape, *stack.shape[1:])
+        return self.stages.over_stages(
+            chunks.reshape(table.stages, 1, layers, *stack.shape[1:])
             if table.virtual == 1
-            else dealt.swapaxes(0, 1)
+            else chunks.swapaxes(0, 1)
         )
-        return self.stages.over_stages(dealt)
 
     def states(self, state: Tree) -> tuple[Arrays, Arrays]:
         """Model state before each microbatch, [microbatches, ...], and after the last."""
@@ -372,19 +371,18 @@ class Pipeline:
         if not leaves:
             return [], []
         avals = [sections.program.avals[number] for number in sections.program.inputs]
-        first = next(
+        first_state = next(
             i
             for i, number in enumerate(sections.program.inputs)
             if sections.labels[number] == frozenset({STATE})
         )
 
         def after(leaves: Arrays) -> Arrays:
-            # Nothing of the new state is computed from the other inputs, so their values are
-            # arbitrary, and their readers are not computed.
+            # The new state does not depend on the other inputs, whose values are arbitrary.
             inputs = [
                 (
-                    leaves[i - first]
-                    if first <= i < first + len(leaves)
+                    leaves[i - first_state]
+                    if first_state <= i < first_state + len(leaves)
                     else jnp.zeros(aval.shape, aval.dtype)
                 )
                 for i, aval in enumerate(avals)
@@ -513,19 +511,27 @@ class Pipeline:
                 **dict(zip(sections.program.inputs, self.layouts.parameters(leaves), strict=False)),
             }
             evaluate_equations(sections.once_equations, env, self.walk())
-            floating = {
+            differentiable = {
                 number: env[number]
                 for number in sections.once
-                if PARAMETERS in sections.labels[number] and is_floating(env[number])
+                if PARAMETERS in sections.labels[number] and is_differentiable(env[number])
             }
-            fixed = {number: env[number] for number in sections.once if number not in floating}
-            stacks = [self.dealt(floating[sections.scanned[k]]) for k in sections.roles.weights]
+            fixed = {
+                number: env[number] for number in sections.once if number not in differentiable
+            }
+            stacks = [
+                self.stack_by_stage(differentiable[sections.scanned[k]])
+                for k in sections.roles.weights
+            ]
             outside = {
-                number: floating[number] for number in sections.read_outside if number in floating
+                number: differentiable[number]
+                for number in sections.read_outside
+                if number in differentiable
             }
-            shared = [floating[sections.constants[k]] for k in sections.roles.shared]
+            shared = [differentiable[sections.constants[k]] for k in sections.roles.shared]
             tables = [
-                self.dealt(jnp.asarray(env[sections.scanned[k]])) for k in sections.roles.tables
+                self.stack_by_stage(jnp.asarray(env[sections.scanned[k]]))
+                for k in sections.roles.tables
             ]
             constant = [jnp.asarray(env[sections.constants[k]]) for k in sections.roles.constant]
             derived = OnceValues(stacks=stacks, shared=shared, outside=outside)
@@ -550,12 +556,12 @@ class EdgeWork:
     """Work at the edges of a pipeline that occurs in some ticks only.
 
     Attributes:
-        opening: microbatches enter the first stage (backward: the last one).
-        closing: microbatches leave the last stage (backward: the first one).
+        entering: whether microbatches enter the first stage (backward: the last one).
+        leaving: whether microbatches leave the last stage (backward: the first one).
     """
 
-    opening: bool
-    closing: bool
+    entering: bool
+    leaving: bool
 
 
 class Ticks:
@@ -604,8 +610,8 @@ class Ticks:
         activations.
         """
         micro, chunk, active = self.table.backward(tick, self.table.stages - 1)
-        positions = [k for k in self.stages.leaving if k in self.stages.floating]
-        if not edges.opening:
+        positions = [k for k in self.stages.leaving if k in self.stages.differentiable]
+        if not edges.entering:
             return carry, [
                 jnp.zeros(self.stages.activations[k].shape, self.stages.activations[k].dtype)
                 for k in positions
@@ -620,7 +626,7 @@ class Ticks:
             else:
                 outputs = self._from_last_stage(outputs)
 
-            results, (outside, sums, moved) = results_and_gradients(
+            results, (outside, sums, cotangents) = results_and_gradients(
                 lambda outside, sums, outputs: self._results(outside, micro, outputs, sums),
                 self.pipeline.loss_position,
                 outputs,
@@ -632,28 +638,30 @@ class Ticks:
                 (self.sums.as_gradients(outside), sums),
                 [
                     self.stages.inside_layout(leaf, k)
-                    for leaf, k in zip(moved, positions, strict=True)
+                    for leaf, k in zip(cotangents, positions, strict=True)
                 ],
             )
 
-        results, outside, moved = self._only((chunk == self.table.last_chunk) & active, after)
+        results, outside, cotangents = self._or_zeros(
+            (chunk == self.table.last_chunk) & active, after
+        )
         return {
             **carry,
             "results": plus(carry["results"], results),
             **self._outside(carry, *outside),
-        }, moved
+        }, cotangents
 
     def _entering(self, tick: Any, edges: EdgeWork) -> Arrays:
         """Input of the first stage at a tick, replicated over the stages; zeros if the first stage
         continues an older microbatch.
         """
-        if not edges.opening:
+        if not edges.entering:
             return [
                 jnp.zeros(leaf.shape, leaf.dtype)
                 for leaf in self.stages.activations[: self.stages.entering]
             ]
         micro, chunk, active = self.table.forward(tick, 0)
-        return self._only(
+        return self._or_zeros(
             (chunk == 0) & active,
             lambda: [
                 self.stages.inside_layout(leaf, k)
@@ -718,9 +726,9 @@ class Ticks:
             lambda microbatch: self.sections.keys(self._inputs(*microbatch), self.pipeline.walk()),
             (self.states, self.batch),
         )
-        return [jax.vmap(self.pipeline.dealt)(leaf) for leaf in keys]
+        return [jax.vmap(self.pipeline.stack_by_stage)(leaf) for leaf in keys]
 
-    def _only(self, condition: Any, make: Callable[[], Any]) -> Any:
+    def _or_zeros(self, condition: Any, make: Callable[[], Any]) -> Any:
         """The result of `make` if the condition holds, otherwise zeros; the condition is the same
         on all devices.
         """
@@ -760,10 +768,10 @@ class Ticks:
             in_flight, _, outputs = self.stages.forward(
                 tick, arrays, carry["forward"], self._entering(tick, edges), []
             )
-            if not edges.closing:
+            if not edges.leaving:
                 return {**carry, "forward": in_flight}
             micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
-            results = self._only(
+            results = self._or_zeros(
                 (chunk == self.table.last_chunk) & active,
                 lambda: self._results(self.derived.outside, micro, self._from_last_stage(outputs)),
             )
@@ -798,14 +806,14 @@ class Ticks:
             )[0]
 
         if not self.in_rounds:
-            return run(carry, start, stop - start, EdgeWork(opening=True, closing=True))
+            return run(carry, start, stop - start, EdgeWork(entering=True, leaving=True))
 
         def run_round(carry: Carry, number: Any, edges: EdgeWork) -> Carry:
             chunk = number if forward else self.table.last_chunk - number
             slot = chunk % self.stages.ready_slots
             carry = (
                 carry
-                if forward or edges.opening
+                if forward or edges.entering
                 else self._reduced(
                     carry, jnp.minimum(chunk + self.stages.ready_slots, self.table.last_chunk), slot
                 )
@@ -813,7 +821,7 @@ class Ticks:
             ready = self.stages.gather_over(
                 self.arrays,
                 carry["ready"],
-                _not_before(
+                _with_dependence(
                     chunk,
                     carry["results"] if forward else (carry["outputs"], carry["backward"].next),
                 ),
@@ -826,19 +834,21 @@ class Ticks:
             )
 
         last = self.table.rounds - 1
-        carry = run_round(carry, jnp.int32(0), EdgeWork(opening=True, closing=False))
+        carry = run_round(carry, jnp.int32(0), EdgeWork(entering=True, leaving=False))
         if last > 1:
             carry, _ = jax.lax.scan(
                 lambda carry, number: (
-                    run_round(carry, number, EdgeWork(opening=False, closing=False)),
+                    run_round(carry, number, EdgeWork(entering=False, leaving=False)),
                     None,
                 ),
                 carry,
                 jnp.arange(1, last),
             )
-        carry = run_round(carry, jnp.int32(last), EdgeWork(opening=False, closing=True))
+        carry = run_round(carry, jnp.int32(last), EdgeWork(entering=False, leaving=True))
         done = self.table.rounds * self.table.microbatches
-        carry = run(carry, start + done, stop - start - done, EdgeWork(opening=False, closing=True))
+        carry = run(
+            carry, start + done, stop - start - done, EdgeWork(entering=False, leaving=True)
+        )
         for chunk in () if forward else reversed(range(self.stages.ready_slots)):
             carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
         return carry
@@ -893,20 +903,22 @@ class Ticks:
     def _start(self) -> Carry:
         """The initial carry of the ticks, without the sums."""
         stages, count = self.stages, self.table.stages
-        like = replace(self.arrays, ready=self._zero_operands()) if self.in_rounds else self.arrays
+        arrays = (
+            replace(self.arrays, ready=self._zero_operands()) if self.in_rounds else self.arrays
+        )
 
         def zeros(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
 
         stash = [
             jax.device_put(zeros(self.table.slots, leaf), jax.memory.Space.Host)
-            if away
+            if on_host
             else zeros(self.table.slots, leaf)
-            for leaf, away in zip(
-                stages.stash_avals(like), stages.in_host_memory(like), strict=True
+            for leaf, on_host in zip(
+                stages.stash_avals(arrays), stages.in_host_memory(arrays), strict=True
             )
         ]
-        residuals = [zeros(count, leaf) for leaf in stages.residual_avals(like)]
+        residuals = [zeros(count, leaf) for leaf in stages.residual_avals(arrays)]
         leaves = [stages.activations[k] for k in stages.leaving]
         if self.table.forward_first:
             leaving = [
@@ -919,7 +931,7 @@ class Ticks:
             ]
         return {
             "forward": self._activations(range(len(stages.activations))),
-            "backward": self._activations(stages.floating),
+            "backward": self._activations(stages.differentiable),
             "stash": stash,
             "residuals": residuals,
             "outputs": leaving,
@@ -933,7 +945,7 @@ class Ticks:
         if self.table.forward_first:
             outputs = (
                 self._collected(tick, carry["outputs"], outputs)
-                if edges.closing
+                if edges.leaving
                 else carry["outputs"]
             )
         return {**carry, "forward": in_flight, "stash": stash, "outputs": outputs}
@@ -942,15 +954,15 @@ class Ticks:
         """The outputs of the last stage, [microbatches, ...], updated after a tick."""
         micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
 
-        def more(collected: Arrays, outputs: Arrays) -> Arrays:
+        def with_outputs(collected: Arrays, outputs: Arrays) -> Arrays:
             return [
-                jax.lax.dynamic_update_index_in_dim(all_, leaf, micro, 0)
-                for all_, leaf in zip(collected, self._from_last_stage(outputs), strict=True)
+                jax.lax.dynamic_update_index_in_dim(buffer, leaf, micro, 0)
+                for buffer, leaf in zip(collected, self._from_last_stage(outputs), strict=True)
             ]
 
         return jax.lax.cond(
             (chunk == self.table.last_chunk) & active,
-            more,
+            with_outputs,
             lambda collected, _: collected,
             collected,
             outputs,
@@ -964,7 +976,7 @@ class Ticks:
         )
         sums = {"sums": done.sums, "residuals": done.residuals}
         carry = {**carry, "backward": done.in_flight, **sums}
-        if not edges.closing:
+        if not edges.leaving:
             return carry
         micro, chunk, active = self.table.backward(tick, 0)
 
@@ -973,19 +985,19 @@ class Ticks:
                 return [
                     leaf
                     for k, leaf in enumerate(self._before(outside, micro, sums))
-                    if k in self.stages.floating
+                    if k in self.stages.differentiable
                 ]
 
             input_grads = [
                 self.stages.from_stages(leaf, k)
-                for leaf, k in zip(done.input_grads, self.stages.floating, strict=False)
+                for leaf, k in zip(done.input_grads, self.stages.differentiable, strict=False)
             ]
             outside, sums = jax.vjp(run, self.unreduced, self.pipeline.edge_gradients.zeros())[1](
                 input_grads
             )
             return self.sums.as_gradients(outside), sums
 
-        return {**carry, **self._outside(carry, *self._only((chunk == 0) & active, before))}
+        return {**carry, **self._outside(carry, *self._or_zeros((chunk == 0) & active, before))}
 
     def _weights(self, carry: Carry, tick: Any, arrays: StageArrays, _: EdgeWork) -> Carry:
         return {
@@ -996,7 +1008,7 @@ class Ticks:
         }
 
 
-def _not_before(number: Any, arrays: Any) -> Any:
+def _with_dependence(number: Any, arrays: Any) -> Any:
     """A number with a data dependence on other arrays.
 
     Chunks are gathered by this index; otherwise the compiler would reuse what it gathered in the
@@ -1036,7 +1048,7 @@ def pipeline(
     fixed_state: frozenset[int] = frozenset(),
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Partitions a loss into the stages of a plan."""
-    written, states = traced, len(jax.tree.leaves(state))
+    original, states = traced, len(jax.tree.leaves(state))
     traced, staged, findings = _with_loop(plan, traced, states, params, staged)
     value_layouts, outside_values = staged.layers, staged.outside_values
     program = traced.program
@@ -1054,8 +1066,8 @@ def pipeline(
     remat = stage_remat(
         plan,
         sections,
-        with_frozen(written.program, frozen),
-        written.facts(len(parameters)),
+        with_frozen(original.program, frozen),
+        original.facts(len(parameters)),
         [parameter.path for parameter in parameters],
     )
     stages = _stages(plan, sections, layouts, mesh, value_layouts, outside_values, remat)
@@ -1063,7 +1075,7 @@ def pipeline(
         layout is not None for layout in stages.outside[: len(sections.carry)]
     )
     outside_layouts = replace(layouts, values=outside_values)
-    deferred = (
+    edge_gradients = (
         EdgeGradients.of(outside_layouts, sections, mesh)
         if layouts_known and layouts.reductions.when == AFTER_PIPELINE and not stages.in_rounds
         else EdgeGradients(mesh=mesh, uses={}, fully_deferred=frozenset())
@@ -1074,7 +1086,7 @@ def pipeline(
         layouts=layouts,
         outside_layouts=outside_layouts if layouts_known else layouts,
         layouts_known=layouts_known,
-        edge_gradients=deferred,
+        edge_gradients=edge_gradients,
         traced=traced,
         remat=remat,
         groups=plan.accumulation,
@@ -1082,8 +1094,8 @@ def pipeline(
     )
     return built, (
         *findings,
-        *repeated(stages),
-        *not_gathered(stages, plan),
+        *repeated_edges(stages),
+        *nothing_gathered(stages, plan),
         *gathered_at_use(sections, plan),
     )
 
@@ -1092,7 +1104,7 @@ def _with_loop(
     plan: Plan, traced: LossJaxpr, states: int, params: ParameterShardings, layouts: StagedLayouts
 ) -> tuple[LossJaxpr, StagedLayouts, tuple[Finding, ...]]:
     """The loss with a loop over its layers, and the layouts of its activations."""
-    looped, findings = _looped(traced, len(jax.tree.leaves(params.compute)))
+    looped, findings = _with_folded_layers(traced, len(jax.tree.leaves(params.compute)))
     if looped is traced:
         return traced, layouts, findings
     if plan.context in ("ring", "ulysses") or plan.experts != "none":
@@ -1146,16 +1158,16 @@ def _stages(
     """The stages of a plan for a loss; arguments as those of `pipeline`."""
     table, axis = _timetable(plan, sections), physical_axes(mesh, ("stage",))
     chunks = table.stages * table.virtual
-    each = -(-sections.layers // chunks)
+    layers = -(-sections.layers // chunks)
     chunk = Chunk(
         sections=sections,
-        layers=each,
-        padded=each * chunks > sections.layers,
+        layers=layers,
+        padded=layers * chunks > sections.layers,
         remat=remat.of_every_chunk,
         walk=lambda: layouts.walk(jax.sharding.get_abstract_mesh()),
         gathered=pregathered(layouts, sections, inside(mesh, axis)),
     )
-    activations = stage_activations(sections, chunks * each)
+    activations = stage_activations(sections, chunks * layers)
     entering = len(sections.entering)
     carried = len(sections.carry)
 
@@ -1194,7 +1206,9 @@ def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
     )
 
 
-def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Finding, ...]]:
+def _with_folded_layers(
+    traced: LossJaxpr, parameters: int
+) -> tuple[LossJaxpr, tuple[Finding, ...]]:
     """The loss with a loop over its layers: unchanged, or, if the layers are unrolled, an
     equivalent loss with a scan over stacked parameters.
     """
@@ -1208,7 +1222,7 @@ def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Findin
         jax.ShapeDtypeStruct(program.avals[number].shape, program.avals[number].dtype)
         for number in program.inputs
     ]
-    again = jax.make_jaxpr(lambda *leaves: folded.evaluate(folded.stack(leaves)))(*avals)
+    retraced = jax.make_jaxpr(lambda *leaves: folded.evaluate(folded.stack(leaves)))(*avals)
     finding = Finding(
         code="layers-stacked",
         severity="warning",
@@ -1220,7 +1234,7 @@ def _looped(traced: LossJaxpr, parameters: int) -> tuple[LossJaxpr, tuple[Findin
         ),
         hint="one stacked module: nnx.vmap over the constructor, and a scan over the result",
     )
-    return LossJaxpr(closed_jaxpr=again, out_tree=traced.out_tree), (finding,)
+    return LossJaxpr(closed_jaxpr=retraced, out_tree=traced.out_tree), (finding,)
 
 
 def stage_remat(
@@ -1240,16 +1254,16 @@ def stage_remat(
         return uniform
     counts = {group.path: group.count for group in layer_runs(program, loss)}
     # unrolled layers are one loop in the partitioned program
-    here = (
+    pipelined = (
         sections.loop.path
         if sections.loop.path in counts
         else max(reversed(counts), key=counts.__getitem__)
     )
-    policy, count = policies[here]
+    policy, count = policies[pipelined]
     loops = {
         path: (name, math.ceil(number * counts[path] / fullest_stage(plan, counts[path]) - 1e-9))
         for path, (name, number) in policies.items()
-        if path != here
+        if path != pipelined
     }
     return replace(uniform, policy=policy if count else "none", count=count, loops=loops)
 
@@ -1281,13 +1295,13 @@ def sharded_dim(
     """
     if (outside_dim := dim_of_stages(outside)) is not None:
         return outside_dim
-    parts = [
+    ways = [
         math.prod(plan.mesh[axis] for axis in layout[dim]) if layout is not None else 1
         for dim in range(len(leaf.shape))
     ]
-    fitting = [
+    candidates = [
         dim
         for dim in range(len(leaf.shape) - 1)
-        if parts[dim] == 1 and leaf.shape[dim] % stages == 0
+        if ways[dim] == 1 and leaf.shape[dim] % stages == 0
     ]
-    return max(fitting, key=lambda dim: (leaf.shape[dim], dim), default=None)
+    return max(candidates, key=lambda dim: (leaf.shape[dim], dim), default=None)

@@ -1,10 +1,10 @@
 """Per-stage programs (MPMD): one process drives a pipeline whose stages are programs of their own.
 
-One process sees all devices. Each stage has its own mesh (the program's mesh at one place along the
-stage axis) and its own compiled programs: forward, backward and, where the schedule splits the
-backward pass, weight gradients. A step calls program after program in an order in which none waits
-for a later one (`shardlib.schedules.orders`, `simulation`); outputs of a chunk are copied to the
-devices of the next chunk.
+One process sees all devices. Each stage has its own mesh (the devices of the program's mesh at one
+index of the stage axis) and its own compiled programs: forward, backward and, where the schedule
+splits the backward pass, weight gradients. A step calls program after program in an order in which
+none waits for a later one (`shardlib.schedules.orders`, `simulation`); outputs of a chunk are
+copied to the devices of the next chunk.
 
 Nothing in this loop waits for a device: programs are compiled beforehand, and calls return when the
 work is queued. Stages therefore wait for their neighbours only, as in MPMD pipelines (JaxPP,
@@ -15,8 +15,10 @@ Chunk c of stage s is number g = c S + s of all chunks, and takes the layers aft
 - 1. If the layers do not divide evenly, the first chunks have one more.
 
 >>> layer_split = LayerSplit(layers=5, stages=2, virtual=2)
->>> layer_split.counts, layer_split.layers_of(0), layer_split.layers_of(1), layer_split.places
-((2, 1, 1, 1), (0, 1, 2, 2), (3, 3, 4, 4), (0, 1, 2, 4, 6))
+>>> layer_split.counts
+(2, 1, 1, 1)
+>>> layer_split.layers_of(0), layer_split.layers_of(1), layer_split.padded_positions
+((0, 1, 2, 2), (3, 3, 4, 4), (0, 1, 2, 4, 6))
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from shardlib.lowering.pipeline.layers import (
     SplitLoss,
     StageRemat,
     Values,
-    is_floating,
+    is_differentiable,
     pregathered,
     results_and_gradients,
 )
@@ -87,7 +89,7 @@ class ChunkInputs:
     ready: Arrays
 
 
-def part_of_microbatch(leaf: Value, micro: Index) -> Value:
+def microbatch_slice(leaf: Value, micro: Index) -> Value:
     """One microbatch of an array [microbatches, ...]."""
     return jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)
 
@@ -151,9 +153,9 @@ class ChunkWork:
     remat: StageRemat
 
     @property
-    def floating(self) -> tuple[int, ...]:
+    def differentiable(self) -> tuple[int, ...]:
         """Positions of the activations that gradients flow through."""
-        return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
+        return tuple(k for k, leaf in enumerate(self.activations) if is_differentiable(leaf))
 
     @property
     def shared(self) -> tuple[int, ...]:
@@ -245,9 +247,9 @@ class ChunkWork:
 
     def _inputs(self, arrays: ChunkInputs, micro: Index) -> Values:
         """Model state and batch of a microbatch."""
-        states = [part_of_microbatch(leaf, micro) for leaf in arrays.states]
+        states = [microbatch_slice(leaf, micro) for leaf in arrays.states]
         batch = [
-            part_of_microbatch(leaf, micro) if split else leaf
+            microbatch_slice(leaf, micro) if split else leaf
             for leaf, split in zip(arrays.batch, self.is_split, strict=True)
         ]
         return self.sections.of_microbatch(states, batch)
@@ -317,7 +319,7 @@ class ChunkWork:
         arrays: ChunkInputs,
         micro: Index,
         outputs: Arrays,
-        stashed: Arrays,
+        stash: Arrays,
         cotangents: Arrays,
         early: EdgeSums,
         late: WeightSums,
@@ -325,7 +327,7 @@ class ChunkWork:
         """The whole backward pass."""
         early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
         gradients, input_grads = self.chunk.backward(
-            self._operands(arrays, micro), self._zeros(), stashed, cotangents
+            self._operands(arrays, micro), self._zeros(), stash, cotangents
         )
         return (
             self._before_layers(arrays, micro, early, input_grads),
@@ -338,7 +340,7 @@ class ChunkWork:
         arrays: ChunkInputs,
         micro: Index,
         outputs: Arrays,
-        stashed: Arrays,
+        stash: Arrays,
         cotangents: Arrays,
         early: EdgeSums,
     ) -> tuple[EdgeSums, Arrays, Arrays]:
@@ -347,7 +349,7 @@ class ChunkWork:
         """
         early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
         input_grads, residuals = self.chunk.backward_inputs(
-            self._operands(arrays, micro), self._zeros(), stashed, cotangents
+            self._operands(arrays, micro), self._zeros(), stash, cotangents
         )
         return (
             self._before_layers(arrays, micro, early, input_grads),
@@ -359,7 +361,7 @@ class ChunkWork:
         self,
         arrays: ChunkInputs,
         micro: Index,
-        stashed: Arrays,
+        stash: Arrays,
         residuals: Arrays,
         late: WeightSums,
     ) -> WeightSums:
@@ -367,7 +369,7 @@ class ChunkWork:
         return self._summed(
             late,
             self.chunk.backward_weights(
-                self._operands(arrays, micro), self._zeros(), stashed, residuals
+                self._operands(arrays, micro), self._zeros(), stash, residuals
             ),
         )
 
@@ -447,7 +449,7 @@ class ChunkWork:
         """
         if self.first_layer:
             return early
-        positions = [k for k in self.floating if k < self.entering]
+        positions = [k for k in self.differentiable if k < self.entering]
 
         def run(derived: Values) -> Arrays:
             entering = self._before(arrays, derived, micro)
@@ -461,7 +463,7 @@ class ChunkWork:
         return {
             number: arrays.once[number]
             for number in self.outside
-            if is_floating(arrays.once[number])
+            if is_differentiable(arrays.once[number])
         }
 
     def _summed(self, late: WeightSums, gradients: ChunkGrads) -> WeightSums:
@@ -569,50 +571,53 @@ class ChunkAvals:
 
 
 def chunk_programs(
-    work: ChunkWork, arguments_in: ChunkAvals, mesh: Mesh, name: str, *, split: bool, fuse: bool
+    work: ChunkWork, avals: ChunkAvals, mesh: Mesh, name: str, *, split: bool, fuse: bool
 ) -> ChunkPrograms:
     """Compiles the programs of a chunk."""
-    programs, arguments_in = _gather_and_reduce(work, arguments_in, mesh, name)
-    start = (arguments_in.arrays, arguments_in.micro, list(arguments_in.entering))
-    forward = _draft(work.forward, start, mesh)
-    hops = len(work.activations)
+    programs, avals = _gather_and_reduce(work, avals, mesh, name)
+    arguments = (avals.arrays, avals.micro, list(avals.entering))
+    forward = _traced(work.forward, arguments, mesh)
+    num_outputs = len(work.activations)
     saved = [
-        _on_host(leaf, mesh) if away else leaf
-        for leaf, away in zip(forward.results[hops:], forward.on_host[hops:], strict=True)
+        _on_host(leaf, mesh) if on_host else leaf
+        for leaf, on_host in zip(
+            forward.results[num_outputs:], forward.on_host[num_outputs:], strict=True
+        )
     ]
-    late, positions = _late(work, arguments_in, saved, mesh) if split else (None, ())
-    sent = [leaf.sharding for leaf in arguments_in.entering if is_floating(leaf)]
+    weights, positions = _weights_program(work, avals, saved, mesh) if split else (None, ())
+    sent = [leaf.sharding for leaf in avals.entering if is_differentiable(leaf)]
     if fuse:
-        run, arguments, sums = _fused(work, arguments_in, positions, split)
-        draft = _draft(run, arguments, mesh)
-        fused = _with_sums(draft, sums, sent, mesh, f"{name}_both")
+        run, arguments, sums = _fused(work, avals, positions, split)
+        traced = _traced(run, arguments, mesh)
+        fused = _with_sums(traced, sums, sent, mesh, f"{name}_both")
         results = fused.results[len(sums) + len(sent) :]
         saved, residuals = results[: len(positions)], results[len(positions) :]
         programs = replace(programs, fused=fused, stash_positions=positions, sent_count=len(sent))
     else:
-        ahead = forward.compiled(f"{name}_forward", mesh)
-        outputs, saved = ahead.results[:hops], ahead.results[hops:]
-        draft, sums = _backward(work, arguments_in, outputs, saved, mesh, split)
-        backward = _with_sums(draft, sums, sent, mesh, f"{name}_backward")
+        forward_program = forward.compiled(f"{name}_forward", mesh)
+        outputs, saved = (
+            forward_program.results[:num_outputs],
+            forward_program.results[num_outputs:],
+        )
+        traced, sums = _backward(work, avals, outputs, saved, mesh, split)
+        backward = _with_sums(traced, sums, sent, mesh, f"{name}_backward")
         saved, residuals = [saved[k] for k in positions], backward.results[len(sums) + len(sent) :]
         programs = replace(
             programs,
-            forward=ahead,
+            forward=forward_program,
             backward=backward,
             outputs=tuple(outputs),
             stash_positions=positions,
             sent_count=len(sent),
         )
-    if late is None:
+    if weights is None:
         return programs
-    inputs = jax.tree.leaves(
-        (arguments_in.arrays, arguments_in.micro, list(saved), list(residuals), arguments_in.late)
-    )
+    inputs = jax.tree.leaves((avals.arrays, avals.micro, list(saved), list(residuals), avals.late))
     return replace(
         programs,
         weights=_with_sums(
-            replace(late, inputs=tuple(inputs)),
-            jax.tree.leaves(arguments_in.late),
+            replace(weights, inputs=tuple(inputs)),
+            jax.tree.leaves(avals.late),
             [],
             mesh,
             f"{name}_weights",
@@ -620,10 +625,10 @@ def chunk_programs(
     )
 
 
-def _draft(
+def _traced(
     function: Callable[..., Tree], arguments: tuple[Tree, ...], mesh: Mesh
 ) -> TracedFunction:
-    """A program of a function of trees, with their leaves as flat arguments and results."""
+    """A traced function of trees, with their leaves as flat arguments and results."""
     structure = jax.tree.structure(arguments)
     return TracedFunction.of(
         lambda *leaves: jax.tree.leaves(function(*jax.tree.unflatten(structure, leaves))),
@@ -646,18 +651,18 @@ def _gather_and_reduce(
     """
     if work.chunk.gathered is None:
         return ChunkPrograms(), inputs
-    draft = _draft(work.gather, (inputs.arrays,), mesh)
-    gather = draft.compiled(f"{name}_gather", mesh) if draft.sources else None
+    traced = _traced(work.gather, (inputs.arrays,), mesh)
+    gather = traced.compiled(f"{name}_gather", mesh) if traced.sources else None
     inputs = replace(
         inputs,
         arrays=replace(inputs.arrays, ready=list(on_stage(gather.results, mesh)) if gather else []),
     )
     arguments = (inputs.arrays, inputs.late)
-    last = _draft(work.reduced, arguments, mesh)
+    reduce = _traced(work.reduced, arguments, mesh)
     return (
         ChunkPrograms(
             gather=gather,
-            reduce=last.compiled(
+            reduce=reduce.compiled(
                 f"{name}_reduce",
                 mesh,
                 shardings=[
@@ -671,25 +676,25 @@ def _gather_and_reduce(
 
 
 def _with_sums(
-    draft: TracedFunction,
+    traced: TracedFunction,
     sums: Sequence[jax.ShapeDtypeStruct],
     sent: Sequence[Any],
     mesh: Mesh,
     name: str,
 ) -> Executable:
-    """A program whose last inputs and first results are sums."""
-    return draft.compiled(
+    """A program whose last inputs and first results are sums, compiled."""
+    return traced.compiled(
         name,
         mesh,
         shardings=[*(leaf.sharding for leaf in sums), *sent],
-        donated=range(len(draft.inputs) - len(sums), len(draft.inputs)),
+        donated=range(len(traced.inputs) - len(sums), len(traced.inputs)),
     )
 
 
-def _late(
+def _weights_program(
     work: ChunkWork, inputs: ChunkAvals, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
 ) -> tuple[TracedFunction, tuple[int, ...]]:
-    """The program of the weight gradients alone, and the positions in the stash that it reads;
+    """The function of the weight gradients alone, and the positions in the stash that it reads;
     shardings of these, and of the residuals, are not known yet.
     """
 
@@ -697,21 +702,21 @@ def _late(
         arrays: ChunkInputs,
         micro: Any,
         outputs: Any,
-        stashed: Any,
+        stash: Any,
         cotangents: Any,
         early: EdgeSums,
     ) -> Any:
-        return work.backward_inputs(arrays, micro, outputs, stashed, cotangents, early)[2]
+        return work.backward_inputs(arrays, micro, outputs, stash, cotangents, early)[2]
 
     outputs, cotangents = _edge_arguments(work, work.activations)
     shapes = jax.eval_shape(
         residuals, inputs.arrays, inputs.micro, outputs, list(saved), cotangents, inputs.early
     )
     arguments = (inputs.arrays, inputs.micro, list(saved), shapes, inputs.late)
-    draft = _draft(work.backward_weights, arguments, mesh)
+    traced = _traced(work.backward_weights, arguments, mesh)
     first = len(jax.tree.leaves(inputs.arrays)) + 1
-    dropped = [k for k in range(first, first + len(saved)) if k not in draft.read_inputs]
-    return draft.without_inputs(dropped), tuple(
+    dropped = [k for k in range(first, first + len(saved)) if k not in traced.read_inputs]
+    return traced.without_inputs(dropped), tuple(
         k for k in range(len(saved)) if first + k not in dropped
     )
 
@@ -725,7 +730,7 @@ def _edge_arguments(
     return (
         (list(outputs), [])
         if work.is_last
-        else ([], [leaf for leaf in outputs if is_floating(leaf)])
+        else ([], [leaf for leaf in outputs if is_differentiable(leaf)])
     )
 
 
@@ -742,7 +747,7 @@ def _backward(
     sums = (inputs.early,) if split else (inputs.early, inputs.late)
     arguments = (inputs.arrays, inputs.micro, outputs, list(saved), cotangents, *sums)
     run = work.backward_inputs if split else work.backward
-    return _draft(run, arguments, mesh), jax.tree.leaves(sums)
+    return _traced(run, arguments, mesh), jax.tree.leaves(sums)
 
 
 def _fused(
@@ -823,45 +828,48 @@ class LayerSplit:
         return sum(self.counts[:chunk])
 
     def layers_of(self, local_chunk: int) -> tuple[int, ...]:
-        """The layer in each place of one chunk of every stage; an unused place repeats the layer
-        before it.
+        """The layers of one chunk of every stage, each chunk padded to `max_layers` with its last
+        layer.
         """
         chunks = range(local_chunk * self.stages, (local_chunk + 1) * self.stages)
         return tuple(
-            self.first_layer(chunk) + min(place, self.counts[chunk] - 1)
+            self.first_layer(chunk) + min(position, self.counts[chunk] - 1)
             for chunk in chunks
-            for place in range(self.max_layers)
+            for position in range(self.max_layers)
         )
 
     @property
-    def places(self) -> tuple[int, ...]:
-        """The place of each layer, counting through the places of all chunks."""
+    def padded_positions(self) -> tuple[int, ...]:
+        """The position of each layer in the padded chunks, one after the other."""
         return tuple(
-            chunk * self.max_layers + place
+            chunk * self.max_layers + position
             for chunk in range(self.chunks)
-            for place in range(self.counts[chunk])
+            for position in range(self.counts[chunk])
         )
 
-    def dealt(self, stack: Value) -> list[Value]:
+    def chunk_stacks(self, stack: Value) -> list[Value]:
         """A stack [layers, ...] as one array [stages * max_layers, ...] per chunk of a stage."""
         return [
             stack if self.is_contiguous else stack[jnp.array(self.layers_of(local_chunk))]
             for local_chunk in range(self.virtual)
         ]
 
-    def collected(self, parts: Sequence[Value]) -> Value:
-        """The stack of layers from the arrays of `dealt` (its inverse)."""
+    def layer_stack(self, chunks: Sequence[Value]) -> Value:
+        """The stack of layers from the arrays of `chunk_stacks` (its inverse)."""
         return (
-            parts[0] if self.is_contiguous else jnp.concatenate(list(parts))[jnp.array(self.places)]
+            chunks[0]
+            if self.is_contiguous
+            else jnp.concatenate(list(chunks))[jnp.array(self.padded_positions)]
         )
 
 
 # --------------------------------------------------------------------------------------------------
 # The arrays of one stage as shards of global arrays.
 #
-# A stage's mesh is the program's mesh at one place along the stage axis, which it keeps with size
-# 1. An array whose leading dim is sharded over the stages, or that is replicated over them, splits
-# into arrays over these meshes without a copy (the buffers are the same), and they join into it.
+# A stage's mesh has the devices of the program's mesh at one index of the stage axis, which it
+# keeps with size 1. An array whose leading dim is sharded over the stages, or that is replicated
+# over them, splits into arrays over these meshes without a copy (the buffers are the same), and
+# they join into it.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -882,10 +890,12 @@ class StageMeshes:
         axes = physical_axes(mesh, ("stage",))
         sizes, ones = [mesh.shape[axis] for axis in axes], (1,) * len(axes)
         # The stage axis is the first one.
-        parts = mesh.devices.reshape(int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :])
+        devices = mesh.devices.reshape(int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :])
         return StageMeshes(
             mesh=mesh,
-            stages=tuple(Mesh(part, mesh.axis_names, axis_types=mesh.axis_types) for part in parts),
+            stages=tuple(
+                Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types) for grid in devices
+            ),
         )
 
     @property
@@ -902,7 +912,7 @@ class StageMeshes:
         lead = sharding.spec[0] if len(sharding.spec) else None
         return (lead if isinstance(lead, tuple) else (lead,)) == self.axis
 
-    def at(self, sharding: NamedSharding, stage: int) -> NamedSharding:
+    def stage_sharding(self, sharding: NamedSharding, stage: int) -> NamedSharding:
         """A sharding over all devices restricted to the devices of one stage."""
         return NamedSharding(self.stages[stage], sharding.spec)
 
@@ -916,11 +926,11 @@ class StageMeshes:
             else tuple(leaf.shape)
         )
 
-    def like(self, leaf: jax.ShapeDtypeStruct, stage: int) -> jax.ShapeDtypeStruct:
+    def stage_shard(self, leaf: jax.ShapeDtypeStruct, stage: int) -> jax.ShapeDtypeStruct:
         """One stage's shard of an abstract array."""
         assert isinstance(leaf.sharding, NamedSharding)
         return jax.ShapeDtypeStruct(
-            self.shape(leaf), leaf.dtype, sharding=self.at(leaf.sharding, stage)
+            self.shape(leaf), leaf.dtype, sharding=self.stage_sharding(leaf.sharding, stage)
         )
 
     def split(self, array: jax.Array) -> tuple[jax.Array, ...]:
@@ -931,7 +941,7 @@ class StageMeshes:
         return tuple(
             jax.make_array_from_single_device_arrays(
                 shape,
-                self.at(array.sharding, stage),
+                self.stage_sharding(array.sharding, stage),
                 [shards[device] for device in mesh.devices.flat],
             )
             for stage, mesh in enumerate(self.stages)
@@ -1054,7 +1064,7 @@ class Opening:
             for path, _ in jax.tree_util.tree_leaves_with_path(self.batch)
         )
 
-    def opened(self, params: Tree, state: Tree, batch: Tree) -> StepInputs:
+    def step_inputs(self, params: Tree, state: Tree, batch: Tree) -> StepInputs:
         """The values read by all microbatches."""
         values = self.derived_values(jax.tree.leaves(params))
         states, after = self.pipeline.states(state)
@@ -1062,30 +1072,32 @@ class Opening:
             shardings=self.batch, dims=self.dims, count=self.microbatches
         ).split(self.prologue(state, batch))
         return StepInputs(
-            stacks=[self._dealt(number, values[number]) for number in self.all_stacks],
-            once={number: self._whole(number, values[number]) for number in self.once},
+            stacks=[self._chunk_stacks(number, values[number]) for number in self.all_stacks],
+            once={number: self._replicated(number, values[number]) for number in self.once},
             states=states,
             after=after,
             batch=jax.tree.leaves(join(stacked)),
         )
 
     def gradients(
-        self, params: Tree, state: Tree, pieces: tuple[Arrays, StageSums]
+        self, params: Tree, state: Tree, inputs: tuple[Arrays, StageSums]
     ) -> tuple[tuple[Value, tuple[Metrics, Tree]], Tree]:
-        """((loss, (metrics, state)), gradients), averaged over the microbatches, from the sums of
-        the stages.
+        """((loss, (metrics, state)), gradients), averaged over the microbatches.
+
+        Args:
+            inputs: model state after the step, and the sums of the stages.
         """
-        after, summed = pieces
+        after, summed = inputs
         leaves, structure = jax.tree.flatten(params)
 
-        def floating(leaves: Arrays) -> Values:
+        def differentiable(leaves: Arrays) -> Values:
             return {
                 number: leaf
                 for number, leaf in self.derived_values(leaves).items()
-                if is_floating(leaf) and PARAMETERS in self.pipeline.sections.labels[number]
+                if is_differentiable(leaf) and PARAMETERS in self.pipeline.sections.labels[number]
             }
 
-        values, pull = jax.vjp(floating, leaves)
+        values, pull = jax.vjp(differentiable, leaves)
         sums = self._sums(summed)
         cotangents = {
             number: (sums[number] / self.microbatches).astype(leaf.dtype)
@@ -1118,12 +1130,12 @@ class Opening:
         """
         owner = self.pipeline.sections.owners.get(number)
         spec = () if owner is None else jax.tree.leaves(self.params.gradient)[owner].spec
-        return self.meshes.over_stages(self._tail(spec[1:] if layers else spec))
+        return self.meshes.over_stages(self._without_stage_axis(spec[1:] if layers else spec))
 
     def _sums(self, summed: StageSums) -> Values:
         """Sums of gradients by value."""
         totals: Values = dict(
-            zip(self.stacks, map(self.split.collected, summed.stacks), strict=True)
+            zip(self.stacks, map(self.split.layer_stack, summed.stacks), strict=True)
         )
         shared = zip(
             (self.pipeline.sections.constants[k] for k in self.pipeline.sections.roles.shared),
@@ -1142,7 +1154,7 @@ class Opening:
         owner = self.pipeline.sections.owners.get(number)
         return None if owner is None else jax.tree.leaves(self.params.stored)[owner]
 
-    def _dealt(self, number: int, stack: Any) -> Arrays:
+    def _chunk_stacks(self, number: int, stack: Any) -> Arrays:
         """A stack of layers, sharded over the stages; unchanged if it is stored so."""
         stored = self._stored_sharding(number)
         if (
@@ -1152,15 +1164,18 @@ class Opening:
             and self.meshes.is_over_stages(stored)
         ):
             return [stack]
-        sharding = self.meshes.over_stages(self._tail(() if stored is None else stored.spec[1:]))
+        sharding = self.meshes.over_stages(
+            self._without_stage_axis(() if stored is None else stored.spec[1:])
+        )
         return [
-            jax.lax.with_sharding_constraint(part, sharding) for part in self.split.dealt(stack)
+            jax.lax.with_sharding_constraint(leaf, sharding)
+            for leaf in self.split.chunk_stacks(stack)
         ]
 
-    def _whole(self, number: int, leaf: Any) -> Any:
+    def _replicated(self, number: int, leaf: Any) -> Any:
         """A value replicated over the stages; unchanged if it is stored so."""
         stored = self._stored_sharding(number)
-        spec = PartitionSpec(*self._tail(() if stored is None else stored.spec))
+        spec = PartitionSpec(*self._without_stage_axis(() if stored is None else stored.spec))
         if (
             number in self.pipeline.sections.program.inputs
             and stored is not None
@@ -1171,10 +1186,10 @@ class Opening:
             jnp.asarray(leaf), NamedSharding(self.meshes.mesh, spec)
         )
 
-    def _tail(self, spec: Iterable[Any]) -> tuple[Any, ...]:
-        """Mesh axes per dim, without the stage axis."""
+    def _without_stage_axis(self, spec: Iterable[Any]) -> tuple[Any, ...]:
+        """A spec without the stage axis."""
 
-        def outputs(entry: Any) -> Any:
+        def other_axes(entry: Any) -> Any:
             axes = tuple(
                 axis
                 for axis in (entry if isinstance(entry, tuple) else (entry,))
@@ -1182,7 +1197,7 @@ class Opening:
             )
             return None if not axes else axes[0] if len(axes) == 1 else axes
 
-        return tuple(map(outputs, spec))
+        return tuple(map(other_axes, spec))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1196,14 +1211,14 @@ class Opening:
 UpdateInputs = tuple[Arrays, StageSums]
 
 
-class InTransfer(Protocol):
+class ArrivingParameters(Protocol):
     """Parameters that some stages have received and others still wait for."""
 
-    def there(self, stage: int) -> bool:
+    def has_arrived(self, stage: int) -> bool:
         """True if a stage has all its parameters, or if receiving them has failed."""
         ...
 
-    def part(self, array: jax.Array, stage: int) -> jax.Array | None:
+    def shard(self, array: jax.Array, stage: int) -> jax.Array | None:
         """A stage's shard of a parameter, given the placeholder array; None for an array that is
         not a placeholder.
         """
@@ -1246,7 +1261,7 @@ def run_tasks(
     tasks: Sequence[tuple[int, Task]],
     is_ready: Callable[[int, Task], bool],
     do: Callable[[int, Task], None],
-    arriving: InTransfer,
+    arriving: ArrivingParameters,
 ) -> None:
     """Runs all tasks, each as soon as its stage has its parameters and its inputs from its
     neighbours; if no task can run, waits for the first task's parameters.
@@ -1255,7 +1270,7 @@ def run_tasks(
     while remaining:
         waiting, later = set[int](), list[tuple[int, Task]]()
         for stage, task in remaining:
-            if stage in waiting or not (is_ready(stage, task) and arriving.there(stage)):
+            if stage in waiting or not (is_ready(stage, task) and arriving.has_arrived(stage)):
                 waiting.add(stage)
                 later.append((stage, task))
             else:
@@ -1275,7 +1290,7 @@ TaskOrder = tuple[tuple[int, Task], ...]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """The zero sums of one stage, and the indices of its microbatches.
+    """The zero sums of one stage, and the indices of the microbatches.
 
     Attributes:
         zeros: program that makes the first sums: `ZeroSums`.
@@ -1316,29 +1331,31 @@ class StepPrograms:
 
     def memory(self) -> dict[str, int]:
         """Bytes per device of the program that needs the most."""
-        calls = (
+        compiled = (
             self.opening.compiled,
             *(program.compiled for chunk in self.chunks for program in chunk.all),
         )
         return max(
-            (*map(_jax_compat.compiled_memory, calls), self.update.memory()),
+            (*map(_jax_compat.compiled_memory, compiled), self.update.memory()),
             key=lambda sizes: sizes["peak"],
         )
 
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Metrics]:
         """(state, metrics) after a step; the state is donated."""
-        opened: StepInputs = jax.tree.unflatten(
+        inputs: StepInputs = jax.tree.unflatten(
             self.inputs_treedef,
             self.opening(jax.tree.leaves((state.params, state.loss_state, batch))),
         )
-        run = StepRun(self, opened)
+        run = StepRun(self, inputs)
         for task in self.tasks:
             run.do(*task)
-        return self.update.step(state, (opened.after, run.summed()))
+        return self.update.step(state, (inputs.after, run.summed()))
 
-    def begun(self, params: Tree, inputs: Tree, batch: Tree, arriving: InTransfer) -> StepRun:
+    def start(
+        self, params: Tree, model_state: Tree, batch: Tree, arriving: ArrivingParameters
+    ) -> StepRun:
         """Queues the work of a step whose parameters are still being received; no update."""
-        leaves = jax.tree.leaves((params, inputs, batch))
+        leaves = jax.tree.leaves((params, model_state, batch))
         run = StepRun(self, jax.tree.unflatten(self.inputs_treedef, self.opening(leaves)), arriving)
         run_tasks(self.tasks, run.is_ready, run.do, arriving)
         return run
@@ -1349,15 +1366,15 @@ class StepRun:
     queued.
 
     Attributes:
-        opened: values read by all microbatches.
+        inputs: values read by all microbatches.
         early, late: sums of each chunk.
     """
 
     def __init__(
-        self, programs: StepPrograms, opened: StepInputs, arriving: InTransfer | None = None
+        self, programs: StepPrograms, inputs: StepInputs, arriving: ArrivingParameters | None = None
     ) -> None:
         self.programs, self.stage_count = programs, len(programs.stages)
-        self.opened, self._arriving = opened, arriving
+        self.inputs, self._arriving = inputs, arriving
         self._stage_arrays, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
         self.zero_sums: list[ZeroSums] = [stage.zeros() for stage in programs.stages]
         self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
@@ -1378,12 +1395,12 @@ class StepRun:
     def is_ready(self, stage: int, task: Task) -> bool:
         """True if the neighbours have computed the inputs of a task."""
         chunk = task.chunk * self.stage_count + stage
-        program, unit = self.programs.chunks[chunk], (chunk, task.microbatch)
+        program, index = self.programs.chunks[chunk], (chunk, task.microbatch)
         if task.kind == FORWARD or (task.kind == BACKWARD and program.fused is not None):
-            nothing = task.kind == FORWARD and program.forward is None
-            return nothing or not chunk or unit in self.entering
+            is_empty = task.kind == FORWARD and program.forward is None
+            return is_empty or not chunk or index in self.entering
         last = chunk == len(self.programs.chunks) - 1
-        return task.kind == WEIGHTS or last or unit in self.cotangents
+        return task.kind == WEIGHTS or last or index in self.cotangents
 
     def summed(self) -> StageSums:
         """The sums of the stages, over all devices."""
@@ -1423,12 +1440,12 @@ class StepRun:
         """The inputs of a chunk, in the order of `ChunkInputs`."""
         if chunk not in self._stage_arrays:
             local_chunk, stage = divmod(chunk, self.stage_count)
-            opened, gather = self.opened, self.programs.chunks[chunk].gather
+            inputs, gather = self.inputs, self.programs.chunks[chunk].gather
             leaves = [
-                *(parts[local_chunk] for parts in opened.stacks),
-                *(opened.once[number] for number in sorted(self.programs.once[chunk])),
-                *opened.states,
-                *opened.batch,
+                *(chunks[local_chunk] for chunks in inputs.stacks),
+                *(inputs.once[number] for number in sorted(self.programs.once[chunk])),
+                *inputs.states,
+                *inputs.batch,
             ]
             shards = [self._shard(leaf, stage) for leaf in leaves]
             self._stage_arrays[chunk] = shards if gather is None else [*shards, *gather(shards)]
@@ -1436,7 +1453,7 @@ class StepRun:
 
     def _shard(self, array: jax.Array, stage: int) -> jax.Array:
         """One stage's shard of an array."""
-        received = None if self._arriving is None else self._arriving.part(array, stage)
+        received = None if self._arriving is None else self._arriving.shard(array, stage)
         if received is not None:
             return received
         if id(array) not in self._shards:
@@ -1452,32 +1469,37 @@ class StepRun:
         return [*self.arrays(chunk), self.programs.stages[chunk % self.stage_count].indices[micro]]
 
     def _forward(self, chunk: int, micro: int) -> None:
-        program, unit = self.programs.chunks[chunk], (chunk, micro)
+        program, index = self.programs.chunks[chunk], (chunk, micro)
         if program.forward is None:
             return  # done by the backward pass
-        results = program.forward([*self._arguments(*unit), *self.entering.pop(unit, ())])
-        outputs, self.saved[unit] = results[: len(program.outputs)], results[len(program.outputs) :]
+        results = program.forward([*self._arguments(*index), *self.entering.pop(index, ())])
+        outputs, self.saved[index] = (
+            results[: len(program.outputs)],
+            results[len(program.outputs) :],
+        )
         if chunk + 1 < len(self.programs.chunks):
             self.entering[chunk + 1, micro] = jax.device_put(
                 outputs, self.programs.entering_shardings[chunk + 1]
             )
         else:
-            self.outputs[unit] = outputs
+            self.outputs[index] = outputs
 
     def _backward(self, chunk: int, micro: int) -> None:
-        program, unit = self.programs.chunks[chunk], (chunk, micro)
+        program, index = self.programs.chunks[chunk], (chunk, micro)
         sums = [*self.early[chunk], *(self.late[chunk] if program.weights is None else ())]
         if program.fused is not None:
-            results = program.fused([*self._arguments(*unit), *self.entering.pop(unit, ()), *sums])
+            results = program.fused(
+                [*self._arguments(*index), *self.entering.pop(index, ()), *sums]
+            )
         else:
             assert program.backward is not None
-            saved = self.saved.pop(unit)
+            saved = self.saved.pop(index)
             results = program.backward(
                 [
-                    *self._arguments(*unit),
-                    *self.outputs.pop(unit, ()),
+                    *self._arguments(*index),
+                    *self.outputs.pop(index, ()),
                     *saved,
-                    *self.cotangents.pop(unit, ()),
+                    *self.cotangents.pop(index, ()),
                     *sums,
                 ]
             )
@@ -1491,18 +1513,18 @@ class StepRun:
         if program.weights is None:
             self.late[chunk] = results[early:count]
         elif program.fused is not None:
-            self.saved[unit] = results[count + program.sent_count :]
+            self.saved[index] = results[count + program.sent_count :]
         else:
-            self.saved[unit] = [
+            self.saved[index] = [
                 *(saved[k] for k in program.stash_positions),
                 *results[count + program.sent_count :],
             ]
 
     def _weights(self, chunk: int, micro: int) -> None:
-        program, unit = self.programs.chunks[chunk], (chunk, micro)
+        program, index = self.programs.chunks[chunk], (chunk, micro)
         assert program.weights is not None
         self.late[chunk] = program.weights(
-            [*self._arguments(*unit), *self.saved.pop(unit), *self.late[chunk]]
+            [*self._arguments(*index), *self.saved.pop(index), *self.late[chunk]]
         )
 
 
@@ -1529,17 +1551,18 @@ class StagePrograms:
         work = self.work[chunk]
         return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
 
-    def _stage_arrays(self, chunk: int, opened: StepInputs) -> ChunkInputs:
+    def _stage_arrays(self, chunk: int, inputs: StepInputs) -> ChunkInputs:
         """The inputs of a chunk, abstract."""
         meshes = self.opening.meshes
         local_chunk, stage = divmod(chunk, len(meshes.stages))
         return ChunkInputs(
-            stacks=[meshes.like(parts[local_chunk], stage) for parts in opened.stacks],
+            stacks=[meshes.stage_shard(chunks[local_chunk], stage) for chunks in inputs.stacks],
             once={
-                number: meshes.like(opened.once[number], stage) for number in self._read_once(chunk)
+                number: meshes.stage_shard(inputs.once[number], stage)
+                for number in self._read_once(chunk)
             },
-            states=[meshes.like(leaf, stage) for leaf in opened.states],
-            batch=[meshes.like(leaf, stage) for leaf in opened.batch],
+            states=[meshes.stage_shard(leaf, stage) for leaf in inputs.states],
+            batch=[meshes.stage_shard(leaf, stage) for leaf in inputs.batch],
             ready=[],
         )
 
@@ -1547,7 +1570,9 @@ class StagePrograms:
         """The sums of a chunk, abstract."""
         work = self.work[chunk]
         outside = {
-            number: self._sum(number, chunk) for number in work.outside if self._floating(number)
+            number: self._sum(number, chunk)
+            for number in work.outside
+            if self._is_differentiable(number)
         }
         return {
             "early": EdgeSums(
@@ -1614,8 +1639,8 @@ class StagePrograms:
         """The dtype in which gradients of a given dtype are summed."""
         return self.opening.pipeline.layouts.reductions.accumulator(dtype)
 
-    def _floating(self, number: int) -> bool:
-        return is_floating(self.work[0].sections.program.avals[number])
+    def _is_differentiable(self, number: int) -> bool:
+        return is_differentiable(self.work[0].sections.program.avals[number])
 
     @property
     def splits_backward(self) -> bool:
@@ -1642,17 +1667,19 @@ class StagePrograms:
         """Compiles all programs."""
         opening, meshes = self.opening, self.opening.meshes
         arguments = (state.params, state.loss_state, batch)
-        structure = jax.tree.structure(jax.eval_shape(opening.opened, *arguments))
-        first = _draft(opening.opened, arguments, meshes.mesh).compiled(
+        structure = jax.tree.structure(jax.eval_shape(opening.step_inputs, *arguments))
+        opening_program = _traced(opening.step_inputs, arguments, meshes.mesh).compiled(
             f"{name}_opening", meshes.mesh
         )
-        opened: StepInputs = jax.tree.unflatten(structure, on_stage(first.results, meshes.mesh))
+        step_inputs: StepInputs = jax.tree.unflatten(
+            structure, on_stage(opening_program.results, meshes.mesh)
+        )
         count, last, chunks = len(meshes.stages), len(self.work) - 1, list[ChunkPrograms]()
         entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
         for number, work in enumerate(self.work):
             mesh = meshes.stages[number % count]
-            inputs = ChunkAvals(
-                arrays=self._stage_arrays(number, opened),
+            avals = ChunkAvals(
+                arrays=self._stage_arrays(number, step_inputs),
                 micro=_index(mesh),
                 entering=entering[-1],
                 gradients=self._gradients(number),
@@ -1661,7 +1688,7 @@ class StagePrograms:
             chunks.append(
                 chunk_programs(
                     work,
-                    inputs,
+                    avals,
                     mesh,
                     f"{name}_chunk{number}",
                     split=self.splits_backward,
@@ -1672,7 +1699,7 @@ class StagePrograms:
                 entering.append(on_stage(chunks[-1].outputs, meshes.stages[(number + 1) % count]))
         return StepPrograms(
             meshes=meshes,
-            opening=first,
+            opening=opening_program,
             inputs_treedef=structure,
             stacks=len(opening.stacks),
             once=tuple(self._read_once(number) for number in range(last + 1)),
@@ -1686,12 +1713,12 @@ class StagePrograms:
                 [
                     NamedSharding(meshes.stages[number % count], leaf.sharding.spec)
                     for leaf in leaves
-                    if is_floating(leaf)
+                    if is_differentiable(leaf)
                 ]
                 for number, leaves in enumerate(entering[1:])
             ),
             tasks=_task_order(self.order),
-            update=update((opened.after, self._summed())),
+            update=update((step_inputs.after, self._summed())),
         )
 
     def _stage(self, stage: int) -> Stage:
@@ -1699,16 +1726,16 @@ class StagePrograms:
         mesh, count, last = (self.opening.meshes.stages[stage], len(self.order), len(self.work) - 1)
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
         summed_here = {number for early, _ in chunks for number in early.outside}
-        everywhere = {number for end in (0, last) for number in self._sums(end)["early"].outside}
-        first = ZeroSums(
+        edge_values = {number for end in (0, last) for number in self._sums(end)["early"].outside}
+        zero_sums = ZeroSums(
             chunks=chunks,
-            outside={number: self._sum(number, stage) for number in everywhere - summed_here},
+            outside={number: self._sum(number, stage) for number in edge_values - summed_here},
             results=[] if stage == count - 1 else self._zero_results(stage),
         )
         zeros = (
             jax.jit(
-                lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first),
-                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, first),
+                lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), zero_sums),
+                out_shardings=jax.tree.map(lambda leaf: leaf.sharding, zero_sums),
             )
             .lower()
             .compile()
@@ -1832,10 +1859,10 @@ def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
             f"pipeline='programs' cannot follow the plan: {error}\nTry: pipeline='lockstep', or"
             " another schedule"
         ) from error
-    firsts = range(0, plan.microbatches, plan.microbatches // plan.accumulation)
+    starts = range(0, plan.microbatches, plan.microbatches // plan.accumulation)
     return tuple(
         tuple(
-            replace(task, microbatch=first + task.microbatch) for first in firsts for task in tasks
+            replace(task, microbatch=start + task.microbatch) for start in starts for task in tasks
         )
         for tasks in group
     )
@@ -1844,20 +1871,22 @@ def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
 def _work(number: int, opening: Opening, stage_plan: Plan) -> ChunkWork:
     """The work of one chunk of layers, on the mesh of its stage."""
     pipeline, split, stages = opening.pipeline, opening.split, opening.meshes.stages
-    layers, here = split.counts[number], stages[number % len(stages)]
+    layers, mesh = split.counts[number], stages[number % len(stages)]
     sections = pipeline.sections
-    moved = jax.tree.map(lambda sharding: NamedSharding(here, sharding.spec), vars(opening.params))
-    laid_out = LossLayouts.of(
-        pipeline.traced, stage_plan, here, ParameterShardings(**moved), pipeline.layouts.values
+    on_stage = jax.tree.map(
+        lambda sharding: NamedSharding(mesh, sharding.spec), vars(opening.params)
     )
-    layouts = replace(laid_out, reductions=pipeline.layouts.reductions)
+    layouts = LossLayouts.of(
+        pipeline.traced, stage_plan, mesh, ParameterShardings(**on_stage), pipeline.layouts.values
+    )
+    layouts = replace(layouts, reductions=pipeline.layouts.reductions)
     chunk = Chunk(
         sections=sections,
         layers=layers,
         padded=False,
         remat=pipeline.remat.of_chunk(number // len(stages), layers),
         walk=layouts.walk,
-        gathered=pregathered(layouts, sections, here),
+        gathered=pregathered(layouts, sections, mesh),
         unrolled=layers <= MAX_UNROLLED_LAYERS,
     )
     return ChunkWork(

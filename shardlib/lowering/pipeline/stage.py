@@ -24,7 +24,7 @@ from shardlib.lowering.pipeline.layers import (
     Chunk,
     ChunkGrads,
     ChunkOperands,
-    is_floating,
+    is_differentiable,
     layer_of,
     with_layer,
 )
@@ -91,8 +91,8 @@ class BackwardTick:
 
     Attributes:
         in_flight, sums, residuals: see `Stages.backward`.
-        input_grads: cotangents of the first stage's inputs, in the order of `Stages.floating`, for
-            `from_stages`.
+        input_grads: cotangents of the first stage's inputs, in the order of
+            `Stages.differentiable`, for `from_stages`.
     """
 
     in_flight: InFlight
@@ -188,9 +188,9 @@ class Stages:
     chunk: Chunk
 
     @property
-    def floating(self) -> tuple[int, ...]:
+    def differentiable(self) -> tuple[int, ...]:
         """Positions of the activations that gradients flow through."""
-        return tuple(k for k, leaf in enumerate(self.activations) if is_floating(leaf))
+        return tuple(k for k, leaf in enumerate(self.activations) if is_differentiable(leaf))
 
     def over_stages(self, array: Value) -> Value:
         """An array [stages, ...] with its leading dim sharded over the stages."""
@@ -290,11 +290,17 @@ class Stages:
     def _manual(
         self, function: Callable[..., Any], arguments: Sequence[Any], results: Any
     ) -> Callable[..., Any]:
-        def spec(word: Any) -> Any:
-            return PartitionSpec(self.axis) if word is STAGE else word
+        """A function in a region that is manual over the stage axis.
+
+        Args:
+            arguments, results: their specs, or `STAGE`.
+        """
+
+        def spec(entry: Any) -> Any:
+            return PartitionSpec(self.axis) if entry is STAGE else entry
 
         specs = (
-            tuple(spec(word) for word in arguments),
+            tuple(spec(entry) for entry in arguments),
             (tuple(map(spec, results)) if isinstance(results, tuple) else spec(results)),
         )
         return jax.shard_map(
@@ -404,7 +410,7 @@ class Stages:
         return [arrays.weights[positions.index(position)] for position in gathered.sources]
 
     def _specs(self) -> StageArrays:
-        """Specs of the arrays of `StageArrays`, in their place."""
+        """The specs of a `StageArrays`."""
         per_stage: Any = PartitionSpec(self.axis)
         replicated: Any = PartitionSpec()
         keys: Any = PartitionSpec(None, self.axis)
@@ -480,15 +486,15 @@ class Stages:
         return self._shapes(lambda operands, zeros: self.chunk.forward(operands, zeros)[1], arrays)
 
     def in_host_memory(self, arrays: StageArrays) -> list[bool]:
-        """The offload flag of each array of the stash."""
+        """For each array of the stash, whether it is in host memory."""
         on_host: list[bool] = []
 
-        def one(operands: ChunkOperands, zeros: Arrays) -> Arrays:
+        def stash(operands: ChunkOperands, zeros: Arrays) -> Arrays:
             saved = self.chunk.forward(operands, zeros)[1]
             on_host[:] = [jax.typeof(leaf).memory_space == jax.memory.Space.Host for leaf in saved]
             return saved
 
-        self._shapes(one, arrays)
+        self._shapes(stash, arrays)
         return on_host
 
     def residual_avals(self, arrays: StageArrays) -> list[jax.ShapeDtypeStruct]:
@@ -496,15 +502,15 @@ class Stages:
         gradients, [stages, ...].
         """
 
-        def one(operands: ChunkOperands, zeros: Arrays) -> Arrays:
+        def residuals(operands: ChunkOperands, zeros: Arrays) -> Arrays:
             return self.chunk.backward_inputs(
                 operands,
                 zeros,
                 self.chunk.forward(operands, zeros)[1],
-                [zeros[k] for k in self.floating],
+                [zeros[k] for k in self.differentiable],
             )[1]
 
-        return self._shapes(one, arrays) if self.table.split else []
+        return self._shapes(residuals, arrays) if self.table.split else []
 
     def _shapes(
         self, function: Callable[[ChunkOperands, Arrays], Arrays], arrays: StageArrays
@@ -513,10 +519,10 @@ class Stages:
         inputs.
         """
 
-        def one(arrays: StageArrays) -> Arrays:
+        def of_stage(arrays: StageArrays) -> Arrays:
             return [leaf[None] for leaf in function(self._operands(arrays, 0, 0, 0), self._zeros())]
 
-        return jax.eval_shape(self._manual(one, (self._specs(),), STAGE), arrays)
+        return jax.eval_shape(self._manual(of_stage, (self._specs(),), STAGE), arrays)
 
     def _forward(
         self,
@@ -580,7 +586,7 @@ class Stages:
         micro, chunk, active = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
         last_cotangents = dict(
-            zip([k for k in self.leaving if k in self.floating], leaving, strict=True)
+            zip([k for k in self.leaving if k in self.differentiable], leaving, strict=True)
         )
         arrived, waiting = self._arrived(tick, in_flight, stage == self.table.stages - 1)
         cotangents = [
@@ -590,7 +596,7 @@ class Stages:
                 ),
                 k,
             )
-            for k, old in zip(self.floating, arrived, strict=True)
+            for k, old in zip(self.differentiable, arrived, strict=True)
         ]
         operands = self._operands(arrays, stage, micro, chunk)
         saved = slot_of(stash, self.table.backward_slot(tick, stage))
@@ -607,7 +613,7 @@ class Stages:
             sums = self._summed(sums, gradients, chunk, active)
         out = [
             only_if((stage == 0) & (chunk == 0) & active, leaf)[None]
-            for k, leaf in zip(self.floating, input_grads, strict=True)
+            for k, leaf in zip(self.differentiable, input_grads, strict=True)
             if k < self.entering
         ]
         return InFlight(next=self._hop(input_grads, -1), waiting=waiting), sums, residuals, out
