@@ -65,20 +65,20 @@ def require_own_state(
     Args:
         layouts_too: whether dtypes and shardings of arrays are compared too.
     """
-    others = _structure(state, expected) or _arrays(state, expected, layouts_too=layouts_too)
-    moved = [] if others or not layouts_too else _layouts(state, expected)
-    differences = others or moved
+    mismatches = _structure(state, expected) or _arrays(state, expected, layouts_too=layouts_too)
+    resharded = [] if mismatches or not layouts_too else _layouts(state, expected)
+    differences = mismatches or resharded
     if not differences:
         return
-    movable = (
-        moved
+    can_be_resharded = (
+        resharded
         and isinstance(state, TrainState)
         and not any(isinstance(leaf, DiskArray) for leaf in jax.tree.leaves(state))
     )
     hint = (
         "state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.state)),"
         " which lays it out as this program does"
-        if movable
+        if can_be_resharded
         else OWN_STATE
     )
     more = [f"and {len(differences) - MOST_LISTED} more"] if len(differences) > MOST_LISTED else []

@@ -99,11 +99,9 @@ def weight_matmuls(loss: LossFacts) -> tuple[WeightMatmul, ...]:
     return tuple(matmul for matmul in candidates if matmul is not None)
 
 
-def activation_sources(matmuls_read: Sequence[WeightMatmul]) -> dict[ValueSource, ValueSource]:
+def activation_sources(matmuls: Sequence[WeightMatmul]) -> dict[ValueSource, ValueSource]:
     """Keys of the layouts of activations -> the sources of these."""
-    return {
-        matmul.layout_key: matmul.source for matmul in matmuls_read if matmul.source is not None
-    }
+    return {matmul.layout_key: matmul.source for matmul in matmuls if matmul.source is not None}
 
 
 def _matmul(entry: LossEquation) -> WeightMatmul | None:
@@ -164,11 +162,17 @@ def match_matmul(
         )
         for result_dim, activation_dim in dims.free.items()
     }
-    sequences = [pair for pair, (own, full) in free_axes.items() if own == (*full, TENSOR)]
+    sequences = [
+        pair for pair, (scattered, full) in free_axes.items() if scattered == (*full, TENSOR)
+    ]
     if (
         ring_axes != (TENSOR,)
         or len(sequences) != 1
-        or any(own != full for pair, (own, full) in free_axes.items() if pair not in sequences)
+        or any(
+            scattered != full
+            for pair, (scattered, full) in free_axes.items()
+            if pair not in sequences
+        )
     ):
         return None
     if not _only_sharded(
@@ -203,14 +207,14 @@ def loop_groups(
     needs it gathered anyway; those that scatter, each on its own.
     """
     paths = {match.matmul.path for match in matches}
-    barred = {
+    gathered_anyway = {
         matmul.activation
         for matmul in candidates
         if matmul.path not in paths and TENSOR not in layouts.get((matmul.path, 0), Layout()).axes
     }
-    together: dict[Any, list[MatchedMatmul]] = {}
+    groups: dict[Any, list[MatchedMatmul]] = {}
     for match in matches:
-        together.setdefault(
+        groups.setdefault(
             (match.matmul.activation, match.sequence_dims[0])
             if match.gathers
             else match.matmul.path,
@@ -218,8 +222,8 @@ def loop_groups(
         ).append(match)
     return [
         tuple(members)
-        for members in together.values()
-        if not members[0].gathers or members[0].matmul.activation not in barred
+        for members in groups.values()
+        if not members[0].gathers or members[0].matmul.activation not in gathered_anyway
     ]
 
 
@@ -232,7 +236,7 @@ def loop_groups(
 # link of a torus has full bandwidth in each direction at once, and while sums of one direction are
 # in flight, products for the other are computed.
 
-Folded = TypeVar("Folded")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +245,7 @@ class AxisRing:
 
     Attributes:
         axis: names of the axis in the mesh, the major one first.
-        order: index of the device at every place of the ring.
+        order: index of the device at every position of the ring.
         sequential: whether a matmul waits for the one before it, see `wait_for`.
     """
 
@@ -269,21 +273,23 @@ class AxisRing:
         return self.ways // 2, (self.ways - 1) // 2
 
     def fold(
-        self, array: jax.Array, work: Callable[[Folded | None, jax.Array, jax.Array], Folded]
-    ) -> Folded:
+        self, array: jax.Array, work: Callable[[Result | None, jax.Array, jax.Array], Result]
+    ) -> Result:
         """A fold over the shards of all devices, the own one first.
 
         Args:
             work: (result so far, None at first; index of a device; its shard) -> next result.
         """
-        place, (forth, back) = self._position(), self.hops
-        result, coming = work(None, self._device(place), array), {1: array, -1: array}
+        position, (forth, back) = self._position(), self.hops
+        result, in_flight = work(None, self._device(position), array), {1: array, -1: array}
         for turn in range(1, forth + 1):
             for direction in (1, -1) if turn <= back else (1,):
-                coming[direction], result = self.wait_for(
-                    self._received(coming[direction], direction), result
+                in_flight[direction], result = self.wait_for(
+                    self._received(in_flight[direction], direction), result
                 )
-                result = work(result, self._device(place - direction * turn), coming[direction])
+                result = work(
+                    result, self._device(position - direction * turn), in_flight[direction]
+                )
         return result
 
     def reduce_scatter(
@@ -295,18 +301,18 @@ class AxisRing:
             arrays_for: index of a device -> arrays.
             product: the arrays for a device -> this device's term of that device's sum.
         """
-        place, (forth, back) = self._position(), self.hops
+        position, (forth, back) = self._position(), self.hops
         turns = [
-            (left, direction)
-            for left in range(forth, 0, -1)
+            (distance, direction)
+            for distance in range(forth, 0, -1)
             for direction in (1, -1)
-            if direction > 0 or left <= back
+            if direction > 0 or distance <= back
         ]
         sums: dict[int, Any] = {1: None, -1: None}
         products = self._products(
             [
-                arrays_for(self._device(place + direction * left))
-                for left, direction in [*turns, (0, 1)]
+                arrays_for(self._device(position + direction * distance))
+                for distance, direction in [*turns, (0, 1)]
             ],
             product,
         )
@@ -336,21 +342,21 @@ class AxisRing:
         yield result
 
     def _position(self) -> jax.Array:
-        """The place of this device on the ring."""
+        """The position of this device on the ring."""
         return jnp.asarray(np.argsort(self.order), jnp.int32)[jax.lax.axis_index(self.axis)]
 
-    def _device(self, place: jax.Array) -> jax.Array:
-        """The device at a place, modulo the size of the ring."""
-        return jnp.asarray(self.order, jnp.int32)[place % self.ways]
+    def _device(self, position: jax.Array) -> jax.Array:
+        """The device at a position, modulo the size of the ring."""
+        return jnp.asarray(self.order, jnp.int32)[position % self.ways]
 
-    def _received(self, array: jax.Array, far: int) -> jax.Array:
-        """The array of a neighbour."""
+    def _received(self, array: jax.Array, offset: int) -> jax.Array:
+        """The array of the neighbour from which arrays come that are passed in a direction."""
         return jax.lax.ppermute(
             array,
             self.axis,
             [
-                (device, self.order[(place + far) % self.ways])
-                for place, device in enumerate(self.order)
+                (device, self.order[(position + offset) % self.ways])
+                for position, device in enumerate(self.order)
             ],
         )
 
@@ -360,7 +366,7 @@ def _plus(total: jax.Array | None, part: jax.Array) -> jax.Array:
 
 
 def snake(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Indices of the places of a grid, row-major, in an order in which neighbours differ by one
+    """Row-major indices of the cells of a grid, in an order in which neighbours differ by one
     step along one dim (a reflected Gray code).
 
     >>> snake((2, 2, 2)), snake((2, 3)), snake((4,))
@@ -410,11 +416,11 @@ def gather_forward(
 ) -> tuple[jax.Array, ...]:
     """Products of an activation that is sharded along the sequence."""
 
-    def work(results: Any, device: Any, piece: Any) -> list[Any]:
+    def work(results: Any, device: Any, shard: Any) -> list[Any]:
         return [
             write_shard(
                 results and results[k],
-                product.contraction.run(piece, weight),
+                product.contraction.run(shard, weight),
                 product.result_dim,
                 device,
                 ring.ways,
@@ -442,19 +448,19 @@ def gather_backward(
             for product, cotangent in zip(products, cotangents, strict=True)
         ]
 
-    def input_gradient(pieces: list[jax.Array]) -> jax.Array:
+    def input_gradient(shards: list[jax.Array]) -> jax.Array:
         total: Any = None
-        for product, weight, piece in zip(products, weights, pieces, strict=True):
-            product_gradient = product.contraction.activation_gradient(activation, weight, piece)
+        for product, weight, shard in zip(products, weights, shards, strict=True):
+            product_gradient = product.contraction.activation_gradient(activation, weight, shard)
             total = product_gradient if total is None else total + product_gradient
         return total
 
-    def work(sums: Any, device: Any, piece: Any) -> list[Any]:
+    def work(sums: Any, device: Any, shard: Any) -> list[Any]:
         return [
             accumulate(
                 sums and sums[k],
                 product.contraction.partial_sums(
-                    piece, shard_of(cotangent, product.result_dim, device, ring.ways), weight.dtype
+                    shard, shard_of(cotangent, product.result_dim, device, ring.ways), weight.dtype
                 ),
             )
             for k, (product, weight, cotangent) in enumerate(
@@ -474,7 +480,7 @@ def scatter_forward(
     """A product that is a sum over devices, reduce-scattered along the sequence."""
     return ring.reduce_scatter(
         lambda device: shard_of(activation, product.activation_dim, device, ring.ways),
-        lambda piece: product.contraction.run(piece, weight),
+        lambda shard: product.contraction.run(shard, weight),
     )
 
 
@@ -488,15 +494,15 @@ def scatter_backward(
     """Gradients of `scatter_forward`: of the activation, and of the weight from this device's
     examples.
     """
-    piece_shape = jax.eval_shape(
+    shard_shape = jax.eval_shape(
         lambda: shard_of(activation, product.activation_dim, jnp.int32(0), ring.ways)
     )
 
-    def work(totals: Any, device: Any, piece: Any) -> tuple[Any, Any]:
+    def work(totals: Any, device: Any, shard: Any) -> tuple[Any, Any]:
         activation_gradient, total = totals or (None, None)
         activation_gradient = write_shard(
             activation_gradient,
-            product.contraction.activation_gradient(piece_shape, weight, piece),
+            product.contraction.activation_gradient(shard_shape, weight, shard),
             product.activation_dim,
             device,
             ring.ways,
@@ -504,7 +510,7 @@ def scatter_backward(
         return activation_gradient, accumulate(
             total,
             product.contraction.partial_sums(
-                shard_of(activation, product.activation_dim, device, ring.ways), piece, weight.dtype
+                shard_of(activation, product.activation_dim, device, ring.ways), shard, weight.dtype
             ),
         )
 
@@ -523,21 +529,21 @@ def accumulate(total: jax.Array | None, part: jax.Array) -> jax.Array:
 
 
 def write_shard(
-    array: jax.Array | None, piece: jax.Array, dim: int, device: Index, size: int
+    array: jax.Array | None, shard: jax.Array, dim: int, device: Index, size: int
 ) -> jax.Array:
-    """The array with the shard of a device written to its place.
+    """The array with the shard of a device written to its position.
 
     Args:
         array: the array; None for a new array of zeros.
     """
     target: jax.Array = (
         jax.lax.empty(
-            (*piece.shape[:dim], size * piece.shape[dim], *piece.shape[dim + 1 :]), piece.dtype
+            (*shard.shape[:dim], size * shard.shape[dim], *shard.shape[dim + 1 :]), shard.dtype
         )
         if array is None
         else array
     )
-    return jax.lax.dynamic_update_slice_in_dim(target, piece, device * piece.shape[dim], axis=dim)
+    return jax.lax.dynamic_update_slice_in_dim(target, shard, device * shard.shape[dim], axis=dim)
 
 
 def shard_of(array: jax.Array, dim: int, device: Index, ways: int) -> jax.Array:

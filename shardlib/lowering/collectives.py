@@ -208,10 +208,10 @@ def eight_bit_matmul(
         result: dtype of the result.
     """
 
-    def made(left: jax.Array, right: jax.Array) -> jax.Array:
+    def forward(left: jax.Array, right: jax.Array) -> jax.Array:
         return _dot(left, right, numbers, dtype, dtype).astype(result)
 
-    run = jax.custom_vjp(made)
+    run = jax.custom_vjp(forward)
 
     def backward(
         saved: tuple[jax.Array, jax.Array], cotangent: jax.Array
@@ -222,7 +222,7 @@ def eight_bit_matmul(
         ), eight_bit_gradient(numbers, ranks, 1, left, cotangent, dtype).astype(right.dtype)
 
     # Not `run`: the remat policy must see what it saves.
-    run.defvjp(lambda left, right: (made(left, right), (left, right)), backward)
+    run.defvjp(lambda left, right: (forward(left, right), (left, right)), backward)
     return run
 
 
@@ -247,7 +247,7 @@ def eight_bit_gradient(
     ]
     other, batch_dims = 1 - position, len(batch[0])
     first = batch_dims + (len(free[0]) if other else 0)
-    back: DotDims = (
+    gradient_numbers: DotDims = (
         (tuple(range(first, first + len(free[other]))), tuple(free[other])),
         (tuple(range(batch_dims)), tuple(batch[other])),
     )
@@ -258,7 +258,9 @@ def eight_bit_gradient(
         *free[position],
         *(dim for _, dim in sorted(zip(contracted[other], contracted[position], strict=True))),
     ]
-    return _dot(cotangent, operand, back, COTANGENT_FORMAT, dtype).transpose(np.argsort(order))
+    return _dot(cotangent, operand, gradient_numbers, COTANGENT_FORMAT, dtype).transpose(
+        np.argsort(order)
+    )
 
 
 def _dot(
@@ -308,10 +310,10 @@ class Precision:
     @staticmethod
     def of(plan: Plan) -> Precision:
         """The dtypes of a plan."""
-        words: Mapping[str, str] = dict(plan.dtypes)
+        dtypes: Mapping[str, str] = dict(plan.dtypes)
 
-        def dtype(word: str) -> np.dtype | None:
-            return jnp.dtype(words[word]) if word in words else None
+        def dtype(name: str) -> np.dtype | None:
+            return jnp.dtype(dtypes[name]) if name in dtypes else None
 
         return Precision(
             parameters=dtype("param_dtype"),
@@ -403,29 +405,30 @@ def with_stored_dtypes(
     Args:
         precision: the dtypes; if they change nothing, the optimizer is returned unchanged.
     """
-    at_rest = jax.eval_shape(optimizer.init, params)
+    stored_state = jax.eval_shape(optimizer.init, params)
     computed = jax.eval_shape(optimizer.init, precision.for_update(params))
     if precision.moments is not None:
         shapes = shapes_of(params)
-        at_rest = jax.tree_util.tree_map_with_path(
+        stored_state = jax.tree_util.tree_map_with_path(
             lambda path, leaf: (
                 _cast(leaf, precision.moments)
                 if is_real(leaf) and owner_of(path, leaf, shapes) is not None
                 else leaf
             ),
-            at_rest,
+            stored_state,
         )
-    if jax.tree.leaves(at_rest) == jax.tree.leaves(computed):  # nodes may have an `==` of their own
+    # leaves, since nodes may have an `==` of their own
+    if jax.tree.leaves(stored_state) == jax.tree.leaves(computed):
         return optimizer
     inner = optax.with_extra_args_support(optimizer)
 
     def init(params: Tree) -> Tree:
-        return cast_like(inner.init(params), at_rest)
+        return cast_like(inner.init(params), stored_state)
 
     def update(
         updates: Tree, state: Tree, params: Tree | None = None, **extra: Any
     ) -> tuple[Tree, Tree]:
         updates, state = inner.update(updates, cast_like(state, computed), params, **extra)
-        return updates, cast_like(state, at_rest)
+        return updates, cast_like(state, stored_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -1,8 +1,8 @@
 """Contractions in the layouts of a plan, forward and backward.
 
 The operands are constrained to their compute sharding, and so are the cotangent from which
-gradients are computed and the gradients themselves. Operands are saved for the backward pass as
-they arrive, so that a weight that is stored sharded is all-gathered again, and not kept gathered.
+gradients are computed and the gradients themselves. Operands are saved for the backward pass before
+they are gathered, so that a weight that is stored sharded is all-gathered again, and not kept.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ContractionShardings:
             return self.constrain_operand(
                 position, contraction.operand_gradient(position, operands, cotangent, aval)
             )
-        # Rounded first, partial sums would be all-reduced, and scattered only after that.
+        # If partial sums were rounded first, they would be all-reduced, and scattered after that.
         aval = jax.ShapeDtypeStruct(like.shape, cotangent.dtype)
         summed = self.constrain_operand(
             position, contraction.operand_gradient(position, operands, cotangent, aval)
@@ -124,8 +124,8 @@ class ContractionShardings:
 
     def scatter_gradient(self, position: int, gradient: jax.Array) -> jax.Array:
         """The gradient of an operand, in the sharding of the operand before it was gathered."""
-        before = self.ungathered[position]
-        return gradient if before is None else constrain(gradient, before)
+        sharding = self.ungathered[position]
+        return gradient if sharding is None else constrain(gradient, sharding)
 
     def constrain_result(self, value: jax.Array) -> jax.Array:
         """The result in the layout that the contraction computes."""
@@ -237,18 +237,18 @@ def run_in_layouts(
     contraction: Contraction, shardings: ContractionShardings, operands: Sequence[jax.Array]
 ) -> jax.Array:
     """The result of a contraction in its planned layouts, with its gradients in theirs."""
-    like = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
+    avals = [jax.ShapeDtypeStruct(operand.shape, operand.dtype) for operand in operands]
 
-    def made(*operands: jax.Array) -> jax.Array:
+    def constrained_product(*operands: jax.Array) -> jax.Array:
         return shardings.run(contraction, operands)
 
-    run = jax.custom_vjp(made)
+    run = jax.custom_vjp(constrained_product)
 
     def forward(*operands: Any) -> Any:
         values = [operand.value for operand in operands]
         left, right = (operand.perturbed for operand in operands[:2])
         # Not `run`: the remat policy must see what it saves.
-        return made(*values), (
+        return constrained_product(*values), (
             values[0] if right else None,
             values[1] if left else None,
             values[2:],
@@ -257,17 +257,19 @@ def run_in_layouts(
     def backward(saved: Any, cotangent: Any) -> tuple[Any, ...]:
         left, right, others = saved
         if isinstance(cotangent, SymbolicZero):
-            return (None,) * len(like)
-        reads = [
+            return (None,) * len(avals)
+        constrained = [
             None if value is None else shardings.constrain_operand(position, value)
             for position, value in enumerate((left, right, *others))
         ]
         cotangent = shardings.constrain_cotangent(cotangent)
 
         def gradient(position: int) -> Any:
-            if reads[1 - position] is None:
+            if constrained[1 - position] is None:
                 return None
-            return shardings.gradient(contraction, position, reads, cotangent, like[position])
+            return shardings.gradient(
+                contraction, position, constrained, cotangent, avals[position]
+            )
 
         return gradient(0), gradient(1), *(None for _ in others)
 
@@ -323,8 +325,8 @@ def split_interleaved(
     """The pieces of an interleaved dim; no communication, since each device's part of the dim
     consists of its parts of the pieces.
     """
-    seen = _split_dim(value, dim, (shards, value.shape[dim] // shards))
-    parts = split_pieces(seen, dim + 1, tuple(size // shards for size in sizes))
+    by_shard = _split_dim(value, dim, (shards, value.shape[dim] // shards))
+    parts = split_pieces(by_shard, dim + 1, tuple(size // shards for size in sizes))
     return [
         part.reshape(*value.shape[:dim], size, *value.shape[dim + 1 :])
         for part, size in zip(parts, sizes, strict=True)
@@ -431,12 +433,12 @@ class PieceReshape:
         (value,), shape = operands, tuple(equation.eqn.outvars[0].aval.shape)
         count, size = len(self.sizes), self.sizes[0]
         if self.splits:
-            seen = _split_dim(value, self.dim, (shards, count, size // shards))
-            return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
+            split = _split_dim(value, self.dim, (shards, count, size // shards))
+            return [jnp.swapaxes(split, self.dim, self.dim + 1).reshape(shape)]
         outer_shape = shape[: self.dim]
         inner_shape = shape[self.dim + 1 :]
-        seen = value.reshape(*outer_shape, count, shards, size // shards, *inner_shape)
-        return [jnp.swapaxes(seen, self.dim, self.dim + 1).reshape(shape)]
+        split = value.reshape(*outer_shape, count, shards, size // shards, *inner_shape)
+        return [jnp.swapaxes(split, self.dim, self.dim + 1).reshape(shape)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,20 +476,19 @@ class Interleaving:
 
     def _place(self, walk: Walk) -> Callable[[str, int, jax.Array], jax.Array]:
         def place(path: str, index: int, value: jax.Array) -> jax.Array:
-            placed = value
             for dim, sizes in self.results.get((path, index), {}).items():
-                placed = interleaved(placed, dim, sizes, self.shards)
-            return walk.put(path, index, placed)
+                value = interleaved(value, dim, sizes, self.shards)
+            return walk.put(path, index, value)
 
         return place
 
     def _run(self, inner: EquationCallback | None) -> EquationCallback:
         def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
-            changed = self.operands.get(equation.path)
-            if changed is None and equation.path not in self.piece_ops:
+            reorderings = self.operands.get(equation.path)
+            if reorderings is None and equation.path not in self.piece_ops:
                 return None if inner is None else inner(equation, operands)
             values = [
-                self._reordered(value, (changed or {}).get(position, {}))
+                self._reordered(value, (reorderings or {}).get(position, {}))
                 for position, value in enumerate(operands)
             ]
             if equation.path in self.piece_ops:
@@ -507,7 +508,7 @@ class Interleaving:
         return value
 
 
-#: Nothing is interleaved.
+#: An interleaving of no dims.
 NO_INTERLEAVING = Interleaving()
 
 
@@ -525,28 +526,28 @@ def interleaved_parameter(
             and of its gradient.
     """
 
-    def reordered(value: Any, change: Callable[..., Any], shardings: tuple[Any, Any]) -> Any:
-        stored, during = shardings
-        # Constrained on both sides: otherwise the compiler makes the gradient in the layout in
+    def reordered(value: Any, reorder: Callable[..., Any], shardings: tuple[Any, Any]) -> Any:
+        in_use, reordering = shardings
+        # Constrained on both sides: otherwise the compiler makes the gradient in the sharding in
         # between, and gathers activations for it.
         value = jax.lax.with_sharding_constraint(
-            jax.lax.with_sharding_constraint(value, stored), during
+            jax.lax.with_sharding_constraint(value, in_use), reordering
         )
         for dim, sizes in fused_dims.items():
-            value = change(value, dim, sizes, shards)
+            value = reorder(value, dim, sizes, shards)
         return jax.lax.with_sharding_constraint(
-            jax.lax.with_sharding_constraint(value, during), stored
+            jax.lax.with_sharding_constraint(value, reordering), in_use
         )
 
     @jax.custom_vjp
-    def function(value: jax.Array) -> jax.Array:
+    def in_use(value: jax.Array) -> jax.Array:
         return reordered(value, interleaved, forward_shardings)
 
-    function.defvjp(
-        lambda value: (function(value), None),
+    in_use.defvjp(
+        lambda value: (in_use(value), None),
         lambda _, cotangent: (reordered(cotangent, deinterleaved, backward_shardings),),
     )
-    return function(value)
+    return in_use(value)
 
 
 def reordering_layout(
@@ -558,16 +559,16 @@ def reordering_layout(
     >>> str(reordering_layout(Layout((), ("tensor",)), {1: (8, 8)}, (4, 16), MeshShape(tensor=4)))
     '[tensor, -]'
     """
-    left = [() if dim in fused_dims else axes for dim, axes in enumerate(layout)]
+    dims = [() if dim in fused_dims else axes for dim, axes in enumerate(layout)]
     for axis in (axis for dim in fused_dims for axis in layout[dim]):
-        fits = [
+        candidates = [
             dim
-            for dim, axes in enumerate(left)
+            for dim, axes in enumerate(dims)
             if dim not in fused_dims and shape[dim] % (mesh.ways(axes) * mesh[axis]) == 0
         ]
-        if fits:
-            left[fits[0]] = (*left[fits[0]], axis)
-    return Layout(*left)
+        if candidates:
+            dims[candidates[0]] = (*dims[candidates[0]], axis)
+    return Layout(*dims)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -587,13 +588,13 @@ class GroupedConvolution:
         contraction: its automatically partitioned form.
         equation: the model's equation.
         shardings: its layouts.
-        changed: parameters of the primitive that differ from the model's.
+        overrides: parameters of the primitive that differ from the model's.
     """
 
     contraction: Contraction
     equation: Equation
     shardings: ContractionShardings
-    changed: dict[str, EqnParam]
+    overrides: dict[str, EqnParam]
 
     def run(self, operands: Sequence[jax.Array], /) -> jax.Array:
         """The operation. With `batch_group_count` it is a gradient inside the user's own step: the
@@ -607,7 +608,7 @@ class GroupedConvolution:
 
         def local(left: jax.Array, right: jax.Array) -> jax.Array:
             count = groups // self._ways(channels)
-            results = bind(self.equation, (left, right), batch_group_count=count, **self.changed)
+            results = bind(self.equation, (left, right), batch_group_count=count, **self.overrides)
             return jax.lax.psum(results[0], rows)
 
         left, right = operands
@@ -634,7 +635,7 @@ class GroupedConvolution:
             def linear(kernel: jax.Array) -> jax.Array:
                 count = groups // shards
                 return bind(
-                    self.equation, (left, kernel), feature_group_count=count, **self.changed
+                    self.equation, (left, kernel), feature_group_count=count, **self.overrides
                 )[0]
 
             aval = jax.ShapeDtypeStruct(shape, like.dtype)
@@ -672,7 +673,7 @@ def with_manual_groups(
     contraction: Contraction,
     equation: Equation,
     shardings: ContractionShardings,
-    **changed: EqnParam,
+    **overrides: EqnParam,
 ) -> Contraction:
     """A contraction with its sums over rows in a manual region if it is a grouped convolution;
     others unchanged.
@@ -683,7 +684,7 @@ def with_manual_groups(
     if max(counts) == 1:
         return contraction
     return GroupedConvolution(
-        contraction=contraction, equation=equation, shardings=shardings, changed=changed
+        contraction=contraction, equation=equation, shardings=shardings, overrides=overrides
     )
 
 
@@ -798,7 +799,7 @@ class Use:
     ) -> jax.Array:
         """See `Contraction`."""
         other, aval = operands[1 - position], self.equation.eqn.invars[1 - position].aval
-        assert other is not None, "a gradient is made of the other operand"
+        assert other is not None, "a gradient is computed from the other operand"
         if is_eight_bit(self.matmul_dtype):
             return collectives.eight_bit_gradient(
                 *self._dims, position, other, cotangent, self.matmul_dtype
