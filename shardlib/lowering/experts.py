@@ -82,11 +82,11 @@ class Grouped:
         if self.kind == "blocks":
             return _in_blocks(self.block, rows, weights, sizes)
         # The kernel's output beyond the last group is undefined.
-        real = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
-        grouped_rows = jnp.where(real, rows, 0)
+        in_group = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
+        grouped_rows = jnp.where(in_group, rows, 0)
         if weights.shape[0] == 1:  # libtpu 0.0.42 cannot compile the kernel for one group
             return grouped_rows @ weights[0]
-        return jnp.where(real, jax.lax.ragged_dot(grouped_rows, weights, sizes), 0)
+        return jnp.where(in_group, jax.lax.ragged_dot(grouped_rows, weights, sizes), 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,10 +186,8 @@ def _weight_gradient(
         b = jnp.where(in_block, blocks.read(cotangent, first), 0)
         product = jnp.dot(a.T, b, preferred_element_type=jnp.float32)
         sums = jnp.where(last == group, sums, 0) + product
-        weights_so_far = jax.lax.dynamic_update_index_in_dim(
-            result, sums.astype(result.dtype), group, 0
-        )
-        return weights_so_far, sums, group
+        gradients = jax.lax.dynamic_update_index_in_dim(result, sums.astype(result.dtype), group, 0)
+        return gradients, sums, group
 
     start = (
         jnp.zeros(weights.shape, weights.dtype),
@@ -243,7 +241,7 @@ class ExpertSharding:
             platform), "ragged" only the rows there are (`jax.lax.ragged_all_to_all`, on TPU and
             GPU).
         grouped: the form of the grouped matmul.
-        slack: room for rows in a round, relative to even routing; rows beyond it take another
+        slack: rows that fit in a round, relative to even routing; rows beyond it take another
             round.
 
     Raises:
@@ -315,8 +313,8 @@ def permuted(copies: int, rows: jax.Array, sources: jax.Array, targets: jax.Arra
 
     Args:
         rows: [N, D].
-        sources: index of the copy in each of M places, int [M]; -1 for none.
-        targets: place of every copy, int [N copies]; -1 if it has none. The inverse of `sources`.
+        sources: index of the copy in each of M result rows, int [M]; -1 for none.
+        targets: result row of every copy, int [N copies]; -1 for none. The inverse of `sources`.
 
     Returns:
         [M, D], zeros where there is no copy.
@@ -378,8 +376,8 @@ class Queue:
     Attributes:
         expert: expert of each assignment, int32 [A]; E if dropped.
         order: assignments in sorted order, int32 [A].
-        rank: place of each assignment in that order, int32 [A].
-        starts: place of the first assignment of each expert, and the end, int32 [E + 1].
+        rank: position of each assignment in that order, int32 [A].
+        starts: position of the first assignment of each expert, and the end, int32 [E + 1].
         counts: assignments of each device of the expert axes for each expert, int32 [X, E].
         rounds: number of exchange rounds for all assignments; the same on all devices.
     """
@@ -465,9 +463,9 @@ def _accepted(
     in_earlier_choices = (jnp.cumsum(totals, axis=0) - totals).reshape(-1)
     earlier = jnp.arange(counts.shape[0]) < device
     on_earlier_devices = jnp.where(earlier[:, None], counts, 0).sum(0)
-    place = rank + jnp.take(in_earlier_choices + on_earlier_devices - starts[:-1], keys)
+    position = rank + jnp.take(in_earlier_choices + on_earlier_devices - starts[:-1], keys)
     return (
-        (place < form.slots(tokens=tokens * counts.shape[0], per_token=per_token, experts=count))
+        (position < form.slots(tokens=tokens * counts.shape[0], per_token=per_token, experts=count))
         .reshape(per_token, tokens)
         .T
     )
@@ -486,8 +484,8 @@ class ExchangeRound:
     """One round.
 
     Attributes:
-        sources: assignment in each place of the send buffer, int32 [H]; -1 for none.
-        targets: place of each assignment there, int32 [A]; -1 if it is not sent.
+        sources: assignment in each row of the send buffer, int32 [H]; -1 for none.
+        targets: row of each assignment there, int32 [A]; -1 if it is not sent.
         expert: local expert of each received row, int32 [M]; the number of local experts for none.
         dispatch: rows in the send buffer [H, D] -> received rows [M, D].
         combine: received rows [M, D] -> rows in the send buffer [H, D].
@@ -510,12 +508,12 @@ def exchange_round(sharding: ExpertSharding, queue: Queue, number: Index) -> Exc
 
 
 def _without_exchange(queue: Queue) -> ExchangeRound:
-    count, waiting = queue.counts.shape[1], jnp.take(queue.expert, queue.order)
-    sources = jnp.where(waiting < count, queue.order, -1)
+    count, sorted_experts = queue.counts.shape[1], jnp.take(queue.expert, queue.order)
+    sources = jnp.where(sorted_experts < count, queue.order, -1)
     return ExchangeRound(
         sources=sources,
         targets=jnp.where(queue.expert < count, queue.rank, -1),
-        expert=waiting,
+        expert=sorted_experts,
         dispatch=lambda rows: rows,
         combine=lambda rows: rows,
         ordered=True,
@@ -525,20 +523,22 @@ def _without_exchange(queue: Queue) -> ExchangeRound:
 def _dense(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
     count, assignments, size = queue.counts.shape[1], queue.order.shape[0], sharding.ways
     local, message_rows = sharding.local(count), sharding.message_rows(assignments)
-    passed = number * message_rows
+    offset = number * message_rows
     first = queue.starts[:-1:local]
-    place = first[:, None] + passed + jnp.arange(message_rows)
+    position = first[:, None] + offset + jnp.arange(message_rows)
     sources = jnp.where(
-        place < queue.starts[local::local, None], jnp.take(queue.order, place, mode="clip"), -1
+        position < queue.starts[local::local, None],
+        jnp.take(queue.order, position, mode="clip"),
+        -1,
     ).reshape(-1)
     device = queue.expert // local  # the number of devices for dropped assignments
-    slot = queue.rank - jnp.take(first, device, mode="clip") - passed
+    slot = queue.rank - jnp.take(first, device, mode="clip") - offset
     targets = jnp.where(
         (slot >= 0) & (slot < message_rows) & (device < size), device * message_rows + slot, -1
     )
     ends = jnp.cumsum(_local_counts(sharding, queue), axis=1)
     expert = jnp.sum(
-        (passed + jnp.arange(message_rows))[None, :, None] >= ends[:, None, :], -1, dtype=jnp.int32
+        (offset + jnp.arange(message_rows))[None, :, None] >= ends[:, None, :], -1, dtype=jnp.int32
     ).reshape(-1)
 
     def exchanged(rows: jax.Array) -> jax.Array:
@@ -574,9 +574,9 @@ def _ragged(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRo
     size = jnp.clip((number + 1) * capacity - recv_starts, 0, from_to) - start
     input_offsets, output_offsets = send_starts + start, recv_starts + start - number * capacity
     axes = sharding.expert
-    me = jax.lax.axis_index(axes)
-    sends = input_offsets[me], size[me], output_offsets[me], size[:, me]
-    reverse = output_offsets[:, me], size[:, me], input_offsets[:, me], size[me]
+    device = jax.lax.axis_index(axes)
+    sends = input_offsets[device], size[device], output_offsets[device], size[:, device]
+    reverse = output_offsets[:, device], size[:, device], input_offsets[:, device], size[device]
     ends = jnp.cumsum(_local_counts(sharding, queue).reshape(-1))
     row = number * capacity + jnp.arange(capacity)
     piece = jnp.sum(row[:, None] >= ends[None, :], -1, dtype=jnp.int32)
@@ -599,7 +599,7 @@ _Sizes = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 def _exchange(
     axes: tuple[str, ...], buffers: tuple[int, int], sizes: _Sizes, reverse: _Sizes, rows: jax.Array
 ) -> jax.Array:
-    """Rows after an exchange; zeros in places that receive no row.
+    """Rows after an exchange; zeros in rows of the buffer that receive none.
 
     Args:
         buffers: sizes of the receive buffer and of the send buffer, rows.
@@ -662,8 +662,8 @@ class Rounds:
             and self.sharding.message_rows(weights.size) >= weights.size
         ):
             return self.round(queue, 0, x, weights, parameters)
-        overflow, *entered = cast(tuple[Any, ...], _overflow(self, queue, x, weights, parameters))
-        return self.round(queue, 0, *entered) + overflow
+        overflow, *arguments = cast(tuple[Any, ...], _overflow(self, queue, x, weights, parameters))
+        return self.round(queue, 0, *arguments) + overflow
 
     def round(
         self,
@@ -675,13 +675,13 @@ class Rounds:
     ) -> jax.Array:
         """`all`, for the assignments of one round."""
         per_token = weights.shape[1]
-        sent = exchange_round(self.sharding, queue, number)
-        sources, targets, expert = map(save, (sent.sources, sent.targets, sent.expert))
-        rows = sent.dispatch(permuted(per_token, x, sources, targets))
+        exchange = exchange_round(self.sharding, queue, number)
+        sources, targets, expert = map(save, (exchange.sources, exchange.targets, exchange.expert))
+        rows = exchange.dispatch(permuted(per_token, x, sources, targets))
         returned = save(
             permuted(
                 1,
-                sent.combine(self._experts(rows, expert, parameters, ordered=sent.ordered)),
+                exchange.combine(self._experts(rows, expert, parameters, ordered=exchange.ordered)),
                 targets,
                 sources,
             )
@@ -739,7 +739,7 @@ def _overflow(
     function, which adds those of further rounds to them in place.
     """
 
-    def one_round(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, result = state
         return number + 1, result + work.round(queue, number, x, weights, parameters)
 
@@ -747,7 +747,7 @@ def _overflow(
         return (
             jax.lax.while_loop(
                 lambda state: state[0] < queue.rounds,
-                one_round,
+                step,
                 (jnp.ones((), jnp.int32), jnp.zeros_like(x)),
             )[1],
             x,
@@ -768,14 +768,14 @@ def _overflow_backward(
     queue, *leaves = saved
     overflow, *gradients = cotangents
 
-    def one_round(state: tuple[Any, Any]) -> tuple[Any, Any]:
-        number, so_far = state
+    def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
+        number, sums = state
         pull = jax.vjp(lambda *leaves: work.round(queue, number, *leaves), *leaves)[1]
-        return number + 1, jax.tree.map(jnp.add, so_far, list(pull(overflow)))
+        return number + 1, jax.tree.map(jnp.add, sums, list(pull(overflow)))
 
     with jax.named_scope(OVERFLOW):
         summed = jax.lax.while_loop(
-            lambda state: state[0] < queue.rounds, one_round, (jnp.ones((), jnp.int32), gradients)
+            lambda state: state[0] < queue.rounds, step, (jnp.ones((), jnp.int32), gradients)
         )[1]
     return None, *summed
 
@@ -790,9 +790,11 @@ def with_saved_names(run: Function, *names: str) -> Function:
 
     With `jax.checkpoint` alone, an outer policy that saves everything would save the rest as well.
     """
-    lean = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    saving_named = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
     call = jax.custom_vjp(run)
-    call.defvjp(lambda *arrays: jax.vjp(lean, *arrays), lambda pull, cotangents: pull(cotangents))
+    call.defvjp(
+        lambda *arrays: jax.vjp(saving_named, *arrays), lambda pull, cotangents: pull(cotangents)
+    )
     return call
 
 
@@ -1001,8 +1003,11 @@ def lower_experts(
     lowered = _expert_call(site, parameters, layout, grouped, regions)
     batch, sequence = lowered.tokens
     rows, x_spec = (
-        PartitionSpec(*(axes or None for axes in (batch, along)[: len(layout) - 1]))
-        for along in (sequence, (*sequence, *lowered.hidden) if lowered.scattered else sequence)
+        PartitionSpec(*(axes or None for axes in (batch, sequence_axes)[: len(layout) - 1]))
+        for sequence_axes in (
+            sequence,
+            (*sequence, *lowered.hidden) if lowered.scattered else sequence,
+        )
     )
     specs = (x_spec, rows, rows, *(regions.spec(matrix.stored, 3) for matrix in lowered.matrices))
     run = regions.manual(
@@ -1028,12 +1033,12 @@ def _expert_call(
     form = site.call.form
     expert_axes, hidden_axes = _matrix_axes(site, parameters[3], regions)
     # Capacities count tokens in the order of the whole sequence.
-    along = (
+    sequence_axes = (
         ()
         if form.capacity is not None or len(tokens) < 3
         else tuple(axis for axis in tokens[1] if axis not in hidden_axes and axis != "tensor")
     )
-    batch, sequence = regions.physical_axes(tokens[0]), regions.physical_axes(along)
+    batch, sequence = regions.physical_axes(tokens[0]), regions.physical_axes(sequence_axes)
     sharding = ExpertSharding(
         expert=regions.physical_axes(expert_axes),
         ways=regions.ways(expert_axes),
@@ -1045,7 +1050,9 @@ def _expert_call(
         sharding=sharding,
         tokens=(batch, sequence),
         hidden=regions.physical_axes(hidden_axes),
-        scattered=bool(hidden_axes) and len(tokens) > 2 and tokens[1] == (*along, *hidden_axes),
+        scattered=bool(hidden_axes)
+        and len(tokens) > 2
+        and tokens[1] == (*sequence_axes, *hidden_axes),
         matrices=tuple(
             ExpertMatrix.of(
                 parameters[3 + k],

@@ -118,7 +118,7 @@ def propagated_layouts(
 # --------------------------------------------------------------------------------------------------
 # Operations that change where fused dims are interleaved.
 #
-# Found in the graph of the loss, for a plan: the fused dims that the tensor axis shards
+# From the graph of the loss and a plan: the fused dims that the tensor axis shards
 # (`shardlib.propagation.colours`), the ops that split them, and the ops that do not treat all
 # positions alike, whose operands are put in the model's order before and whose results are
 # interleaved after (`shardlib.lowering.contractions`). A fused dim that is read by something that
@@ -154,18 +154,18 @@ def interleaving(
     refused: set[FusedGroup] = set()
     paths, stacked = EquationPaths.of(program), stacked_parameters(program, num_parameters)
     while groups:
-        one_pass = _InterleavingPass(
+        interleaving_pass = _InterleavingPass(
             graph=graph,
             dims={place: group for place, group in fused.items() if group in groups},
             paths=paths,
             stacked=stacked,
             num_parameters=num_parameters,
         )
-        result = one_pass.run()
-        if not one_pass.refused:
+        result = interleaving_pass.run()
+        if not interleaving_pass.refused:
             return replace(result, shards=shards, findings=tuple(map(_finding, sorted(refused))))
-        groups -= one_pass.refused
-        refused |= one_pass.refused
+        groups -= interleaving_pass.refused
+        refused |= interleaving_pass.refused
     return Interleaving(findings=tuple(map(_finding, sorted(refused))))
 
 
@@ -296,27 +296,27 @@ class _InterleavingPass:
         return {place: self.dims[dim][1] for place, dim in places if dim in self.dims}
 
     def _piece_op(self, op: Op) -> PieceOp | PieceReshape | None:
-        formed = self._pieces_by_place(op)
+        pieces = self._pieces_by_place(op)
         windows = op.rule.windows
         if (
             windows
-            and windows[0].long in formed
+            and windows[0].long in pieces
             and op.kind in ("split", "slice", "concatenate", "pad")
         ):
-            return PieceOp(dim=windows[0].long[2], sizes=formed[windows[0].long], windows=windows)
+            return PieceOp(dim=windows[0].long[2], sizes=pieces[windows[0].long], windows=windows)
         if op.kind != "reshape" or not op.rule.outer:
             return None
-        counting = [
-            (place, formed[place])
+        candidates = [
+            (place, pieces[place])
             for place, dim in op.rule.dims()
-            if place in formed and dim[0] in op.rule.outer
+            if place in pieces and dim[0] in op.rule.outer
         ]
         if (
-            len(counting) == 1
-            and len(set(counting[0][1])) == 1
-            and len(counting[0][1]) == op.rule.sizes[next(iter(op.rule.outer))]
+            len(candidates) == 1
+            and len(set(candidates[0][1])) == 1
+            and len(candidates[0][1]) == op.rule.sizes[next(iter(op.rule.outer))]
         ):
-            (result, _, dim), sizes = counting[0]
+            (result, _, dim), sizes = candidates[0]
             return PieceReshape(dim=dim, sizes=sizes, splits=not result)
         return None
 
@@ -332,11 +332,11 @@ class _InterleavingPass:
         """Interleaved dims of the op that do not match all dims of the same factor position by
         position.
         """
-        formed, rule = self._pieces_by_place(op), op.rule
+        pieces, rule = self._pieces_by_place(op), op.rule
         dims = dict(rule.dims())
         scaled = {
             place: _scaled(sizes, math.prod(rule.sizes[factor] for factor in dims[place][1:]))
-            for place, sizes in formed.items()
+            for place, sizes in pieces.items()
         }
 
         def even(place: Place) -> bool:
@@ -351,7 +351,7 @@ class _InterleavingPass:
                 and _treats_alike(op, [neighbour for neighbour, _ in shared], factor)
             )
 
-        return {place for place in formed if not even(place)}
+        return {place for place in pieces if not even(place)}
 
 
 def _scaled(sizes: PieceSizes, inner: int) -> PieceSizes:
@@ -402,16 +402,15 @@ def layer_policies(
         return {}
     groups = layer_runs(program, loss)
     if not plan.remat_classes:
-        here = [fullest_stage(plan, group.count) for group in groups]
-        fraction = plan.remat_layers / sum(here)
+        counts = [fullest_stage(plan, group.count) for group in groups]
+        fraction = plan.remat_layers / sum(counts)
         return {
             group.path: (plan.remat, math.ceil(fraction * count - 1e-9))
-            for group, count in zip(groups, here, strict=True)
+            for group, count in zip(groups, counts, strict=True)
         }
     names = names_of_groups([[paths[i] for i in sorted(group.parameters)] for group in groups])
     classes = {name: (policy, count) for name, policy, count in plan.remat_classes}
-    lost = sorted(classes.keys() ^ set(names))
-    if lost:
+    if classes.keys() ^ set(names):
         raise PlanError(
             f"the plan rematerialises by layer group ({', '.join(classes)}), and the loss of"
             f" {plan.model} has the groups {', '.join(names) or 'none'}\nTry: another plan for"
@@ -436,7 +435,7 @@ def layer_runs(program: Program, loss: LossFacts) -> list[LayerRun]:
                 view.parameter for view in entry.views if view is not None
             )
     runs = {program.equations[run.start].path: run for run in find_repeats(program)}
-    inside = {
+    unrolled = {
         equation.path
         for run in runs.values()
         for equation in program.equations[run.start : run.stop]
@@ -450,7 +449,7 @@ def layer_runs(program: Program, loss: LossFacts) -> list[LayerRun]:
                 for i in reads.get(inner.path, ())
             )
             groups.append(LayerRun(path=equation.path, count=run.count, parameters=used))
-        elif equation.name == "scan" and equation.path not in inside and has_matmul(equation.eqn):
+        elif equation.name == "scan" and equation.path not in unrolled and has_matmul(equation.eqn):
             groups.append(
                 LayerRun(
                     path=equation.path,

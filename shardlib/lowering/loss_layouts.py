@@ -66,8 +66,8 @@ def parameter_in_use(
     value: jax.Array, gathered: bool, compute: NamedSharding, gradient: NamedSharding
 ) -> jax.Array:
     """A parameter whose gradient is resharded for the optimizer; gathered at once if `gathered`."""
-    same = with_gradient_sharding(gradient)(value)
-    return constrain(same, compute) if gathered else same
+    value = with_gradient_sharding(gradient)(value)
+    return constrain(value, compute) if gathered else value
 
 
 def constrain_to_layout(
@@ -121,7 +121,7 @@ def without_manual_axes(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> N
     if not manual:
         return sharding
 
-    def left(dim: Any) -> Any:
+    def automatic_axes(dim: Any) -> Any:
         return (
             dim
             if dim is None or dim is PartitionSpec.UNCONSTRAINED
@@ -131,7 +131,7 @@ def without_manual_axes(mesh: Mesh | AbstractMesh, sharding: NamedSharding) -> N
             or None
         )
 
-    return NamedSharding(mesh, PartitionSpec(*map(left, sharding.spec)))
+    return NamedSharding(mesh, PartitionSpec(*map(automatic_axes, sharding.spec)))
 
 
 def layer_sharding(stacked: NamedSharding) -> NamedSharding:
@@ -227,9 +227,9 @@ class LossLayouts:
         layouts = self._parameter_layout(parameter, mesh)
 
         def shardings(layout: Layout) -> tuple[NamedSharding, NamedSharding]:
-            after = Layout(*tuple(layout)[len(layout) - value.ndim :])
-            return named_sharding(mesh, after), named_sharding(
-                mesh, reordering_layout(after, fused_dims, value.shape, self.plan.mesh)
+            layout = Layout(*tuple(layout)[len(layout) - value.ndim :])
+            return named_sharding(mesh, layout), named_sharding(
+                mesh, reordering_layout(layout, fused_dims, value.shape, self.plan.mesh)
             )
 
         narrow = self.facts.narrow_dtypes.get(parameter, value.dtype)
@@ -312,12 +312,12 @@ class LossLayouts:
     def _parameter_layout(self, number: int, mesh: Mesh | AbstractMesh) -> ParameterLayout:
         """Layouts of a parameter, without the axes that are manual in the surrounding region."""
         manual = manual_axes(mesh)
-        gone = {
+        removed = {
             axis
             for axis in self.plan.mesh
             if manual and set(physical_axes(mesh, (axis,))) <= manual
         }
-        return without_axes(self.plan.parameters[self.plan_indices[number]], gone)
+        return without_axes(self.plan.parameters[self.plan_indices[number]], removed)
 
     def _gathered_first(
         self, functions: Mapping[str, Any]
@@ -367,14 +367,14 @@ class LossLayouts:
         if any(size > 1 and axis not in rows for axis, size in self.plan.mesh.items()):
             return {}
         uses = self.facts.additions
-        moved = [
+        gathered = [
             use.view.parameter for use in (*self.uses.values(), *self.facts.slice_uses.values())
         ]
-        times = Counter([*moved, *(use.view.parameter for use in uses.values())])
+        use_counts = Counter([*gathered, *(use.view.parameter for use in uses.values())])
         reductions = {
             path: added_matrix(use, rows, self._parameter_layout(use.view.parameter, mesh), regions)
             for path, use in uses.items()
-            if times[use.view.parameter] == 1
+            if use_counts[use.view.parameter] == 1
         }
         return {path: function for path, function in reductions.items() if function is not None}
 
@@ -387,11 +387,13 @@ class LossLayouts:
             path: gathered_slice(use, self._parameter_layout(use.view.parameter, mesh), regions)
             for path, use in uses.items()
         }
-        left = {uses[path].view.parameter for path, function in gathers.items() if function is None}
+        others = {
+            uses[path].view.parameter for path, function in gathers.items() if function is None
+        }
         return {
             path: function
             for path, function in gathers.items()
-            if function is not None and uses[path].view.parameter not in left
+            if function is not None and uses[path].view.parameter not in others
         }
 
     @staticmethod
@@ -403,13 +405,13 @@ class LossLayouts:
         value_layouts: ValueLayouts,
         interleaving: Interleaving | None = None,
     ) -> LossLayouts:
-        """Finds the layouts of a traced loss."""
+        """The layouts of a traced loss under a plan."""
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
         facts, order = traced.facts(len(gradient)), plan_indices(plan, params.compute)
         uses = _in_plan_dtypes(facts.uses, Precision.of(plan))
         matmuls_of_weights = weight_matmuls(facts) if plan.collective_matmul == "loop" else ()
         regions = regions_of(plan, mesh)
-        looped = _ring_loops(
+        loops = _ring_loops(
             matmuls_of_weights, [plan.parameters[i] for i in order], value_layouts, regions
         )
         return LossLayouts(
@@ -427,7 +429,7 @@ class LossLayouts:
                 uses,
                 value_layouts,
                 regions,
-                {path for group in looped.values() for path in group.paths},
+                {path for group in loops.values() for path in group.paths},
             ),
             matmuls=matmuls_of_weights,
             interleaving=interleaving or NO_INTERLEAVING,
@@ -447,12 +449,12 @@ class LossLayouts:
             layout = self.values.get((path, index))
             if layout is None:
                 return value
-            placed = constrain_to_layout(value, layout, self.plan, mesh, path, loose=loose)
-            back = None if loose else self.values.get(gradient_key(path))
+            value = constrain_to_layout(value, layout, self.plan, mesh, path, loose=loose)
+            cotangent = None if loose else self.values.get(gradient_key(path))
             return (
-                placed
-                if back is None
-                else with_gradient_sharding(named_sharding(mesh, back))(placed)
+                value
+                if cotangent is None
+                else with_gradient_sharding(named_sharding(mesh, cotangent))(value)
             )
 
         def run(equation: Equation, operands: Sequence[jax.Array]) -> list[jax.Array] | None:
@@ -529,13 +531,13 @@ class LossLayouts:
     ) -> dict[str, Callable[..., Sequence[jax.Array]]]:
         """Replacements of custom calls, by path, with results constrained to the plan's layouts."""
         regions = self.regions(mesh)
-        substitutes = {
+        replacements = {
             path: self._call_replacement(site, mesh, regions)
             for path, site in self.facts.calls.items()
         }
         return {
             path: self._in_result_layouts(function, self.facts.calls[path], mesh)
-            for path, function in substitutes.items()
+            for path, function in replacements.items()
             if function is not None
         }
 

@@ -33,11 +33,17 @@ PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
 
 
 @diagnostic
-def idle_devices(shape: MeshShape, seen: int, processes: Sequence[int] = ()) -> tuple[Finding, ...]:
+def idle_devices(
+    shape: MeshShape, available: int, processes: Sequence[int] = ()
+) -> tuple[Finding, ...]:
     """A finding if JAX sees more devices than a mesh uses, or if whole processes own none of
     them.
+
+    Args:
+        available: number of devices that JAX sees.
+        processes: indices of processes without a device of the mesh.
     """
-    idle = seen - shape.devices
+    idle = available - shape.devices
     if not idle and not processes:
         return ()
     if not idle:
@@ -59,8 +65,8 @@ def idle_devices(shape: MeshShape, seen: int, processes: Sequence[int] = ()) -> 
             severity="warning",
             where=str(shape),
             message=(
-                f"the plan uses {shape.devices} of the {seen} devices that JAX sees; {idle} stay"
-                f" idle{', all of ' + processes_text(processes) if processes else ''}."
+                f"the plan uses {shape.devices} of the {available} devices that JAX sees; {idle}"
+                f" stay idle{', all of ' + processes_text(processes) if processes else ''}."
             ),
             hint="plan for a topology of all devices",
         ),
@@ -261,7 +267,7 @@ def mesh_coordinates(
     coordinates = np.unravel_index(
         indices.reshape(-1), (slices, *dims, *(1,) * (3 - len(dims)), cores)
     )
-    return [tuple(int(i) for i in place) for place in zip(*coordinates, strict=True)]
+    return [tuple(map(int, device)) for device in zip(*coordinates, strict=True)]
 
 
 def _grid(sizes: tuple[int, ...], devices: list[jax.Device]) -> np.ndarray:
@@ -283,11 +289,11 @@ def _across_slices(sizes: tuple[int, ...], slices: int) -> tuple[int, ...]:
     (1, 2, 2, 1, 1, 1)
     """
     across: list[int] = []
-    left = slices
+    remaining = slices
     for size in sizes:
-        across.append(math.gcd(size, left))
-        left //= across[-1]
-    if left > 1:
+        across.append(math.gcd(size, remaining))
+        remaining //= across[-1]
+    if remaining > 1:
         raise TopologyError(
             f"mesh sizes {dict(zip(INNER_AXES, sizes, strict=True))} do not spread over {slices}"
             " slices\nTry: give the data or stage axis a multiple of the number of slices"
@@ -354,14 +360,14 @@ def with_gradient_sharding(gradient: NamedSharding) -> Callable[[jax.Array], jax
         return lambda leaf: leaf
 
     @jax.custom_vjp
-    def same(leaf: jax.Array) -> jax.Array:
+    def identity(leaf: jax.Array) -> jax.Array:
         return leaf
 
-    same.defvjp(
+    identity.defvjp(
         lambda leaf: (leaf, None),
         lambda _, cotangent: (jax.lax.with_sharding_constraint(cotangent, gradient),),
     )
-    return same
+    return identity
 
 
 # --------------------------------------------------------------------------------------------------
@@ -448,9 +454,9 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
             hint="choose mesh sizes that divide the dims, or leave the rule for these names out",
         )
 
-    def tree(which: str) -> Tree:
+    def tree(field: str) -> Tree:
         return structure.unflatten(
-            [named_sharding(mesh, getattr(planned[path], which)) for path in shapes]
+            [named_sharding(mesh, getattr(planned[path], field)) for path in shapes]
         )
 
     return ParameterShardings(
@@ -560,15 +566,15 @@ def without_axes(parameter: ParameterLayout, axes: Collection[str]) -> Parameter
     or on the devices of one stage.
     """
 
-    def left(layout: Layout) -> Layout:
+    def without(layout: Layout) -> Layout:
         return Layout(*(tuple(axis for axis in dim if axis not in axes) for dim in layout))
 
     return replace(
         parameter,
-        compute=left(parameter.compute),
-        rest=left(parameter.rest),
-        gradient=left(parameter.gradient),
-        state=left(parameter.state),
+        compute=without(parameter.compute),
+        rest=without(parameter.rest),
+        gradient=without(parameter.gradient),
+        state=without(parameter.state),
     )
 
 
