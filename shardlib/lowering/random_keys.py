@@ -25,7 +25,7 @@ from shardlib.jax_types import Jaxpr
 from shardlib.lowering.mesh import batch_path
 from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program, callee, flatten, subjaxprs
 
-#: Operations that pass integers on unchanged.
+#: Operations that move integers without changing them.
 _MOVEMENT: frozenset[str] = frozenset(
     {
         "reshape",
@@ -82,10 +82,10 @@ class KeyFold:
     dtype: Any = None
     distinct: bool = True
 
-    def microbatch_keys(self, leaf: jax.Array, parts: int) -> jax.Array:
-        """The keys of all microbatches, [parts, ...]; the key itself for a single microbatch."""
-        if parts == 1 or not self.distinct:
-            return jnp.broadcast_to(leaf[None], (parts, *leaf.shape))
+    def microbatch_keys(self, leaf: jax.Array, count: int) -> jax.Array:
+        """The keys of all microbatches, [count, ...]; the key itself for a single microbatch."""
+        if count == 1 or not self.distinct:
+            return jnp.broadcast_to(leaf[None], (count, *leaf.shape))
         keys = (
             leaf
             if self.dtype is None
@@ -94,7 +94,7 @@ class KeyFold:
         fold = jax.random.fold_in
         for _ in range(keys.ndim):
             fold = jax.vmap(fold, in_axes=(0, None))
-        folded = jax.vmap(fold, in_axes=(None, 0))(keys, jnp.arange(parts, dtype=jnp.uint32))
+        folded = jax.vmap(fold, in_axes=(None, 0))(keys, jnp.arange(count, dtype=jnp.uint32))
         return folded if self.dtype is None else jax.random.key_data(folded)
 
 
@@ -173,24 +173,24 @@ def _find_raw_keys(program: Program, paths: dict[int, str], dtypes: dict[str, An
     """Adds to `dtypes` the arrays among `paths` that become keys, with the dtype of these."""
     paths = dict(paths)
     for equation in program.equations:
-        inside = {
+        arrays = {
             position: paths[number]
             for position, number in enumerate(equation.inputs)
             if number in paths
         }
-        if not inside:
+        if not arrays:
             continue
         if equation.name == "random_wrap":
-            dtypes[inside[0]] = program.avals[equation.outputs[0]].dtype
-        elif equation.name in _MOVEMENT and 0 in inside:
-            paths.update(dict.fromkeys(equation.outputs, inside[0]))
+            dtypes[arrays[0]] = program.avals[equation.outputs[0]].dtype
+        elif equation.name in _MOVEMENT and 0 in arrays:
+            paths.update(dict.fromkeys(equation.outputs, arrays[0]))
         else:
             for body, offset in _bodies(equation):
                 _find_raw_keys(
                     body,
                     {
                         body.inputs[position - offset]: path
-                        for position, path in inside.items()
+                        for position, path in arrays.items()
                         if 0 <= position - offset < len(body.inputs)
                     },
                     dtypes,
@@ -212,9 +212,9 @@ def key_impl(dtype: Any) -> Any:
     """The generator of typed keys of a dtype."""
     implementations: list[Any] = []
 
-    def look(keys: Any) -> Any:
+    def record(keys: Any) -> Any:
         implementations.append(jax.random.key_impl(keys))
         return keys
 
-    jax.eval_shape(look, jax.ShapeDtypeStruct((), dtype))
+    jax.eval_shape(record, jax.ShapeDtypeStruct((), dtype))
     return implementations[0]

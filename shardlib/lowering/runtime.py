@@ -198,10 +198,10 @@ def _flat_index(
     index = jnp.zeros(local, jnp.uint32)
     for dim in range(len(local)):
         stride = math.prod(shape[dim + 1 :]) % 2**32
-        place = lax.broadcasted_iota(jnp.uint32, local, dim) + jnp.asarray(
+        position = lax.broadcasted_iota(jnp.uint32, local, dim) + jnp.asarray(
             offsets[dim] if dim < len(offsets) else 0
         ).astype(jnp.uint32)
-        index += place * jnp.uint32(stride)
+        index += position * jnp.uint32(stride)
     return index
 
 
@@ -238,10 +238,10 @@ def require_not_donated(caller: str, state: Tree) -> None:
     """
     try:
         # Hundreds of leaves in every step: some tens of microseconds.
-        gone = any(map(_IS_DELETED, jax.tree.leaves(state)))
+        deleted = any(map(_IS_DELETED, jax.tree.leaves(state)))
     except (AttributeError, jax.errors.JAXTypeError):  # arrays of NumPy, or traced ones
-        gone = any(map(_deleted, jax.tree.leaves(state)))
-    if not gone:
+        deleted = any(map(_deleted, jax.tree.leaves(state)))
+    if not deleted:
         return
     paths = [
         path_text(path)
@@ -306,7 +306,7 @@ class TracedFunction:
         """A traced program, without equations that its outputs do not need."""
         positions = {number: k for k, number in enumerate(program.inputs)}
         computed = [*dict.fromkeys(number for number in program.outputs if number not in positions)]
-        places = {number: place for place, number in enumerate(computed)}
+        computed_positions = {number: k for k, number in enumerate(computed)}
         equations, reads = needed(program.equations, computed)
         return TracedFunction(
             program=program,
@@ -315,7 +315,9 @@ class TracedFunction:
             read_inputs=tuple(k for k, number in enumerate(program.inputs) if number in reads),
             computed=tuple(program.outputs.index(number) for number in computed),
             sources=tuple(
-                (False, positions[number]) if number in positions else (True, places[number])
+                (False, positions[number])
+                if number in positions
+                else (True, computed_positions[number])
                 for number in program.outputs
             ),
         )
@@ -334,14 +336,16 @@ class TracedFunction:
 
     def without_inputs(self, dropped: Collection[int]) -> TracedFunction:
         """The function without inputs that it does not read."""
-        left = [k for k in range(len(self.inputs)) if k not in dropped]
-        place = {k: position for position, k in enumerate(left)}
+        kept = [k for k in range(len(self.inputs)) if k not in dropped]
+        positions = {k: position for position, k in enumerate(kept)}
         return replace(
             self,
-            program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in left)),
-            inputs=tuple(self.inputs[k] for k in left),
-            read_inputs=tuple(place[k] for k in self.read_inputs),
-            sources=tuple((computed, k if computed else place[k]) for computed, k in self.sources),
+            program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in kept)),
+            inputs=tuple(self.inputs[k] for k in kept),
+            read_inputs=tuple(positions[k] for k in self.read_inputs),
+            sources=tuple(
+                (computed, k if computed else positions[k]) for computed, k in self.sources
+            ),
         )
 
     def compiled(
@@ -356,8 +360,9 @@ class TracedFunction:
 
         Args:
             shardings: required shardings of results; None leaves one to the compiler.
+            donated: positions of donated inputs.
         """
-        requested = [*shardings, *[None] * (len(self.sources) - len(shardings))]
+        out_shardings = [*shardings, *[None] * (len(self.sources) - len(shardings))]
 
         def run(*read: Any) -> Arrays:
             env = {
@@ -378,10 +383,14 @@ class TracedFunction:
             return [env[self.program.outputs[k]] for k in self.computed]
 
         run.__name__ = run.__qualname__ = name
-        taken = tuple(position for position, k in enumerate(self.read_inputs) if k in set(donated))
+        donate_argnums = tuple(
+            position for position, k in enumerate(self.read_inputs) if k in set(donated)
+        )
         with in_mesh(mesh):
             jitted = jax.jit(
-                run, donate_argnums=taken, out_shardings=[requested[k] for k in self.computed]
+                run,
+                donate_argnums=donate_argnums,
+                out_shardings=[out_shardings[k] for k in self.computed],
             )
             arguments = tuple(self.inputs[k] for k in self.read_inputs)
             compiled = jitted.lower(*arguments).compile()

@@ -39,7 +39,7 @@ from shardlib.tracing.program import (
 
 # --------------------------------------------------------------------------------------------------
 # Parameters that are stacks of layers, tables of lookups, kernels of convolutions, or used in a
-# narrower dtype, each found by the operations that read it:
+# narrower dtype, each told by the operations that read it:
 #
 #     scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer per slice
 #     table[tokens], table[:length]             a table: read by lookups and slices alone
@@ -115,11 +115,11 @@ def _body(equation: Equation) -> Program | None:
 
 
 def stacked_parameters(program: Program, num_parameters: int) -> dict[str, int]:
-    """Maps slices of scans to the stacked parameters of which they are layers.
+    """The stacked parameters of which slices of scans are layers.
 
     Returns:
-        Path under which a slice reaches `place` -> index of the parameter; only for parameters that
-        nothing else reads.
+        Path of a slice, "12/enter/0" -> index of the parameter; only for parameters that nothing
+        else reads.
     """
     slices: dict[str, int] = {}
     reads: Counter[int] = Counter()
@@ -172,12 +172,14 @@ ADDITION = "add"
 #: Operations that take a part of a parameter.
 SLICES: frozenset[str] = frozenset({"slice", "dynamic_slice"})
 _LINEAR: frozenset[str] = frozenset({"dot_general", "conv_general_dilated", "gather", *SLICES})
-_SAME: frozenset[str] = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
+_SAME_DIMS: frozenset[str] = frozenset(
+    {"convert_element_type", "copy", "copy_p", "reduce_precision"}
+)
 
 
 def weight_uses(equations: Iterable[LossEquation]) -> Mapping[str, Use]:
-    """Finds the matmuls, convolutions, lookups and slices of parameters, and additions of matrices
-    to activations that have more dims.
+    """The matmuls, convolutions, lookups and slices of parameters, and additions of matrices to
+    activations that have more dims.
 
     Returns:
         Path of the equation -> how it uses a parameter; equations with several parameters among
@@ -198,7 +200,7 @@ def weight_uses(equations: Iterable[LossEquation]) -> Mapping[str, Use]:
                 uses[equation.path] = Use(
                     equation=equation, position=operands[0][0], view=operands[0][1]
                 )
-            elif equation.name in _SAME and operands:
+            elif equation.name in _SAME_DIMS and operands:
                 broadcasts[program, equation.outputs[0]] = operands[0][1]
         elif equation.name == "broadcast_in_dim" and (view := _with_more_dims(entry)):
             broadcasts[program, equation.outputs[0]] = view
@@ -217,15 +219,16 @@ def _with_more_dims(entry: LossEquation) -> View | None:
     params, view, aval = (entry.equation.params, entry.views[0], entry.equation.eqn.invars[0].aval)
     if view is None or len(entry.views) != 1 or sum(size > 1 for size in aval.shape) < 2:
         return None
-    places = dict(zip(params["broadcast_dimensions"], range(aval.ndim), strict=True))
+    operand_dims = dict(zip(params["broadcast_dimensions"], range(aval.ndim), strict=True))
     if any(
-        size != (aval.shape[places[dim]] if dim in places else 1)
+        size != (aval.shape[operand_dims[dim]] if dim in operand_dims else 1)
         for dim, size in enumerate(params["shape"])
     ):
         return None
     dims = range(len(params["shape"]))
     return replace(
-        view, dims=tuple(view.dims[places[dim]] if dim in places else None for dim in dims)
+        view,
+        dims=tuple(view.dims[operand_dims[dim]] if dim in operand_dims else None for dim in dims),
     )
 
 
@@ -268,7 +271,7 @@ def _dims(
 ) -> tuple[int | None, ...] | None:
     """The dims of the result of an equation that only rearranges its operand; otherwise None."""
     params: dict[str, Any] = equation.params
-    if equation.name in _SAME:
+    if equation.name in _SAME_DIMS:
         return dims
     if equation.name == "transpose":
         return tuple(dims[i] for i in params["permutation"])
@@ -351,7 +354,7 @@ class LossEquation:
             function.
         sources: the source of each operand; None if unknown.
         views: for each operand, the parameter that it is, or is a layer of; None for others.
-        site: the custom call that begins with the equation, or None.
+        site: the custom call whose first equation it is, or None.
     """
 
     program: Program
@@ -385,14 +388,14 @@ def loss_equations(program: Program, num_parameters: int) -> Iterator[LossEquati
 def _equations(
     program: Program, sources: Mapping[int, ValueSource], views: Mapping[int, View]
 ) -> Iterator[LossEquation]:
-    sources, views, begun = dict(sources), dict(views), set[str]()
+    sources, views, seen = dict(sources), dict(views), set[str]()
     for equation in program.equations:
         yield LossEquation(
             program=program,
             equation=equation,
             sources=tuple(sources.get(number) for number in equation.inputs),
             views=tuple(views.get(number) for number in equation.inputs),
-            site=_call_starting(program, equation, sources, views, begun),
+            site=_call_starting(program, equation, sources, views, seen),
         )
         for index, number in enumerate(equation.outputs):
             producer = result_path(equation, index)
@@ -405,8 +408,8 @@ def _equations(
             body = equation.inside()
             yield from _equations(
                 body,
-                _inside(body.inputs, equation.inputs, sources),
-                _inside(body.inputs, equation.inputs, views),
+                _of_inner_inputs(body.inputs, equation.inputs, sources),
+                _of_inner_inputs(body.inputs, equation.inputs, views),
             )
         elif equation.name == "scan":
             yield from _body_equations(equation, sources, views)
@@ -417,13 +420,13 @@ def _call_starting(
     equation: Equation,
     sources: Mapping[int, ValueSource],
     views: Mapping[int, View],
-    begun: set[str],
+    seen: set[str],
 ) -> CallSite | None:
-    """The call that begins with an equation, if any; adds it to `begun`."""
+    """The call whose first equation it is, if any; adds the call to `seen`."""
     call = equation.call
-    if call is None or call.path in begun:
+    if call is None or call.path in seen:
         return None
-    begun.add(call.path)
+    seen.add(call.path)
     return CallSite(
         call=call,
         avals=tuple(program.avals[number] for number in call.inputs),
@@ -454,29 +457,36 @@ def _body_equations(
         *((("carry", k)) for k in range(carried)),
         *(("enter", k) for k in range(len(body.inputs) - constants - carried)),
     ]
-    inner = _inside(body.inputs[:constants], equation.inputs[:constants], sources)
+    inner = _of_inner_inputs(body.inputs[:constants], equation.inputs[:constants], sources)
     inner |= {
         number: (f"{equation.path}/{kind}/{k}", 0)
         for number, (kind, k) in zip(body.inputs[constants:], kinds, strict=True)
     }
-    inner_views = _inside(body.inputs[:constants], equation.inputs[:constants], views)
+    inner_views = _of_inner_inputs(body.inputs[:constants], equation.inputs[:constants], views)
     first = constants + carried
     inner_views |= {
         number: replace(
             view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"])
         )
-        for number, view in _inside(body.inputs[first:], equation.inputs[first:], views).items()
+        for number, view in _of_inner_inputs(
+            body.inputs[first:], equation.inputs[first:], views
+        ).items()
     }
     yield from _equations(body, inner, inner_views)
 
 
-def _inside(
+def _of_inner_inputs(
     inner: Sequence[int], outer: Sequence[int], by_number: Mapping[int, Any]
 ) -> dict[int, Any]:
+    """A mapping of values as one of the inputs of an inner program.
+
+    Args:
+        inner, outer: these inputs, and the operands that they are.
+    """
     return {
-        to: by_number[number]
-        for to, number in zip(inner, outer, strict=True)
-        if number in by_number
+        number: by_number[operand]
+        for number, operand in zip(inner, outer, strict=True)
+        if operand in by_number
     }
 
 
@@ -585,7 +595,7 @@ class LossFacts:
         Results of attention are sharded by heads; operations that read them, and save them for the
         backward pass, have them in the plan's layout.
         """
-        read = {
+        operands = {
             site.layout_key(k): source
             for site in self.calls.values()
             for k, source in enumerate(site.sources)
@@ -597,7 +607,7 @@ class LossFacts:
             for producer in site.producers
             if producer is not None and isinstance(site.call.form, Attention)
         }
-        return read | results
+        return operands | results
 
     @cached_property
     def operand_sources(self) -> Mapping[ValueSource, ValueSource]:
@@ -655,18 +665,18 @@ def trace_loss(
         with no_mesh():
             return jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
 
-    def free() -> tuple[jex.ClosedJaxpr, Tree]:
+    def without_layouts() -> tuple[jex.ClosedJaxpr, Tree]:
         return traced(freed(loss, NO_MESH))
 
     try:
         try:
             closed_jaxpr, shapes = traced(loss)
             if brings_layouts(closed_jaxpr):
-                closed_jaxpr, shapes = free()
+                closed_jaxpr, shapes = without_layouts()
         except ShardlibError:
             raise
         except Exception:  # mesh axes without a mesh in context
-            closed_jaxpr, shapes = free()
+            closed_jaxpr, shapes = without_layouts()
     except ShardlibError:
         raise
     except Exception as error:
@@ -681,7 +691,7 @@ def trace_loss(
 
 
 def same_program(first: LossJaxpr, second: LossJaxpr) -> bool:
-    """True if two traces have the same equations in the same places, whatever their shapes."""
+    """True if two traces have the same equations at the same paths, whatever their shapes."""
     return [(e.path, e.name) for e in first.program.equations] == [
         (e.path, e.name) for e in second.program.equations
     ]

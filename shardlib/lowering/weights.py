@@ -129,23 +129,27 @@ def gather_updated(
         stacked = (
             loops and len(parameter.shape) > 2 and not parameter.state[0] and not parameter.rest[0]
         )
-        first = 1 if stacked else 0
-        gather_one = regions.gather_function(
-            parameter.shape[first:],
-            dict(enumerate(tuple(parameter.state)[first:])),
-            dict(enumerate(tuple(parameter.rest)[first:])),
+        leading = 1 if stacked else 0
+        gather_matrix = regions.gather_function(
+            parameter.shape[leading:],
+            dict(enumerate(tuple(parameter.state)[leading:])),
+            dict(enumerate(tuple(parameter.rest)[leading:])),
         )
-        return partial(_gather_stack, gather_one) if stacked else lambda leaf, old: gather_one(leaf)
+        return (
+            partial(_gather_stack, gather_matrix)
+            if stacked
+            else lambda leaf, old: gather_matrix(leaf)
+        )
 
     functions = [function(plan.parameters[i]) for i in order]
 
-    def gather(params: Tree, olds: Tree) -> Tree:
+    def gather(params: Tree, old_params: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(params)
         return structure.unflatten(
             [
                 function(leaf, old)
                 for leaf, old, function in zip(
-                    leaves, jax.tree.leaves(olds), functions, strict=True
+                    leaves, jax.tree.leaves(old_params), functions, strict=True
                 )
             ]
         )
@@ -311,7 +315,7 @@ def _scattered_rows(sums: jax.Array, dim: int, parts: Sequence[str], stacked: bo
     result = (
         _tiles_scattered(flat, parts)
         if in_tiles
-        else _rows_scattered(flat, parts, moved=stacked or length > flat.shape[1])
+        else _rows_scattered(flat, parts, force_row_major=stacked or length > flat.shape[1])
     )
     return jnp.moveaxis(result[:, :size].reshape(-1, *first.shape[1:]), 0, dim)
 
@@ -327,12 +331,12 @@ def _tiles_scattered(flat: jax.Array, parts: Sequence[str]) -> jax.Array:
     return tiles.swapaxes(1, 2).reshape(-1, size)
 
 
-def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, moved: bool) -> jax.Array:
+def _rows_scattered(flat: jax.Array, parts: Sequence[str], *, force_row_major: bool) -> jax.Array:
     """Reduce-scatters rows whose shards are not whole tiles, each as a matrix of lanes."""
     length, size = flat.shape
     rows = flat.reshape(length, size // LANES, LANES) if size % LANES == 0 else flat
     for part in parts:
-        if moved or rows.ndim == 2:
+        if force_row_major or rows.ndim == 2:
             rows = row_major(rows)
         rows = jax.lax.psum_scatter(rows, part, scatter_dimension=0, tiled=True)
     return rows.reshape(rows.shape[0], size)
@@ -345,15 +349,20 @@ def operand_reduction(
     regions: Regions,
     weight_axes: DimAxes | None = None,
 ) -> OperandReduction:
-    """Plans the reduction of the gradient of one operand."""
+    """The reduction of the gradient of one operand.
+
+    Args:
+        gradient: layout of the parameter's gradient as the optimizer reads it.
+        weight_axes: compute sharding of the operand.
+    """
     scattered: DimAxes = {}
     for dim, origin in enumerate(use.view.dims):
         axes = () if origin is None else gradient[origin]
-        before = (weight_axes or {}).get(dim, ())
-        further = axes[len(before) :]
+        compute_axes = (weight_axes or {}).get(dim, ())
+        further = axes[len(compute_axes) :]
         if (
             further
-            and axes[: len(before)] == before
+            and axes[: len(compute_axes)] == compute_axes
             and set(further) <= set(partial_axes)
             and use.shape[dim] % regions.ways(axes) == 0
         ):
@@ -508,8 +517,10 @@ def operand_axes(use: Use, result: Layout, weight_axes: DimAxes) -> OperandAxes 
     alone as in the result; None if the batch is not sharded.
     """
     dims = contraction_dims(use.equation, use.position)
-    taken = {axis for names in weight_axes.values() for axis in names}
-    free_axes = {dim: tuple(axis for axis in result[dim] if axis not in taken) for dim in dims.free}
+    used_axes = {axis for names in weight_axes.values() for axis in names}
+    free_axes = {
+        dim: tuple(axis for axis in result[dim] if axis not in used_axes) for dim in dims.free
+    }
     partial_axes = tuple(axis for dim in dims.free for axis in free_axes[dim])
     if not any(axis not in WEIGHT_AXES for axis in partial_axes) or any(
         axis not in WEIGHT_AXES
@@ -568,16 +579,16 @@ def contraction_dims(equation: Equation, weight: int) -> ContractionDims:
         [dim for dim in range(ranks[side]) if dim not in (*contracted[side], *batch[side])]
         for side in (0, 1)
     ]
-    places = {0: len(batch[0]), 1: len(batch[0]) + len(free[0])}
+    offsets = {0: len(batch[0]), 1: len(batch[0]) + len(free[0])}
     activation = 1 - weight
     return ContractionDims(
-        free={places[activation] + i: dim for i, dim in enumerate(free[activation])},
+        free={offsets[activation] + i: dim for i, dim in enumerate(free[activation])},
         activation={
             **dict(zip(contracted[weight], contracted[activation], strict=True)),
             **dict(zip(batch[weight], batch[activation], strict=True)),
         },
         result={
-            **{dim: places[weight] + i for i, dim in enumerate(free[weight])},
+            **{dim: offsets[weight] + i for i, dim in enumerate(free[weight])},
             **{dim: i for i, dim in enumerate(batch[weight])},
         },
     )
@@ -736,13 +747,17 @@ class ManualLookup(_ManualGradient):
     def _inside(self, indices: Value) -> Value:
         """Indices into the device's own rows; the number of these for rows of other devices."""
         clipped = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
-        here = clipped - (
+        local_index = clipped - (
             jax.lax.axis_index(self.regions.physical_axes(self.weight_axes[0]))
             * self.local_shape[0]
             if self.weight_axes[0]
             else 0
         )
-        return jnp.where((here >= 0) & (here < self.local_shape[0]), here, self.local_shape[0])
+        return jnp.where(
+            (local_index >= 0) & (local_index < self.local_shape[0]),
+            local_index,
+            self.local_shape[0],
+        )
 
     def cotangent_for_sums(self, cotangent: Value) -> Value:
         """The cotangent in the dtype in which the rows are used: compilers for TPUs gather it in
@@ -795,9 +810,9 @@ def manual_lookup(
         for i, dim in enumerate(use.view.dims)
         if dim is not None
     }
-    taken = {axis for axes in weight_axes.values() for axis in axes}
+    used_axes = {axis for axes in weight_axes.values() for axis in axes}
     sharding: DimAxes = {
-        dim: tuple(a for a in axes if a not in taken) for dim, axes in enumerate(result[:-1])
+        dim: tuple(a for a in axes if a not in used_axes) for dim, axes in enumerate(result[:-1])
     }
     partial_axes = tuple(axis for axes in sharding.values() for axis in axes)
     if not any(axis not in WEIGHT_AXES for axis in partial_axes):
@@ -849,12 +864,14 @@ def gathered_slice(
     if use.position != 0 or None in use.view.dims or not parameter.trained:
         return None
 
-    def along(layout: Layout) -> DimAxes:
+    def axes_by_dim(layout: Layout) -> DimAxes:
         return {
             dim: layout[origin] for dim, origin in enumerate(use.view.dims) if origin is not None
         }
 
-    compute, stored, gradient = map(along, (parameter.compute, parameter.rest, parameter.gradient))
+    compute, stored, gradient = map(
+        axes_by_dim, (parameter.compute, parameter.rest, parameter.gradient)
+    )
     if not any(gradient.values()) or any(
         layout[dim]
         for layout in (compute, stored, gradient)
@@ -867,13 +884,13 @@ def gathered_slice(
     # later.
     gradient_spec = regions.spec(gradient, out.ndim)
     scattered = PartitionSpec(*(axes or PartitionSpec.UNCONSTRAINED for axes in gradient_spec))
-    steps = [NamedSharding(regions.mesh, spec) for spec in (scattered, gradient_spec)]
+    shardings = [NamedSharding(regions.mesh, spec) for spec in (scattered, gradient_spec)]
 
-    def taken(table: Value, *starts: Value) -> Value:
+    def take(table: Value, *starts: Value) -> Value:
         return bind(use.equation, (table, *starts))[0]
 
     def forward(table: Value, *starts: Value) -> Value:
-        return gathered(taken(use.narrowest(table), *starts)).astype(out.dtype)
+        return gathered(take(use.narrowest(table), *starts)).astype(out.dtype)
 
     @jax.custom_vjp
     def run(table: Value, *starts: Value) -> Value:
@@ -881,11 +898,11 @@ def gathered_slice(
 
     def backward(starts: tuple[Value, ...], cotangent: Value) -> tuple[Value | None, ...]:
         summed = cotangent if use.rows_dtype is None else cotangent.astype(use.rows_dtype)
-        for sharding in steps:
+        for sharding in shardings:
             summed = jax.lax.with_sharding_constraint(summed, sharding)
         table = jax.ShapeDtypeStruct(use.shape, use.dtype)
-        padded = jax.linear_transpose(lambda table: taken(table, *starts), table)
-        return (*padded(summed.astype(out.dtype)), *(None for _ in starts))
+        transpose = jax.linear_transpose(lambda table: take(table, *starts), table)
+        return (*transpose(summed.astype(out.dtype)), *(None for _ in starts))
 
     run.defvjp(lambda table, *starts: (forward(table, *starts), starts), backward)
     return run
@@ -908,8 +925,7 @@ class DeferredOp:
 
     Attributes:
         run: (operands in order, sums) -> result. The weight has no gradient; instead the gradient
-            of `sums`, any array like `sums_aval`, is the per-device partial
-            sums.
+            of `sums`, any array like `sums_aval`, is the per-device partial sums.
         run_last: (operands in order, sums) -> result, in the last run: `sums` are those of all runs
             before, and the gradient of the weight is that of all runs, reduced.
         gathers: whether the weight is stored sharded.
@@ -1087,7 +1103,9 @@ def with_reduced_gradient(
     def run(activation: Value, weight: Value) -> Value:
         return forward(activation, weight)
 
-    def saving(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value | None]]:
+    def forward_and_save(
+        activation: Value, weight: Value
+    ) -> tuple[Value, tuple[Value, Value | None]]:
         read = use.for_backward(activation)
         return forward(read, weight), (read, weight if operation.reads_weight else None)
 
@@ -1104,7 +1122,7 @@ def with_reduced_gradient(
         )
         return activation_gradient, gradient
 
-    run.defvjp(saving, backward)
+    run.defvjp(forward_and_save, backward)
     return in_operand_order(use, run)
 
 
