@@ -56,11 +56,11 @@ class Positions:
     document: Any = None
     is_token: Any = None
 
-    def __getitem__(self, which: slice) -> Positions:
+    def __getitem__(self, positions: slice) -> Positions:
         return Positions(
-            position=self.position[which],
-            document=None if self.document is None else self.document[:, which],
-            is_token=None if self.is_token is None else self.is_token[which],
+            position=self.position[positions],
+            document=None if self.document is None else self.document[:, positions],
+            is_token=None if self.is_token is None else self.is_token[positions],
         )
 
 
@@ -145,7 +145,7 @@ class AttentionMask:
 
     def any_visible(self, query: Positions, key: Positions) -> Value | None:
         """A scalar that is false only if no query attends to any key, so that the block can be
-        skipped; None if nothing is known. Only the ends of the blocks are compared.
+        skipped; None if that is unknown. Only the ends of the blocks are compared.
         """
         first = query.position.min() - key.position.max()
         last = query.position.max() - key.position.min()
@@ -287,10 +287,10 @@ class OutputCotangents:
             lse=lse, cotangent=cotangent, delta=(cotangent.astype(jnp.float32) * result).sum(-1)
         )
 
-    def map(self, change: Callable[[Value], Value]) -> OutputCotangents:
-        """All arrays changed by one function, for other queries."""
+    def map(self, function: Callable[[Value], Value]) -> OutputCotangents:
+        """The results of a function of each array, for a part of the queries."""
         return OutputCotangents(
-            lse=change(self.lse), cotangent=change(self.cotangent), delta=change(self.delta)
+            lse=function(self.lse), cotangent=function(self.cotangent), delta=function(self.delta)
         )
 
 
@@ -309,7 +309,7 @@ class QKV:
     q_positions: Positions
     k_positions: Positions
 
-    def taken(self, rows: slice, columns: slice) -> QKV:
+    def sliced(self, rows: slice, columns: slice) -> QKV:
         """A slice of the queries, and a slice of the keys and values."""
         return QKV(
             query=self.query[:, rows],
@@ -320,7 +320,7 @@ class QKV:
         )
 
 
-def nothing(query: Value, width: int) -> AttentionPart:
+def empty_part(query: Value, width: int) -> AttentionPart:
     """Attention of queries [B, Q, H, D] to no keys."""
     return AttentionPart(
         result=jnp.zeros((*query.shape[:3], width), jnp.float32),
@@ -349,10 +349,10 @@ def attend_block(inputs: QKV, mask: AttentionMask, scores: Scores) -> AttentionP
         value,
         preferred_element_type=jnp.float32,
     )
-    summed = jnp.where(sums > 0, jnp.log(jnp.maximum(sums, 1e-30)) + largest, EMPTY_LOG_SUM)
+    log_sums = jnp.where(sums > 0, jnp.log(jnp.maximum(sums, 1e-30)) + largest, EMPTY_LOG_SUM)
     return AttentionPart(
         result=result.reshape(*query.shape[:3], -1),
-        lse=jnp.moveaxis(summed, 3, 1).reshape(query.shape[:3]),
+        lse=jnp.moveaxis(log_sums, 3, 1).reshape(query.shape[:3]),
     )
 
 
@@ -452,7 +452,7 @@ class Blocks:
         """Number of padding positions in the last block."""
         return self.count * self.size - self.length
 
-    def full(self, array: Value, dim: int = 1) -> Value:
+    def padded(self, array: Value, dim: int = 1) -> Value:
         """An array whose last block is padded with its last value."""
         return (
             jnp.pad(
@@ -468,22 +468,22 @@ class Blocks:
         """Tokens whose last block is padded; padding is not `is_token`."""
         is_token = jnp.arange(self.count * self.size) < self.length if self.missing else None
         return Positions(
-            position=self.full(tokens.position, 0),
-            document=None if tokens.document is None else self.full(tokens.document),
+            position=self.padded(tokens.position, 0),
+            document=None if tokens.document is None else self.padded(tokens.document),
             is_token=is_token,
         )
 
-    def at(self, number: Index, array: Value, dim: int = 1) -> Value:
+    def block(self, number: Index, array: Value, dim: int = 1) -> Value:
         """One block of a padded array."""
         return jax.lax.dynamic_slice_in_dim(array, number * self.size, self.size, dim)
 
     def block_tokens(self, number: Index, tokens: Positions) -> Positions:
         """One block of padded tokens."""
-        position = self.at(number, tokens.position, 0)
-        is_token = None if tokens.is_token is None else self.at(number, tokens.is_token, 0)
+        position = self.block(number, tokens.position, 0)
+        is_token = None if tokens.is_token is None else self.block(number, tokens.is_token, 0)
         return Positions(
             position=position,
-            document=None if tokens.document is None else self.at(number, tokens.document),
+            document=None if tokens.document is None else self.block(number, tokens.document),
             is_token=is_token,
         )
 
@@ -495,7 +495,7 @@ class Blocks:
             more: [B, size, ...].
         """
         return jax.lax.dynamic_update_slice_in_dim(
-            array, self.at(number, array) + more, number * self.size, 1
+            array, self.block(number, array) + more, number * self.size, 1
         )
 
     def joined(self, blocks: Value) -> Value:
@@ -512,13 +512,13 @@ def attend(inputs: QKV, mask: AttentionMask, scores: Scores) -> AttentionPart:
 
     def block(_: None, row: Value) -> tuple[None, AttentionPart]:
         def step(part: AttentionPart, column: Value) -> tuple[AttentionPart, None]:
-            block = blocked.at(row, column)
+            block = blocked.block(row, column)
             visible = mask.any_visible(block.q_positions, block.k_positions)
             attended = _if_visible(visible, lambda: part + attend_block(block, mask, scores), part)
             return attended, None
 
-        query = blocked.rows.at(row, blocked.inputs.query)
-        before = nothing(query, inputs.value.shape[-1])
+        query = blocked.rows.block(row, blocked.inputs.query)
+        before = empty_part(query, inputs.value.shape[-1])
         return None, jax.lax.scan(step, before, jnp.arange(blocked.columns.count))[0]
 
     return jax.tree.map(
@@ -539,10 +539,10 @@ def attend_backward(
     arrays = () if mask.bias is None else (mask.bias.array,)
 
     def block(gradients: tuple[Value, ...], row: Value) -> tuple[tuple[Value, ...], Value]:
-        cotangents = incoming.map(lambda array: blocked.rows.at(row, array))
+        cotangents = incoming.map(lambda array: blocked.rows.block(row, array))
 
         def step(carry: tuple[Value, ...], column: Value) -> tuple[tuple[Value, ...], None]:
-            block = blocked.at(row, column)
+            block = blocked.block(row, column)
             more = _if_visible(
                 mask.any_visible(block.q_positions, block.k_positions),
                 lambda: attend_block_backward(block, mask, scores, cotangents),
@@ -552,12 +552,15 @@ def attend_backward(
                 carry[0] + more[0],
                 blocked.columns.with_added(column, carry[1], more[1]),
                 blocked.columns.with_added(column, carry[2], more[2]),
-                *(before + addend for before, addend in zip(carry[3:], more[3:], strict=True)),
+                *(
+                    before + more_gradient
+                    for before, more_gradient in zip(carry[3:], more[3:], strict=True)
+                ),
             ), None
 
-        start = *_zeros(blocked.rows.at(row, blocked.inputs.query)), *gradients
-        d_query, *summed = jax.lax.scan(step, start, jnp.arange(blocked.columns.count))[0]
-        return tuple(summed), d_query
+        start = *_zeros(blocked.rows.block(row, blocked.inputs.query)), *gradients
+        d_query, *after = jax.lax.scan(step, start, jnp.arange(blocked.columns.count))[0]
+        return tuple(after), d_query
 
     (d_key, d_value, *d_arrays), d_query = jax.lax.scan(
         block,
@@ -589,21 +592,21 @@ class BlockedInputs:
         if rows.count == columns.count == 1:
             return None
         inputs = _tied_to_query(inputs)
-        full = QKV(
-            query=rows.full(inputs.query),
-            key=columns.full(inputs.key),
-            value=columns.full(inputs.value),
+        padded = QKV(
+            query=rows.padded(inputs.query),
+            key=columns.padded(inputs.key),
+            value=columns.padded(inputs.value),
             q_positions=rows.padded_tokens(inputs.q_positions),
             k_positions=columns.padded_tokens(inputs.k_positions),
         )
-        return BlockedInputs(inputs=full, rows=rows, columns=columns)
+        return BlockedInputs(inputs=padded, rows=rows, columns=columns)
 
-    def at(self, row: Index, column: Index) -> QKV:
+    def block(self, row: Index, column: Index) -> QKV:
         """One block of queries and one of keys."""
         return QKV(
-            query=self.rows.at(row, self.inputs.query),
-            key=self.columns.at(column, self.inputs.key),
-            value=self.columns.at(column, self.inputs.value),
+            query=self.rows.block(row, self.inputs.query),
+            key=self.columns.block(column, self.inputs.key),
+            value=self.columns.block(column, self.inputs.value),
             q_positions=self.rows.block_tokens(row, self.inputs.q_positions),
             k_positions=self.columns.block_tokens(column, self.inputs.k_positions),
         )
@@ -617,7 +620,7 @@ def _padded_cotangents(blocks: Blocks, incoming: OutputCotangents) -> OutputCota
         jnp.pad(array, [(0, 0), (0, blocks.missing), *[(0, 0)] * (array.ndim - 2)])
         for array in (incoming.cotangent, incoming.delta)
     )
-    return OutputCotangents(lse=blocks.full(incoming.lse), cotangent=cotangent, delta=delta)
+    return OutputCotangents(lse=blocks.padded(incoming.lse), cotangent=cotangent, delta=delta)
 
 
 def _tied_to_query(inputs: QKV) -> QKV:
@@ -633,6 +636,6 @@ def _zeros(*arrays: Value) -> Any:
     return tuple(jnp.zeros(array.shape, jnp.float32) for array in arrays)
 
 
-def _if_visible(any_visible: Value | None, work: Callable[[], T], unseen: T) -> T:
-    """The result of `work`, or `unseen` if no query attends to any key."""
-    return work() if any_visible is None else jax.lax.cond(any_visible, work, lambda: unseen)
+def _if_visible(any_visible: Value | None, work: Callable[[], T], otherwise: T) -> T:
+    """The result of `work`, or `otherwise` if no query attends to any key."""
+    return work() if any_visible is None else jax.lax.cond(any_visible, work, lambda: otherwise)

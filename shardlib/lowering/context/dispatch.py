@@ -67,10 +67,10 @@ class HeadSharding:
     @staticmethod
     def of(axes: tuple[str, ...], size: int, heads: int, groups: int) -> HeadSharding:
         """Heads sharded over axes if that is possible, otherwise replicated."""
-        which = divided_heads(heads=heads, groups=groups, devices=size)
-        if which == "none":
+        divided = divided_heads(heads=heads, groups=groups, devices=size)
+        if divided == "none":
             return HeadSharding(axes=(), ways=1, shards_kv=True)
-        return HeadSharding(axes=axes, ways=size, shards_kv=which == "all")
+        return HeadSharding(axes=axes, ways=size, shards_kv=divided == "all")
 
     def local_kv(self, array: Value, heads: int) -> Value:
         """Keys or values of this device's queries; inside of the region.
@@ -81,9 +81,9 @@ class HeadSharding:
         """
         if self.shards_kv:
             return array
-        each = heads // array.shape[2]
+        group_size = heads // array.shape[2]
         return jax.lax.dynamic_slice_in_dim(
-            array, jax.lax.axis_index(self.axes) * (heads // self.ways) // each, 1, axis=2
+            array, jax.lax.axis_index(self.axes) * (heads // self.ways) // group_size, 1, axis=2
         )
 
 
@@ -129,14 +129,14 @@ def with_head_layouts(
         queries, parts = layouts[site.layout_key(0)], site.call.form.parts
         axes, count = head_axes(queries, plan), site.avals[0].shape[2]
         groups, size = site.avals[2 * parts].shape[2], plan.mesh.ways(axes)
-        which = divided_heads(heads=count, groups=groups, devices=size)
-        if queries[2] or which == "none":
+        divided = divided_heads(heads=count, groups=groups, devices=size)
+        if queries[2] or divided == "none":
             continue
         for index, source in enumerate(site.sources[: 2 * parts + 1]):
             for key in _projections(graph, producers, source) if source in producers else ():
                 if key not in layouts or set(layouts[key][-1]) != set(axes):
                     continue
-                if index >= parts and which == "queries":
+                if index >= parts and divided == "queries":
                     layouts[key] = Layout(*layouts[key][:-1], ())
                 elif len(layouts[key]) == len(queries):
                     layouts[gradient_key(key[0])] = Layout(*layouts[key][:2], axes, ())
@@ -144,10 +144,10 @@ def with_head_layouts(
 
 
 def _projections(
-    graph: Graph, makers: Mapping[tuple[str, int], Any], source: tuple[str, int]
+    graph: Graph, producers: Mapping[tuple[str, int], Any], source: tuple[str, int]
 ) -> list[tuple[str, int]]:
     """The results of contractions from which a value is computed without another contraction."""
-    by_value = {makers[key].results[key[1]]: key for key in makers}
+    by_value = {producers[key].results[key[1]]: key for key in producers}
     results, seen = list[tuple[str, int]](), set[tuple[str, int]]()
     pending = [source]
     while pending:
@@ -155,7 +155,7 @@ def _projections(
         if key in seen:
             continue
         seen.add(key)
-        op = makers[key]
+        op = producers[key]
         if op.category == "matmul":
             results.append(key)
         elif op.category in ("elementwise", "movement"):
@@ -268,9 +268,9 @@ def _blocks(
     rows, columns = (
         Positions(
             position=jnp.arange(array.shape[1], dtype=jnp.int32),
-            document=None if documents is None else documents[which],
+            document=None if documents is None else documents[k],
         )
-        for which, array in enumerate((query, key))
+        for k, array in enumerate((query, key))
     )
     return attention(scores, query, key, value, rows, columns, mask)
 
@@ -278,10 +278,10 @@ def _blocks(
 def _cudnn(
     query: Value, key: Value, value: Value, scale: float, window: int, causal: bool
 ) -> Value:
-    wide = max(query.shape[3], value.shape[3])
+    width = max(query.shape[3], value.shape[3])
     try:
         result = jax.nn.dot_product_attention(
-            *(_widened(array, wide) for array in (query, key, value)),
+            *(_widened(array, width) for array in (query, key, value)),
             scale=scale,
             is_causal=causal,
             local_window_size=(window - 1, 0) if window else None,
@@ -306,8 +306,8 @@ def _widened(array: Value, width: int) -> Value:
     """An array [..., width] whose heads are padded with zeros, which add nothing to scores, and add
     columns to the result that are dropped.
     """
-    more = width - array.shape[3]
-    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, more))) if more else array
+    missing = width - array.shape[3]
+    return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else array
 
 
 def _mask(queries: int, keys: int, window: int, causal: bool) -> Any:
@@ -400,18 +400,20 @@ class UlyssesAttention:
         take positions.
         """
         mask = AttentionMask(causal=self.causal, window=window, bias=bias)
-        whole = self.cut.whole
+        all_gathered = self.cut.all_gathered
         if self.kernels.kind != "blocks":
-            documents = None if segments is None else (segments, whole(segments))
-            return self._by_kernel(query, whole(key), whole(value), documents, mask)
+            documents = None if segments is None else (segments, all_gathered(segments))
+            return self._by_kernel(query, all_gathered(key), all_gathered(value), documents, mask)
         tokens = Positions(
             position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
         )
         all_tokens = Positions(
             position=_positions(self.cut, query.shape[1]),
-            document=None if segments is None else whole(segments),
+            document=None if segments is None else all_gathered(segments),
         )
-        return attention(self.scores, query, whole(key), whole(value), tokens, all_tokens, mask)
+        return attention(
+            self.scores, query, all_gathered(key), all_gathered(value), tokens, all_tokens, mask
+        )
 
     def ulysses(
         self,
@@ -432,7 +434,7 @@ class UlyssesAttention:
             causal=self.causal, window=window, bias=bias and exchange.of_heads(bias)
         )
         arrays = exchange.for_heads(query, key, value)
-        documents = None if segments is None else self.cut.whole(segments)
+        documents = None if segments is None else self.cut.all_gathered(segments)
         if self.kernels.kind == "blocks":
             tokens = Positions(position=_positions(self.cut, query.shape[1]), document=documents)
             return exchange.for_tokens(attention(self.scores, *arrays, tokens, tokens, mask))
@@ -473,9 +475,9 @@ class HeadExchange:
                 f" {self.cut.axis}={size}\nTry: a {self.cut.axis} axis that divides the heads, or a"
                 " ring"
             )
-        times = math.lcm(groups, size) // groups
-        if times > 1:  # as many groups as heads at most, since both numbers divide the heads
-            key, value = (jnp.repeat(array, times, axis=2) for array in (key, value))
+        repeats = math.lcm(groups, size) // groups
+        if repeats > 1:  # as many groups as heads at most, since both numbers divide the heads
+            key, value = (jnp.repeat(array, repeats, axis=2) for array in (key, value))
         return (
             self._all_to_all(query, 2, 1),
             self._all_to_all(key, 2, 1),
@@ -484,9 +486,9 @@ class HeadExchange:
 
     def of_heads(self, bias: PositionBias) -> PositionBias:
         """The distance biases of this device's share of the heads."""
-        each = bias.array.shape[-1] // self.cut.ways
-        first = jax.lax.axis_index(self.cut.axis) * each
-        local = jax.lax.dynamic_slice_in_dim(bias.array, first, each, axis=-1)
+        heads = bias.array.shape[-1] // self.cut.ways
+        first = jax.lax.axis_index(self.cut.axis) * heads
+        local = jax.lax.dynamic_slice_in_dim(bias.array, first, heads, axis=-1)
         return replace(bias, array=local)
 
     def for_tokens(self, array: Value) -> Value:
@@ -559,7 +561,7 @@ def lower_attention(
     def keys(aval: Aval) -> PartitionSpec:
         return groups_spec if aval.ndim == 4 else PartitionSpec(rows, context_axis, None)
 
-    extra = [
+    other_specs = [
         *([PartitionSpec()] if form.chosen else []),
         *([PartitionSpec(rows, context_axis)] if form.packed else []),
         *([] if form.bias is None else [_bias_spec(site.avals[-1], heads)]),
@@ -568,7 +570,7 @@ def lower_attention(
         *[spec] * form.parts,
         *map(keys, site.avals[form.parts : 2 * form.parts]),
         groups_spec,
-        *extra,
+        *other_specs,
     )
     local = AttentionCall(
         form=form,
@@ -607,14 +609,14 @@ def _exchanged_layouts(
     embeddings in float32, and twice the bytes are exchanged. Operands that are sharded by the width
     of heads are exchanged by projections (`with_head_layouts`).
     """
-    parts, taken = site.call.form.parts, set(heads.axes)
+    parts, used_axes = site.call.form.parts, set(heads.axes)
     by_heads = {*range(2 * parts + 1 if heads.shards_kv else parts)}
 
     def sharding(index: int) -> NamedSharding | None:
         layout = layouts.get(site.layout_key(index))
         if index not in by_heads or layout is None or len(layout) < 4:
             return None
-        return named_sharding(regions.mesh, layout) if taken & {*layout[1]} else None
+        return named_sharding(regions.mesh, layout) if used_axes & {*layout[1]} else None
 
     return [sharding(index) for index in range(len(site.avals))]
 
@@ -641,30 +643,28 @@ class AttentionCall:
 
     def __call__(self, *arrays: Value) -> Value:
         """Attention of one device's shards of the arrays of a call."""
-        operands_of_call = Operands.of(self.form, arrays)
-        value = self.heads.local_kv(operands_of_call.value, self.num_heads)
-        key = _joined([self._key(key, value.shape[2]) for key in operands_of_call.keys])
+        call_operands = Operands.of(self.form, arrays)
+        value = self.heads.local_kv(call_operands.value, self.num_heads)
+        key = _joined([self._key(key, value.shape[2]) for key in call_operands.keys])
         operands = [
-            _joined(operands_of_call.queries),
+            _joined(call_operands.queries),
             key,
             value,
-            *([] if operands_of_call.segments is None else [operands_of_call.segments]),
+            *([] if call_operands.segments is None else [call_operands.segments]),
         ]
         bias = (
             None
-            if self.form.bias is None or operands_of_call.bias is None
-            else PositionBias(form=self.form.bias, array=operands_of_call.bias)
+            if self.form.bias is None or call_operands.bias is None
+            else PositionBias(form=self.form.bias, array=call_operands.bias)
         )
-        if operands_of_call.global_layer is None:
+        if call_operands.global_layer is None:
             return self._attend(operands, self.form.window or None, bias)
         if self.ring or self.kernels.kind == "blocks":
-            window = jnp.where(operands_of_call.global_layer, FAR, self.form.window).astype(
-                jnp.int32
-            )
+            window = jnp.where(call_operands.global_layer, FAR, self.form.window).astype(jnp.int32)
             return self._attend(operands, window, bias)
         # A kernel for each.
         return jax.lax.cond(
-            operands_of_call.global_layer,
+            call_operands.global_layer,
             lambda: self._attend(operands, None, bias),
             lambda: self._attend(operands, self.form.window, bias),
         )
@@ -729,7 +729,7 @@ def replicated_region(
     if not axes:
         return regions.manual(function, tuple(in_specs), out_spec)
 
-    def made(*arrays: Value) -> Value:
+    def with_copies(*arrays: Value) -> Value:
         differentiable = [_differentiable(array) for array in arrays]
 
         def local(*shards: Value) -> Value:
@@ -754,7 +754,7 @@ def replicated_region(
         ]
         return _row_as_copies(regions, axes, out_spec)(region(*rows))
 
-    return made
+    return with_copies
 
 
 def _names(spec: PartitionSpec) -> set[str]:

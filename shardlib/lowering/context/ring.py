@@ -37,7 +37,7 @@ from shardlib.lowering.context.block import (
     Scores,
     attend,
     attend_backward,
-    nothing,
+    empty_part,
 )
 from shardlib.lowering.context.sequence_partition import Cut
 
@@ -45,7 +45,7 @@ from shardlib.lowering.context.sequence_partition import Cut
 Work = Callable[[slice, slice, AttentionMask], Any]
 #: (distance in devices, local state, arrays passed around) -> (local state, arrays passed around).
 Turn = Callable[[Any, Any, tuple[Any, ...]], tuple[Any, tuple[Any, ...]]]
-EVERY = slice(None)
+ALL = slice(None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ class Ring:
     def forward(
         self, query: Value, key: Value, value: Value, segments: Value | None, inputs: MaskInputs
     ) -> AttentionPart:
-        """Attention as a `AttentionPart`, before it is cast."""
+        """Attention, before it is cast."""
         ring, local = replace(self, cut=self.cut.tied_to(query)), query.shape[1]
 
         def turn(
@@ -109,17 +109,17 @@ class Ring:
             )
 
             def work(rows: slice, columns: slice, mask: AttentionMask) -> AttentionPart:
-                attended = attend(all_inputs.taken(rows, columns), mask, ring.scores)
+                attended = attend(all_inputs.sliced(rows, columns), mask, ring.scores)
                 return jax.tree.map(
-                    lambda all_, rows_part: all_.at[:, rows].set(rows_part),
+                    lambda leaf, of_rows: leaf.at[:, rows].set(of_rows),
                     part,
-                    jax.tree.map(lambda all_: all_[:, rows], part) + attended,
+                    jax.tree.map(lambda leaf: leaf[:, rows], part) + attended,
                 )
 
             return ring._turn(number, local, inputs, work, part), moving
 
         return ring._all_turns(
-            turn, nothing(query, value.shape[-1]), _moving(key, value, segments), local
+            turn, empty_part(query, value.shape[-1]), _moving(key, value, segments), local
         )[0]
 
     def backward(
@@ -147,23 +147,26 @@ class Ring:
 
             def work(rows: slice, columns: slice, mask: AttentionMask) -> tuple[Any, ...]:
                 gradients = attend_backward(
-                    all_inputs.taken(rows, columns),
+                    all_inputs.sliced(rows, columns),
                     mask,
                     ring.scores,
                     incoming.map(lambda array: array[:, rows]),
                 )
-                placed = zip(before, gradients, (rows, columns, columns), strict=False)
+                slices = rows, columns, columns
                 return (
-                    *(all_.at[:, positions].add(gradient) for all_, gradient, positions in placed),
                     *(
-                        previous + more
-                        for previous, more in zip(before[3:], gradients[3:], strict=True)
+                        total.at[:, positions].add(gradient)
+                        for total, gradient, positions in zip(sums, gradients, slices, strict=False)
+                    ),
+                    *(
+                        total + gradient
+                        for total, gradient in zip(sums[3:], gradients[3:], strict=True)
                     ),
                 )
 
-            before = state[0], *moving[:2], *state[1:]
-            d_query, d_key, d_value, *more = ring._turn(number, local, inputs, work, before)
-            return (d_query, *more), (d_key, d_value, *moving[2:])
+            sums = state[0], *moving[:2], *state[1:]
+            d_query, d_key, d_value, *d_arrays = ring._turn(number, local, inputs, work, sums)
+            return (d_query, *d_arrays), (d_key, d_value, *moving[2:])
 
         state, moving = ring._all_turns(
             turn, zeros[2:], (*zeros[:2], *_moving(key, value, segments)), local
@@ -222,7 +225,9 @@ class Ring:
 
     def _send(self, arrays: tuple[Any, ...], hop: int = 1) -> tuple[Any, ...]:
         return (
-            tuple(self.cut.passed(leaf, hop) for leaf in arrays) if hop % self.cut.ways else arrays
+            tuple(self.cut.received(leaf, hop) for leaf in arrays)
+            if hop % self.cut.ways
+            else arrays
         )
 
     def _tokens(self, number: Index, local: int, segments: Value | None = None) -> Positions:
@@ -236,21 +241,21 @@ class Ring:
         """The work on keys from `number` devices away (an integer or traced); `before` if no query
         attends to any of them.
         """
-        within = inputs.mask(self.window, causal=False)
+        not_causal = inputs.mask(self.window, causal=False)
         if not self.causal:
-            return work(EVERY, EVERY, within)
+            return work(ALL, ALL, not_causal)
         if isinstance(number, int) and not number:
-            return work(EVERY, EVERY, replace(within, causal=True))
-        here, half = self.cut.device(), local // 2
+            return work(ALL, ALL, replace(not_causal, causal=True))
+        device, half = self.cut.device(), local // 2
         # True if the keys come from a device of lower index, and have not wrapped around.
-        earlier = number <= here
+        earlier = number <= device
         if self.cut.zigzag:
             return jax.lax.cond(
                 earlier,
-                partial(work, EVERY, slice(0, half), within),
-                partial(work, slice(half, None), EVERY, within),
+                partial(work, ALL, slice(0, half), not_causal),
+                partial(work, slice(half, None), ALL, not_causal),
             )
-        return jax.lax.cond(earlier, partial(work, EVERY, EVERY, within), lambda: before)
+        return jax.lax.cond(earlier, partial(work, ALL, ALL, not_causal), lambda: before)
 
 
 def _moving(key: Value, value: Value, segments: Value | None) -> tuple[Any, ...]:
@@ -285,7 +290,7 @@ class OneDevice:
         tokens: tuple[Positions, Positions],
         inputs: MaskInputs,
     ) -> AttentionPart:
-        """Attention as a part, before it is cast."""
+        """Attention, before it is cast."""
         qkv = QKV(query=query, key=key, value=value, q_positions=tokens[0], k_positions=tokens[1])
         return attend(qkv, self._mask(inputs), self.scores)
 

@@ -50,8 +50,8 @@ class Cut:
         return 2 if self.zigzag else 1
 
     def order(self, length: int) -> np.ndarray:
-        """Position in the sequence for each place of the array that concatenates the parts of all
-        devices: [length].
+        """The position in the sequence of each element of the concatenated parts of all devices,
+        [length].
         """
         self.check(length)
         runs = np.arange(length).reshape(self.runs * self.ways, -1)
@@ -128,7 +128,7 @@ class Cut:
             [jnp.where(swapped, odd, even), jnp.where(swapped, even, odd)], axis=dim
         )
 
-    def whole(self, array: Value) -> Value:
+    def all_gathered(self, array: Value) -> Value:
         """The all-gathered parts of all devices: [B, S / N, ...] -> [B, S, ...]."""
         return jax.lax.all_gather(array, self.axis, axis=1, tiled=True)
 
@@ -153,7 +153,7 @@ class Cut:
         element = jax.lax.stop_gradient(array)[(0,) * array.ndim]
         return replace(self, device_index=jax.lax.optimization_barrier((self.device(), element))[0])
 
-    def passed(self, array: Value, hop: int = 1) -> Value:
+    def received(self, array: Value, hop: int = 1) -> Value:
         """The array of the device whose index is smaller by `hop`."""
         return self._permute(array, [(i, (i + hop) % self.ways) for i in range(self.ways)])
 
