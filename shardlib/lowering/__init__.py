@@ -12,7 +12,8 @@ view           a value with the elements of a parameter, or of one layer of it (
 facts          uses, custom calls and loops that are read from a traced loss (`LossFacts`)
 call site      a custom call in a loss, which is lowered as a whole (`CallSite`)
 number         of a value: its variable in a flattened program (`shardlib.tracing.program`)
-enter, carry   in a path: the slice of a scan's xs ("4/enter/0"); its carry
+enter, exit    in a path: the slice of a scan's xs ("4/enter/0"), and of its ys
+carry, final   in a path: the carry of a scan in its body, and after its last iteration
 value layouts  by path of an equation and index of its result, the layout of that value
 walk           evaluation of a traced program with a function of every value
 regions        manual regions of a mesh (`jax.shard_map`), and the form of their collectives
@@ -23,14 +24,18 @@ pieces         of a fused dim: queries, keys and values of one weight, for examp
 contribution   the loss of a microbatch, changed so that the mean over microbatches is the loss of
                the whole batch
 draw           random numbers of one operation (`random_bits`)
+partial sums   the gradient of a weight from one device's examples, before it is reduced
 fold           a key of the whole batch, folded with the number of the microbatch
 vouched        of a metric: a `shardlib.WeightedMean`, which the user declares to be a mean
 learned, anew  methods of a program: the state that evaluations and exports read (for islands, with
                the outer parameters); a state with its optimizer as before the first step
-cut, dealt     a sequence sharded over a mesh axis (`Cut`); split in the order of its devices
-round          of experts: an exchange of as many rows as messages have room for
+cut, dealt     a sequence sharded over a mesh axis (`Cut`); an array whose sequence is in the order
+               of the devices
+round          of experts: an exchange of as many rows as messages have room for; of ticks: those
+               in which every stage starts one of its chunks
 sections       of a loss: before, in and after its loop over layers (`SplitLoss`)
 chunk, slot    consecutive layers that a stage runs at once; storage of one chunk or microbatch
+stack          the layers of a parameter, [layers, ...]; also their gradients
 stash          residuals of a chunk that wait for its backward pass
 tick, table    the time of one chunk's work on one microbatch; the schedule of all ticks
 outside, edges computed before or after the layers: embedding, head, loss

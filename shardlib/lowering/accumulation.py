@@ -579,13 +579,13 @@ def draw_positions(
     sizes = [size * (count if dim == draw.dim else 1) for dim, size in enumerate(shape)]
     high = low = jnp.zeros((1,) * len(shape), jnp.uint32)
     for dim, size in enumerate(shape):
-        along = jnp.arange(size, dtype=jnp.uint32)
+        offsets = jnp.arange(size, dtype=jnp.uint32)
         if dim == draw.dim:
             inner = jnp.arange(draw.inner, dtype=jnp.uint32)
-            along = (rows[:, None] * jnp.uint32(draw.inner) + inner).reshape(size)
+            offsets = (rows[:, None] * jnp.uint32(draw.inner) + inner).reshape(size)
         more = [
             word.reshape(*(-1 if axis == dim else 1 for axis in range(len(shape))))
-            for word in _times_64(along, math.prod(sizes[dim + 1 :]))
+            for word in _times_64(offsets, math.prod(sizes[dim + 1 :]))
         ]
         after = low + more[1]
         high, low = high + more[0] + (after < low).astype(jnp.uint32), after

@@ -95,17 +95,19 @@ def require_own_state(
 
 def _structure(state: Tree, expected: Tree) -> list[str]:
     """Arrays that are missing or unexpected, or else nodes of another kind."""
-    ours, theirs = (
+    expected_paths, state_paths = (
         dict.fromkeys(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
         for tree in (expected, state)
     )
-    paths = [f"{path} is not in it" for path in ours if path not in theirs] + [
-        f"{path} is in it, and not in the program's" for path in theirs if path not in ours
+    paths = [f"{path} is not in it" for path in expected_paths if path not in state_paths] + [
+        f"{path} is in it, and not in the program's"
+        for path in state_paths
+        if path not in expected_paths
     ]
     if paths or jax.tree.structure(state) == jax.tree.structure(expected):
         return paths
     names = (
-        [field.name for field in fields(TrainState)]
+        [entry.name for entry in fields(TrainState)]
         if isinstance(state, TrainState)
         else list(state)
     )
@@ -120,9 +122,9 @@ def _structure(state: Tree, expected: Tree) -> list[str]:
         for name in names
     ]
     return [
-        f"{name} is {_kind(part, expected_part)}, the program has {_kind(expected_part, part)}"
-        for name, part, expected_part in pairs
-        if jax.tree.structure(part) != jax.tree.structure(expected_part)
+        f"{name} is {_kind(field, expected_field)}, the program has {_kind(expected_field, field)}"
+        for name, field, expected_field in pairs
+        if jax.tree.structure(field) != jax.tree.structure(expected_field)
     ]
 
 

@@ -111,10 +111,10 @@ def _evaluate(
         **program.constants,
         **dict(zip(program.inputs, arguments, strict=True)),
     }
-    inside = {
+    grouped = {
         equation.path for group in groups for span, _ in group.pairs for equation in span.equations
     }
-    equations = [equation for equation in program.equations if equation.path not in inside]
+    equations = [equation for equation in program.equations if equation.path not in grouped]
     while equations or groups:
         later: list[Equation] = []
         for equation in equations:
@@ -149,18 +149,18 @@ class _Group:
     def split(self, env: Mapping[int, Value]) -> tuple[_Group | None, _Group | None]:
         """The parameters whose inputs are computed, and the others."""
         ready = [all(number in env for number in span.inputs) for span, _ in self.pairs]
-        parts = [[i for i, flag in enumerate(ready) if flag == wanted] for wanted in (True, False)]
-        first, second = (
+        indices = [[i for i, flag in enumerate(ready) if flag == value] for value in (True, False)]
+        computed, others = (
             replace(
                 self,
-                group=replace(self.group, updates=tuple(self.group.updates[i] for i in part)),
-                pairs=tuple(self.pairs[i] for i in part),
+                group=replace(self.group, updates=tuple(self.group.updates[i] for i in subset)),
+                pairs=tuple(self.pairs[i] for i in subset),
             )
-            if part
+            if subset
             else None
-            for part in parts
+            for subset in indices
         )
-        return first, second
+        return computed, others
 
     def run(self, env: dict[int, Value]) -> None:
         """Reads the inputs of every span from `env`, and adds the outputs to it."""
@@ -170,14 +170,14 @@ class _Group:
             [self._is_parameter(span, number) for number in (*span.inputs, *span.outputs)]
             for span, _ in self.pairs
         ]
-        own, other = PartitionSpec(*(axes or None for axes in self.group.spec)), PartitionSpec()
+        sharded = PartitionSpec(*(axes or None for axes in self.group.spec))
         count = len(self.pairs[0][0].inputs)
-        specs = [[own if flag else other for flag in flags] for flags in is_parameter]
+        specs = [[sharded if flag else PartitionSpec() for flag in flags] for flags in is_parameter]
         results = jax.shard_map(
             lambda arrays: self._local(arrays, shared, is_parameter[0]),
             mesh=self.mesh,
-            in_specs=([listed[:count] for listed in specs],),
-            out_specs=[listed[count:] for listed in specs],
+            in_specs=([of_span[:count] for of_span in specs],),
+            out_specs=[of_span[count:] for of_span in specs],
             check_vma=False,
         )(inputs)
         for (span, _), arrays in zip(self.pairs, results, strict=True):
@@ -200,7 +200,7 @@ class _Group:
     def _local(
         self, arrays: list[list[Value]], shared: Sequence[bool], is_parameter: Sequence[bool]
     ) -> list[list[Value]]:
-        """One device's part: shards of every span's inputs -> shards of its outputs."""
+        """The computation of one device: shards of every span's inputs -> shards of its outputs."""
         first, unit = self.pairs[0]
         counts, padding = self.group.counts(), self.group.padded - self.group.matrices
 
@@ -213,13 +213,13 @@ class _Group:
             )
             if padding:  # the first matrix again: zeros could become NaN
                 rows = jnp.concatenate([rows, *[rows[:1]] * padding])
-            return self._whole(rows) if is_parameter[i] else self._divided(rows)
+            return self._whole(rows) if is_parameter[i] else self._own_matrices(rows)
 
         inputs = [arrays[0][i] if shared[i] else stacked(i) for i in range(len(first.inputs))]
         axes = [None if flag else 0 for flag in shared]
-        results = jax.vmap(lambda *one: self._unit(unit, one), in_axes=axes)(*inputs)
+        results = jax.vmap(lambda *values: self._unit(unit, values), in_axes=axes)(*inputs)
         rows = [
-            self._shards(value) if flag else self._joined(value)
+            self._shards(value) if flag else self._all_matrices(value)
             for value, flag in zip(results, is_parameter[len(first.inputs) :], strict=True)
         ]
         outputs, start = list[list[Value]](), 0
@@ -236,7 +236,7 @@ class _Group:
         return outputs
 
     def _as_stack(self, span: Span, i: int, array: Value, n: int, is_parameter: bool) -> Value:
-        """A device's part of an input as [its matrices, ...]."""
+        """A device's shard of an input as [its matrices, ...]."""
         dims = span.stacks[i]
         if not dims:
             return jnp.broadcast_to(array, (n, *array.shape))
@@ -247,7 +247,7 @@ class _Group:
         return array.reshape(n, *array.shape[len(dims) :])
 
     def _from_stack(self, span: Span, i: int, rows: Value, is_parameter: bool) -> Value:
-        """A device's part of an output from [its matrices, ...]."""
+        """A device's shard of an output from [its matrices, ...]."""
         dims = span.stacks[len(span.inputs) + i]
         if not dims:
             return rows[0]
@@ -284,14 +284,14 @@ class _Group:
                 rows = jax.lax.all_to_all(rows, axes, split_axis=dim + 1, concat_axis=0, tiled=True)
         return rows
 
-    def _divided(self, rows: Value) -> Value:
-        """The same matrices of an array that every device has whole."""
+    def _own_matrices(self, rows: Value) -> Value:
+        """This device's matrices of an array that every device has whole."""
         for axes in self.group.parts:
             rows = self._slice(rows, axes, 0)
         return rows
 
-    def _joined(self, rows: Value) -> Value:
-        """The reverse of `_divided`."""
+    def _all_matrices(self, rows: Value) -> Value:
+        """The reverse of `_own_matrices`."""
         for axes in reversed(self.group.parts):
             rows = self._gather(rows, axes, 0)
         return rows

@@ -205,14 +205,14 @@ def microbatch_loss(
 
 
 @diagnostic
-def kernel_findings(chosen: Plan, lowered: Plan, layouts_lost: bool) -> tuple[Finding, ...]:
+def kernel_findings(planned: Plan, lowered: Plan, layouts_lost: bool) -> tuple[Finding, ...]:
     """Findings for attention that is not computed as planned."""
-    if chosen.attention != lowered.attention:
+    if planned.attention != lowered.attention:
         return (
             Finding(
                 code="kernel-left-out",
                 severity="info",
-                where=f"attention={chosen.attention}",
+                where=f"attention={planned.attention}",
                 message=(
                     "JAX lowers the kernel of cuDNN only where the GPUs are; in its place stands"
                     " attention in blocks, which keeps no scores either and is slower"
@@ -910,7 +910,7 @@ def build_program(
     """
     require_lowered(plan)
     planned, options = planned or PlannedLoss(), options or BuildOptions()
-    chosen, plan = plan, _runnable(plan, options)
+    original_plan, plan = plan, _runnable(plan, options)
     mesh, device_findings = _mesh(plan, options)
     shapes = shapes_of_batch(batch)
     store = state_storage(plan, model, optimizer, mesh)
@@ -940,7 +940,7 @@ def build_program(
         disk_writer(options.disk) if "disk" in plan.offload and not options.abstract else (None, ())
     )
     return Program(
-        plan=chosen,
+        plan=original_plan,
         mesh=mesh,
         model=model,
         optimizer=optimizer,
@@ -953,7 +953,7 @@ def build_program(
             store.findings,
             disk_findings,
             microbatch.findings,
-            kernel_findings(chosen, plan, microbatch.layouts_lost),
+            kernel_findings(original_plan, plan, microbatch.layouts_lost),
             () if planned.interleaving is None else planned.interleaving.findings,
             driver.findings,
         ),

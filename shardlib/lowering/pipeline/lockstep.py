@@ -1080,7 +1080,7 @@ def pipeline(
         if layouts_known and layouts.reductions.when == AFTER_PIPELINE and not stages.in_rounds
         else EdgeGradients(mesh=mesh, uses={}, fully_deferred=frozenset())
     )
-    built = Pipeline(
+    pipeline = Pipeline(
         sections=sections,
         stages=stages,
         layouts=layouts,
@@ -1092,7 +1092,7 @@ def pipeline(
         groups=plan.accumulation,
         fixed_state=fixed_state,
     )
-    return built, (
+    return pipeline, (
         *findings,
         *repeated_edges(stages),
         *nothing_gathered(stages, plan),
@@ -1104,8 +1104,8 @@ def _with_loop(
     plan: Plan, traced: LossJaxpr, states: int, params: ParameterShardings, layouts: StagedLayouts
 ) -> tuple[LossJaxpr, StagedLayouts, tuple[Finding, ...]]:
     """The loss with a loop over its layers, and the layouts of its activations."""
-    looped, findings = _with_folded_layers(traced, len(jax.tree.leaves(params.compute)))
-    if looped is traced:
+    folded, findings = _with_folded_layers(traced, len(jax.tree.leaves(params.compute)))
+    if folded is traced:
         return traced, layouts, findings
     if plan.context in ("ring", "ulysses") or plan.experts != "none":
         raise PlanError(
@@ -1114,8 +1114,8 @@ def _with_loop(
             " without stages"
         )
     order = plan_indices(plan, params.compute)
-    layers = propagated_layouts(plan, looped, order, states, layouts.whole_value_layouts)
-    return looped, replace(layouts, layers=layers, outside_values={}), findings
+    layers = propagated_layouts(plan, folded, order, states, layouts.whole_value_layouts)
+    return folded, replace(layouts, layers=layers, outside_values={}), findings
 
 
 def _timetable(plan: Plan, sections: SplitLoss) -> Timetable:
@@ -1126,17 +1126,17 @@ def _timetable(plan: Plan, sections: SplitLoss) -> Timetable:
         microbatches=plan.microbatches // plan.accumulation,
         virtual=plan.virtual_stages,
     )
-    looped, chunks = table.virtual > 1, table.stages * table.virtual
+    several_chunks, chunks = table.virtual > 1, table.stages * table.virtual
     by = "(stages times virtual_stages)"
     if chunks > sections.layers:
         raise PlanError(
-            f"{table.stages} stages of {table.virtual} chunk{'s' if looped else ''} need {chunks}"
-            " layers, and the loop over layers "
-            f"at {sections.loop.scope or sections.loop.path} has {sections.layers}\n"
+            f"{table.stages} stages of {table.virtual} chunk{'s' if several_chunks else ''} need"
+            f" {chunks} layers, and the loop over layers at"
+            f" {sections.loop.scope or sections.loop.path} has {sections.layers}\n"
             f"Try: at most {sections.layers}"
-            f" {f'chunks on all stages together {by}' if looped else 'stages'}"
+            f" {f'chunks on all stages together {by}' if several_chunks else 'stages'}"
         )
-    if looped and table.microbatches < table.stages:
+    if several_chunks and table.microbatches < table.stages:
         raise PlanError(
             f"stages of several chunks need a microbatch for each of the {table.stages} stages, and"
             " there are"
