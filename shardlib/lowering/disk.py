@@ -745,17 +745,19 @@ def step_programs(
     first = compiled(divided.first, "step", state.difference(program.outputs, readers, stored))
     avals.update(zip(first.results, first.program.results, strict=True))
     # Updated parameters reuse the buffers of the old ones.
-    pieces, resident = [first], state.union(readers).difference(stored)
+    piece_programs, resident = [first], state.union(readers).difference(stored)
     for k, update in enumerate(divided.updates):
         piece = compiled(update, f"update_{k}", last_reads(update))
         others = resident.difference(piece.reads)
-        pieces.append(replace(piece, other_bytes=sum(_bytes(avals[number]) for number in others)))
+        piece_programs.append(
+            replace(piece, other_bytes=sum(_bytes(avals[number]) for number in others))
+        )
         resident = resident.difference(set(piece.last_reads).difference(state))
     return PiecePrograms(
         inputs=program.inputs,
         outputs=program.outputs,
         treedef=treedef,
-        programs=tuple(pieces),
+        programs=tuple(piece_programs),
         checksums=dict(
             zip(
                 (program.outputs[k] for k in target.stored),
@@ -808,7 +810,7 @@ def init_programs(
         return PieceProgram(program=executable, reads=program.inputs, results=tuple(numbers))
 
     resident = tuple(dict.fromkeys(number for number in program.outputs if number not in stored))
-    pieces = [
+    piece_programs = [
         compiled(resident, "init"),
         *(compiled((number,), f"init_{k}") for k, number in enumerate(stored)),
     ]
@@ -816,7 +818,7 @@ def init_programs(
         inputs=program.inputs,
         outputs=program.outputs,
         treedef=treedef,
-        programs=tuple(pieces),
+        programs=tuple(piece_programs),
         checksums=dict.fromkeys(stored),
     )
 
@@ -926,16 +928,16 @@ class DiskStep:
 
     def step(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, jax.Array]]:
         """Runs one step; deletes the given state."""
-        pieces = self._step.programs
+        piece_programs = self._step.programs
         values: dict[int, Any] = dict(
             zip(self._step.inputs, jax.tree.leaves((state, batch)), strict=True)
         )
-        waiting = deque(pieces[1:])
+        waiting = deque(piece_programs[1:])
         reading = deque(
             self._read(waiting.popleft(), values) for _ in range(min(READ_AHEAD, len(waiting)))
         )
-        values.update(self._to_disk(self._step, pieces[0](values)))
-        for piece in pieces[1:]:
+        values.update(self._to_disk(self._step, piece_programs[0](values)))
+        for piece in piece_programs[1:]:
             read = reading.popleft().result()
             if waiting:
                 reading.append(self._read(waiting.popleft(), values))

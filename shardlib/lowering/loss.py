@@ -296,20 +296,22 @@ class _InterleavingPass:
         return {place: self.dims[dim][1] for place, dim in places if dim in self.dims}
 
     def _piece_op(self, op: Op) -> PieceOp | PieceReshape | None:
-        pieces = self._pieces_by_place(op)
+        pieces_by_place = self._pieces_by_place(op)
         windows = op.rule.windows
         if (
             windows
-            and windows[0].long in pieces
+            and windows[0].long in pieces_by_place
             and op.kind in ("split", "slice", "concatenate", "pad")
         ):
-            return PieceOp(dim=windows[0].long[2], sizes=pieces[windows[0].long], windows=windows)
+            return PieceOp(
+                dim=windows[0].long[2], sizes=pieces_by_place[windows[0].long], windows=windows
+            )
         if op.kind != "reshape" or not op.rule.outer:
             return None
         candidates = [
-            (place, pieces[place])
+            (place, pieces_by_place[place])
             for place, dim in op.rule.dims()
-            if place in pieces and dim[0] in op.rule.outer
+            if place in pieces_by_place and dim[0] in op.rule.outer
         ]
         if (
             len(candidates) == 1
@@ -332,11 +334,11 @@ class _InterleavingPass:
         """Interleaved dims of the op that do not match all dims of the same factor position by
         position.
         """
-        pieces, rule = self._pieces_by_place(op), op.rule
+        pieces_by_place, rule = self._pieces_by_place(op), op.rule
         dims = dict(rule.dims())
         scaled = {
             place: _scaled(sizes, math.prod(rule.sizes[factor] for factor in dims[place][1:]))
-            for place, sizes in pieces.items()
+            for place, sizes in pieces_by_place.items()
         }
 
         def even(place: Place) -> bool:
@@ -351,7 +353,7 @@ class _InterleavingPass:
                 and _treats_alike(op, [neighbour for neighbour, _ in shared], factor)
             )
 
-        return {place for place in pieces if not even(place)}
+        return {place for place in pieces_by_place if not even(place)}
 
 
 def _scaled(sizes: PieceSizes, inner: int) -> PieceSizes:
