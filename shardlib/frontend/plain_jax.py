@@ -176,11 +176,7 @@ def _of_model(model: TracedModel, plan: Plan) -> list[str]:
 
 def _of_step(traced: TracedStep, losses: Sequence[StepLoss]) -> list[str]:
     """Returns what of a step beside its losses such a file has no form for."""
-    marks = [
-        name
-        for name, _ in plain.named_equations(plain.flatten(traced.closed))
-        if name[:5] == "loss."
-    ]
+    marks = [name for name, _ in plain.named(plain.flatten(traced.closed)) if name[:5] == "loss."]
     outside = [equation for equation in _all(traced.program) if equation.call is None]
     facts = {
         f"calls of {', '.join(sorted(traced.others))} outside of marked losses": bool(

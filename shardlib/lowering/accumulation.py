@@ -418,9 +418,9 @@ def accumulate_deferred(
             body, (initial_state, zeros, deferred.zeros()), [leaf[:-1] for leaf in stacked]
         )
         state = microbatches.state_before(initial_state, state)
-        (value, (last_metrics, after)), gradients = jax.value_and_grad(
-            deferred.last_loss, has_aux=True
-        )(params, state, join([leaf[-1] for leaf in stacked]), sums)
+        (value, (last, after)), gradients = jax.value_and_grad(deferred.last_loss, has_aux=True)(
+            params, state, join([leaf[-1] for leaf in stacked]), sums
+        )
         earlier_totals = dict(zip(others, totals, strict=True))
         all_totals = [
             last_gradient.astype(accumulator(leaf.dtype)) + earlier_totals.get(i, 0)
@@ -432,7 +432,7 @@ def accumulate_deferred(
             (_constrain(total, sharding) / microbatches.count).astype(leaf.dtype)
             for total, sharding, leaf in zip(all_totals, shardings, leaves, strict=True)
         ]
-        results = microbatches.whole_results(values, metrics, value, last_metrics, after)
+        results = microbatches.whole_results(values, metrics, value, last, after)
         return results, structure.unflatten(means)
 
     return run
@@ -477,13 +477,11 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
             parameters_read.add(view.parameter)
         if equation.name in REMAT or view is not None:
             continue
-        excepted = _operands_of_body(equation) | (
+        allowed = _operands_of_body(equation) | (
             {uses[equation.path]} if equation.path in uses else set()
         )
         parameters_read.update(
-            view.parameter
-            for position, view in entry.parameter_operands
-            if position not in excepted
+            view.parameter for position, view in entry.parameter_operands if position not in allowed
         )
     return parameters_read
 
@@ -655,12 +653,10 @@ class Evaluator:
 
         for index, eqn in enumerate(opened.eqns):
             path, operands = f"{prefix}{index}", [read(atom) for atom in eqn.invars]
-            inner = str(eqn.source_info.name_stack)
-            relative = (
-                inner[len(scope) :].lstrip("/") if scope and inner.startswith(scope) else inner
-            )
+            full = str(eqn.source_info.name_stack)
+            relative = full[len(scope) :].lstrip("/") if scope and full.startswith(scope) else full
             with jax.named_scope(relative) if relative else nullcontext():
-                results = self._equation(eqn, operands, path, inner)
+                results = self._equation(eqn, operands, path, full)
             if isinstance(form_of(eqn), WeightedMeanForm):
                 self.weighted_means.append((results[0], operands[0], operands[1]))
             env.update(zip(eqn.outvars, results, strict=True))
@@ -709,8 +705,7 @@ class Evaluator:
     def _has_edits(self, path: str) -> bool:
         """True if an equation inside of the one at a path is changed."""
         return any(
-            operand_path.startswith(f"{path}/")
-            for operand_path, _ in (*self.whole_values, *self.factors)
+            key.startswith(f"{path}/") for key, _ in (*self.whole_values, *self.factors)
         ) or any(draw_path.startswith(f"{path}/") for draw_path in self.draws)
 
     def _call(
@@ -753,21 +748,18 @@ class Evaluator:
     def _while(
         self, eqn: Eqn, operands: list[jax.Array], path: str, scope: str
     ) -> Sequence[jax.Array]:
-        params, cond_constants = eqn.params, eqn.params["cond_nconsts"]
-        constants = cond_constants + params["body_nconsts"]
+        params, cond = eqn.params, eqn.params["cond_nconsts"]
+        body = cond + params["body_nconsts"]
         return jax.lax.while_loop(
             lambda state: self.run(
-                params["cond_jaxpr"], [*operands[:cond_constants], *state], f"{path}/cond/", scope
+                params["cond_jaxpr"], [*operands[:cond], *state], f"{path}/cond/", scope
             )[0],
             lambda state: tuple(
                 self.run(
-                    params["body_jaxpr"],
-                    [*operands[cond_constants:constants], *state],
-                    f"{path}/body/",
-                    scope,
+                    params["body_jaxpr"], [*operands[cond:body], *state], f"{path}/body/", scope
                 )
             ),
-            tuple(_strong(operands[constants:], eqn.invars[constants:])),
+            tuple(_strong(operands[body:], eqn.invars[body:])),
         )
 
     def _cond(
@@ -1064,17 +1056,15 @@ class MicrobatchEdits:
                 values.append(times(output, result))
         return values, weights
 
-    def finisher(
-        self, traced: LossJaxpr, vouched: int
-    ) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+    def finisher(self, loss: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
         """The function `Contribution.finish`: it divides weighted means, and casts counts and
         booleans, which are floats after averaging over microbatches, back to their dtypes.
 
         Args:
-            traced: the loss of a microbatch.
+            loss: that of a microbatch.
             vouched: number of weighted means.
         """
-        avals = list(traced.closed_jaxpr.out_avals)
+        avals = list(loss.closed_jaxpr.out_avals)
 
         def finish(results: Tree, gradients: Tree) -> tuple[Tree, Tree]:
             loss, (metrics, state) = results
@@ -1143,7 +1133,7 @@ def _whole_batch_values(
     random numbers. None of them depends on parameters, so zeros are passed for these where a loop
     computes other values as well.
     """
-    parameters = whole.inputs.parameters
+    start = whole.inputs.parameters
     leaves = [*jax.tree.leaves(state)[: whole.inputs.states], *jax.tree.leaves(batch)]
     equations, reads = needed(program.equations, numbers)
     env = dict(program.constants)
@@ -1151,9 +1141,7 @@ def _whole_batch_values(
         if number in reads or number in numbers:
             aval = program.avals[number]
             env[number] = (
-                leaves[index - parameters]
-                if index >= parameters
-                else jnp.zeros(aval.shape, aval.dtype)
+                leaves[index - start] if index >= start else jnp.zeros(aval.shape, aval.dtype)
             )
     evaluate_equations(
         equations,

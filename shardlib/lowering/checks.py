@@ -95,14 +95,12 @@ def require_own_state(
 
 def _structure(state: Tree, expected: Tree) -> list[str]:
     """Arrays that are missing or unexpected, or else nodes of another kind."""
-    expected_paths, state_paths = (
+    wanted, present = (
         dict.fromkeys(path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
         for tree in (expected, state)
     )
-    paths = [f"{path} is not in it" for path in expected_paths if path not in state_paths] + [
-        f"{path} is in it, and not in the program's"
-        for path in state_paths
-        if path not in expected_paths
+    paths = [f"{path} is not in it" for path in wanted if path not in present] + [
+        f"{path} is in it, and not in the program's" for path in present if path not in wanted
     ]
     if paths or jax.tree.structure(state) == jax.tree.structure(expected):
         return paths

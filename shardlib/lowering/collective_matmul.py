@@ -162,17 +162,11 @@ def match_matmul(
         )
         for result_dim, activation_dim in dims.free.items()
     }
-    sequences = [
-        pair for pair, (scattered, full) in free_axes.items() if scattered == (*full, TENSOR)
-    ]
+    sequences = [pair for pair, (axes, full) in free_axes.items() if axes == (*full, TENSOR)]
     if (
         ring_axes != (TENSOR,)
         or len(sequences) != 1
-        or any(
-            scattered != full
-            for pair, (scattered, full) in free_axes.items()
-            if pair not in sequences
-        )
+        or any(axes != full for pair, (axes, full) in free_axes.items() if pair not in sequences)
     ):
         return None
     if not _only_sharded(
@@ -281,15 +275,13 @@ class AxisRing:
             work: (result so far, None at first; index of a device; its shard) -> next result.
         """
         position, (forth, back) = self._position(), self.hops
-        result, in_flight = work(None, self._device(position), array), {1: array, -1: array}
+        result, moving = work(None, self._device(position), array), {1: array, -1: array}
         for turn in range(1, forth + 1):
             for direction in (1, -1) if turn <= back else (1,):
-                in_flight[direction], result = self.wait_for(
-                    self._received(in_flight[direction], direction), result
+                moving[direction], result = self.wait_for(
+                    self._received(moving[direction], direction), result
                 )
-                result = work(
-                    result, self._device(position - direction * turn), in_flight[direction]
-                )
+                result = work(result, self._device(position - direction * turn), moving[direction])
         return result
 
     def reduce_scatter(

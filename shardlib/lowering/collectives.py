@@ -247,7 +247,7 @@ def eight_bit_gradient(
     ]
     other, batch_dims = 1 - position, len(batch[0])
     first = batch_dims + (len(free[0]) if other else 0)
-    gradient_numbers: DotDims = (
+    dims: DotDims = (
         (tuple(range(first, first + len(free[other]))), tuple(free[other])),
         (tuple(range(batch_dims)), tuple(batch[other])),
     )
@@ -258,9 +258,7 @@ def eight_bit_gradient(
         *free[position],
         *(dim for _, dim in sorted(zip(contracted[other], contracted[position], strict=True))),
     ]
-    return _dot(cotangent, operand, gradient_numbers, COTANGENT_FORMAT, dtype).transpose(
-        np.argsort(order)
-    )
+    return _dot(cotangent, operand, dims, COTANGENT_FORMAT, dtype).transpose(np.argsort(order))
 
 
 def _dot(

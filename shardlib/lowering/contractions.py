@@ -258,18 +258,16 @@ def run_in_layouts(
         left, right, others = saved
         if isinstance(cotangent, SymbolicZero):
             return (None,) * len(avals)
-        constrained = [
+        inputs = [
             None if value is None else shardings.constrain_operand(position, value)
             for position, value in enumerate((left, right, *others))
         ]
         cotangent = shardings.constrain_cotangent(cotangent)
 
         def gradient(position: int) -> Any:
-            if constrained[1 - position] is None:
+            if inputs[1 - position] is None:
                 return None
-            return shardings.gradient(
-                contraction, position, constrained, cotangent, avals[position]
-            )
+            return shardings.gradient(contraction, position, inputs, cotangent, avals[position])
 
         return gradient(0), gradient(1), *(None for _ in others)
 

@@ -258,9 +258,7 @@ def in_memory(path: Path) -> str:
             line.split()[1:3]
             for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()
         ]
-        containing = [
-            (mount, kind) for mount, kind in mounts if path.resolve().is_relative_to(mount)
-        ]
+        containing = [mount for mount in mounts if path.resolve().is_relative_to(mount[0])]
         kind = max(containing, key=lambda mount: len(mount[0]), default=("", ""))[1]
         return kind if kind in IN_MEMORY else ""
     return ""
@@ -960,9 +958,7 @@ class DiskStep:
         """Bytes per device of the program that needs the most, including live parameters and
         gradients that it does not read.
         """
-        return max(
-            (piece.memory() for piece in self._step.programs), key=lambda sizes: sizes["peak"]
-        )
+        return max(map(PieceProgram.memory, self._step.programs), key=lambda sizes: sizes["peak"])
 
     def _read(self, piece: PieceProgram, values: Mapping[int, Any]) -> Future[dict[int, Any]]:
         """Starts to read the arrays of a piece that are on disk; a state from elsewhere may have

@@ -463,9 +463,9 @@ def _accepted(
     in_earlier_choices = (jnp.cumsum(totals, axis=0) - totals).reshape(-1)
     earlier = jnp.arange(counts.shape[0]) < device
     on_earlier_devices = jnp.where(earlier[:, None], counts, 0).sum(0)
-    position = rank + jnp.take(in_earlier_choices + on_earlier_devices - starts[:-1], keys)
+    index = rank + jnp.take(in_earlier_choices + on_earlier_devices - starts[:-1], keys)
     return (
-        (position < form.slots(tokens=tokens * counts.shape[0], per_token=per_token, experts=count))
+        (index < form.slots(tokens=tokens * counts.shape[0], per_token=per_token, experts=count))
         .reshape(per_token, tokens)
         .T
     )
@@ -525,11 +525,9 @@ def _dense(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRou
     local, message_rows = sharding.local(count), sharding.message_rows(assignments)
     offset = number * message_rows
     first = queue.starts[:-1:local]
-    position = first[:, None] + offset + jnp.arange(message_rows)
+    index = first[:, None] + offset + jnp.arange(message_rows)
     sources = jnp.where(
-        position < queue.starts[local::local, None],
-        jnp.take(queue.order, position, mode="clip"),
-        -1,
+        index < queue.starts[local::local, None], jnp.take(queue.order, index, mode="clip"), -1
     ).reshape(-1)
     device = queue.expert // local  # the number of devices for dropped assignments
     slot = queue.rank - jnp.take(first, device, mode="clip") - offset
@@ -790,11 +788,9 @@ def with_saved_names(run: Function, *names: str) -> Function:
 
     With `jax.checkpoint` alone, an outer policy that saves everything would save the rest as well.
     """
-    saving_named = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    saver = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
     call = jax.custom_vjp(run)
-    call.defvjp(
-        lambda *arrays: jax.vjp(saving_named, *arrays), lambda pull, cotangents: pull(cotangents)
-    )
+    call.defvjp(lambda *arrays: jax.vjp(saver, *arrays), lambda pull, cotangents: pull(cotangents))
     return call
 
 
@@ -1003,11 +999,8 @@ def lower_experts(
     lowered = _expert_call(site, parameters, layout, grouped, regions)
     batch, sequence = lowered.tokens
     rows, x_spec = (
-        PartitionSpec(*(axes or None for axes in (batch, sequence_axes)[: len(layout) - 1]))
-        for sequence_axes in (
-            sequence,
-            (*sequence, *lowered.hidden) if lowered.scattered else sequence,
-        )
+        PartitionSpec(*(axes or None for axes in (batch, seq)[: len(layout) - 1]))
+        for seq in (sequence, (*sequence, *lowered.hidden) if lowered.scattered else sequence)
     )
     specs = (x_spec, rows, rows, *(regions.spec(matrix.stored, 3) for matrix in lowered.matrices))
     run = regions.manual(
@@ -1033,12 +1026,12 @@ def _expert_call(
     form = site.call.form
     expert_axes, hidden_axes = _matrix_axes(site, parameters[3], regions)
     # Capacities count tokens in the order of the whole sequence.
-    sequence_axes = (
+    seq = (
         ()
         if form.capacity is not None or len(tokens) < 3
         else tuple(axis for axis in tokens[1] if axis not in hidden_axes and axis != "tensor")
     )
-    batch, sequence = regions.physical_axes(tokens[0]), regions.physical_axes(sequence_axes)
+    batch, sequence = regions.physical_axes(tokens[0]), regions.physical_axes(seq)
     sharding = ExpertSharding(
         expert=regions.physical_axes(expert_axes),
         ways=regions.ways(expert_axes),
@@ -1050,9 +1043,7 @@ def _expert_call(
         sharding=sharding,
         tokens=(batch, sequence),
         hidden=regions.physical_axes(hidden_axes),
-        scattered=bool(hidden_axes)
-        and len(tokens) > 2
-        and tokens[1] == (*sequence_axes, *hidden_axes),
+        scattered=bool(hidden_axes) and len(tokens) > 2 and tokens[1] == (*seq, *hidden_axes),
         matrices=tuple(
             ExpertMatrix.of(
                 parameters[3 + k],

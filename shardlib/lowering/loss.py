@@ -296,22 +296,20 @@ class _InterleavingPass:
         return {place: self.dims[dim][1] for place, dim in places if dim in self.dims}
 
     def _piece_op(self, op: Op) -> PieceOp | PieceReshape | None:
-        pieces_by_place = self._pieces_by_place(op)
+        by_place = self._pieces_by_place(op)
         windows = op.rule.windows
         if (
             windows
-            and windows[0].long in pieces_by_place
+            and windows[0].long in by_place
             and op.kind in ("split", "slice", "concatenate", "pad")
         ):
-            return PieceOp(
-                dim=windows[0].long[2], sizes=pieces_by_place[windows[0].long], windows=windows
-            )
+            return PieceOp(dim=windows[0].long[2], sizes=by_place[windows[0].long], windows=windows)
         if op.kind != "reshape" or not op.rule.outer:
             return None
         candidates = [
-            (place, pieces_by_place[place])
+            (place, by_place[place])
             for place, dim in op.rule.dims()
-            if place in pieces_by_place and dim[0] in op.rule.outer
+            if place in by_place and dim[0] in op.rule.outer
         ]
         if (
             len(candidates) == 1
@@ -334,11 +332,11 @@ class _InterleavingPass:
         """Interleaved dims of the op that do not match all dims of the same factor position by
         position.
         """
-        pieces_by_place, rule = self._pieces_by_place(op), op.rule
+        by_place, rule = self._pieces_by_place(op), op.rule
         dims = dict(rule.dims())
         scaled = {
             place: _scaled(sizes, math.prod(rule.sizes[factor] for factor in dims[place][1:]))
-            for place, sizes in pieces_by_place.items()
+            for place, sizes in by_place.items()
         }
 
         def even(place: Place) -> bool:
@@ -353,7 +351,7 @@ class _InterleavingPass:
                 and _treats_alike(op, [neighbour for neighbour, _ in shared], factor)
             )
 
-        return {place for place in pieces_by_place if not even(place)}
+        return {place for place in by_place if not even(place)}
 
 
 def _scaled(sizes: PieceSizes, inner: int) -> PieceSizes:

@@ -387,13 +387,11 @@ class LossLayouts:
             path: gathered_slice(use, self._parameter_layout(use.view.parameter, mesh), regions)
             for path, use in uses.items()
         }
-        others = {
-            uses[path].view.parameter for path, function in gathers.items() if function is None
-        }
+        rest = {uses[path].view.parameter for path, function in gathers.items() if function is None}
         return {
             path: function
             for path, function in gathers.items()
-            if function is not None and uses[path].view.parameter not in others
+            if function is not None and uses[path].view.parameter not in rest
         }
 
     @staticmethod

@@ -34,16 +34,16 @@ PLATFORMS = {"google": ("tpu",), "nvidia": ("gpu", "cuda"), "cpu": ("cpu",)}
 
 @diagnostic
 def idle_devices(
-    shape: MeshShape, available: int, processes: Sequence[int] = ()
+    shape: MeshShape, total: int, processes: Sequence[int] = ()
 ) -> tuple[Finding, ...]:
     """A finding if JAX sees more devices than a mesh uses, or if whole processes own none of
     them.
 
     Args:
-        available: number of devices that JAX sees.
+        total: number of devices that JAX sees.
         processes: indices of processes without a device of the mesh.
     """
-    idle = available - shape.devices
+    idle = total - shape.devices
     if not idle and not processes:
         return ()
     if not idle:
@@ -65,7 +65,7 @@ def idle_devices(
             severity="warning",
             where=str(shape),
             message=(
-                f"the plan uses {shape.devices} of the {available} devices that JAX sees; {idle}"
+                f"the plan uses {shape.devices} of the {total} devices that JAX sees; {idle}"
                 f" stay idle{', all of ' + processes_text(processes) if processes else ''}."
             ),
             hint="plan for a topology of all devices",

@@ -107,12 +107,12 @@ def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
 
 def parameter_shardings(params: Any, mesh: Mesh) -> Any:
     """The sharding of every stored parameter, as a tree like the parameters."""
-    return _stored_shardings(params, LOSSES["loss"].parameters, "the parameters", mesh)
+    return _tree_shardings(params, LOSSES["loss"].parameters, "the parameters", mesh)
 
 
 def state_shardings(state: Any, mesh: Mesh) -> Any:
     """The sharding of every array of the state of a step, as a tree like the state."""
-    return _stored_shardings(state, STEP.parameters, "the state", mesh)
+    return _tree_shardings(state, STEP.parameters, "the state", mesh)
 
 
 def optimizer_shardings(opt_state: Any, mesh: Mesh) -> Any:
@@ -160,10 +160,8 @@ def make_step(
         loss: (params, batch) -> scalar, or (scalar, dict of metrics).
     """
     layouts = LOSSES["loss"]
-    state = (
-        parameter_shardings(params, mesh),
-        optimizer_shardings(_abstract_opt_state(optimizer, params), mesh),
-    )
+    opt_state = optimizer_shardings(_abstract_opt_state(optimizer, params), mesh)
+    state = parameter_shardings(params, mesh), opt_state
     results = *state, NamedSharding(mesh, P())
     inner = _automatic_mesh(mesh)
     gradients = _gradients(
@@ -211,13 +209,11 @@ def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Me
     """
     stored = state_shardings(state, mesh)
     program, out = _traced_step(step, state, batch)
-    microbatch_program = program
+    per_microbatch = program
     if any(loss.microbatches > 1 for loss in LOSSES.values()):
-        microbatch_program, _ = _traced_step(step, state, _abstract_batch(batch, STEP))
+        per_microbatch, _ = _traced_step(step, state, _abstract_batch(batch, STEP))
     marked = {
-        name: equation
-        for name, equation in named_equations(microbatch_program)
-        if _is_marked(equation.eqn)
+        name: equation for name, equation in named(per_microbatch) if _is_marked(equation.eqn)
     }
     if marked.keys() != LOSSES.keys():
         raise ValueError(
@@ -228,7 +224,7 @@ def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Me
     replicated = None if inner is mesh else NamedSharding(mesh, P())
     results = out.unflatten([*shardings, *[replicated] * (out.num_leaves - len(shardings))])
     losses = {
-        name: _planned_gradients(_MARKED_LOSSES[equation.eqn.params["name"]], LOSSES[name], inner)
+        name: _planned_loss(_MARKED_LOSSES[equation.eqn.params["name"]], LOSSES[name], inner)
         for name, equation in marked.items()
     }
     walk = _Walk(inner, names(program), STEP, "none", in_remat=False, losses=losses)
@@ -270,18 +266,16 @@ def value_and_grad(
         }
         nnx = sys.modules.get("flax.nnx")
         has_modules = nnx is not None and _has_modules((args, kwargs), nnx)
-        flat_loss = _module_loss if has_modules else _tree_loss
+        flat_loss = _nnx_loss if has_modules else _tree_loss
         flat, leaves, owners, finish = flat_loss(loss, args, kwargs, chosen, has_aux)
         trained = [owner is not None for owner in owners]
-        value, aux, grads = _gradients_in_one_call(flat, leaves, trained)
+        value, aux, grads = _as_one_call(flat, leaves, trained)
         grad_owners = [owner for owner in owners if owner is not None]
         aux, trees = finish(
             aux,
             {
                 position: [
-                    grad
-                    for owner, grad in zip(grad_owners, grads, strict=True)
-                    if owner == position
+                    g for owner, g in zip(grad_owners, grads, strict=True) if owner == position
                 ]
                 for position in chosen
             },
@@ -330,17 +324,10 @@ def _tree_loss(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has
             for position in chosen
         ]
 
-    return (
-        flat,
-        [all_leaves[index] for index in array_indices],
-        [owners[index] for index in array_indices],
-        finish,
-    )
+    return flat, [all_leaves[i] for i in array_indices], [owners[i] for i in array_indices], finish
 
 
-def _module_loss(
-    loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool
-) -> Any:
+def _nnx_loss(loss: Any, args: Any, kwargs: Any, chosen: Mapping[int, Any], has_aux: bool) -> Any:
     """`_tree_loss` for a loss of NNX modules, whose mutations are kept."""
     nnx = sys.modules["flax.nnx"]
     objects = list(args), dict(kwargs)
@@ -399,18 +386,15 @@ _MARKED_LOSSES: dict[str, _MarkedLoss] = {}
 _MARK_PREFIXES = ("sharded_loss_", "shardlib_markedloss_")
 
 
-def _gradients_in_one_call(
-    flat: Any, leaves: Sequence[Any], trained: Sequence[bool]
-) -> tuple[Any, Any, Any]:
+def _as_one_call(flat: Any, leaves: Sequence[Any], trained: Sequence[bool]) -> tuple[Any, Any, Any]:
     """(value, auxiliary results, gradients) from a call that stays one operation of the step."""
     closed, (_, aux) = jax.make_jaxpr(flat, return_shape=True)(*map(_aval, leaves))
     captured = [constant for constant in closed.consts if isinstance(constant, Tracer)]
 
     def with_captured(*values: Any) -> Any:
-        remaining = iter(values[len(leaves) :])
+        tracers = iter(values[len(leaves) :])
         constants = [
-            next(remaining) if isinstance(constant, Tracer) else constant
-            for constant in closed.consts
+            next(tracers) if isinstance(const, Tracer) else const for const in closed.consts
         ]
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, constants))(*values[: len(leaves)])
 
@@ -448,9 +432,7 @@ def _traced_step(step: Any, state: Any, batch: Any) -> tuple[Program, Any]:
     return flatten(closed), jax.tree.structure(out)
 
 
-def _planned_gradients(
-    marked: _MarkedLoss, layouts: Layouts, mesh: Any
-) -> Callable[..., list[Any]]:
+def _planned_loss(marked: _MarkedLoss, layouts: Layouts, mesh: Any) -> Callable[..., list[Any]]:
     """The computation of a marked loss under the plan: arrays -> value, auxiliary results,
     gradients.
     """
@@ -493,9 +475,7 @@ def _gradients(loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh
     """(params, frozen params, batch) -> ((value, metrics), gradients) with the layouts of the plan;
     the loss is traced for `abstract` arguments.
     """
-    differentiate = jax.value_and_grad(
-        _loss_in_layouts(loss, abstract, layouts, mesh), has_aux=True
-    )
+    differentiate = jax.value_and_grad(_with_layouts(loss, abstract, layouts, mesh), has_aux=True)
     constrain = partial(_constrain_tree, layouts=layouts, mesh=mesh)
 
     def zeros(leaf: Any) -> Any:
@@ -580,7 +560,7 @@ def _constrain_tree(tree: Any, column: int, layouts: Layouts, mesh: Any) -> Any:
     )
 
 
-def _loss_in_layouts(
+def _with_layouts(
     loss: Any, abstract: tuple[Any, Any, Any], layouts: Layouts, mesh: Any
 ) -> Callable[[Any, Any, Any], Any]:
     """(params, frozen params, batch) -> (scalar, metrics), with the layouts of the plan."""
@@ -666,10 +646,10 @@ def names(program: Program) -> dict[str, str]:
     """Path of every operation -> its name: the primitive, and the number of these before it. Layers
     under a scan and under rematerialisation are counted at the position of their loop.
     """
-    return {equation.path: name for name, equation in named_equations(program)}
+    return {equation.path: name for name, equation in named(program)}
 
 
-def named_equations(program: Program) -> Iterator[tuple[str, Equation]]:
+def named(program: Program) -> Iterator[tuple[str, Equation]]:
     """(name, operation) of every operation, see `names`."""
     counts: Counter[str] = Counter()
 
@@ -798,10 +778,8 @@ class _Walk:
             if name in self.layouts.contractions
             else _bind(eqn, values)
         )
-        return [
-            self._in_layout(f"{name} {k}" if k else name, result)
-            for k, result in enumerate(results)
-        ]
+        keys = [f"{name} {k}" if k else name for k in range(len(results))]
+        return list(map(self._in_layout, keys, results))
 
     def _in_layout(self, name: str, value: Any) -> Any:
         """A value, constrained to its layout in the plan if it has one."""
@@ -824,11 +802,8 @@ class _Walk:
         Args:
             dim: the first dim of the parameter that `leaf` has: 1 for one layer of a stack.
         """
-        gradient, gathered = (
-            self.layouts.parameters[path][GRADIENT],
-            self.layouts.gathered.get(path),
-        )
-        leaf = _with_cotangent(leaf, P(*gradient[dim:]), self.mesh)
+        gradient = P(*self.layouts.parameters[path][GRADIENT][dim:])
+        leaf, gathered = _with_cotangent(leaf, gradient, self.mesh), self.layouts.gathered.get(path)
         return leaf if gathered is None else _constrain(leaf, P(*gathered[dim:]), self.mesh)
 
     def _contraction(self, eqn: Any, name: str, values: list[Any]) -> Any:
@@ -860,8 +835,7 @@ class _Walk:
                 ]
                 return _bind(eqn, operands)[0]
 
-            grad = jax.linear_transpose(linear, operand_aval)(cotangent)[0]
-            grad = in_layout(position, grad)
+            grad = in_layout(position, jax.linear_transpose(linear, operand_aval)(cotangent)[0])
             if wide and before is not None:  # it is reduced in the wider dtype
                 grad = _constrain(grad, before, self.mesh)
             return grad.astype(aval.dtype)
@@ -988,9 +962,7 @@ def _by_path(tree: Any, function: Callable[[str, Any], Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def _stored_shardings(
-    tree: Any, planned: Mapping[str, Sequence[Any]], what: str, mesh: Mesh
-) -> Any:
+def _tree_shardings(tree: Any, planned: Mapping[str, Sequence[Any]], what: str, mesh: Mesh) -> Any:
     """The stored shardings of a tree of arrays."""
     shapes = {path: tuple(np.shape(leaf)) for path, leaf in paths(tree)}
     wrong = [

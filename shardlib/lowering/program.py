@@ -1225,11 +1225,8 @@ def without_pipeline(
             return loss(joined(trained), state, batch)
 
         if deferred is not None:
-            of_trained_params = replace(
-                deferred,
-                all_params=joined,
-                fully_deferred=partition.numbered(deferred.fully_deferred),
-            )
+            numbers = partition.numbered(deferred.fully_deferred)
+            of_trained_params = replace(deferred, all_params=joined, fully_deferred=numbers)
             return accumulate_deferred(of_trained_params, batch, microbatches, gradient)(
                 partition.trained(params), state
             )

@@ -306,7 +306,7 @@ class TracedFunction:
         """A traced program, without equations that its outputs do not need."""
         positions = {number: k for k, number in enumerate(program.inputs)}
         computed = [*dict.fromkeys(number for number in program.outputs if number not in positions)]
-        computed_positions = {number: k for k, number in enumerate(computed)}
+        indices = {number: k for k, number in enumerate(computed)}
         equations, reads = needed(program.equations, computed)
         return TracedFunction(
             program=program,
@@ -315,9 +315,7 @@ class TracedFunction:
             read_inputs=tuple(k for k, number in enumerate(program.inputs) if number in reads),
             computed=tuple(program.outputs.index(number) for number in computed),
             sources=tuple(
-                (False, positions[number])
-                if number in positions
-                else (True, computed_positions[number])
+                (False, positions[number]) if number in positions else (True, indices[number])
                 for number in program.outputs
             ),
         )
@@ -337,15 +335,13 @@ class TracedFunction:
     def without_inputs(self, dropped: Collection[int]) -> TracedFunction:
         """The function without inputs that it does not read."""
         kept = [k for k in range(len(self.inputs)) if k not in dropped]
-        positions = {k: position for position, k in enumerate(kept)}
+        index = {k: position for position, k in enumerate(kept)}
         return replace(
             self,
             program=replace(self.program, inputs=tuple(self.program.inputs[k] for k in kept)),
             inputs=tuple(self.inputs[k] for k in kept),
-            read_inputs=tuple(positions[k] for k in self.read_inputs),
-            sources=tuple(
-                (computed, k if computed else positions[k]) for computed, k in self.sources
-            ),
+            read_inputs=tuple(index[k] for k in self.read_inputs),
+            sources=tuple((computed, k if computed else index[k]) for computed, k in self.sources),
         )
 
     def compiled(
@@ -362,7 +358,7 @@ class TracedFunction:
             shardings: required shardings of results; None leaves one to the compiler.
             donated: positions of donated inputs.
         """
-        out_shardings = [*shardings, *[None] * (len(self.sources) - len(shardings))]
+        requested = [*shardings, *[None] * (len(self.sources) - len(shardings))]
 
         def run(*read: Any) -> Arrays:
             env = {
@@ -383,14 +379,10 @@ class TracedFunction:
             return [env[self.program.outputs[k]] for k in self.computed]
 
         run.__name__ = run.__qualname__ = name
-        donate_argnums = tuple(
-            position for position, k in enumerate(self.read_inputs) if k in set(donated)
-        )
+        argnums = tuple(i for i, k in enumerate(self.read_inputs) if k in set(donated))
         with in_mesh(mesh):
             jitted = jax.jit(
-                run,
-                donate_argnums=donate_argnums,
-                out_shardings=[out_shardings[k] for k in self.computed],
+                run, donate_argnums=argnums, out_shardings=[requested[k] for k in self.computed]
             )
             arguments = tuple(self.inputs[k] for k in self.read_inputs)
             compiled = jitted.lower(*arguments).compile()

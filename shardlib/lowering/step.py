@@ -258,14 +258,14 @@ def _experts_as_written() -> Finding:
 
 
 def abstract_batch(
-    batch: Tree, evaluated: LossForRows, shard: Callable[[Layout], NamedSharding]
+    batch: Tree, for_rows: LossForRows, shard: Callable[[Layout], NamedSharding]
 ) -> Tree:
     """An abstract batch with shardings.
 
     Args:
         shard: layout -> sharding.
     """
-    layouts = [layout for _, layout in evaluated.batch]
+    layouts = [layout for _, layout in for_rows.batch]
     leaves, structure = jax.tree.flatten(batch)
     return structure.unflatten(
         [
@@ -376,7 +376,7 @@ class Evaluation:
                 "a program for devices that are not here cannot evaluate\nTry:"
                 " shardlib.compile(...) on the devices themselves"
             )
-        evaluated = loss_for_rows(
+        for_rows = loss_for_rows(
             _whole_batch_plan(self.plan),
             self.model,
             self._fixed_state_loss,
@@ -385,8 +385,8 @@ class Evaluation:
             self.axes,
         )
         replicated = named_sharding(self.mesh, Layout())
-        sharded = abstract_batch(batch, evaluated, lambda layout: named_sharding(self.mesh, layout))
-        loss, findings = self._lowered(evaluated, sharded)
+        sharded = abstract_batch(batch, for_rows, lambda layout: named_sharding(self.mesh, layout))
+        loss, findings = self._lowered(for_rows, sharded)
 
         def evaluate(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
             value, (metrics, _) = loss(params, model_state, batch)
@@ -402,32 +402,30 @@ class Evaluation:
             )
             compiled = jitted.lower(*arguments).compile()
         call = _jax_compat.runnable(jitted, compiled, arguments, self.mesh)
-        return EvaluationProgram(
-            call=call, batch=sharded, findings=(*evaluated.findings, *findings)
-        )
+        return EvaluationProgram(call=call, batch=sharded, findings=(*for_rows.findings, *findings))
 
     def _fixed_state_loss(self, params: Tree, state: Tree, batch: Tree) -> Any:
         """The loss, with the model state returned unchanged."""
         value, (metrics, _) = self.loss(params, state, batch)
         return value, (metrics, state)
 
-    def _lowered(self, evaluated: LossForRows, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
+    def _lowered(self, for_rows: LossForRows, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
         """The loss with its layouts, run through the stages if there are any."""
-        plan, shardings = evaluated.plan, jax.tree.map(lambda leaf: leaf.sharding, batch)
+        plan = for_rows.plan
         if plan.mesh["stage"] > 1:
-            dims = with_folds(batch_dims(evaluated.axes), batch, evaluated.traced.program)
+            dims = with_folds(batch_dims(for_rows.axes), batch, for_rows.traced.program)
             try:
                 staged, findings = pipeline(
                     plan,
-                    evaluated.traced,
+                    for_rows.traced,
                     self.model.state,
                     self.mesh,
                     self.params,
-                    StagedLayouts(layers=evaluated.value_layouts, outside_values={}),
-                    key_inputs(dims, evaluated.traced.closed_jaxpr),
+                    StagedLayouts(layers=for_rows.value_layouts, outside_values={}),
+                    key_inputs(dims, for_rows.traced.closed_jaxpr),
                 )
             except PlanError as error:
-                return self._without_pipeline(evaluated), (
+                return self._without_pipeline(for_rows), (
                     Finding(
                         code="evaluation-without-stages",
                         severity="warning",
@@ -438,21 +436,19 @@ class Evaluation:
                         ),
                     ),
                 )
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, batch)
+            whole = Microbatches(shardings=shardings, dims=dims, count=1)
             return (
-                lambda params, state, batch: staged.loss(
-                    params,
-                    state,
-                    *Microbatches(shardings=shardings, dims=dims, count=1).split(batch),
-                ),
+                lambda params, state, batch: staged.loss(params, state, *whole.split(batch)),
                 findings,
             )
-        return self._without_pipeline(evaluated), ()
+        return self._without_pipeline(for_rows), ()
 
-    def _without_pipeline(self, evaluated: LossForRows) -> PureLoss:
+    def _without_pipeline(self, for_rows: LossForRows) -> PureLoss:
         return loss_in_layouts(
-            evaluated.traced,
+            for_rows.traced,
             LossLayouts.of(
-                evaluated.traced, evaluated.plan, self.mesh, self.params, evaluated.value_layouts
+                for_rows.traced, for_rows.plan, self.mesh, self.params, for_rows.value_layouts
             ),
         )
 

@@ -172,9 +172,7 @@ ADDITION = "add"
 #: Operations that take a part of a parameter.
 SLICES: frozenset[str] = frozenset({"slice", "dynamic_slice"})
 _LINEAR: frozenset[str] = frozenset({"dot_general", "conv_general_dilated", "gather", *SLICES})
-_SAME_DIMS: frozenset[str] = frozenset(
-    {"convert_element_type", "copy", "copy_p", "reduce_precision"}
-)
+_SAME_DIMS = frozenset({"convert_element_type", "copy", "copy_p", "reduce_precision"})
 
 
 def weight_uses(equations: Iterable[LossEquation]) -> Mapping[str, Use]:
@@ -219,16 +217,15 @@ def _with_more_dims(entry: LossEquation) -> View | None:
     params, view, aval = (entry.equation.params, entry.views[0], entry.equation.eqn.invars[0].aval)
     if view is None or len(entry.views) != 1 or sum(size > 1 for size in aval.shape) < 2:
         return None
-    operand_dims = dict(zip(params["broadcast_dimensions"], range(aval.ndim), strict=True))
+    sources = dict(zip(params["broadcast_dimensions"], range(aval.ndim), strict=True))
     if any(
-        size != (aval.shape[operand_dims[dim]] if dim in operand_dims else 1)
+        size != (aval.shape[sources[dim]] if dim in sources else 1)
         for dim, size in enumerate(params["shape"])
     ):
         return None
     dims = range(len(params["shape"]))
     return replace(
-        view,
-        dims=tuple(view.dims[operand_dims[dim]] if dim in operand_dims else None for dim in dims),
+        view, dims=tuple(view.dims[sources[dim]] if dim in sources else None for dim in dims)
     )
 
 
@@ -408,8 +405,8 @@ def _equations(
             body = equation.inside()
             yield from _equations(
                 body,
-                _of_inner_inputs(body.inputs, equation.inputs, sources),
-                _of_inner_inputs(body.inputs, equation.inputs, views),
+                _inner(body.inputs, equation.inputs, sources),
+                _inner(body.inputs, equation.inputs, views),
             )
         elif equation.name == "scan":
             yield from _body_equations(equation, sources, views)
@@ -457,25 +454,23 @@ def _body_equations(
         *((("carry", k)) for k in range(carried)),
         *(("enter", k) for k in range(len(body.inputs) - constants - carried)),
     ]
-    inner = _of_inner_inputs(body.inputs[:constants], equation.inputs[:constants], sources)
+    inner = _inner(body.inputs[:constants], equation.inputs[:constants], sources)
     inner |= {
         number: (f"{equation.path}/{kind}/{k}", 0)
         for number, (kind, k) in zip(body.inputs[constants:], kinds, strict=True)
     }
-    inner_views = _of_inner_inputs(body.inputs[:constants], equation.inputs[:constants], views)
+    inner_views = _inner(body.inputs[:constants], equation.inputs[:constants], views)
     first = constants + carried
     inner_views |= {
         number: replace(
             view, dims=view.dims[1:], lengths=(*view.lengths, equation.params["length"])
         )
-        for number, view in _of_inner_inputs(
-            body.inputs[first:], equation.inputs[first:], views
-        ).items()
+        for number, view in _inner(body.inputs[first:], equation.inputs[first:], views).items()
     }
     yield from _equations(body, inner, inner_views)
 
 
-def _of_inner_inputs(
+def _inner(
     inner: Sequence[int], outer: Sequence[int], by_number: Mapping[int, Any]
 ) -> dict[int, Any]:
     """A mapping of values as one of the inputs of an inner program.

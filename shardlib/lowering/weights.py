@@ -130,16 +130,12 @@ def gather_updated(
             loops and len(parameter.shape) > 2 and not parameter.state[0] and not parameter.rest[0]
         )
         leading = 1 if stacked else 0
-        gather_matrix = regions.gather_function(
+        gathering = regions.gather_function(
             parameter.shape[leading:],
             dict(enumerate(tuple(parameter.state)[leading:])),
             dict(enumerate(tuple(parameter.rest)[leading:])),
         )
-        return (
-            partial(_gather_stack, gather_matrix)
-            if stacked
-            else lambda leaf, old: gather_matrix(leaf)
-        )
+        return partial(_gather_stack, gathering) if stacked else lambda leaf, old: gathering(leaf)
 
     functions = [function(plan.parameters[i]) for i in order]
 
@@ -517,10 +513,8 @@ def operand_axes(use: Use, result: Layout, weight_axes: DimAxes) -> OperandAxes 
     alone as in the result; None if the batch is not sharded.
     """
     dims = contraction_dims(use.equation, use.position)
-    used_axes = {axis for names in weight_axes.values() for axis in names}
-    free_axes = {
-        dim: tuple(axis for axis in result[dim] if axis not in used_axes) for dim in dims.free
-    }
+    used = {axis for names in weight_axes.values() for axis in names}
+    free_axes = {dim: tuple(axis for axis in result[dim] if axis not in used) for dim in dims.free}
     partial_axes = tuple(axis for dim in dims.free for axis in free_axes[dim])
     if not any(axis not in WEIGHT_AXES for axis in partial_axes) or any(
         axis not in WEIGHT_AXES
@@ -747,17 +741,13 @@ class ManualLookup(_ManualGradient):
     def _inside(self, indices: Value) -> Value:
         """Indices into the device's own rows; the number of these for rows of other devices."""
         clipped = jnp.clip(indices, 0, self.use.shape[0] - 1) if self._clips else indices
-        local_index = clipped - (
+        index = clipped - (
             jax.lax.axis_index(self.regions.physical_axes(self.weight_axes[0]))
             * self.local_shape[0]
             if self.weight_axes[0]
             else 0
         )
-        return jnp.where(
-            (local_index >= 0) & (local_index < self.local_shape[0]),
-            local_index,
-            self.local_shape[0],
-        )
+        return jnp.where((index >= 0) & (index < self.local_shape[0]), index, self.local_shape[0])
 
     def cotangent_for_sums(self, cotangent: Value) -> Value:
         """The cotangent in the dtype in which the rows are used: compilers for TPUs gather it in
@@ -810,9 +800,9 @@ def manual_lookup(
         for i, dim in enumerate(use.view.dims)
         if dim is not None
     }
-    used_axes = {axis for axes in weight_axes.values() for axis in axes}
+    used = {axis for axes in weight_axes.values() for axis in axes}
     sharding: DimAxes = {
-        dim: tuple(a for a in axes if a not in used_axes) for dim, axes in enumerate(result[:-1])
+        dim: tuple(a for a in axes if a not in used) for dim, axes in enumerate(result[:-1])
     }
     partial_axes = tuple(axis for axes in sharding.values() for axis in axes)
     if not any(axis not in WEIGHT_AXES for axis in partial_axes):
@@ -864,14 +854,12 @@ def gathered_slice(
     if use.position != 0 or None in use.view.dims or not parameter.trained:
         return None
 
-    def axes_by_dim(layout: Layout) -> DimAxes:
+    def by_dim(layout: Layout) -> DimAxes:
         return {
             dim: layout[origin] for dim, origin in enumerate(use.view.dims) if origin is not None
         }
 
-    compute, stored, gradient = map(
-        axes_by_dim, (parameter.compute, parameter.rest, parameter.gradient)
-    )
+    compute, stored, gradient = map(by_dim, (parameter.compute, parameter.rest, parameter.gradient))
     if not any(gradient.values()) or any(
         layout[dim]
         for layout in (compute, stored, gradient)
@@ -1103,9 +1091,7 @@ def with_reduced_gradient(
     def run(activation: Value, weight: Value) -> Value:
         return forward(activation, weight)
 
-    def forward_and_save(
-        activation: Value, weight: Value
-    ) -> tuple[Value, tuple[Value, Value | None]]:
+    def fwd(activation: Value, weight: Value) -> tuple[Value, tuple[Value, Value | None]]:
         read = use.for_backward(activation)
         return forward(read, weight), (read, weight if operation.reads_weight else None)
 
@@ -1122,7 +1108,7 @@ def with_reduced_gradient(
         )
         return activation_gradient, gradient
 
-    run.defvjp(forward_and_save, backward)
+    run.defvjp(fwd, backward)
     return in_operand_order(use, run)
 
 

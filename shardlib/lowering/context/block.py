@@ -552,10 +552,7 @@ def attend_backward(
                 carry[0] + more[0],
                 blocked.columns.with_added(column, carry[1], more[1]),
                 blocked.columns.with_added(column, carry[2], more[2]),
-                *(
-                    before + more_gradient
-                    for before, more_gradient in zip(carry[3:], more[3:], strict=True)
-                ),
+                *(before + addend for before, addend in zip(carry[3:], more[3:], strict=True)),
             ), None
 
         start = *_zeros(blocked.rows.block(row, blocked.inputs.query)), *gradients

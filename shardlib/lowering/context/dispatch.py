@@ -400,20 +400,18 @@ class UlyssesAttention:
         take positions.
         """
         mask = AttentionMask(causal=self.causal, window=window, bias=bias)
-        all_gathered = self.cut.all_gathered
+        gather = self.cut.all_gathered
         if self.kernels.kind != "blocks":
-            documents = None if segments is None else (segments, all_gathered(segments))
-            return self._by_kernel(query, all_gathered(key), all_gathered(value), documents, mask)
+            documents = None if segments is None else (segments, gather(segments))
+            return self._by_kernel(query, gather(key), gather(value), documents, mask)
         tokens = Positions(
             position=self.cut.positions(self.cut.device(), query.shape[1]), document=segments
         )
         all_tokens = Positions(
             position=_positions(self.cut, query.shape[1]),
-            document=None if segments is None else all_gathered(segments),
+            document=None if segments is None else gather(segments),
         )
-        return attention(
-            self.scores, query, all_gathered(key), all_gathered(value), tokens, all_tokens, mask
-        )
+        return attention(self.scores, query, gather(key), gather(value), tokens, all_tokens, mask)
 
     def ulysses(
         self,

@@ -225,9 +225,7 @@ class Ring:
 
     def _send(self, arrays: tuple[Any, ...], hop: int = 1) -> tuple[Any, ...]:
         return (
-            tuple(self.cut.received(leaf, hop) for leaf in arrays)
-            if hop % self.cut.ways
-            else arrays
+            tuple(self.cut.shifted(leaf, hop) for leaf in arrays) if hop % self.cut.ways else arrays
         )
 
     def _tokens(self, number: Index, local: int, segments: Value | None = None) -> Positions:

@@ -153,7 +153,7 @@ class Cut:
         element = jax.lax.stop_gradient(array)[(0,) * array.ndim]
         return replace(self, device_index=jax.lax.optimization_barrier((self.device(), element))[0])
 
-    def received(self, array: Value, hop: int = 1) -> Value:
+    def shifted(self, array: Value, hop: int = 1) -> Value:
         """The array of the device whose index is smaller by `hop`."""
         return self._permute(array, [(i, (i + hop) % self.ways) for i in range(self.ways)])
 

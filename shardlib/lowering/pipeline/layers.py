@@ -429,9 +429,7 @@ class LayerRemat:
             return 0
         return layers if self.count is None else min(layers, self.count)
 
-    def wrappers(
-        self, *, prevent_cse: bool
-    ) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
+    def wraps(self, *, prevent_cse: bool) -> tuple[Callable[[Body], Body], Callable[[Body], Body]]:
         """Transformations of a layer that follows the policy, and of one that does not."""
         following, saving_all = (
             partial(rematerialised, remat=policy, prevent_cse=prevent_cse, offloaded=self.offloaded)
@@ -461,7 +459,7 @@ def as_loop(
         The final carry, and stacked results [layers, ...].
     """
     body = _with_named_input(body) if remat.offloaded else body
-    following, saving_all = remat.wrappers(prevent_cse=False)
+    following, saving_all = remat.wraps(prevent_cse=False)
     count = remat.followed(layers)
     if count in (0, layers):
         return jax.lax.scan(
@@ -487,7 +485,7 @@ def as_unrolled(
 ) -> tuple[Carry, Arrays]:
     """Unrolled form of `as_loop`; `scanned` may be a list of one tree per layer."""
     body = _with_named_input(body) if remat.offloaded else body
-    following, saving_all = (wrap(body) for wrap in remat.wrappers(prevent_cse=True))
+    following, saving_all = (wrap(body) for wrap in remat.wraps(prevent_cse=True))
     count, exits = remat.followed(layers), list[Arrays]()
     for layer in range(layers):
         carry, results = (following if layer < count else saving_all)(
@@ -547,9 +545,8 @@ class LinearisedChunk:
         """The weight-gradient half of the backward pass."""
         # Placeholders: the second half does not read the cotangents.
         cotangents = [leaf for leaf in self.outputs if is_differentiable(leaf)]
-        return self._halves(cotangents).run_second(
-            [*self._residuals(stash), *cotangents], residuals
-        )
+        inputs = [*self._residuals(stash), *cotangents]
+        return self._halves(cotangents).run_second(inputs, residuals)
 
     def _residuals(self, stash: Arrays) -> Arrays:
         """All residuals of the backward pass, in its order."""
@@ -1085,9 +1082,8 @@ class Chunk:
                 return [leaf for leaf, flag in zip(outputs, flags, strict=True) if flag], outputs
 
             differentiable = [leaf for leaf, flag in zip(activations, flags, strict=True) if flag]
-            _, pull, outputs = jax.vjp(
-                run, self._differentiated(operands), differentiable, has_aux=True
-            )
+            primals = self._differentiated(operands), differentiable
+            _, pull, outputs = jax.vjp(run, *primals, has_aux=True)
             leaves, treedef = jax.tree.flatten(pull)
             pull_tree.append(treedef)
             return outputs, leaves

@@ -347,7 +347,7 @@ class Pipeline:
             self.outside_layouts.walk(loose=not self.layouts_known), layer_policies=self.remat.loops
         )
 
-    def stack_by_stage(self, stack: Value) -> Value:
+    def by_stage(self, stack: Value) -> Value:
         """A stack of layers [layers, ...] as [stages, chunks, layers of a chunk, ...], padded with
         copies of the last layer.
         """
@@ -511,27 +511,17 @@ class Pipeline:
                 **dict(zip(sections.program.inputs, self.layouts.parameters(leaves), strict=False)),
             }
             evaluate_equations(sections.once_equations, env, self.walk())
-            differentiable = {
+            values = {
                 number: env[number]
                 for number in sections.once
                 if PARAMETERS in sections.labels[number] and is_differentiable(env[number])
             }
-            fixed = {
-                number: env[number] for number in sections.once if number not in differentiable
-            }
-            stacks = [
-                self.stack_by_stage(differentiable[sections.scanned[k]])
-                for k in sections.roles.weights
-            ]
-            outside = {
-                number: differentiable[number]
-                for number in sections.read_outside
-                if number in differentiable
-            }
-            shared = [differentiable[sections.constants[k]] for k in sections.roles.shared]
+            fixed = {number: env[number] for number in sections.once if number not in values}
+            stacks = [self.by_stage(values[sections.scanned[k]]) for k in sections.roles.weights]
+            outside = {number: values[number] for number in sections.read_outside & values.keys()}
+            shared = [values[sections.constants[k]] for k in sections.roles.shared]
             tables = [
-                self.stack_by_stage(jnp.asarray(env[sections.scanned[k]]))
-                for k in sections.roles.tables
+                self.by_stage(jnp.asarray(env[sections.scanned[k]])) for k in sections.roles.tables
             ]
             constant = [jnp.asarray(env[sections.constants[k]]) for k in sections.roles.constant]
             derived = OnceValues(stacks=stacks, shared=shared, outside=outside)
@@ -642,9 +632,8 @@ class Ticks:
                 ],
             )
 
-        results, outside, cotangents = self._or_zeros(
-            (chunk == self.table.last_chunk) & active, after
-        )
+        is_last = chunk == self.table.last_chunk
+        results, outside, cotangents = self._or_zeros(is_last & active, after)
         return {
             **carry,
             "results": plus(carry["results"], results),
@@ -726,7 +715,7 @@ class Ticks:
             lambda microbatch: self.sections.keys(self._inputs(*microbatch), self.pipeline.walk()),
             (self.states, self.batch),
         )
-        return [jax.vmap(self.pipeline.stack_by_stage)(leaf) for leaf in keys]
+        return [jax.vmap(self.pipeline.by_stage)(leaf) for leaf in keys]
 
     def _or_zeros(self, condition: Any, make: Callable[[], Any]) -> Any:
         """The result of `make` if the condition holds, otherwise zeros; the condition is the same
@@ -846,9 +835,8 @@ class Ticks:
             )
         carry = run_round(carry, jnp.int32(last), EdgeWork(entering=False, leaving=True))
         done = self.table.rounds * self.table.microbatches
-        carry = run(
-            carry, start + done, stop - start - done, EdgeWork(entering=False, leaving=True)
-        )
+        leaving = EdgeWork(entering=False, leaving=True)
+        carry = run(carry, start + done, stop - start - done, leaving)
         for chunk in () if forward else reversed(range(self.stages.ready_slots)):
             carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
         return carry
@@ -903,9 +891,8 @@ class Ticks:
     def _start(self) -> Carry:
         """The initial carry of the ticks, without the sums."""
         stages, count = self.stages, self.table.stages
-        arrays = (
-            replace(self.arrays, ready=self._zero_operands()) if self.in_rounds else self.arrays
-        )
+        ready = self._zero_operands()
+        arrays = replace(self.arrays, ready=ready) if self.in_rounds else self.arrays
 
         def zeros(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))

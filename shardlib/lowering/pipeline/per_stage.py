@@ -577,12 +577,10 @@ def chunk_programs(
     programs, avals = _gather_and_reduce(work, avals, mesh, name)
     arguments = (avals.arrays, avals.micro, list(avals.entering))
     forward = _traced(work.forward, arguments, mesh)
-    num_outputs = len(work.activations)
+    count = len(work.activations)  # outputs, which precede the stash
     saved = [
         _on_host(leaf, mesh) if on_host else leaf
-        for leaf, on_host in zip(
-            forward.results[num_outputs:], forward.on_host[num_outputs:], strict=True
-        )
+        for leaf, on_host in zip(forward.results[count:], forward.on_host[count:], strict=True)
     ]
     weights, positions = _weights_program(work, avals, saved, mesh) if split else (None, ())
     sent = [leaf.sharding for leaf in avals.entering if is_differentiable(leaf)]
@@ -595,10 +593,7 @@ def chunk_programs(
         programs = replace(programs, fused=fused, stash_positions=positions, sent_count=len(sent))
     else:
         forward_program = forward.compiled(f"{name}_forward", mesh)
-        outputs, saved = (
-            forward_program.results[:num_outputs],
-            forward_program.results[num_outputs:],
-        )
+        outputs, saved = forward_program.results[:count], forward_program.results[count:]
         traced, sums = _backward(work, avals, outputs, saved, mesh, split)
         backward = _with_sums(traced, sums, sent, mesh, f"{name}_backward")
         saved, residuals = [saved[k] for k in positions], backward.results[len(sums) + len(sent) :]
@@ -856,11 +851,9 @@ class LayerSplit:
 
     def layer_stack(self, chunks: Sequence[Value]) -> Value:
         """The stack of layers from the arrays of `chunk_stacks` (its inverse)."""
-        return (
-            chunks[0]
-            if self.is_contiguous
-            else jnp.concatenate(list(chunks))[jnp.array(self.padded_positions)]
-        )
+        if self.is_contiguous:
+            return chunks[0]
+        return jnp.concatenate(list(chunks))[jnp.array(self.padded_positions)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -890,12 +883,10 @@ class StageMeshes:
         axes = physical_axes(mesh, ("stage",))
         sizes, ones = [mesh.shape[axis] for axis in axes], (1,) * len(axes)
         # The stage axis is the first one.
-        devices = mesh.devices.reshape(int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :])
+        grids = mesh.devices.reshape(int(np.prod(sizes)), *ones, *mesh.devices.shape[len(axes) :])
         return StageMeshes(
             mesh=mesh,
-            stages=tuple(
-                Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types) for grid in devices
-            ),
+            stages=tuple(Mesh(grid, mesh.axis_names, axis_types=mesh.axis_types) for grid in grids),
         )
 
     @property
@@ -1164,9 +1155,8 @@ class Opening:
             and self.meshes.is_over_stages(stored)
         ):
             return [stack]
-        sharding = self.meshes.over_stages(
-            self._without_stage_axis(() if stored is None else stored.spec[1:])
-        )
+        spec = () if stored is None else stored.spec[1:]
+        sharding = self.meshes.over_stages(self._without_stage_axis(spec))
         return [
             jax.lax.with_sharding_constraint(leaf, sharding)
             for leaf in self.split.chunk_stacks(stack)
@@ -1473,10 +1463,8 @@ class StepRun:
         if program.forward is None:
             return  # done by the backward pass
         results = program.forward([*self._arguments(*index), *self.entering.pop(index, ())])
-        outputs, self.saved[index] = (
-            results[: len(program.outputs)],
-            results[len(program.outputs) :],
-        )
+        count = len(program.outputs)
+        outputs, self.saved[index] = results[:count], results[count:]
         if chunk + 1 < len(self.programs.chunks):
             self.entering[chunk + 1, micro] = jax.device_put(
                 outputs, self.programs.entering_shardings[chunk + 1]
@@ -1488,9 +1476,8 @@ class StepRun:
         program, index = self.programs.chunks[chunk], (chunk, micro)
         sums = [*self.early[chunk], *(self.late[chunk] if program.weights is None else ())]
         if program.fused is not None:
-            results = program.fused(
-                [*self._arguments(*index), *self.entering.pop(index, ()), *sums]
-            )
+            inputs = [*self._arguments(*index), *self.entering.pop(index, ())]
+            results = program.fused([*inputs, *sums])
         else:
             assert program.backward is not None
             saved = self.saved.pop(index)
@@ -1570,9 +1557,7 @@ class StagePrograms:
         """The sums of a chunk, abstract."""
         work = self.work[chunk]
         outside = {
-            number: self._sum(number, chunk)
-            for number in work.outside
-            if self._is_differentiable(number)
+            number: self._sum(number, chunk) for number in work.outside if self._has_grad(number)
         }
         return {
             "early": EdgeSums(
@@ -1639,7 +1624,7 @@ class StagePrograms:
         """The dtype in which gradients of a given dtype are summed."""
         return self.opening.pipeline.layouts.reductions.accumulator(dtype)
 
-    def _is_differentiable(self, number: int) -> bool:
+    def _has_grad(self, number: int) -> bool:
         return is_differentiable(self.work[0].sections.program.avals[number])
 
     @property
@@ -1873,11 +1858,9 @@ def _work(number: int, opening: Opening, stage_plan: Plan) -> ChunkWork:
     pipeline, split, stages = opening.pipeline, opening.split, opening.meshes.stages
     layers, mesh = split.counts[number], stages[number % len(stages)]
     sections = pipeline.sections
-    on_stage = jax.tree.map(
-        lambda sharding: NamedSharding(mesh, sharding.spec), vars(opening.params)
-    )
+    on_mesh = jax.tree.map(lambda leaf: NamedSharding(mesh, leaf.spec), vars(opening.params))
     layouts = LossLayouts.of(
-        pipeline.traced, stage_plan, mesh, ParameterShardings(**on_stage), pipeline.layouts.values
+        pipeline.traced, stage_plan, mesh, ParameterShardings(**on_mesh), pipeline.layouts.values
     )
     layouts = replace(layouts, reductions=pipeline.layouts.reductions)
     chunk = Chunk(
