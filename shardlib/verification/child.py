@@ -130,11 +130,11 @@ def compile_job(folder: Path) -> JsonObject:
         "compile_seconds": seconds,
         "memory": compiled_memory(compiled, offloaded=any(job["in_kinds"])),
         "device_kind": devices[0].device_kind,
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     from importlib import metadata
 
     versions: dict[str, str] = {}

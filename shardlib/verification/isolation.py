@@ -323,7 +323,7 @@ def exported(
     try:
         with _jax_compat.in_mesh(mesh):
             program = export.export(
-                jitted, platforms=[platform], disabled_checks=_unstable_calls()
+                jitted, platforms=[platform], disabled_checks=unstable_calls()
             )(*leaves)
         data = bytes(program.serialize())
     except Exception as error:
@@ -342,7 +342,7 @@ def exported(
     )
 
 
-def _unstable_calls() -> list[export.DisabledSafetyCheck]:
+def unstable_calls() -> list[export.DisabledSafetyCheck]:
     """Programs are compiled with the very JAX that exported them: a custom call need not stay
     stable over versions.
     """

@@ -689,6 +689,7 @@ class Scheduled:
         matmuls: kernels with matmuls between the two.
         cycles: that the compiler estimates for all between the two; 0 where it estimates nothing.
         operation: what of the user's program it comes from.
+        name: of its instruction.
     """
 
     kind: str
@@ -698,6 +699,7 @@ class Scheduled:
     matmuls: int
     cycles: int
     operation: str
+    name: str = ""
 
 
 def scheduled(text: str | Module, mesh: MeshShape) -> tuple[Scheduled, ...]:
@@ -742,8 +744,9 @@ class _OverlapReader:
                 bytes=_bytes(inner),
                 split=split,
                 matmuls=sum(map(self._multiplies, between)),
-                cycles=sum(map(_estimated_cycles, between)),
+                cycles=sum(map(estimated_cycles, between)),
                 operation=inner.op_name,
+                name=inner.name,
             )
 
     def _collective(self, instruction: Instruction) -> Instruction | None:
@@ -1114,7 +1117,7 @@ class _TrafficReader:
             return self.loop(instruction, body)
         if opcode == "conditional":
             return self.conditional(instruction, body)
-        executions = Executions((), _estimated_cycles(instruction))
+        executions = Executions((), estimated_cycles(instruction))
         if opcode == "fusion":
             return executions + self.fusion(instruction, body)
         if opcode in APPLIED or opcode.endswith(("-done", "-update")):
@@ -1206,6 +1209,6 @@ class _TrafficReader:
 NO_ESTIMATE = 2**63 - 1
 
 
-def _estimated_cycles(instruction: Instruction) -> int:
+def estimated_cycles(instruction: Instruction) -> int:
     match = re.search(r'"estimated_cycles":\s*"?(\d+)', instruction.rest)
     return int(match[1]) if match and int(match[1]) < NO_ESTIMATE else 0

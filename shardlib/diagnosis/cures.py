@@ -1,0 +1,177 @@
+"""Cures: edits of a program that remove communication, each compiled and measured.
+
+Candidates follow from the shardings that meet: the value laid out where it is made as it is needed,
+without an axis, or with the axis on another dim; an argument stored so; a layout of the program
+left out; and, first of all, values that have lost the batch's sharding laid out over it again.
+Shardy propagates the shardings of every candidate, which takes a second and no compiler; the
+best of them are compiled, and what is kept has to help there: fewer bytes on the wire, a shorter
+step by the compiler's kernels and the links, and no more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shardlib.cost.pricing import group_seconds
+from shardlib.diagnosis.edits import LAYOUTS, Edit, Spec
+from shardlib.diagnosis.program import TracedFunction
+from shardlib.diagnosis.rows import Meeting, Row, ValueOrigin, read_meetings
+from shardlib.diagnosis.source import read_source
+from shardlib.machines.topology import Topology
+from shardlib.untrusted.data import JsonObject
+from shardlib.verification.hlo import BITS
+
+#: A cure takes at least this share of a program's bytes off the wire.
+LEAST = 0.02
+#: More memory than so many times what the program takes without it is no cure.
+MOST_MEMORY = 1.05
+#: Candidates that Shardy looks at in one round.
+MOST_CANDIDATES = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cure:
+    """An edit that helps, as it was measured by the compiler.
+
+    Attributes:
+        edit: what to change.
+        place: the line, "model.py:41", or the argument.
+        text: the line as it should be, or the new sharding of the argument.
+        bytes: on the wire per device and call, (before, after).
+        seconds: of the step, (before, after): kernels where the compiler estimates them, and
+            communication that nothing hides.
+        memory: peak bytes per device, (before, after).
+    """
+
+    edit: Edit
+    place: str
+    text: str
+    bytes: tuple[float, float]
+    seconds: tuple[float, float]
+    memory: tuple[int, int]
+
+
+def candidates(
+    rows: Sequence[Row], shardings: JsonObject, function: TracedFunction, batch: frozenset[str]
+) -> list[Edit]:
+    """Edits that may remove the communication of rows that are not inherent, the most promising
+    first.
+    """
+    sizes = dict(function.mesh)
+    edits: dict[Edit, None] = {}
+    for edit in _batch_edits(shardings, function, batch):
+        edits.setdefault(edit)
+    for row in rows:
+        if row.inherent is not True and row.meeting is not None:
+            for edit in _edits_of(row.meeting, function, sizes):
+                edits.setdefault(edit)
+    return list(edits)[:MOST_CANDIDATES]
+
+
+def _batch_edits(
+    shardings: JsonObject, function: TracedFunction, batch: frozenset[str]
+) -> Iterator[Edit]:
+    """Values of the forward pass whose first dim is the batch's and has lost its sharding."""
+    data = {a.shape[0]: a.spec[0] for a in function.arguments if a.shape and set(a.spec[0]) & batch}
+    seen = set[tuple[str, int, int]]()
+    for value in shardings.get("values", ()):
+        source = read_source(value["location"])
+        shape = tuple(value["shape"])
+        if source.operation.backward or source.user is None or not shape or len(shape) < 2:
+            continue
+        axes = data.get(shape[0])
+        spec: Spec = tuple(tuple(a) for a in value["spec"])
+        if not axes or set(axes) & set(spec[0]) or source.user.key in seen:
+            continue
+        seen.add(source.user.key)
+        others = tuple(tuple(a for a in dim if a not in axes) for dim in spec[1:])
+        yield Edit(spec=(axes, *others), frame=source.user, shape=shape)
+
+
+def _edits_of(meeting: Meeting, function: TracedFunction, sizes: dict[str, int]) -> Iterator[Edit]:
+    layouts = [s for s in meeting.users if s.operation.primitive in LAYOUTS]
+    for source in layouts:
+        if source.user:
+            yield Edit(spec=meeting.made, frame=source.user, removes=True)
+    yield from _on(meeting.value, meeting.needed, meeting.axes, sizes)
+    for user in meeting.users[:1]:
+        if user.user and not user.operation.backward and user not in layouts:
+            yield Edit(spec=meeting.made, frame=user.user, shape=meeting.value.shape)
+    if meeting.contraction:
+        for operand in meeting.contraction.operands:
+            yield from _on(operand, None, meeting.axes, sizes)
+
+
+def _on(
+    value: ValueOrigin, needed: Spec | None, axes: frozenset[str], sizes: dict[str, int]
+) -> Iterator[Edit]:
+    """Layouts of a value where it is made: as it is needed, without the axes, or with them on
+    another dim.
+    """
+    spec = tuple(tuple(a for a in dim if ":" not in a) for dim in value.spec)
+    without = tuple(tuple(a for a in dim if a not in axes) for dim in spec)
+    specs = [without]
+    if needed is not None and not any(":" in a for dim in needed for a in dim):
+        specs.insert(0, needed)
+    moved = tuple(sorted(axes & {a for dim in spec for a in dim}))
+    ways = 1
+    for axis in moved:
+        ways *= sizes.get(axis, 1)
+    for number, size in enumerate(value.shape):
+        if (
+            moved
+            and size % ways == 0
+            and without[number] == ()
+            and not set(moved) & set(spec[number])
+        ):
+            specs.append((*without[:number], moved, *without[number + 1 :]))
+    for other in specs:
+        if other == value.spec or len(other) != len(value.shape):
+            continue
+        if value.argument is not None:
+            yield Edit(spec=other, argument=value.argument, name=value.name)
+        elif value.source.user and not value.source.operation.backward:
+            yield Edit(spec=other, frame=value.source.user, shape=value.shape)
+
+
+def propagated_seconds(
+    shardings: JsonObject, function: TracedFunction, topology: Topology
+) -> float:
+    """Seconds of the communication that Shardy's shardings ask for, before any compiler: what
+    candidates are compared by.
+    """
+    mesh, names = function.shape, {v: k for k, v in function.axis_names.items()}
+    sizes = dict(function.mesh)
+    total = 0.0
+    for meeting in read_meetings(shardings, function.arguments):
+        bits = BITS.get(meeting.value.dtype.replace("i1", "pred"), 32)
+        whole = bits / 8.0
+        for size in meeting.value.shape:
+            whole *= size
+
+        def part(spec: Spec, whole: float = whole) -> float:
+            ways = 1
+            for dim in spec:
+                for axis in dim:
+                    name, _, piece = axis.partition(":")
+                    ways *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
+            return whole / ways
+
+        axes = tuple(names[a] for a in sorted(meeting.axes) if sizes.get(a, 1) > 1)
+        if not axes:
+            continue
+        made, needed = part(meeting.made), part(meeting.needed)
+        if meeting.reduced:
+            kind, size = "all-reduce", needed
+        elif needed > made:
+            kind, size = "all-gather", needed
+        elif needed == made:
+            kind, size = "all-to-all", made
+        else:
+            continue  # each device keeps a part of what it has
+        members = mesh.ways(axes)
+        total += meeting.count * group_seconds(
+            kind, axes, members, size, mesh, topology, tuple(function.axis_names)
+        )
+    return total

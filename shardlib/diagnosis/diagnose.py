@@ -1,0 +1,372 @@
+"""`shardlib.why`: why there is communication in a function.
+
+function, arguments --trace--> a program of StableHLO with its source lines
+                    --Shardy--> shardings that meet        (in a process of its own)
+                    --compiler--> collectives, a schedule  (in another)
+                    --join--> rows: line, two shardings, bytes, cause
+                    --cures--> edits that were compiled and help
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardlib.diagnosis.compilation import Options, compile_function, propagate, target_of
+from shardlib.diagnosis.cures import (
+    LEAST,
+    MOST_MEMORY,
+    Cure,
+    candidates,
+    propagated_seconds,
+)
+from shardlib.diagnosis.edits import Edit
+from shardlib.diagnosis.program import AnyMesh, Call, TracedFunction, find_mesh, trace
+from shardlib.diagnosis.rows import Row, batch_axes, explain, read_meetings, read_rows
+from shardlib.errors import ArgumentError, TracingError, VerificationError
+from shardlib.machines.topology import Topology, TopologyLike
+from shardlib.machines.topology import topology as parse_topology
+from shardlib.untrusted.data import JsonObject
+from shardlib.verification.hlo import parse
+from shardlib.verification.isolation import (
+    PLATFORMS,
+    Compiled,
+    Failure,
+    Limits,
+    Target,
+    out_of_memory_text,
+    require_compiler,
+)
+from shardlib.verification.traffic import read_traffic, scheduled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """The collectives of a function, compiled for a topology.
+
+    Attributes:
+        rows: the most bytes first.
+        wire_bytes: that a device sends in one call.
+        kernel_seconds: the compiler's estimate of all kernels; 0 where it gives none.
+        memory: bytes per device: "arguments", "temporaries", "peak", ...
+        problems: what could not be read.
+        text: of the compiled program.
+    """
+
+    rows: tuple[Row, ...]
+    wire_bytes: float
+    kernel_seconds: float
+    memory: Mapping[str, int]
+    compile_seconds: float
+    problems: tuple[str, ...]
+    text: str
+
+    @property
+    def seconds(self) -> float:
+        """Of all collectives, one after the other."""
+        return sum(row.seconds for row in self.rows)
+
+    @property
+    def step_seconds(self) -> float:
+        """Kernels, and what of the communication nothing hides; what cures are compared by."""
+        exposed = sum(row.seconds if row.exposed is None else row.exposed for row in self.rows)
+        return self.kernel_seconds + exposed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Why there is communication in a function.
+
+    Attributes:
+        function: its name.
+        topology: its spelling.
+        mesh: (axis, size).
+        communication: of the function as it is.
+        cures: edits that help, in the order in which they were tried, each on top of those before.
+        cured: row -> the number of the cure that removes it, counted from 0.
+        tried: how many programs were compiled to find cures.
+        versions: package -> version of the compiler.
+    """
+
+    function: str
+    topology: str
+    mesh: tuple[tuple[str, int], ...]
+    communication: Communication
+    cures: tuple[Cure, ...]
+    cured: Mapping[int, int]
+    tried: int
+    versions: Mapping[str, str]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One row per collective, the most bytes first."""
+        return self.communication.rows
+
+    @property
+    def unexplained(self) -> tuple[Row, ...]:
+        """Rows that are not inherent: those with a cure, and those for which none was found."""
+        return tuple(row for row in self.rows if row.inherent is not True)
+
+
+def why(
+    function: Callable[..., Any],
+    *arguments: Any,
+    topology: TopologyLike,
+    mesh: AnyMesh | Mapping[str, int] | str | None = None,
+    in_shardings: Any = None,
+    out_shardings: Any = None,
+    keywords: Mapping[str, Any] | None = None,
+    cures: int = 4,
+    limits: Limits | None = None,
+    options: Options | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Diagnosis:
+    """Says why there is communication in a function: for every collective of the compiled program
+    the line, the two shardings that met, its bytes and seconds, and a cure where one was found.
+
+    Nothing runs. The function is traced here, and compiled for the topology in a process of its
+    own. While cures are tried, JAX's caches of traced functions are cleared.
+
+    Args:
+        function: plain or jitted; with axes in auto, explicit or manual mode.
+        arguments: arrays or `jax.ShapeDtypeStruct`s, with or without shardings, in any trees.
+        topology: the machine: "v5e:4x4", "2*h100:8", "cpu:8".
+        mesh: {axis: size}, "data=4,model=2", or a mesh; by default that of the arrays, of the
+            context, or of the function's own layouts.
+        in_shardings, out_shardings: as `jax.jit` takes them.
+        keywords: keyword arguments of the function.
+        cures: how many programs may be compiled to find cures; 0 for none.
+        limits: of one compilation.
+        options: of the compiler.
+        progress: is called with one line before everything that takes long.
+
+    Raises:
+        ArgumentError: an argument is of another kind than is asked for.
+        TracingError: the function does not trace or lower, or nothing in it is sharded.
+        TopologyError: the mesh does not fit the topology.
+        MissingPackageError: the compiler of the topology is not installed.
+        VerificationError: the compiler made no program; the message says what Shardy found.
+    """
+    if not callable(function):
+        raise ArgumentError(
+            f"function is {type(function).__name__}, not a function\nTry:"
+            " shardlib.why(step, params, batch, topology='v5e:4x4')"
+        )
+    if isinstance(cures, bool) or not isinstance(cures, int) or cures < 0:
+        raise ArgumentError(f"cures is {cures!r}, not a number of compilations\nTry: cures=4")
+    machine = parse_topology(topology)
+    platform = PLATFORMS[machine.chip.vendor]
+    require_compiler(platform)
+    call = Call(
+        function=function,
+        arguments=arguments,
+        keywords=keywords or {},
+        mesh=mesh,
+        in_shardings=in_shardings,
+        out_shardings=out_shardings,
+    )
+    user_mesh = find_mesh(call)
+    say = progress or (lambda _: None)
+    work = _Work(
+        call=call,
+        mesh=user_mesh,
+        platform=platform,
+        topology=machine,
+        limits=limits or Limits(),
+        options=options or {},
+        say=say,
+    )
+    return work.diagnose(cures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """The inputs of a diagnosis."""
+
+    call: Call
+    mesh: AnyMesh
+    platform: str
+    topology: Topology
+    limits: Limits
+    options: Options
+    say: Callable[[str], None]
+
+    def trace(self, edits: Sequence[Edit] = ()) -> TracedFunction:
+        return trace(self.call, self.platform, self.mesh, edits)
+
+    def diagnose(self, most: int) -> Diagnosis:
+        function = self.trace()
+        machine = target_of(function, self.topology)
+        self.say(f"compiling {function.name} for {self.topology.name}")
+        (shardings,) = propagate([function], machine, self.limits)
+        outcome = compile_function(function, machine, self.limits, self.options)
+        if isinstance(outcome, Failure):
+            raise _not_compiled(outcome, function, shardings)
+        before = self.read(function, machine, outcome, shardings)
+        cures, tried = self.find_cures(function, machine, before, shardings, most)
+        return Diagnosis(
+            function=function.name,
+            topology=self.topology.name,
+            mesh=function.mesh,
+            communication=before,
+            cures=tuple(cure for cure, _ in cures),
+            cured=_removed(before.rows, [after for _, after in cures]),
+            tried=tried,
+            versions=outcome.versions,
+        )
+
+    def read(
+        self, function: TracedFunction, machine: Target, outcome: Compiled, shardings: JsonObject
+    ) -> Communication:
+        """The communication of a compiled function."""
+        module, mesh = parse(outcome.text), function.shape
+        names = [argument.name for argument in function.arguments]
+        traffic = read_traffic(module, mesh, names, machine.positions)
+        rows = read_rows(
+            outcome.text,
+            module,
+            traffic,
+            scheduled(module, mesh) if len(machine.positions) == 1 else (),
+            mesh=mesh,
+            names=function.axis_names,
+            topology=self.topology,
+            cycles_per_s=machine.cycles_per_s,
+            meetings=read_meetings(shardings, function.arguments),
+        )
+        clock, problem = machine.cycles_per_s, shardings["problem"]
+        return Communication(
+            rows=explain(rows, function),
+            wire_bytes=sum(item.wire_bytes for item in traffic.found),
+            kernel_seconds=traffic.cycles / clock if clock else 0.0,
+            memory=outcome.memory,
+            compile_seconds=outcome.seconds,
+            problems=(*traffic.problems, *((problem,) if problem else ())),
+            text=outcome.text,
+        )
+
+    def find_cures(
+        self,
+        function: TracedFunction,
+        machine: Target,
+        before: Communication,
+        shardings: JsonObject,
+        most: int,
+    ) -> tuple[list[tuple[Cure, Communication]], int]:
+        """Cures with the communication that each leaves, and how many programs were compiled."""
+        cures: list[tuple[Cure, Communication]] = []
+        kept: tuple[Edit, ...] = ()
+        refused, tried = set[Edit](), 0
+        batch = batch_axes(function)
+        while tried < most:
+            listed = [
+                edit
+                for edit in candidates(before.rows, shardings, function, batch)
+                if edit not in refused and edit not in kept
+            ]
+            self.say(f"propagating the shardings of {len(listed)} edits")
+            base = propagated_seconds(shardings, function, self.topology)
+            ranked = sorted(
+                (
+                    (seconds, number, edit, edited, layout)
+                    for number, (edit, edited, layout) in enumerate(
+                        self.propagated(kept, listed, machine)
+                    )
+                    if (seconds := propagated_seconds(layout, edited, self.topology))
+                    < base * (1 - LEAST)
+                ),
+                key=lambda entry: entry[:2],
+            )
+            refused |= set(listed) - {entry[2] for entry in ranked}
+            improved = False
+            for _, _, edit, edited, layout in ranked:
+                if tried >= most or improved:
+                    break
+                tried += 1
+                self.say(f"compiling an edit of {edit.place} ({tried} of at most {most})")
+                outcome = compile_function(edited, machine, self.limits, self.options)
+                refused.add(edit)
+                if isinstance(outcome, Failure):
+                    continue
+                after = self.read(edited, machine, outcome, layout)
+                if _helps(before, after):
+                    cure = _cure(edit, function.explicit, before, after)
+                    cures.append((cure, after))
+                    kept, before, shardings, improved = (*kept, edit), after, layout, True
+            if not improved:
+                break
+        return cures, tried
+
+    def propagated(
+        self, kept: tuple[Edit, ...], edits: Sequence[Edit], machine: Target
+    ) -> list[tuple[Edit, TracedFunction, JsonObject]]:
+        """Edits on top of those that are kept, each with its program and shardings; without those
+        that the program does not trace with.
+        """
+        traced: list[tuple[Edit, TracedFunction]] = []
+        for edit in edits:
+            try:
+                traced.append((edit, self.trace((*kept, edit))))
+            except TracingError:
+                continue
+        layouts = propagate([function for _, function in traced], machine, self.limits)
+        return [
+            (edit, function, layout)
+            for (edit, function), layout in zip(traced, layouts, strict=True)
+            if not layout["problem"]
+        ]
+
+
+def _helps(before: Communication, after: Communication) -> bool:
+    return (
+        after.wire_bytes < before.wire_bytes * (1 - LEAST)
+        and after.step_seconds < before.step_seconds
+        and after.memory["peak"] <= before.memory["peak"] * MOST_MEMORY
+    )
+
+
+def _cure(edit: Edit, explicit: bool, before: Communication, after: Communication) -> Cure:
+    return Cure(
+        edit=edit,
+        place=edit.place,
+        text=edit.text(explicit),
+        bytes=(before.wire_bytes, after.wire_bytes),
+        seconds=(before.step_seconds, after.step_seconds),
+        memory=(before.memory["peak"], after.memory["peak"]),
+    )
+
+
+def _removed(rows: Sequence[Row], after: Sequence[Communication]) -> dict[int, int]:
+    """Row -> the first cure that takes at least half of its bytes away."""
+
+    def left(row: Row, communication: Communication) -> float:
+        return sum(
+            other.bytes
+            for other in communication.rows
+            if (other.kind, other.axes, other.source.key, other.source.operation)
+            == (row.kind, row.axes, row.source.key, row.source.operation)
+        )
+
+    removed: dict[int, int] = {}
+    for number, row in enumerate(rows):
+        for cure, communication in enumerate(after):
+            if row.inherent is not True and left(row, communication) <= row.bytes / 2:
+                removed[number] = cure
+                break
+    return removed
+
+
+def _not_compiled(
+    failure: Failure, function: TracedFunction, shardings: JsonObject
+) -> VerificationError:
+    """The error of a function that the compiler made no program of, with what is known of it."""
+    meetings = read_meetings(shardings, function.arguments)
+    known = sorted({frame.place for m in meetings if (frame := m.source.user)})
+    found = f"\nShardings meet at {len(known)} lines: {', '.join(known[:8])}" if known else ""
+    message = (
+        out_of_memory_text(failure.message) if failure.kind == "out-of-memory" else failure.message
+    )
+    return VerificationError(
+        f"{function.name} was not compiled: {failure.kind}: {message}{found}\nTry: a larger"
+        " topology or smaller shapes; limits=Limits(seconds=...) for a compilation that takes long"
+    )

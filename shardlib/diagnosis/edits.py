@@ -1,0 +1,148 @@
+"""Edits of a user's program that are made while it is traced, as if its source had them: a layout
+around an expression, another sharding of an argument, a layout left out.
+
+JAX binds a primitive for every operation that it traces. While edits are tried, `bind` looks
+whether the expression of the user's that it runs for is one of them. So a layout is there before
+the program is differentiated, and its transpose lays out the cotangent, as it would in the source.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from shardlib.diagnosis.source import Frame, expression, is_users, text_of
+
+#: The mesh axes that shard each dim; an entry may be a part of an axis, "data:(1)2".
+Spec = tuple[tuple[str, ...], ...]
+#: Primitives of layouts that a program writes.
+LAYOUTS = ("sharding_constraint", "reshard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """An edit of a program.
+
+    Attributes:
+        spec: the layout: of the value of the expression at `frame`, or of the argument.
+        frame: the expression; None for an argument.
+        shape: of its value.
+        argument: number of the argument; None for an expression.
+        name: of the argument.
+        removes: True for a layout that is left out; `spec` is what is there without it.
+    """
+
+    spec: Spec
+    frame: Frame | None = None
+    shape: tuple[int, ...] = ()
+    argument: int | None = None
+    name: str = ""
+    removes: bool = False
+
+    @property
+    def entries(self) -> list[str | tuple[str, ...] | None]:
+        """The spec as `jax.sharding.PartitionSpec` takes it; without None at its end."""
+        entries = [None if not a else a[0] if len(a) == 1 else a for a in self.spec]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return entries
+
+    @property
+    def place(self) -> str:
+        """The line to edit."""
+        return self.frame.place if self.frame else f"the sharding of {self.name}"
+
+    def text(self, explicit: bool) -> str:
+        """The line as it should be, or the new sharding of the argument.
+
+        Args:
+            explicit: whether the mesh is of explicit mode.
+        """
+        spec = f"jax.P({', '.join(map(repr, self.entries))})"
+        if self.frame is None:
+            return f"{self.name}: {spec}"
+        if self.removes:
+            return f"leave out the layout: {text_of(self.frame)}"
+        inner, line = expression(self.frame), text_of(self.frame)
+        layout = "jax.sharding.reshard" if explicit else "jax.lax.with_sharding_constraint"
+        edited = f"{layout}({inner}, {spec})"
+        return line.replace(inner, edited, 1) if inner in line else edited
+
+
+_BIND = Primitive.bind
+#: The mesh and the edits that are tried in this process; tracing is done by one thread at a time.
+_STATE: list[tuple[Mesh | AbstractMesh, Sequence[Edit]]] = []
+
+
+@contextmanager
+def edited(edits: Sequence[Edit], mesh: Mesh | AbstractMesh) -> Iterator[None]:
+    """A context in which functions are traced with edits; clears JAX's caches of traced functions
+    before and after, where there are edits of expressions.
+    """
+    of_expressions = [edit for edit in edits if edit.frame is not None]
+    if not of_expressions:
+        yield
+        return
+    jax.clear_caches()
+    _STATE.append((mesh, of_expressions))
+    Primitive.bind = _bind
+    try:
+        yield
+    finally:
+        _STATE.pop()
+        Primitive.bind = _BIND
+        jax.clear_caches()
+
+
+@functools.wraps(_BIND)
+def _bind(self: Primitive, *arguments: Any, **parameters: Any) -> Any:
+    state = _STATE[-1] if _STATE else None
+    if state is None:
+        return _BIND(self, *arguments, **parameters)
+    mesh, edits = state
+    if self.name in LAYOUTS:
+        if any(edit.removes and _runs(edit) for edit in edits):
+            return arguments[0]
+        return _BIND(self, *arguments, **parameters)
+    result = _BIND(self, *arguments, **parameters)
+    results = list(result) if isinstance(result, list | tuple) else [result]
+    shapes = [getattr(value, "shape", None) for value in results]
+    for edit in edits:
+        if not edit.removes and edit.shape in shapes and _runs(edit):
+            _STATE.append((mesh, ()))  # the layout itself is bound as it is
+            try:
+                results = [
+                    _laid_out(value, edit, mesh) if shape == edit.shape else value
+                    for value, shape in zip(results, shapes, strict=True)
+                ]
+            finally:
+                _STATE.pop()
+    return type(result)(results) if isinstance(result, list | tuple) else results[0]
+
+
+def _laid_out(value: Any, edit: Edit, mesh: Mesh | AbstractMesh) -> Any:
+    spec = PartitionSpec(*edit.entries)
+    if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+        return jax.sharding.reshard(value, NamedSharding(mesh, spec))
+    return jax.lax.with_sharding_constraint(value, NamedSharding(mesh, spec))
+
+
+def _runs(edit: Edit) -> bool:
+    """Returns whether the user's innermost line that runs now is the edit's expression."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is None or edit.frame is None or frame.f_code.co_filename != edit.frame.file:
+        return False
+    positions = list(frame.f_code.co_positions())
+    line, _, column, _ = positions[frame.f_lasti // 2]
+    return (line, column) == (edit.frame.line, edit.frame.column)

@@ -1,0 +1,671 @@
+"""One row per collective of a compiled program: its source line, the two shardings that met, and
+whether it is inherent in what the program computes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardlib.cost.pricing import group_seconds
+from shardlib.diagnosis.edits import Spec
+from shardlib.diagnosis.program import Argument, TracedFunction
+from shardlib.diagnosis.source import (
+    NOWHERE,
+    FrameTable,
+    Source,
+    read_source,
+    shown,
+    text_of,
+    value_name,
+)
+from shardlib.layout import MeshShape
+from shardlib.machines.topology import Topology
+from shardlib.untrusted.data import JsonObject
+from shardlib.verification.hlo import (
+    BITS,
+    Computation,
+    HloError,
+    Instruction,
+    Module,
+    array_bytes,
+    arrays,
+    elements,
+)
+from shardlib.verification.traffic import (
+    InstructionTraffic,
+    Scheduled,
+    Traffic,
+    estimated_cycles,
+    result_shape,
+    wire_bytes,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Meetings: what Shardy says.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueOrigin:
+    """Where a value comes from.
+
+    Attributes:
+        name: what the program calls it; "" where that is not known.
+        source: the operation that makes it; `NOWHERE` for an argument.
+        argument: its number among the program's arguments; None where it is not one.
+        spec: how it is sharded there.
+    """
+
+    name: str
+    source: Source
+    argument: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contraction:
+    """An operation whose partial sums are added: a matmul or a reduction.
+
+    Attributes:
+        operands: its operands, with their shardings.
+        dims: of each operand, those that are summed over.
+    """
+
+    source: Source
+    operands: tuple[ValueOrigin, ...]
+    dims: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """Two shardings of a value that meet, or partial sums of it.
+
+    Attributes:
+        value: the value, as it is made.
+        made, needed: its shardings.
+        reduced: the mesh axes over which partial sums are added; () for a reshard.
+        users: operations that take it.
+        contraction: whose partial sums they are.
+        count: how often they meet in one call.
+    """
+
+    value: ValueOrigin
+    made: Spec
+    needed: Spec
+    reduced: tuple[str, ...]
+    source: Source
+    users: tuple[Source, ...]
+    contraction: Contraction | None
+    count: int
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The mesh axes along which devices communicate."""
+        if self.reduced:
+            return frozenset(self.reduced)
+        moved = set[str]()
+        for made, needed in zip(self.made, self.needed, strict=True):
+            moved |= set(made) ^ set(needed)
+        return frozenset(axis.partition(":")[0] for axis in moved)
+
+
+def read_meetings(shardings: JsonObject, arguments: Sequence[Argument]) -> tuple[Meeting, ...]:
+    """The meetings that `shardings.read_shardings` listed; without those that move nothing."""
+    meetings = list[Meeting]()
+    for entry in shardings.get("meetings", ()):
+        made, needed = _spec(entry["made"]), _spec(entry["needed"])
+        if made == needed and not entry["reduced"]:
+            continue
+        contraction = entry["contraction"]
+        meetings.append(
+            Meeting(
+                value=_origin(entry["origin"], arguments),
+                made=made,
+                needed=needed,
+                reduced=tuple(entry["reduced"]),
+                source=read_source(entry["location"]),
+                count=entry["count"],
+                users=tuple(read_source(user["location"]) for user in entry["users"]),
+                contraction=contraction
+                and Contraction(
+                    source=read_source(contraction["location"]),
+                    operands=tuple(_origin(o, arguments) for o in contraction["operands"]),
+                    dims=tuple(tuple(dims) for dims in contraction["dims"]),
+                ),
+            )
+        )
+    return tuple(meetings)
+
+
+def _spec(data: Sequence[Sequence[str]]) -> Spec:
+    return tuple(tuple(axes) for axes in data)
+
+
+def _origin(entry: JsonObject, arguments: Sequence[Argument]) -> ValueOrigin:
+    source = read_source(entry.get("location"))
+    argument = entry.get("argument") if entry.get("op") == "argument" else None
+    known = argument is not None and argument < len(arguments)
+    return ValueOrigin(
+        name=arguments[argument].name if known else _named(source),  # type: ignore[index]
+        source=source,
+        argument=argument if known else None,
+        shape=tuple(entry["shape"]),
+        dtype=entry["dtype"],
+        spec=_spec(entry["spec"]),
+    )
+
+
+def _named(source: Source) -> str:
+    """What the program calls the value of an operation."""
+    name = value_name(source.user)
+    return f"backward of {name}" if name and source.operation.backward else name
+
+
+# --------------------------------------------------------------------------------------------------
+# Collectives of the compiled program.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Collectives of a compiled program that come from one operation of the user's.
+
+    Attributes:
+        kind: "all-gather", "all-reduce", ...
+        axes: mesh axes of the user's mesh; () where the groups are not a product of axes.
+        bytes: that a device sends in all executions.
+        count: executions.
+        seconds: on the links of the topology, one after the other.
+        exposed: seconds that no other work hides in the compiler's schedule; None where the
+            compiler estimates no times.
+        overlap: what it hides behind, or why it does not: one sentence.
+        source: the operation of the user's program.
+        meeting: the shardings that met; None where Shardy lists none for it.
+        dtypes: of the elements on the wire.
+        cause: a word for why it is there, `CAUSES`.
+        reason: the same as a sentence.
+        inherent: whether what the program computes needs it, given its arguments' shardings; None
+            where that is not known.
+        warnings: what the compiler said of it.
+        instructions: its instructions in the compiled program.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: float
+    count: int
+    seconds: float
+    exposed: float | None
+    overlap: str
+    source: Source
+    meeting: Meeting | None
+    dtypes: tuple[str, ...]
+    cause: str = ""
+    reason: str = ""
+    inherent: bool | None = None
+    warnings: tuple[str, ...] = ()
+    instructions: tuple[str, ...] = ()
+
+
+@dataclass
+class _Index:
+    """Instructions of a module with the computation that each is in, and its uses."""
+
+    module: Module
+    table: FrameTable
+    where: dict[str, tuple[Instruction, Computation]] = field(default_factory=dict)
+    users: dict[str, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+    callers: dict[str, Instruction] = field(default_factory=dict)
+    chains: dict[str, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        for computation in self.module.computations.values():
+            for instruction in computation.instructions:
+                self.where[instruction.name] = (instruction, computation)
+                if instruction.opcode == "fusion":
+                    self.callers[instruction.called.get("calls", "")] = instruction
+                for operand in instruction.operands:
+                    self.users[operand].append(instruction)
+
+    def own(self, instruction: Instruction) -> Source:
+        return self.table.source(instruction.rest, instruction.op_name)
+
+    def source(self, instruction: Instruction, element: int | None = None) -> Source:
+        """The source of a collective: its own, that of the result or the operand of one element
+        where several were combined, or of what its operands are made of.
+        """
+        own = self.own(instruction)
+        if element is not None:
+            taken = next(
+                (
+                    user
+                    for user in self.users[instruction.name]
+                    if user.opcode == "get-tuple-element"
+                    and user.attribute("index") == str(element)
+                ),
+                None,
+            )
+            if taken is not None and self.own(taken).user:
+                return self.own(taken)
+            if element < len(instruction.operands):
+                made = self._made(instruction.operands[element])
+                if made.user:
+                    return made
+        if own.user:
+            return own
+        around = (
+            *(self._made(name) for name in instruction.operands),
+            *(self._made_of(user) for user in self._readers(instruction)),
+        )
+        return next((source for source in around if source.user), own)
+
+    def chain(self, instruction: Instruction) -> list[Instruction]:
+        """The fusions that carry along a collective of a TPU, which is cut into pieces."""
+        link = _CHAIN.search(instruction.attribute("frontend_attributes"))
+        if link is None:
+            return []
+        if not self.chains:
+            for other, computation in self.where.values():
+                match = _CHAIN.search(other.attribute("frontend_attributes"))
+                if match and computation.name in self.callers:
+                    self.chains[match[1]].append(self.callers[computation.name])
+        return self.chains[link[1]]
+
+    def _readers(self, instruction: Instruction) -> Iterator[Instruction]:
+        waiting, seen = [instruction.name], set[str]()
+        while waiting and len(seen) < 24:
+            name = waiting.pop(0)
+            for user in self.users[name]:
+                if user.name not in seen:
+                    seen.add(user.name)
+                    yield user
+                    if user.opcode.endswith("-done") or user.opcode in _VIEWS:
+                        waiting.append(user.name)
+
+    def _made(self, name: str) -> Source:
+        """The source of a value, or of the nearest of its operands that has one."""
+        waiting, seen = [name], set[str]()
+        while waiting and len(seen) < 24:
+            current = waiting.pop(0)
+            if current in seen or current not in self.where:
+                continue
+            seen.add(current)
+            instruction, _ = self.where[current]
+            source = self._made_of(instruction)
+            if source.user:
+                return source
+            waiting += instruction.operands
+        return NOWHERE
+
+    def _made_of(self, instruction: Instruction) -> Source:
+        own = self.own(instruction)
+        if own.user or instruction.opcode != "fusion":
+            return own
+        called = self.module.computations.get(instruction.called.get("calls", ""))
+        inside = [self.own(i) for i in called.instructions[::-1]] if called else []
+        return next((source for source in inside if source.user), own)
+
+
+_CHAIN = re.compile(r"chain_id=\"?(\w+)")
+_VIEWS = frozenset({"bitcast", "copy", "get-tuple-element", "reshape", "convert", "transpose"})
+
+
+def read_rows(
+    text: str,
+    module: Module,
+    traffic: Traffic,
+    overlaps: Sequence[Scheduled],
+    *,
+    mesh: MeshShape,
+    names: Mapping[str, str],
+    topology: Topology | None,
+    cycles_per_s: float,
+    meetings: Sequence[Meeting],
+) -> tuple[Row, ...]:
+    """The rows of a compiled program, the most bytes first; their bytes are those of the program.
+
+    Args:
+        mesh: in shardlib's axes, `names` are the user's for them.
+        topology: None where seconds are not priced.
+    """
+    index = _Index(module, FrameTable(text))
+    scheduled = {item.name: item for item in overlaps}
+    parts: dict[Any, list[Row]] = defaultdict(list)
+    for item in traffic.found:
+        instruction, _ = index.where[item.name]
+        seconds = (
+            item.count
+            * group_seconds(
+                item.kind,  # pyright: ignore[reportArgumentType]
+                item.axes,
+                item.members,
+                float(item.bytes),
+                mesh,
+                topology,
+                tuple(names),
+            )
+            if topology
+            else 0.0
+        )
+        exposed, overlap = _exposure(index, scheduled.get(item.name), item, seconds, cycles_per_s)
+        for source, size, share, dtype in _elements(index, instruction, item):
+            row = Row(
+                kind=item.kind,
+                axes=tuple(names[axis] for axis in item.axes),
+                bytes=wire_bytes(item.kind, size, item.members) * item.count,
+                count=item.count,
+                seconds=seconds * share,
+                exposed=None if exposed is None else exposed * share,
+                overlap=overlap,
+                source=source,
+                meeting=None,
+                dtypes=(dtype,) if dtype else item.dtypes,
+                instructions=(item.name,),
+            )
+            meeting = _match(row, size, meetings, dict(_sizes(mesh, names)))
+            key = (
+                row.kind,
+                row.axes,
+                source.key or item.name,
+                source.operation,
+                id(meeting) if meeting else None,
+            )
+            parts[key].append(replace(row, meeting=meeting))
+    return tuple(sorted(map(_joined, parts.values()), key=lambda row: -row.bytes))
+
+
+def _sizes(mesh: MeshShape, names: Mapping[str, str]) -> Iterator[tuple[str, int]]:
+    return ((name, mesh[axis]) for axis, name in names.items())
+
+
+def _joined(rows: Sequence[Row]) -> Row:
+    first = rows[0]
+    known = [row.exposed for row in rows if row.exposed is not None]
+    return replace(
+        first,
+        bytes=sum(row.bytes for row in rows),
+        count=sum(row.count for row in rows),
+        seconds=sum(row.seconds for row in rows),
+        exposed=sum(known) if len(known) == len(rows) else None,
+        dtypes=tuple(sorted({dtype for row in rows for dtype in row.dtypes})),
+        instructions=tuple(name for row in rows for name in row.instructions),
+        overlap=max(rows, key=lambda row: row.exposed or 0.0).overlap,
+    )
+
+
+def _elements(
+    index: _Index, instruction: Instruction, item: InstructionTraffic
+) -> Iterator[tuple[Source, int, float, str]]:
+    """(source, bytes, share, dtype) of each array that a collective moves."""
+    try:
+        parts = [part for part in elements(result_shape(instruction)) if array_bytes(part)]
+    except HloError:
+        parts = []
+    sizes = [array_bytes(part) for part in parts]
+    if len(parts) < 2 or sum(sizes) != item.bytes:
+        yield index.source(instruction), item.bytes, 1.0, ""
+        return
+    for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+        dtype = arrays(part)[0][0]
+        yield index.source(instruction, number), size, size / item.bytes, dtype
+
+
+def _exposure(
+    index: _Index,
+    scheduled: Scheduled | None,
+    item: InstructionTraffic,
+    seconds: float,
+    cycles_per_s: float,
+) -> tuple[float | None, str]:
+    """Seconds that nothing hides, and a sentence about it."""
+    chained = index.chain(index.where[item.name][0])
+    if chained:
+        hidden = sum(map(estimated_cycles, chained)) / cycles_per_s * item.count
+        return max(0.0, seconds - hidden), f"asynchronous, carried along by {len(chained)} kernels"
+    if scheduled is None or not scheduled.split:
+        return seconds, "synchronous: the compiler did not split it into a start and a done"
+    if not scheduled.cycles or not cycles_per_s:
+        behind = (
+            f"asynchronous, behind {scheduled.matmuls} kernels with matmuls"
+            if scheduled.matmuls
+            else "asynchronous, but no matmul stands between its start and its done"
+        )
+        return None, behind
+    hidden = scheduled.cycles / cycles_per_s * item.count
+    kernels = f"{scheduled.matmuls} kernels with matmuls" if scheduled.matmuls else "other work"
+    return max(0.0, seconds - hidden), f"asynchronous, behind {kernels}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows and meetings.
+
+_KINDS_OF_REDUCTIONS = ("all-reduce", "reduce-scatter")
+
+
+def _match(
+    row: Row, size: int, meetings: Sequence[Meeting], sizes: Mapping[str, int]
+) -> Meeting | None:
+    """The meeting that a collective carries out: of the same operation, axes and size."""
+
+    def score(meeting: Meeting) -> float:
+        if set(row.axes) - meeting.axes and meeting.axes - set(row.axes):
+            return 0.0
+        key = row.source.key
+        places = [meeting.source, meeting.value.source, *meeting.users]
+        same = key is not None and any(source.key == key for source in places)
+        line = key is not None and any(
+            source.key is not None and source.key[1][:2] == key[1][:2] for source in places
+        )
+        if not same and not line:
+            return 0.0
+        reduction = row.kind in _KINDS_OF_REDUCTIONS
+        points = 4.0 * same + 1.0 * line
+        points += 2.0 * (set(row.axes) == meeting.axes)
+        points += 2.0 * (reduction == bool(meeting.reduced))
+        points += 1.0 * (
+            row.source.operation.backward
+            == (
+                meeting.contraction.source if meeting.contraction else meeting.source
+            ).operation.backward
+        )
+        points += 3.0 * (size in _device_sizes(meeting, sizes))
+        return points
+
+    best = max(meetings, key=score, default=None)
+    return best if best is not None and score(best) >= 4.0 else None
+
+
+def _device_sizes(meeting: Meeting, sizes: Mapping[str, int]) -> set[int]:
+    """Bytes per device of the value, in either sharding."""
+    bits = BITS.get(_hlo_dtype(meeting.value.dtype), 32)
+    whole = math.prod(meeting.value.shape) * bits // 8
+
+    def part(spec: Spec) -> int:
+        ways = 1
+        for axes in spec:
+            for axis in axes:
+                name, _, piece = axis.partition(":")
+                ways *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
+        return whole // ways
+
+    return {part(meeting.made), part(meeting.needed)}
+
+
+def _hlo_dtype(dtype: str) -> str:
+    """XLA's name of an element type of MLIR."""
+    return "pred" if dtype == "i1" else re.sub(r"^i(\d+)$", r"s\1", dtype).replace("ui", "u")
+
+
+# --------------------------------------------------------------------------------------------------
+# Causes.
+
+#: Word -> what it means.
+CAUSES: Mapping[str, str] = {
+    "gradient": "a gradient is summed over the batch",
+    "weights": "a parameter that is stored sharded is used whole",
+    "partial-sums": "a contraction runs over a dim that is sharded",
+    "scalar": "a number is computed from a sharded array",
+    "written": "the program asks for it itself",
+    "constraint": "a sharding constraint of the program asks for another sharding",
+    "operation": "an operation needs its operand in another sharding",
+    "result": "a result of the program is needed in another sharding",
+    "partitioner": "the partitioner computes the operation with it",
+}
+#: Collectives that a program writes itself, in a manual region.
+_WRITTEN = (
+    *("psum", "psum2", "psum_invariant", "pmax", "pmin", "psum_scatter", "reduce_scatter"),
+    *("all_gather", "all_gather_invariant", "all_to_all", "ragged_all_to_all", "ppermute"),
+)
+
+
+def explain(rows: Iterable[Row], function: TracedFunction) -> tuple[Row, ...]:
+    """Rows with their causes."""
+    batch = batch_axes(function)
+    return tuple(
+        replace(row, cause=cause, reason=reason, inherent=inherent)
+        for row in rows
+        for cause, reason, inherent in (_cause(row, function, batch),)
+    )
+
+
+def batch_axes(function: TracedFunction) -> frozenset[str]:
+    """The mesh axes that shard the first dim of the data. Arguments that come back as results with
+    the same shape are state and not data; of the others those of whole numbers say it, or, where
+    there are none, all that are not parts of a tree.
+    """
+    arguments, shapes = function.arguments, set(function.results)
+    data = [a for a in arguments if (a.shape, a.dtype) not in shapes and a.shape]
+    data = data or [a for a in arguments if a.shape]
+    chosen = [a for a in data if a.dtype.startswith(("int", "uint"))] or [
+        a for a in data if "[" not in a.name and "." not in a.name
+    ]
+    return frozenset(axis for a in chosen or data for axis in a.spec[0])
+
+
+def _cause(
+    row: Row, function: TracedFunction, batch: frozenset[str]
+) -> tuple[str, str, bool | None]:
+    meeting, operation = row.meeting, row.source.operation
+    over = _listed(row.axes)
+    if operation.primitive in _WRITTEN:
+        return "written", f"the program writes {operation.primitive} over {over}", True
+    if row.kind in _KINDS_OF_REDUCTIONS and meeting is not None and not meeting.value.shape:
+        value = _quoted(meeting.value.name) or "a value"
+        return "scalar", f"{value} is one number, summed over {over}", True
+    if meeting is None:
+        return (
+            "partitioner",
+            f"the partitioner computes {operation.primitive or 'the operation'} with a"
+            f" {row.kind} over {over}",
+            None,
+        )
+    if meeting.reduced:
+        return _reduction(row, meeting, function, batch)
+    return _reshard(meeting, function, batch)
+
+
+def _reduction(
+    row: Row, meeting: Meeting, function: TracedFunction, batch: frozenset[str]
+) -> tuple[str, str, bool | None]:
+    over = _listed(meeting.reduced)
+    contraction = meeting.contraction
+    operation = (contraction.source if contraction else meeting.source).operation
+    parameter = _parameter(meeting, function.arguments) if operation.backward else None
+    if parameter is not None and set(meeting.reduced) <= batch:
+        return (
+            "gradient",
+            f"the gradient of {_quoted(parameter.name)} is summed over the batch, which {over}"
+            " shards",
+            True,
+        )
+    if contraction is None:
+        return "partial-sums", f"partial sums of {_quoted(meeting.value.name)} are added", None
+    summed = [
+        (operand, [operand.spec[d] for d in dims])
+        for operand, dims in zip(contraction.operands, contraction.dims, strict=True)
+    ]
+    operands = " and ".join(
+        f"{_quoted(operand.name) or 'an operand'} {spec_text(operand.spec)}"
+        for operand, _ in summed
+    )
+    what = "contraction" if len(summed) > 1 else "reduction"
+    reason = f"the {what} of {operands} runs over a dim that {over} shards"
+    stored = any(
+        operand.argument is not None and set(meeting.reduced) <= {a for d in dims for a in d}
+        for operand, dims in summed
+    )
+    inherent = True if stored and not set(meeting.reduced) & batch else None
+    return "partial-sums", reason, inherent
+
+
+def _reshard(
+    meeting: Meeting, function: TracedFunction, batch: frozenset[str]
+) -> tuple[str, str, bool | None]:
+    value = meeting.value
+    made, needed = spec_text(meeting.made), spec_text(meeting.needed)
+    at = shown(meeting.users[0]) if meeting.users else ""
+    primitive = meeting.users[0].operation.primitive if meeting.users else ""
+    gathered = {a for d in meeting.made for a in d} - {a for d in meeting.needed for a in d}
+    name = _quoted(value.name) or "a value"
+    if value.argument is not None:
+        stored = f"{name} is an argument sharded {made}, and is needed as {needed}"
+        reason = f"{stored} at {at}" if at else stored
+        is_weight = function.arguments[value.argument].name
+        inherent = bool(gathered) and gathered <= batch and is_weight != ""
+        return "weights", reason, True if inherent else None
+    where = shown(value.source)
+    made_at = f" where it is made at {where}" if where else ""
+    if primitive in ("sharding_constraint", "reshard", "mesh_cast"):
+        reason = f"{name} is {made}{made_at}, and the layout at {at} asks for {needed}"
+        return "constraint", reason, None
+    if primitive in ("", "return"):
+        return "result", f"{name} is {made}{made_at}, and is a result in {needed}", None
+    reason = f"{name} is {made}{made_at}, and {primitive} at {at} needs it as {needed}"
+    return "operation", reason, None
+
+
+def _parameter(meeting: Meeting, arguments: Sequence[Argument]) -> Argument | None:
+    """The argument of which a value of the backward pass is the gradient: of its shape, with the
+    layer's dim or not, in any order of dims.
+    """
+    shape = sorted(n for n in meeting.value.shape if n > 1)
+    alike = [
+        argument
+        for argument in arguments
+        if argument.dtype.startswith(("float", "bfloat"))
+        and shape in (sorted(n for n in argument.shape if n > 1), sorted(argument.shape[1:]))
+    ]
+    line = text_of(frame) if (frame := meeting.source.user) else ""
+    named = [a for a in alike if re.search(rf"\b{re.escape(_last_word(a.name))}\b", line)]
+    return next(iter((*named, *alike)), None)
+
+
+def _last_word(name: str) -> str:
+    """The key of an argument in its innermost tree.
+
+    >>> _last_word("params['layers']['up']")
+    'up'
+    """
+    return re.findall(r"\w+", name)[-1]
+
+
+def spec_text(spec: Spec) -> str:
+    """A sharding as text.
+
+    >>> spec_text((("data",), (), ("model", "expert")))
+    '[data, -, model·expert]'
+    """
+    return "[" + ", ".join("·".join(axes) or "-" for axes in spec) + "]"
+
+
+def _listed(axes: Iterable[str]) -> str:
+    return ", ".join(axes) or "all devices"
+
+
+def _quoted(name: str) -> str:
+    return f"`{name}`" if name else ""

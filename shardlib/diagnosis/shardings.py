@@ -1,0 +1,383 @@
+"""Shardings of every value of a program, and where two of them meet.
+
+Shardy, the partitioner of XLA, propagates the shardings of a program and says, operation by
+operation, which value has to be there in another sharding and which partial sums have to be
+reduced: it does so here in Python, before the compiler of any platform. What it says has the
+source lines of the program. It may abort, so it runs in a process of its own:
+`python -m shardlib.diagnosis.shardings FOLDER`. The compilers may combine, move or drop what
+follows from it; `shardlib.diagnosis.rows` joins it with what they made.
+
+>>> read_location('"jit(f)/mul"(callsite("g"("/m.py":5:8 to :24) at "f"("/m.py":9:4 to :9)))')
+{'op': 'jit(f)/mul', 'frames': [['/m.py', 5, 8, 5, 24, 'g'], ['/m.py', 9, 4, 9, 9, 'f']]}
+>>> read_sharding('#sdy.sharding<@mesh, [{"data", "model":(1)2}, {?}]>')
+[['data', 'model:(1)2'], []]
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardlib.untrusted.data import JsonObject
+
+#: The passes of Shardy: propagation, then the reshards and reductions that follow from it.
+PASSES = (
+    "builtin.module(sdy-propagation-pipeline)",
+    "builtin.module(func.func(sdy-insert-explicit-reshards{enable-full-version=true}))",
+)
+#: Values of fewer elements are not listed on their own.
+SMALLEST = 1 << 12
+
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
+_FILE = re.compile(r'"((?:[^"\\]|\\.)*)":(\d+):(\d+)(?: to (\d*):(\d+))?')
+_NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_DIMS = re.compile(r"\{([^{}]*)\}")
+_PER_VALUE = re.compile(r"<@\w+, \[[^\[\]]*\][^<>]*>")
+
+
+def main(folder: Path) -> None:
+    """Reads the shardings of the modules in a folder: `module-0.mlir` -> `shardings-0.json`."""
+    for file in sorted(folder.glob("module-*.mlir")):
+        result = read_shardings(file.read_text(encoding="utf-8"))
+        target = file.with_name(file.name.replace("module", "shardings")).with_suffix(".json")
+        target.write_text(json.dumps(result), encoding="utf-8")
+    (folder / "compiled.hlo").touch()
+    (folder / "result.json").write_text(
+        json.dumps({"compile_seconds": 0.0, "memory": {}, "device_kind": "", "versions": {}}),
+        encoding="utf-8",
+    )
+
+
+def read_shardings(text: str) -> JsonObject:
+    """Propagates the shardings of a module of StableHLO and reads them.
+
+    Returns:
+        "meetings": one entry per reshard or reduction (`_Reader.meeting`); "values": the larger
+        values with their shardings; "problem": what Shardy could not do, "" where it did.
+    """
+    try:
+        from jax.interpreters import mlir
+        from jaxlib.mlir import passmanager
+
+        context = mlir.make_ir_context()
+        with context:
+            module = mlir.ir.Module.parse(text)
+            for passes in PASSES:
+                passmanager.PassManager.parse(passes).run(module.operation)
+    except Exception as error:
+        message = f"Shardy did not propagate the shardings: {str(error).splitlines()[0][:300]}"
+        return {"meetings": [], "values": [], "problem": message}
+    meetings, values = list[JsonObject](), list[JsonObject]()
+    with context:
+        reader = _Reader(module.operation)
+        for operation, count in reader.operations():
+            name = operation.name
+            if name in _MOVES:
+                meetings.append({**reader.meeting(operation), "count": count})
+            elif name.startswith(("stablehlo.", "mhlo.")) and len(operation.results) == 1:
+                result = operation.results[0]
+                shape, dtype = _tensor(result)
+                if math.prod(shape) >= SMALLEST and name != "stablehlo.constant":
+                    values.append(
+                        {
+                            "op": name,
+                            "location": _location(operation),
+                            "shape": shape,
+                            "dtype": dtype,
+                            "spec": reader.spec(result),
+                        }
+                    )
+    return {"meetings": meetings, "values": values, "problem": ""}
+
+
+#: Operations of Shardy that communicate.
+_MOVES = ("sdy.reshard", "sdy.all_reduce", "sdy.reduce_scatter", "sdy.all_to_all")
+#: Operations that show the one array that they are given in another form.
+_VIEWS = (
+    "stablehlo.convert",
+    "stablehlo.copy",
+    "stablehlo.dynamic_slice",
+    "stablehlo.reshape",
+    "stablehlo.slice",
+    "stablehlo.transpose",
+)
+
+
+#: Operations whose region takes their operands as they are.
+_REGIONS = ("sdy.manual_computation", "sdy.named_computation")
+
+
+class _Reader:
+    """A module after propagation; knows who calls each of its functions, and how often.
+
+    Args:
+        module: an operation of MLIR.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.functions: dict[str, Any] = {}
+        self.calls: dict[str, list[tuple[str, Any, int]]] = {}
+        self.counts: dict[str, int] = {}
+        for block in module.regions[0].blocks:
+            for child in block.operations:
+                operation = child.operation
+                if operation.name == "func.func":
+                    self.functions[str(operation.attributes["sym_name"]).strip('"')] = operation
+        for name, function in self.functions.items():
+            for operation, count in _walk(function, 1):
+                if operation.name == "func.call":
+                    callee = str(operation.attributes["callee"]).lstrip("@").strip('"')
+                    self.calls.setdefault(callee, []).append((name, operation, count))
+
+    def count(self, function: str) -> int:
+        """How often a function runs in one call of the program."""
+        if function not in self.counts:
+            self.counts[function] = 1  # functions do not call themselves
+            callers = self.calls.get(function, ())
+            if callers:
+                self.counts[function] = sum(
+                    self.count(caller) * count for caller, _, count in callers
+                )
+        return self.counts[function]
+
+    def operations(self) -> Iterator[tuple[Any, int]]:
+        """Every operation, with how often it runs."""
+        for name, function in self.functions.items():
+            yield from _walk(function, self.count(name))
+
+    def meeting(self, operation: Any) -> JsonObject:
+        """A value that is made in one sharding and needed in another, or partial sums of it."""
+        value, result = operation.operands[0], operation.results[0]
+        shape, dtype = _tensor(value)
+        axes = _attribute(operation, "reduction_axes")
+        return {
+            "op": operation.name.removeprefix("sdy."),
+            "location": _location(operation),
+            "shape": shape,
+            "dtype": dtype,
+            "made": self.spec(value),
+            "needed": self.spec(result),
+            "reduced": re.findall(r'"([^"]+)"(?::\(\d+\)\d+)?', axes),
+            "origin": self.described(value),
+            "contraction": self.contraction(_origin(value)),
+            "users": [{"op": user.name, "location": _location(user)} for user in _users(result)],
+        }
+
+    def described(self, value: Any) -> JsonObject:
+        """Where a value comes from: an operation, an argument of the program, or what a loop
+        carries; "views" are those between the two, the last first.
+        """
+        shape, dtype = _tensor(value)
+        entry: JsonObject = {"shape": shape, "dtype": dtype, "spec": self.spec(value)}
+        first: JsonObject | None = None
+        for _ in range(256):
+            owner = value.owner
+            if hasattr(owner, "name"):  # an operation
+                operation = getattr(owner, "operation", owner)
+                if operation.name.startswith("sdy.") and len(operation.operands) == 1:
+                    value = operation.operands[0]
+                    continue
+                made = {**entry, "op": operation.name, "location": _location(operation)}
+                viewed = self._viewed(operation, value)
+                if viewed is None:
+                    return first or made
+                first, value = first or made, viewed
+                continue
+            parent = getattr(owner.owner, "operation", owner.owner)  # a block's argument
+            number = value.arg_number
+            if parent.name == "func.func":
+                name = str(parent.attributes["sym_name"]).strip('"')
+                if name == "main" or name not in self.calls:
+                    return {**entry, **_place(first), "op": "argument", "argument": number}
+                value = self.calls[name][0][1].operands[number]
+            elif parent.name in _REGIONS or (
+                parent.name == "stablehlo.while" and _handed_on(parent, number)
+            ):
+                value = parent.operands[number]
+            else:
+                return first or {**entry, "op": "carry", "location": _location(parent)}
+        return first or {**entry, "op": ""}
+
+    def _viewed(self, operation: Any, value: Any) -> Any:
+        """Returns what an operation, or the function that it calls, shows in another form; None
+        where it computes something.
+        """
+        if operation.name in _VIEWS:
+            return operation.operands[0]
+        if operation.name not in ("func.call", "stablehlo.optimization_barrier"):
+            return None
+        number = next(i for i, result in enumerate(operation.results) if result == value)
+        if operation.name == "stablehlo.optimization_barrier":
+            return operation.operands[number]
+        function = self.functions[str(operation.attributes["callee"]).lstrip("@").strip('"')]
+        block = function.regions[0].blocks[0]
+        inner = list(block.operations)[-1].operation.operands[number]
+        while hasattr(inner.owner, "name"):
+            view = getattr(inner.owner, "operation", inner.owner)
+            if view.name not in _VIEWS and not view.name.startswith("sdy."):
+                return None
+            inner = view.operands[0] if len(view.operands) else None
+            if inner is None:
+                return None
+        return operation.operands[inner.arg_number]
+
+    def contraction(self, operation: Any) -> JsonObject | None:
+        """Operands and contracted or reduced dims of the operation whose partial sums are added."""
+        dims: list[list[int]] = []
+        if operation is not None and operation.name == "stablehlo.dot_general":
+            text = str(operation.attributes["dot_dimension_numbers"])
+            for side in ("lhs", "rhs"):
+                match = re.search(rf"{side}_contracting_dimensions = \[([\d, ]*)\]", text)
+                dims.append([int(n) for n in match[1].split(",") if n.strip()] if match else [])
+        elif operation is not None and operation.name == "stablehlo.reduce":
+            text = _attribute(operation, "dimensions")
+            dims = [[int(n) for n in re.findall(r"-?\d+", text.partition(":")[2] or text)]]
+        else:
+            return None
+        return {
+            "op": operation.name,
+            "location": _location(operation),
+            "operands": [self.described(value) for value in operation.operands][: len(dims)],
+            "dims": dims,
+        }
+
+    def spec(self, value: Any) -> list[list[str]]:
+        """The sharding of a value: axes of each dim."""
+        shape, _ = _tensor(value)
+        spec = read_sharding(self._sharding(value))
+        return [*spec, *([] for _ in range(len(shape) - len(spec)))][: len(shape)]
+
+    def _sharding(self, value: Any) -> str:
+        owner = value.owner
+        if hasattr(owner, "name"):
+            operation = getattr(owner, "operation", owner)
+            text = _attribute(operation, "out_sharding") or _attribute(operation, "sharding")
+            listed = _PER_VALUE.findall(_attribute(operation, "sdy.sharding"))
+            number = next((i for i, r in enumerate(operation.results) if r == value), 0)
+            return text or (listed[number] if number < len(listed) else "")
+        parent = getattr(owner.owner, "operation", owner.owner)
+        if parent.name == "func.func":
+            attributes = parent.attributes.get("arg_attrs", [])
+            entry = attributes[value.arg_number] if len(attributes) else {}
+            if "sdy.sharding" in entry:
+                return str(entry["sdy.sharding"])
+            name = str(parent.attributes["sym_name"]).strip('"')
+            calls = self.calls.get(name, ())
+            return self._sharding(calls[0][1].operands[value.arg_number]) if calls else ""
+        if value.arg_number < len(parent.results):
+            return self._sharding(parent.results[value.arg_number])
+        return ""
+
+
+def _place(entry: JsonObject | None) -> JsonObject:
+    return {"location": entry["location"]} if entry else {}
+
+
+def _walk(operation: Any, count: int) -> Iterator[tuple[Any, int]]:
+    """The operations inside of one, with how often each runs."""
+    times = count * (_trips(operation) if operation.name == "stablehlo.while" else 1)
+    for region in operation.regions:
+        for block in region.blocks:
+            for child in block.operations:
+                yield child.operation, times
+                yield from _walk(child.operation, times)
+
+
+def _trips(loop: Any) -> int:
+    """Turns of a loop that counts from 0 to a constant, as `jax.lax.scan` does; 1 for others."""
+    for operation in loop.regions[0].blocks[0].operations:
+        if operation.operation.name == "stablehlo.compare":
+            for value in operation.operation.operands:
+                owner = getattr(value.owner, "operation", value.owner)
+                if hasattr(owner, "attributes") and "value" in owner.attributes:
+                    match = re.search(r"dense<(\d+)>", str(owner.attributes["value"]))
+                    return int(match[1]) if match else 1
+    return 1
+
+
+def _users(value: Any) -> Iterator[Any]:
+    """Operations that take a value, past further reshards of it."""
+    for use in value.uses:
+        user = use.owner.operation if hasattr(use.owner, "operation") else use.owner
+        if user.name.startswith("sdy.") and user.name != "sdy.return" and len(user.results) == 1:
+            yield from _users(user.results[0])
+        else:
+            yield user
+
+
+def _origin(value: Any) -> Any:
+    """The operation that makes a value, past reshards and reductions; None for an argument."""
+    owner = value.owner
+    while (
+        hasattr(owner, "name") and str(owner.name).startswith("sdy.") and len(owner.operands) == 1
+    ):
+        value = owner.operands[0]
+        owner = value.owner
+    return getattr(owner, "operation", owner) if hasattr(owner, "name") else None
+
+
+def _handed_on(loop: Any, number: int) -> bool:
+    """Returns whether a loop hands on one of its values as it is."""
+    block = loop.regions[1].blocks[0]
+    last = list(block.operations)[-1].operation
+    return last.operands[number] == block.arguments[number]
+
+
+def _attribute(operation: Any, name: str) -> str:
+    return str(operation.attributes[name]) if name in operation.attributes else ""
+
+
+def _tensor(value: Any) -> tuple[list[int], str]:
+    match = _TENSOR.match(str(value.type))
+    if match is None:
+        return [], ""
+    return [int(n) for n in match[1].split("x") if n], match[2]
+
+
+def read_sharding(text: str) -> list[list[str]]:
+    """Axes of each dim, from Shardy's text; () where there is none."""
+    match = re.search(r"<@\w+, \[(.*?)\](?:,|>|$)", text)
+    if match is None:
+        return []
+    return [
+        [axis + part for axis, part in re.findall(r'"([^"]+)"(:\(\d+\)\d+)?', dim)]
+        for dim in _DIMS.findall(match[1])
+    ]
+
+
+def _location(operation: Any) -> JsonObject:
+    text = str(operation.location)
+    return read_location(text[4:-1] if text.startswith("loc(") else text)
+
+
+def read_location(text: str) -> JsonObject:
+    """The operation's name and its frames, the innermost first:
+    [file, line, column, last line, last column, function].
+    """
+    name, frames = "", list[list[Any]]()
+    position, function, depth = 0, "", 0
+    while position < len(text):
+        if match := _FILE.match(text, position):
+            line, column = int(match[2]), int(match[3])
+            last = int(match[4]) if match[4] else line
+            frames.append([match[1], line, column, last, int(match[5] or column), function])
+            position = match.end()
+        elif match := _NAME.match(text, position):
+            if not frames and not depth and not name:
+                name = match[1]
+            function = match[1]
+            depth = text[: match.start()].count("callsite(")
+            position = match.end()
+        else:
+            position += 1
+    return {"op": name, "frames": frames}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
