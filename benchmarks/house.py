@@ -33,7 +33,7 @@ from scipy.sparse.csgraph import connected_components
 
 from benchmarks.environment import ROOT, command_line, table
 
-WINGS = ("launch", "serve", "islands", "frameworks")
+WINGS = ("launch", "serve", "islands", "frameworks", "diagnosis")
 _TABLE = table("house")
 #: Names that say nothing of what they name.
 FILLERS = frozenset(_TABLE["fillers"])

@@ -27,10 +27,10 @@ there is no JAX below the doors (`tool.importlinter` in pyproject.toml):
     models, data, checkpointing, training
                                  reference models, batches, states on disk, the training loop
     cli                          the command line
-    launch, serve, islands, frameworks
+    launch, serve, islands, frameworks, diagnosis
                                  wings, which the core does not know: jobs on many hosts and what to
                                  book, models that answer, islands and servers over TCP, plans for
-                                 other training frameworks
+                                 other training frameworks, why a function communicates
 
 Names are imported when they are first used: `import shardlib` loads neither JAX nor NumPy, and
 nothing here touches a device.

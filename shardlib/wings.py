@@ -22,11 +22,12 @@ from typing import Any
 
 from shardlib.errors import MissingPackageError
 
-WINGS = ("launch", "serve", "islands", "frameworks")
+WINGS = ("launch", "serve", "islands", "frameworks", "diagnosis")
 #: The commands of wings, and the options that they add to commands of others, for the message where
 #: the package of one is missing.
 COMMANDS_OF = {
     "launch": ("doctor", "launch", "compare", "fit-model"),
+    "diagnosis": ("why",),
     "serve": ("edge", "edge-stage", "generate", "export", "serve", "bench-serve"),
 }
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "serve": (wings.COMMANDS_OF["serve"], wings.OPTIONS_OF["serve"]),
     "islands": ((), wings.OPTIONS_OF["islands"]),
     "frameworks": ((), None),
+    "diagnosis": (wings.COMMANDS_OF["diagnosis"], None),
 }
 #: Wing -> public names that it defines.
 NAMES = {
@@ -39,6 +40,7 @@ NAMES = {
         "TopK",
     ),
     "frameworks": (),
+    "diagnosis": ("why", "Diagnosis"),
 }
 #: What a process does that has a package without a wing, as JSON: a step of SGD of a linear model on
 #: two devices beside the same step in NumPy, public names that are refused, and commands.

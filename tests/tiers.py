@@ -33,6 +33,7 @@ TESTS = {
     "data/test_dataset.py": "unit",
     "decisions": "unit",
     "decisions/test_new_decision.py": "processes",
+    "diagnosis": "processes",
     "docs": "compile",
     "docs/test_contributing.py": "unit",
     "docs/test_notebooks.py": "processes",

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from shardlib.diagnosis import report
 from shardlib.diagnosis.compilation import Options, compile_function, propagate, target_of
 from shardlib.diagnosis.cures import (
     LEAST,
@@ -22,11 +24,14 @@ from shardlib.diagnosis.cures import (
     propagated_seconds,
 )
 from shardlib.diagnosis.edits import Edit
-from shardlib.diagnosis.program import AnyMesh, Call, TracedFunction, find_mesh, trace
-from shardlib.diagnosis.rows import Row, batch_axes, explain, read_meetings, read_rows
+from shardlib.diagnosis.peak import LiveValue, live_values
+from shardlib.diagnosis.program import AnyMesh, Call, TracedFunction, find_mesh, mesh_of, trace
+from shardlib.diagnosis.rows import Index, Row, batch_axes, explain, read_meetings, read_rows
+from shardlib.diagnosis.source import FrameTable
 from shardlib.errors import ArgumentError, TracingError, VerificationError
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
+from shardlib.report.elements import short
 from shardlib.untrusted.data import JsonObject
 from shardlib.verification.hlo import parse
 from shardlib.verification.isolation import (
@@ -50,6 +55,7 @@ class Communication:
         wire_bytes: that a device sends in one call.
         kernel_seconds: the compiler's estimate of all kernels; 0 where it gives none.
         memory: bytes per device: "arguments", "temporaries", "peak", ...
+        live: values that live at the peak, the largest first; of `live_bytes` together.
         problems: what could not be read.
         text: of the compiled program.
     """
@@ -58,6 +64,8 @@ class Communication:
     wire_bytes: float
     kernel_seconds: float
     memory: Mapping[str, int]
+    live: tuple[LiveValue, ...]
+    live_bytes: int
     compile_seconds: float
     problems: tuple[str, ...]
     text: str
@@ -102,6 +110,25 @@ class Diagnosis:
     def rows(self) -> tuple[Row, ...]:
         """One row per collective, the most bytes first."""
         return self.communication.rows
+
+    def to_json(self) -> str:
+        """The diagnosis as JSON text, see `docs/why.md`."""
+        return report.to_json(self)
+
+    def __str__(self) -> str:
+        return report.report_text(self)
+
+    def __repr__(self) -> str:
+        return short("Diagnosis", report.headline(self), f"{len(self.cures)} cures")
+
+    def _repr_html_(self) -> str:
+        return report.notebook_card(self)
+
+    def show(self, file: str | Path) -> Path:
+        """Writes the diagnosis as a page of HTML."""
+        path = Path(file)
+        path.write_text(report.page(self), encoding="utf-8")
+        return path
 
     @property
     def unexplained(self) -> tuple[Row, ...]:
@@ -180,6 +207,84 @@ def why(
     return work.diagnose(cures)
 
 
+def why_text(
+    text: str,
+    *,
+    source: str = "the text",
+    topology: TopologyLike | None = None,
+    mesh: AnyMesh | Mapping[str, int] | str | None = None,
+) -> Diagnosis:
+    """Says what a compiled program communicates, from its text alone: no shardings meet there, and
+    no cure can be tried; lines are there where the text has them.
+
+    Args:
+        text: a dump of XLA's, or `compiled.as_text()`.
+        source: where it is from, for messages.
+        topology: whose links give seconds; without one there are none.
+        mesh: names the axes; by default all devices are one axis, "devices".
+
+    Raises:
+        VerificationError: the text is not a compiled program, or the mesh is not of its devices.
+    """
+    module = parse(text)
+    if not module.entry or not module.header:
+        raise VerificationError(
+            f"{source} is not the text of a compiled program: it has no HloModule with an ENTRY"
+            " computation\nTry: jax.jit(f).lower(...).compile().as_text()"
+        )
+    machine = None if topology is None else parse_topology(topology)
+    axes = {"devices": module.partitions} if mesh is None else dict(mesh_of(mesh).shape)
+    function = TracedFunction(
+        name=module.header.split()[1].rstrip(","),
+        program=b"",
+        module="",
+        results=(),
+        mesh=tuple((str(axis), int(size)) for axis, size in axes.items()),
+        arguments=(),
+        donated=(),
+        explicit=False,
+    )
+    if function.shape.devices != module.partitions:
+        raise VerificationError(
+            f"{source} is a program of {module.partitions} devices, and the mesh"
+            f" {axes} has {function.shape.devices}\nTry: a mesh of {module.partitions} devices"
+        )
+    traffic = read_traffic(module, function.shape)
+    index = Index(module, FrameTable(text))
+    clock = 0.0 if machine is None else target_of(function, machine).cycles_per_s
+    rows = read_rows(
+        index,
+        traffic,
+        scheduled(module, function.shape),
+        mesh=function.shape,
+        names=function.axis_names,
+        topology=machine,
+        cycles_per_s=clock,
+        meetings=(),
+    )
+    live_bytes, live = live_values(index, None, {})
+    return Diagnosis(
+        function=function.name,
+        topology="" if machine is None else machine.name,
+        mesh=function.mesh,
+        communication=Communication(
+            rows=explain(rows, function),
+            wire_bytes=sum(item.wire_bytes for item in traffic.found),
+            kernel_seconds=traffic.cycles / clock if clock else 0.0,
+            memory={},
+            live=live,
+            live_bytes=live_bytes,
+            compile_seconds=0.0,
+            problems=traffic.problems,
+            text=text,
+        ),
+        cures=(),
+        cured={},
+        tried=0,
+        versions={},
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Work:
     """The inputs of a diagnosis."""
@@ -223,9 +328,9 @@ class _Work:
         module, mesh = parse(outcome.text), function.shape
         names = [argument.name for argument in function.arguments]
         traffic = read_traffic(module, mesh, names, machine.positions)
+        index = Index(module, FrameTable(outcome.text))
         rows = read_rows(
-            outcome.text,
-            module,
+            index,
             traffic,
             scheduled(module, mesh) if len(machine.positions) == 1 else (),
             mesh=mesh,
@@ -234,12 +339,15 @@ class _Work:
             cycles_per_s=machine.cycles_per_s,
             meetings=read_meetings(shardings, function.arguments),
         )
+        temporaries, live = live_values(index, function, shardings)
         clock, problem = machine.cycles_per_s, shardings["problem"]
         return Communication(
             rows=explain(rows, function),
             wire_bytes=sum(item.wire_bytes for item in traffic.found),
             kernel_seconds=traffic.cycles / clock if clock else 0.0,
             memory=outcome.memory,
+            live=live,
+            live_bytes=temporaries,
             compile_seconds=outcome.seconds,
             problems=(*traffic.problems, *((problem,) if problem else ())),
             text=outcome.text,

@@ -213,8 +213,10 @@ class Row:
 
 
 @dataclass
-class _Index:
-    """Instructions of a module with the computation that each is in, and its uses."""
+class Index:
+    """The instructions of a compiled program: the computation that each is in, who uses it, and
+    where it comes from.
+    """
 
     module: Module
     table: FrameTable
@@ -253,14 +255,14 @@ class _Index:
             if taken is not None and self.own(taken).user:
                 return self.own(taken)
             if element < len(instruction.operands):
-                made = self._made(instruction.operands[element])
+                made = self.made(instruction.operands[element])
                 if made.user:
                     return made
         if own.user:
             return own
         around = (
-            *(self._made(name) for name in instruction.operands),
-            *(self._made_of(user) for user in self._readers(instruction)),
+            *(self.made(name) for name in instruction.operands),
+            *(self._source_of(user) for user in self._readers(instruction)),
         )
         return next((source for source in around if source.user), own)
 
@@ -287,7 +289,7 @@ class _Index:
                     if user.opcode.endswith("-done") or user.opcode in _VIEWS:
                         waiting.append(user.name)
 
-    def _made(self, name: str) -> Source:
+    def made(self, name: str) -> Source:
         """The source of a value, or of the nearest of its operands that has one."""
         waiting, seen = [name], set[str]()
         while waiting and len(seen) < 24:
@@ -296,13 +298,13 @@ class _Index:
                 continue
             seen.add(current)
             instruction, _ = self.where[current]
-            source = self._made_of(instruction)
+            source = self._source_of(instruction)
             if source.user:
                 return source
             waiting += instruction.operands
         return NOWHERE
 
-    def _made_of(self, instruction: Instruction) -> Source:
+    def _source_of(self, instruction: Instruction) -> Source:
         own = self.own(instruction)
         if own.user or instruction.opcode != "fusion":
             return own
@@ -316,8 +318,7 @@ _VIEWS = frozenset({"bitcast", "copy", "get-tuple-element", "reshape", "convert"
 
 
 def read_rows(
-    text: str,
-    module: Module,
+    index: Index,
     traffic: Traffic,
     overlaps: Sequence[Scheduled],
     *,
@@ -333,7 +334,6 @@ def read_rows(
         mesh: in shardlib's axes, `names` are the user's for them.
         topology: None where seconds are not priced.
     """
-    index = _Index(module, FrameTable(text))
     scheduled = {item.name: item for item in overlaps}
     parts: dict[Any, list[Row]] = defaultdict(list)
     for item in traffic.found:
@@ -399,7 +399,7 @@ def _joined(rows: Sequence[Row]) -> Row:
 
 
 def _elements(
-    index: _Index, instruction: Instruction, item: InstructionTraffic
+    index: Index, instruction: Instruction, item: InstructionTraffic
 ) -> Iterator[tuple[Source, int, float, str]]:
     """(source, bytes, share, dtype) of each array that a collective moves."""
     try:
@@ -416,7 +416,7 @@ def _elements(
 
 
 def _exposure(
-    index: _Index,
+    index: Index,
     scheduled: Scheduled | None,
     item: InstructionTraffic,
     seconds: float,

@@ -322,9 +322,9 @@ def exported(
     )
     try:
         with _jax_compat.in_mesh(mesh):
-            program = export.export(
-                jitted, platforms=[platform], disabled_checks=unstable_calls()
-            )(*leaves)
+            program = export.export(jitted, platforms=[platform], disabled_checks=unstable_calls())(
+                *leaves
+            )
         data = bytes(program.serialize())
     except Exception as error:
         raise VerificationError(

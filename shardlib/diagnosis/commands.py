@@ -1,0 +1,174 @@
+"""`shardlib why`: why there is communication in a function, or in a compiled program's text."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardlib.cli.app import AsJson
+from shardlib.cli.output import echo, quiet_stdout, status, writable, write
+from shardlib.errors import ArgumentError, MissingFileError, TracingError
+
+if TYPE_CHECKING:
+    from shardlib.diagnosis.diagnose import Diagnosis
+
+
+def why_command(
+    program: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROGRAM",
+            help="package.module:function, which takes no arguments and returns a function and its"
+            " arguments; or a file with the text of a compiled program (HLO).",
+        ),
+    ],
+    topology: Annotated[
+        str | None,
+        typer.Option("--topology", "-t", help="The machine: v5e:4x4, 2*h100:8, cpu:8."),
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option("--mesh", help="Axes and sizes: data=4,model=2.")
+    ] = None,
+    cures: Annotated[
+        int, typer.Option("--cures", min=0, help="Programs that may be compiled to find cures.")
+    ] = 4,
+    max_unexplained: Annotated[
+        int | None,
+        typer.Option(
+            "--max-unexplained",
+            min=0,
+            help="Exit with 1 where more collectives than so many are not inherent.",
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a page.")
+    ] = None,
+    github: Annotated[
+        bool, typer.Option("--github", help="Annotations for a workflow of GitHub.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say why there is communication in a function: line, shardings, bytes, cure."""
+    if html is not None:
+        writable(html)
+    with quiet_stdout(as_json):
+        diagnosis = _diagnose(program, topology, mesh, cures)
+    from shardlib.diagnosis import report
+
+    if html is not None:
+        write(html, report.page(diagnosis))
+    if as_json:
+        echo(report.to_json(diagnosis))
+    elif github:
+        for line in report.github_annotations(diagnosis):
+            echo(line)
+    else:
+        echo(report.report_text(diagnosis))
+    unexplained = len(diagnosis.unexplained)
+    if max_unexplained is not None and unexplained > max_unexplained:
+        echo(
+            f"{unexplained} collectives are not inherent, and --max-unexplained is"
+            f" {max_unexplained}",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def _diagnose(program: str, topology: str | None, mesh: str | None, cures: int) -> Diagnosis:
+    module, colon, name = program.rpartition(":")
+    if Path(program).is_file() or not colon:
+        return _of_text(Path(program), topology, mesh)
+    if topology is None:
+        raise ArgumentError(
+            "a function is compiled for a machine, and none is named\nTry: --topology v5e:4x4"
+        )
+    from shardlib.machines.topology import topology as parse_topology
+
+    _simulate(parse_topology(topology).devices)
+    function, arguments, keywords = _load(program, module, name)
+    from shardlib.diagnosis.diagnose import why
+
+    steps = list[str]()
+
+    def say(step: str) -> None:
+        steps.append(step)
+        if sys.stderr.isatty():
+            echo(step, err=True)
+
+    with status(f"diagnosing {program}"):
+        return why(
+            function,
+            *arguments,
+            keywords=keywords,
+            topology=topology,
+            mesh=mesh,
+            cures=cures,
+            progress=say,
+        )
+
+
+def _of_text(file: Path, topology: str | None, mesh: str | None) -> Diagnosis:
+    from shardlib.diagnosis.diagnose import why_text
+
+    if not file.is_file():
+        raise MissingFileError(
+            f"there is no file {file}\nTry: the text of a compiled program, or"
+            " package.module:function"
+        )
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"{file} cannot be read as text: {error}") from error
+    return why_text(text, source=str(file), topology=topology, mesh=mesh)
+
+
+def _simulate(devices: int) -> None:
+    """Gives this process as many simulated devices as the topology has, before JAX starts, so that
+    a function may make its mesh of `jax.devices()`.
+    """
+    if "jax" not in sys.modules:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(devices))
+
+
+def _load(
+    program: str, module: str, name: str
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """The function, its arguments and its keyword arguments, as a user's function returns them."""
+    if not module or not name:
+        raise ArgumentError(f"{program!r} should be package.module:function")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        make = getattr(importlib.import_module(module), name, None)
+    except Exception as error:
+        raise ArgumentError(
+            f"{program}: importing {module} fails: {type(error).__name__}: {error}"
+        ) from error
+    if not callable(make):
+        raise ArgumentError(f"{program}: {module} has no function {name!r}")
+    try:
+        made = make()
+    except Exception as error:
+        raise TracingError(f"{program} fails: {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple) or not made or not callable(made[0]):
+        raise ArgumentError(
+            f"{program} returns {type(made).__name__}, not a function and its arguments\nTry:"
+            " return step, (params, batch)"
+        )
+    function, *rest = made
+    if len(rest) in (1, 2) and isinstance(rest[0], tuple | list):
+        keywords = rest[1] if len(rest) == 2 else {}
+        if isinstance(keywords, Mapping):
+            return function, tuple(rest[0]), keywords
+    return function, tuple(rest), {}
+
+
+#: What the wing adds to the command line.
+COMMANDS: Mapping[str, Callable[..., None]] = {"why": why_command}

@@ -1,0 +1,321 @@
+"""A diagnosis as text, JSON, a page, a notebook card, and annotations of GitHub."""
+
+from __future__ import annotations
+
+import json
+import linecache
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardlib.diagnosis.cures import Cure
+from shardlib.diagnosis.rows import Row, spec_text
+from shardlib.diagnosis.source import Frame, shown, text_of
+from shardlib.report.elements import bytes_text, seconds_text
+from shardlib.report.markup import card, render
+from shardlib.untrusted.data import JsonObject
+
+if TYPE_CHECKING:
+    from shardlib.diagnosis.diagnose import Diagnosis
+
+#: Lines around a row's on a page.
+_CONTEXT = 2
+
+
+def headline(diagnosis: Diagnosis) -> str:
+    """One sentence with the sums."""
+    c = diagnosis.communication
+    mesh = " x ".join(f"{axis} {size}" for axis, size in diagnosis.mesh)
+    where = f" on {diagnosis.topology}" if diagnosis.topology else ""
+    seconds = f", {seconds_text(c.seconds)} on the links" if c.seconds else ""
+    peak = f"; peak memory {bytes_text(c.memory['peak'])}" if c.memory else ""
+    return (
+        f"{diagnosis.function}{where} ({mesh}): {bytes_text(c.wire_bytes)} sent per device and"
+        f" call in {sum(row.count for row in c.rows)} collectives{seconds}{peak}"
+    )
+
+
+def verdict(diagnosis: Diagnosis, number: int) -> str:
+    """What a row is: inherent, avoidable by a cure, or neither as far as is known."""
+    row = diagnosis.rows[number]
+    if row.inherent:
+        return "inherent"
+    if number in diagnosis.cured:
+        return f"avoidable: cure {diagnosis.cured[number] + 1}"
+    return "no cure found" if diagnosis.tried else "no cure was tried"
+
+
+def report_text(diagnosis: Diagnosis, most: int = 40) -> str:
+    """The diagnosis as text.
+
+    Args:
+        most: rows that are listed; the rest is summed.
+    """
+    lines = [headline(diagnosis), ""]
+    if diagnosis.cures:
+        lines.append("Cures, compiled and measured, each on top of those before:")
+        for number, cure in enumerate(diagnosis.cures):
+            lines += _cure_lines(number, cure)
+        lines.append("")
+    for number, row in enumerate(diagnosis.rows[:most]):
+        exposed = "" if row.exposed is None else f", {seconds_text(row.exposed)} exposed"
+        seconds = f"  {seconds_text(row.seconds)}{exposed}" if row.seconds else ""
+        lines.append(
+            f"{bytes_text(row.bytes):>10}  {row.count} x {row.kind} over"
+            f" {', '.join(row.axes) or '?'}{seconds}"
+        )
+        frame = row.source.user
+        place = shown(row.source) or "no source line"
+        lines.append(f"{'':12}{place}{f': {text_of(frame)}' if frame and text_of(frame) else ''}")
+        lines.append(f"{'':12}{row.reason}")
+        lines += [f"{'':12}the compiler: {warning}" for warning in row.warnings]
+        lines.append(f"{'':12}{verdict(diagnosis, number)}; {row.overlap}")
+    rest = diagnosis.rows[most:]
+    if rest:
+        lines.append(f"{bytes_text(sum(r.bytes for r in rest)):>10}  in {len(rest)} more rows")
+    if not diagnosis.rows:
+        lines.append("There is no collective in the compiled program.")
+    lines += _memory_lines(diagnosis)
+    problems = diagnosis.communication.problems
+    lines += ["", *(f"not read: {problem}" for problem in problems)] if problems else []
+    return "\n".join(lines)
+
+
+def _cure_lines(number: int, cure: Cure) -> list[str]:
+    before = text_of(cure.edit.frame) if cure.edit.frame else ""
+    return [
+        f"  {number + 1}. {cure.place}",
+        *([f"     - {before}"] if before else []),
+        f"     + {cure.text}",
+        "     " + cure_effect(cure),
+    ]
+
+
+def cure_effect(cure: Cure) -> str:
+    """What a cure changed, as the compiler's program has it."""
+    (bytes_before, bytes_after), (seconds_before, seconds_after) = cure.bytes, cure.seconds
+    memory_before, memory_after = cure.memory
+    return (
+        f"{bytes_text(bytes_before)} -> {bytes_text(bytes_after)} sent,"
+        f" {seconds_text(seconds_before)} -> {seconds_text(seconds_after)} of kernels and exposed"
+        f" communication, {bytes_text(memory_before)} -> {bytes_text(memory_after)} at the peak"
+    )
+
+
+def _memory_lines(diagnosis: Diagnosis, most: int = 6) -> list[str]:
+    c = diagnosis.communication
+    if not c.live:
+        return []
+    total = bytes_text(c.memory["peak"]) if c.memory else bytes_text(c.live_bytes)
+    lines = ["", f"At the peak of memory ({total} per device) live:"]
+    for value in c.live[:most]:
+        spec = f" {spec_text(value.spec)}" if value.spec is not None else ""
+        times = f" x {value.count}" if value.count > 1 else ""
+        saving = max(value.replicated, key=lambda entry: entry[1], default=None)
+        advice = (
+            f"; not sharded over {saving[0]}, which would save {bytes_text(saving[1])}"
+            if saving
+            else ""
+        )
+        lines.append(
+            f"{bytes_text(value.bytes):>10}  {value.name or 'a value'}{spec}{times}"
+            f" {shown(value.source)}{advice}"
+        )
+    return lines
+
+
+# --------------------------------------------------------------------------------------------------
+# JSON.
+
+
+def to_data(diagnosis: Diagnosis) -> JsonObject:
+    """The diagnosis as plain data: "function", "topology", "mesh", the sums, "collectives",
+    "cures", "memory", "problems".
+    """
+    c = diagnosis.communication
+    return {
+        "format": 1,
+        "function": diagnosis.function,
+        "topology": diagnosis.topology,
+        "mesh": dict(diagnosis.mesh),
+        "bytes": c.wire_bytes,
+        "seconds": c.seconds,
+        "kernel_seconds": c.kernel_seconds,
+        "compile_seconds": c.compile_seconds,
+        "collectives": [
+            _row_data(diagnosis, number, row) for number, row in enumerate(diagnosis.rows)
+        ],
+        "cures": [_cure_data(cure) for cure in diagnosis.cures],
+        "tried": diagnosis.tried,
+        "memory": {
+            **c.memory,
+            "live": [
+                {
+                    "name": value.name,
+                    "source": value.source.user.place if value.source.user else "",
+                    "bytes": value.bytes,
+                    "count": value.count,
+                    "sharding": None if value.spec is None else [list(a) for a in value.spec],
+                    "savings": dict(value.replicated),
+                }
+                for value in c.live[:20]
+            ],
+        },
+        "problems": list(c.problems),
+        "versions": dict(diagnosis.versions),
+    }
+
+
+def _row_data(diagnosis: Diagnosis, number: int, row: Row) -> JsonObject:
+    meeting, frame = row.meeting, row.source.user
+    shardings: JsonObject | None = None
+    if meeting is not None:
+        shardings = {
+            "value": meeting.value.name,
+            "shape": list(meeting.value.shape),
+            "made": [list(axes) for axes in meeting.made],
+            "made_at": meeting.value.source.user.place if meeting.value.source.user else "",
+            "needed": [list(axes) for axes in meeting.needed],
+            "needed_at": next((s.user.place for s in meeting.users if s.user), ""),
+            "reduced": list(meeting.reduced),
+        }
+    cure = diagnosis.cured.get(number)
+    return {
+        "kind": row.kind,
+        "axes": list(row.axes),
+        "bytes": row.bytes,
+        "count": row.count,
+        "seconds": row.seconds,
+        "exposed": row.exposed,
+        "overlap": row.overlap,
+        "source": frame.place if frame else "",
+        "backward": row.source.operation.backward,
+        "operation": row.source.operation.primitive,
+        "shardings": shardings,
+        "cause": row.cause,
+        "reason": row.reason,
+        "inherent": row.inherent,
+        "cure": None if cure is None else _cure_data(diagnosis.cures[cure]),
+        "warnings": list(row.warnings),
+    }
+
+
+def _cure_data(cure: Cure) -> JsonObject:
+    return {
+        "source": cure.place,
+        "text": cure.text,
+        "bytes": list(cure.bytes),
+        "seconds": list(cure.seconds),
+        "memory": list(cure.memory),
+    }
+
+
+def to_json(diagnosis: Diagnosis) -> str:
+    """The diagnosis as JSON text."""
+    return json.dumps(to_data(diagnosis), indent=1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Annotations, cards, pages.
+
+
+def github_annotations(diagnosis: Diagnosis) -> Iterator[str]:
+    """Lines that GitHub's workflows show beside the source: a warning for a row that is not
+    inherent, a notice for the others.
+    """
+    for number, row in enumerate(diagnosis.rows):
+        frame = row.source.user
+        if frame is None:
+            continue
+        level = "notice" if row.inherent else "warning"
+        cure = diagnosis.cured.get(number)
+        advice = f" Cure: {diagnosis.cures[cure].text}" if cure is not None else ""
+        message = (
+            f"{bytes_text(row.bytes)} of {row.kind} over {', '.join(row.axes)}: {row.reason}."
+            + advice
+        )
+        escaped = message.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+        place = frame.place.rpartition(":")[0]
+        yield f"::{level} file={place},line={frame.line},title={row.kind}::{escaped}"
+
+
+def notebook_card(diagnosis: Diagnosis) -> str:
+    """The diagnosis as HTML for a notebook."""
+    rows = [
+        (
+            bytes_text(row.bytes),
+            f"{row.count} x {row.kind}",
+            ", ".join(row.axes),
+            shown(row.source),
+            verdict(diagnosis, number),
+        )
+        for number, row in enumerate(diagnosis.rows[:12])
+    ]
+    cures = [f"{cure.place}: {cure.text} ({cure_effect(cure)})" for cure in diagnosis.cures]
+    return card(
+        headline(diagnosis),
+        cures,
+        rows=rows,
+        head=("bytes", "collective", "axes", "line", "verdict"),
+        text=report_text(diagnosis),
+    )
+
+
+def page(diagnosis: Diagnosis) -> str:
+    """The diagnosis as a page of HTML: the rows, the cures, and the source with its rows."""
+    by_file: dict[str, dict[int, list[tuple[int, Row]]]] = defaultdict(lambda: defaultdict(list))
+    for number, row in enumerate(diagnosis.rows):
+        if row.source.user:
+            by_file[row.source.user.file][row.source.user.line].append((number, row))
+    c = diagnosis.communication
+    return render(
+        "diagnosis/templates/why.html",
+        title=f"Why is there communication in {diagnosis.function}?",
+        headline=headline(diagnosis),
+        rows=[
+            {
+                "bytes": bytes_text(row.bytes),
+                "share": row.bytes / c.wire_bytes if c.wire_bytes else 0.0,
+                "what": f"{row.count} x {row.kind} over {', '.join(row.axes) or '?'}",
+                "seconds": seconds_text(row.seconds) if row.seconds else "",
+                "exposed": "" if row.exposed is None else seconds_text(row.exposed),
+                "place": shown(row.source) or "no source line",
+                "reason": row.reason,
+                "verdict": verdict(diagnosis, number),
+                "overlap": row.overlap,
+            }
+            for number, row in enumerate(diagnosis.rows)
+        ],
+        cures=[
+            {
+                "place": cure.place,
+                "before": text_of(cure.edit.frame) if cure.edit.frame else "",
+                "after": cure.text,
+                "effect": cure_effect(cure),
+            }
+            for cure in diagnosis.cures
+        ],
+        files=[
+            {"name": Frame(file, 1).place.rpartition(":")[0], "lines": list(_listing(file, lines))}
+            for file, lines in by_file.items()
+        ],
+        memory=_memory_lines(diagnosis, 12)[1:],
+    )
+
+
+def _listing(file: str, rows: dict[int, list[tuple[int, Row]]]) -> Iterator[dict[str, Any]]:
+    """The lines of a file around those with rows, each with its rows."""
+    wanted = sorted(
+        {n for line in rows for n in range(line - _CONTEXT, line + _CONTEXT + 1) if n > 0}
+    )
+    last = 0
+    for number in wanted:
+        text = linecache.getline(file, number).rstrip("\n")
+        if not text and number not in rows:
+            continue
+        notes: Sequence[str] = [
+            f"{bytes_text(row.bytes)} {row.kind} over {', '.join(row.axes)}"
+            for _, row in rows.get(number, ())
+        ]
+        yield {"number": number, "text": text, "notes": notes, "gap": last and number > last + 1}
+        last = number
