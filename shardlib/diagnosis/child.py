@@ -43,7 +43,7 @@ def run_job(folder: Path) -> JsonObject:
     mesh = Mesh(
         np.array(devices, dtype=object).reshape(sizes),
         names,
-        axis_types=(AxisType.Auto,) * len(names),
+        axis_types=tuple(AxisType[kind] for kind in job["kinds"]),
     )
     replicated = NamedSharding(mesh, PartitionSpec())
     arguments = [

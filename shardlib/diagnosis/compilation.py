@@ -77,6 +77,7 @@ def compile_function(
         job = {
             "target": machine.to_json(),
             "mesh": [list(axis) for axis in function.mesh],
+            "kinds": list(function.kinds),
             "donated": list(function.donated),
             "options": dict(options),
         }

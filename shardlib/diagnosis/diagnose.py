@@ -242,7 +242,7 @@ def why_text(
         mesh=tuple((str(axis), int(size)) for axis, size in axes.items()),
         arguments=(),
         donated=(),
-        explicit=False,
+        kinds=(),
     )
     if function.shape.devices != module.partitions:
         raise VerificationError(

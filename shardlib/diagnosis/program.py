@@ -54,7 +54,7 @@ class TracedFunction:
         mesh: (axis, size), the first axis major.
         arguments: in the order of the program.
         donated: numbers of the arguments that are donated.
-        explicit: whether the mesh has axes of explicit mode.
+        kinds: "Auto", "Explicit" or "Manual" of every axis.
     """
 
     name: str
@@ -64,7 +64,12 @@ class TracedFunction:
     mesh: tuple[tuple[str, int], ...]
     arguments: tuple[Argument, ...]
     donated: tuple[int, ...]
-    explicit: bool
+    kinds: tuple[str, ...]
+
+    @property
+    def explicit(self) -> bool:
+        """Whether the mesh has axes of explicit mode."""
+        return AxisType.Explicit.name in self.kinds
 
     @property
     def shape(self) -> MeshShape:
@@ -189,7 +194,7 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
             for k, i in enumerate(arrays)
         ),
         donated=tuple(arrays.index(i) for i in donated if i in arrays),
-        explicit=any(kind == AxisType.Explicit for kind in mesh.axis_types),
+        kinds=tuple(kind.name for kind in mesh.axis_types),
     )
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardlib.cost.pricing import group_seconds
-from shardlib.diagnosis.edits import Spec
+from shardlib.diagnosis.edits import LAYOUTS, Spec
 from shardlib.diagnosis.program import Argument, TracedFunction
 from shardlib.diagnosis.source import (
     NOWHERE,
@@ -612,7 +612,7 @@ def _reshard(
     primitive = meeting.users[0].operation.primitive if meeting.users else ""
     gathered = {a for d in meeting.made for a in d} - {a for d in meeting.needed for a in d}
     name = _quoted(value.name) or "a value"
-    if value.argument is not None:
+    if value.argument is not None and primitive not in LAYOUTS:
         stored = f"{name} is an argument sharded {made}, and is needed as {needed}"
         reason = f"{stored} at {at}" if at else stored
         is_weight = function.arguments[value.argument].name
@@ -620,7 +620,7 @@ def _reshard(
         return "weights", reason, True if inherent else None
     where = shown(value.source)
     made_at = f" where it is made at {where}" if where else ""
-    if primitive in ("sharding_constraint", "reshard", "mesh_cast"):
+    if primitive in LAYOUTS:
         reason = f"{name} is {made}{made_at}, and the layout at {at} asks for {needed}"
         return "constraint", reason, None
     if primitive in ("", "return"):

@@ -275,7 +275,9 @@ def value_name(frame: Frame | None) -> str:
         target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
         whole = (value.lineno, value.col_offset) == (frame.line, frame.column)
         if whole or not frame.last_column:
-            return _clipped(ast.unparse(target).strip("()"))
+            parts = target.elts if isinstance(target, ast.Tuple) else [target]
+            names = [ast.unparse(part) for part in parts]
+            return _clipped(", ".join(name for name in names if name != "_") or "_")
     return _clipped(expression(frame))
 
 
