@@ -6,7 +6,6 @@ from shardlib.api import verify as verify
 from shardlib.cost.pricing import DeviceBytes as DeviceBytes
 from shardlib.cost.pricing import Estimate as Estimate
 from shardlib.cost.pricing import Seconds as Seconds
-from shardlib.diagnosis.diagnose import Diagnosis as Diagnosis
 from shardlib.diagnosis.diagnose import why as why
 from shardlib.errors import AnnotationError as AnnotationError
 from shardlib.errors import ArgumentError as ArgumentError

@@ -40,7 +40,7 @@ NAMES = {
         "TopK",
     ),
     "frameworks": (),
-    "diagnosis": ("why", "Diagnosis"),
+    "diagnosis": ("why",),
 }
 #: What a process does that has a package without a wing, as JSON: a step of SGD of a linear model on
 #: two devices beside the same step in NumPy, public names that are refused, and commands.
@@ -241,7 +241,7 @@ def lacks_the_commands_of_the_wing(
 def test_commands_of_wings_are_known():
     modules = {
         wing: importlib.import_module(f"shardlib.{wing}.commands")
-        for wing in ("launch", "serve", "islands")
+        for wing in ("diagnosis", "launch", "serve", "islands")
     }
     assert {
         wing: tuple(m.COMMANDS) for wing, m in modules.items() if m.COMMANDS

@@ -16,7 +16,7 @@ from shardlib.cli.output import echo, quiet_stdout, status, writable, write
 from shardlib.errors import ArgumentError, MissingFileError, TracingError
 
 if TYPE_CHECKING:
-    from shardlib.diagnosis.diagnose import Diagnosis
+    from shardlib.diagnosis.report import Diagnosis
 
 
 def why_command(
@@ -59,17 +59,17 @@ def why_command(
         writable(html)
     with quiet_stdout(as_json):
         diagnosis = _diagnose(program, topology, mesh, cures)
-    from shardlib.diagnosis import report
+    from shardlib.diagnosis.report import github_annotations, page, report_text
 
     if html is not None:
-        write(html, report.page(diagnosis))
+        write(html, page(diagnosis))
     if as_json:
-        echo(report.to_json(diagnosis))
+        echo(diagnosis.to_json())
     elif github:
-        for line in report.github_annotations(diagnosis):
+        for line in github_annotations(diagnosis):
             echo(line)
     else:
-        echo(report.report_text(diagnosis))
+        echo(report_text(diagnosis))
     unexplained = len(diagnosis.unexplained)
     if max_unexplained is not None and unexplained > max_unexplained:
         echo(
@@ -154,20 +154,20 @@ def _load(
     if not callable(make):
         raise ArgumentError(f"{program}: {module} has no function {name!r}")
     try:
-        made = make()
+        result = make()
     except Exception as error:
         raise TracingError(f"{program} fails: {type(error).__name__}: {error}") from error
-    if not isinstance(made, tuple) or not made or not callable(made[0]):
+    if not isinstance(result, tuple) or not result or not callable(result[0]):
         raise ArgumentError(
-            f"{program} returns {type(made).__name__}, not a function and its arguments\nTry:"
+            f"{program} returns {type(result).__name__}, not a function and its arguments\nTry:"
             " return step, (params, batch)"
         )
-    function, *rest = made
-    if len(rest) in (1, 2) and isinstance(rest[0], tuple | list):
-        keywords = rest[1] if len(rest) == 2 else {}
+    function, *values = result
+    if len(values) in (1, 2) and isinstance(values[0], tuple | list):
+        keywords = values[1] if len(values) == 2 else {}
         if isinstance(keywords, Mapping):
-            return function, tuple(rest[0]), keywords
-    return function, tuple(rest), {}
+            return function, tuple(values[0]), keywords
+    return function, tuple(values), {}
 
 
 #: What the wing adds to the command line.

@@ -4,7 +4,7 @@ Candidates follow from the shardings that meet: the value laid out where it is m
 without an axis, or with the axis on another dim; an argument stored so; a layout of the program
 left out; and, first of all, values that have lost the batch's sharding laid out over it again.
 Shardy propagates the shardings of every candidate, which takes a second and no compiler; the
-best of them are compiled, and what is kept has to help there: fewer bytes on the wire, a shorter
+best of them are compiled, and what is kept has to help there: fewer bytes sent, a shorter
 step by the compiler's kernels and the links, and no more memory.
 """
 
@@ -22,7 +22,7 @@ from shardlib.machines.topology import Topology
 from shardlib.untrusted.data import JsonObject
 from shardlib.verification.hlo import BITS
 
-#: A cure takes at least this share of a program's bytes off the wire.
+#: A cure takes at least this share of a program's bytes away.
 LEAST = 0.02
 #: More memory than so many times what the program takes without it is no cure.
 MOST_MEMORY = 1.05
@@ -38,7 +38,7 @@ class Cure:
         edit: what to change.
         place: the line, "model.py:41", or the argument.
         text: the line as it should be, or the new sharding of the argument.
-        bytes: on the wire per device and call, (before, after).
+        bytes: sent per device and call, (before, after).
         seconds: of the step, (before, after): kernels where the compiler estimates them, and
             communication that nothing hides.
         memory: peak bytes per device, (before, after).
@@ -90,14 +90,18 @@ def _batch_edits(
 
 
 def _edits_of(meeting: Meeting, function: TracedFunction, sizes: dict[str, int]) -> Iterator[Edit]:
-    layouts = [s for s in meeting.users if s.operation.primitive in LAYOUTS]
+    layouts = [
+        source
+        for source in (meeting.source, *meeting.users)
+        if source.operation.primitive in LAYOUTS
+    ]
     for source in layouts:
         if source.user:
-            yield Edit(spec=meeting.made, frame=source.user, removes=True)
+            yield Edit(spec=meeting.produced, frame=source.user, removes=True)
     yield from _on(meeting.value, meeting.needed, meeting.axes, sizes)
     for user in meeting.users[:1]:
         if user.user and not user.operation.backward and user not in layouts:
-            yield Edit(spec=meeting.made, frame=user.user, shape=meeting.value.shape)
+            yield Edit(spec=meeting.produced, frame=user.user, shape=meeting.value.shape)
     if meeting.contraction:
         for operand in meeting.contraction.operands:
             yield from _on(operand, None, meeting.axes, sizes)
@@ -115,24 +119,24 @@ def _on(
     if needed is not None and not any(":" in a for dim in needed for a in dim):
         specs.insert(0, needed)
     moved = tuple(sorted(axes & {a for dim in spec for a in dim}))
-    ways = 1
+    degree = 1
     for axis in moved:
-        ways *= sizes.get(axis, 1)
+        degree *= sizes.get(axis, 1)
     for number, size in enumerate(value.shape):
         if (
             moved
-            and size % ways == 0
+            and size % degree == 0
             and without[number] == ()
             and not set(moved) & set(spec[number])
         ):
             specs.append((*without[:number], moved, *without[number + 1 :]))
-    for other in specs:
-        if other == value.spec or len(other) != len(value.shape):
+    for layout in specs:
+        if layout == value.spec or len(layout) != len(value.shape):
             continue
         if value.argument is not None:
-            yield Edit(spec=other, argument=value.argument, name=value.name)
+            yield Edit(spec=layout, argument=value.argument, name=value.name)
         elif value.source.user and not value.source.operation.backward:
-            yield Edit(spec=other, frame=value.source.user, shape=value.shape)
+            yield Edit(spec=layout, frame=value.source.user, shape=value.shape)
 
 
 def propagated_seconds(
@@ -146,28 +150,28 @@ def propagated_seconds(
     total = 0.0
     for meeting in read_meetings(shardings, function.arguments):
         bits = BITS.get(meeting.value.dtype.replace("i1", "pred"), 32)
-        whole = bits / 8.0
+        total_bytes = bits / 8.0
         for size in meeting.value.shape:
-            whole *= size
+            total_bytes *= size
 
-        def part(spec: Spec, whole: float = whole) -> float:
-            ways = 1
+        def part(spec: Spec, total_bytes: float = total_bytes) -> float:
+            degree = 1
             for dim in spec:
                 for axis in dim:
                     name, _, piece = axis.partition(":")
-                    ways *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
-            return whole / ways
+                    degree *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
+            return total_bytes / degree
 
         axes = tuple(names[a] for a in sorted(meeting.axes) if sizes.get(a, 1) > 1)
         if not axes:
             continue
-        made, needed = part(meeting.made), part(meeting.needed)
+        produced, needed = part(meeting.produced), part(meeting.needed)
         if meeting.reduced:
             kind, size = "all-reduce", needed
-        elif needed > made:
+        elif needed > produced:
             kind, size = "all-gather", needed
-        elif needed == made:
-            kind, size = "all-to-all", made
+        elif needed == produced:
+            kind, size = "all-to-all", produced
         else:
             continue  # each device keeps a part of what it has
         members = mesh.ways(axes)

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from shardlib.diagnosis import report
 from shardlib.diagnosis.compilation import Options, compile_function, propagate, target_of
 from shardlib.diagnosis.cures import (
     LEAST,
@@ -24,14 +22,14 @@ from shardlib.diagnosis.cures import (
     propagated_seconds,
 )
 from shardlib.diagnosis.edits import Edit
-from shardlib.diagnosis.peak import LiveValue, live_values
+from shardlib.diagnosis.peak import live_values
 from shardlib.diagnosis.program import AnyMesh, Call, TracedFunction, find_mesh, mesh_of, trace
+from shardlib.diagnosis.report import Communication, Diagnosis
 from shardlib.diagnosis.rows import Index, Row, batch_axes, explain, read_meetings, read_rows
 from shardlib.diagnosis.source import FrameTable
 from shardlib.errors import ArgumentError, TracingError, VerificationError
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
-from shardlib.report.elements import short
 from shardlib.untrusted.data import JsonObject
 from shardlib.verification.hlo import parse
 from shardlib.verification.isolation import (
@@ -44,96 +42,6 @@ from shardlib.verification.isolation import (
     require_compiler,
 )
 from shardlib.verification.traffic import read_traffic, scheduled
-
-
-@dataclass(frozen=True, kw_only=True)
-class Communication:
-    """The collectives of a function, compiled for a topology.
-
-    Attributes:
-        rows: the most bytes first.
-        wire_bytes: that a device sends in one call.
-        kernel_seconds: the compiler's estimate of all kernels; 0 where it gives none.
-        memory: bytes per device: "arguments", "temporaries", "peak", ...
-        live: values that live at the peak, the largest first; of `live_bytes` together.
-        problems: what could not be read.
-        text: of the compiled program.
-    """
-
-    rows: tuple[Row, ...]
-    wire_bytes: float
-    kernel_seconds: float
-    memory: Mapping[str, int]
-    live: tuple[LiveValue, ...]
-    live_bytes: int
-    compile_seconds: float
-    problems: tuple[str, ...]
-    text: str
-
-    @property
-    def seconds(self) -> float:
-        """Of all collectives, one after the other."""
-        return sum(row.seconds for row in self.rows)
-
-    @property
-    def step_seconds(self) -> float:
-        """Kernels, and what of the communication nothing hides; what cures are compared by."""
-        exposed = sum(row.seconds if row.exposed is None else row.exposed for row in self.rows)
-        return self.kernel_seconds + exposed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """Why there is communication in a function.
-
-    Attributes:
-        function: its name.
-        topology: its spelling.
-        mesh: (axis, size).
-        communication: of the function as it is.
-        cures: edits that help, in the order in which they were tried, each on top of those before.
-        cured: row -> the number of the cure that removes it, counted from 0.
-        tried: how many programs were compiled to find cures.
-        versions: package -> version of the compiler.
-    """
-
-    function: str
-    topology: str
-    mesh: tuple[tuple[str, int], ...]
-    communication: Communication
-    cures: tuple[Cure, ...]
-    cured: Mapping[int, int]
-    tried: int
-    versions: Mapping[str, str]
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """One row per collective, the most bytes first."""
-        return self.communication.rows
-
-    def to_json(self) -> str:
-        """The diagnosis as JSON text, see `docs/why.md`."""
-        return report.to_json(self)
-
-    def __str__(self) -> str:
-        return report.report_text(self)
-
-    def __repr__(self) -> str:
-        return short("Diagnosis", report.headline(self), f"{len(self.cures)} cures")
-
-    def _repr_html_(self) -> str:
-        return report.notebook_card(self)
-
-    def show(self, file: str | Path) -> Path:
-        """Writes the diagnosis as a page of HTML."""
-        path = Path(file)
-        path.write_text(report.page(self), encoding="utf-8")
-        return path
-
-    @property
-    def unexplained(self) -> tuple[Row, ...]:
-        """Rows that are not inherent: those with a cure, and those for which none was found."""
-        return tuple(row for row in self.rows if row.inherent is not True)
 
 
 def why(
@@ -300,7 +208,7 @@ class _Work:
     def trace(self, edits: Sequence[Edit] = ()) -> TracedFunction:
         return trace(self.call, self.platform, self.mesh, edits)
 
-    def diagnose(self, most: int) -> Diagnosis:
+    def diagnose(self, limit: int) -> Diagnosis:
         function = self.trace()
         machine = target_of(function, self.topology)
         self.say(f"compiling {function.name} for {self.topology.name}")
@@ -309,7 +217,7 @@ class _Work:
         if isinstance(outcome, Failure):
             raise _not_compiled(outcome, function, shardings)
         before = self.read(function, machine, outcome, shardings)
-        cures, tried = self.find_cures(function, machine, before, shardings, most)
+        cures, tried = self.find_cures(function, machine, before, shardings, limit)
         return Diagnosis(
             function=function.name,
             topology=self.topology.name,
@@ -359,18 +267,18 @@ class _Work:
         machine: Target,
         before: Communication,
         shardings: JsonObject,
-        most: int,
+        limit: int,
     ) -> tuple[list[tuple[Cure, Communication]], int]:
         """Cures with the communication that each leaves, and how many programs were compiled."""
         cures: list[tuple[Cure, Communication]] = []
-        kept: tuple[Edit, ...] = ()
+        accepted: tuple[Edit, ...] = ()
         refused, tried = set[Edit](), 0
         batch = batch_axes(function)
-        while tried < most:
+        while tried < limit:
             listed = [
                 edit
                 for edit in candidates(before.rows, shardings, function, batch)
-                if edit not in refused and edit not in kept
+                if edit not in refused and edit not in accepted
             ]
             self.say(f"propagating the shardings of {len(listed)} edits")
             base = propagated_seconds(shardings, function, self.topology)
@@ -378,7 +286,7 @@ class _Work:
                 (
                     (seconds, number, edit, edited, layout)
                     for number, (edit, edited, layout) in enumerate(
-                        self.propagated(kept, listed, machine)
+                        self.propagated(accepted, listed, machine)
                     )
                     if (seconds := propagated_seconds(layout, edited, self.topology))
                     < base * (1 - LEAST)
@@ -388,10 +296,10 @@ class _Work:
             refused |= set(listed) - {entry[2] for entry in ranked}
             improved = False
             for _, _, edit, edited, layout in ranked:
-                if tried >= most or improved:
+                if tried >= limit or improved:
                     break
                 tried += 1
-                self.say(f"compiling an edit of {edit.place} ({tried} of at most {most})")
+                self.say(f"compiling an edit of {edit.place} ({tried} of {limit})")
                 outcome = compile_function(edited, machine, self.limits, self.options)
                 refused.add(edit)
                 if isinstance(outcome, Failure):
@@ -400,21 +308,21 @@ class _Work:
                 if _helps(before, after):
                     cure = _cure(edit, function.explicit, before, after)
                     cures.append((cure, after))
-                    kept, before, shardings, improved = (*kept, edit), after, layout, True
+                    accepted, before, shardings, improved = (*accepted, edit), after, layout, True
             if not improved:
                 break
         return cures, tried
 
     def propagated(
-        self, kept: tuple[Edit, ...], edits: Sequence[Edit], machine: Target
+        self, accepted: tuple[Edit, ...], edits: Sequence[Edit], machine: Target
     ) -> list[tuple[Edit, TracedFunction, JsonObject]]:
-        """Edits on top of those that are kept, each with its program and shardings; without those
-        that the program does not trace with.
+        """Edits on top of those that are accepted, each with its program and shardings; without
+        those that the program does not trace with.
         """
         traced: list[tuple[Edit, TracedFunction]] = []
         for edit in edits:
             try:
-                traced.append((edit, self.trace((*kept, edit))))
+                traced.append((edit, self.trace((*accepted, edit))))
             except TracingError:
                 continue
         layouts = propagate([function for _, function in traced], machine, self.limits)
@@ -449,9 +357,9 @@ def _removed(rows: Sequence[Row], after: Sequence[Communication]) -> dict[int, i
 
     def left(row: Row, communication: Communication) -> float:
         return sum(
-            other.bytes
-            for other in communication.rows
-            if (other.kind, other.axes, other.source.key, other.source.operation)
+            entry.bytes
+            for entry in communication.rows
+            if (entry.kind, entry.axes, entry.source.key, entry.source.operation)
             == (row.kind, row.axes, row.source.key, row.source.operation)
         )
 
@@ -469,12 +377,12 @@ def _not_compiled(
 ) -> VerificationError:
     """The error of a function that the compiler made no program of, with what is known of it."""
     meetings = read_meetings(shardings, function.arguments)
-    known = sorted({frame.place for m in meetings if (frame := m.source.user)})
-    found = f"\nShardings meet at {len(known)} lines: {', '.join(known[:8])}" if known else ""
+    lines = sorted({frame.place for m in meetings if (frame := m.source.user)})
+    meet = f"\nShardings meet at {len(lines)} lines: {', '.join(lines[:8])}" if lines else ""
     message = (
         out_of_memory_text(failure.message) if failure.kind == "out-of-memory" else failure.message
     )
     return VerificationError(
-        f"{function.name} was not compiled: {failure.kind}: {message}{found}\nTry: a larger"
+        f"{function.name} was not compiled: {failure.kind}: {message}{meet}\nTry: a larger"
         " topology or smaller shapes; limits=Limits(seconds=...) for a compilation that takes long"
     )

@@ -78,21 +78,23 @@ class _Reader:
         last: dict[str, int] = {}
         size: dict[str, int] = {}
         for position, instruction in enumerate(body.instructions):
-            given = frozenset().union(*(buffers.get(o, frozenset()) for o in instruction.operands))
-            for buffer in given:
+            operands = frozenset().union(
+                *(buffers.get(o, frozenset()) for o in instruction.operands)
+            )
+            for buffer in operands:
                 last[buffer] = position
-            own = _own_bytes(instruction)
+            size_bytes = _own_bytes(instruction)
             in_place = "dynamic-update-slice" in instruction.name or (
                 instruction.opcode == "dynamic-update-slice"
             )
-            if own == 0 or instruction.opcode in _HANDED_ON or in_place:
-                buffers[instruction.name] = given
+            if size_bytes == 0 or instruction.opcode in _HANDED_ON or in_place:
+                buffers[instruction.name] = operands
                 continue
             shared = [instruction.operands[n] for n in _aliases(instruction).values()]
             buffers[instruction.name] = frozenset({instruction.name}).union(
                 *(buffers.get(name, frozenset()) for name in shared)
             )
-            size[instruction.name], last[instruction.name] = own, position
+            size[instruction.name], last[instruction.name] = size_bytes, position
         if body.root is not None:
             for buffer in buffers.get(body.root.name, frozenset()):
                 last[buffer] = len(body.instructions)
@@ -175,34 +177,34 @@ def _value(
     name = value_name(source.user)
     aliased = _aliases(instruction)
     parts = [p for n, p in enumerate(elements(instruction.shape)) if n not in aliased]
-    whole = re.sub(r"\{[^{}]*\}", "", ", ".join(parts[:4]))
+    types = re.sub(r"\{[^{}]*\}", "", ", ".join(parts[:4]))
     spec, replicated = None, list[tuple[str, int]]()
     for candidate, shape in specs.get((source.key, source.operation.backward), ()):
-        local = [n // _ways(axes, mesh) for n, axes in zip(shape, candidate, strict=True)]
-        if f"[{','.join(map(str, local))}]" in whole:
+        local = [n // _degree(axes, mesh) for n, axes in zip(shape, candidate, strict=True)]
+        if f"[{','.join(map(str, local))}]" in types:
             spec = candidate
             used = {axis.partition(":")[0] for axes in candidate for axis in axes}
-            for axis, ways in mesh.items():
+            for axis, degree in mesh.items():
                 fits = any(
-                    not axes and n % ways == 0 for n, axes in zip(shape, candidate, strict=True)
+                    not axes and n % degree == 0 for n, axes in zip(shape, candidate, strict=True)
                 )
-                if axis not in used and ways > 1 and fits:
-                    replicated.append((axis, size * len(members) * (ways - 1) // ways))
+                if axis not in used and degree > 1 and fits:
+                    replicated.append((axis, size * len(members) * (degree - 1) // degree))
             break
     return LiveValue(
         name=f"backward of {name}" if name and source.operation.backward else name,
         source=source,
         bytes=size * len(members),
         count=len(members),
-        shape=whole,
+        shape=types,
         spec=spec,
         replicated=tuple(replicated),
     )
 
 
-def _ways(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-    ways = 1
+def _degree(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+    degree = 1
     for axis in axes:
         name, _, piece = axis.partition(":")
-        ways *= int(piece.partition(")")[2]) if piece else mesh.get(name, 1)
-    return ways
+        degree *= int(piece.partition(")")[2]) if piece else mesh.get(name, 1)
+    return degree

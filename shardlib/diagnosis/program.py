@@ -103,29 +103,29 @@ class Call:
     out_shardings: Any = None
 
 
-def mesh_of(asked: AnyMesh | Mapping[str, int] | str) -> AnyMesh:
+def mesh_of(request: AnyMesh | Mapping[str, int] | str) -> AnyMesh:
     """A mesh of a call; one without devices where only sizes are known.
 
     >>> mesh_of("data=4,model=2").shape
     OrderedDict({'data': 4, 'model': 2})
     """
-    if isinstance(asked, Mesh | AbstractMesh):
-        return asked
-    if isinstance(asked, str):
-        pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part) for part in asked.split(",")]
+    if isinstance(request, Mesh | AbstractMesh):
+        return request
+    if isinstance(request, str):
+        pairs = [re.fullmatch(r"\s*(\w+)\s*=\s*(\d+)\s*", part) for part in request.split(",")]
         if not all(pairs):
             raise ArgumentError(
-                f"mesh {asked!r} is not a list of axes and sizes\nTry: mesh='data=4,model=2'"
+                f"mesh {request!r} is not a list of axes and sizes\nTry: mesh='data=4,model=2'"
             )
         sizes = {pair[1]: int(pair[2]) for pair in pairs if pair}
         if len(sizes) != len(pairs):
-            raise ArgumentError(f"mesh {asked!r} names an axis twice\nTry: mesh='data=4,model=2'")
+            raise ArgumentError(f"mesh {request!r} names an axis twice\nTry: mesh='data=4,model=2'")
     else:
-        sizes = dict(asked) if isinstance(asked, Mapping) else {}
+        sizes = dict(request) if isinstance(request, Mapping) else {}
     wrong = [size for size in sizes.values() if isinstance(size, bool) or not isinstance(size, int)]
     if not sizes or wrong or min(sizes.values()) < 1:
         raise ArgumentError(
-            f"mesh {asked!r} does not give axes sizes of at least 1\nTry:"
+            f"mesh {request!r} does not give axes sizes of at least 1\nTry:"
             " mesh={'data': 4, 'model': 2}, or a jax.sharding.Mesh"
         )
     return AbstractMesh(

@@ -1,36 +1,126 @@
-"""A diagnosis as text, JSON, a page, a notebook card, and annotations of GitHub."""
+"""A diagnosis, and its forms: text, JSON, a page, a notebook card, annotations of GitHub."""
 
 from __future__ import annotations
 
 import json
 import linecache
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from shardlib.diagnosis.cures import Cure
+from shardlib.diagnosis.peak import LiveValue
 from shardlib.diagnosis.rows import Row, spec_text
 from shardlib.diagnosis.source import Frame, shown, text_of
-from shardlib.report.elements import bytes_text, seconds_text
+from shardlib.report.elements import bytes_text, seconds_text, short
 from shardlib.report.markup import card, render
 from shardlib.untrusted.data import JsonObject
 
-if TYPE_CHECKING:
-    from shardlib.diagnosis.diagnose import Diagnosis
-
 #: Lines around a row's on a page.
 _CONTEXT = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """The collectives of a function, compiled for a topology.
+
+    Attributes:
+        rows: the most bytes first.
+        wire_bytes: that a device sends in one call.
+        kernel_seconds: the compiler's estimate of all kernels; 0 where it gives none.
+        memory: bytes per device: "arguments", "temporaries", "peak", ...
+        live: values that live at the peak, the largest first; of `live_bytes` together.
+        problems: what could not be read.
+        text: of the compiled program.
+    """
+
+    rows: tuple[Row, ...]
+    wire_bytes: float
+    kernel_seconds: float
+    memory: Mapping[str, int]
+    live: tuple[LiveValue, ...]
+    live_bytes: int
+    compile_seconds: float
+    problems: tuple[str, ...]
+    text: str
+
+    @property
+    def seconds(self) -> float:
+        """Of all collectives, one after the other."""
+        return sum(row.seconds for row in self.rows)
+
+    @property
+    def step_seconds(self) -> float:
+        """Kernels, and what of the communication nothing hides; what cures are compared by."""
+        exposed = sum(row.seconds if row.exposed is None else row.exposed for row in self.rows)
+        return self.kernel_seconds + exposed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Why there is communication in a function.
+
+    Attributes:
+        function: its name.
+        topology: its spelling.
+        mesh: (axis, size).
+        communication: of the function as it is.
+        cures: edits that help, in the order in which they were tried, each on top of those before.
+        cured: row -> the number of the cure that removes it, counted from 0.
+        tried: how many programs were compiled to find cures.
+        versions: package -> version of the compiler.
+    """
+
+    function: str
+    topology: str
+    mesh: tuple[tuple[str, int], ...]
+    communication: Communication
+    cures: tuple[Cure, ...]
+    cured: Mapping[int, int]
+    tried: int
+    versions: Mapping[str, str]
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """One row per collective, the most bytes first."""
+        return self.communication.rows
+
+    def to_json(self) -> str:
+        """The diagnosis as JSON text, see `docs/why.md`."""
+        return to_json(self)
+
+    def __str__(self) -> str:
+        return report_text(self)
+
+    def __repr__(self) -> str:
+        return short("Diagnosis", headline(self), f"{len(self.cures)} cures")
+
+    def _repr_html_(self) -> str:
+        return notebook_card(self)
+
+    def show(self, file: str | Path) -> Path:
+        """Writes the diagnosis as a page of HTML."""
+        path = Path(file)
+        path.write_text(page(self), encoding="utf-8")
+        return path
+
+    @property
+    def unexplained(self) -> tuple[Row, ...]:
+        """Rows that are not inherent: those with a cure, and those for which none was found."""
+        return tuple(row for row in self.rows if row.inherent is not True)
 
 
 def headline(diagnosis: Diagnosis) -> str:
     """One sentence with the sums."""
     c = diagnosis.communication
     mesh = " x ".join(f"{axis} {size}" for axis, size in diagnosis.mesh)
-    where = f" on {diagnosis.topology}" if diagnosis.topology else ""
+    machine = f" on {diagnosis.topology}" if diagnosis.topology else ""
     seconds = f", {seconds_text(c.seconds)} on the links" if c.seconds else ""
     peak = f"; peak memory {bytes_text(c.memory['peak'])}" if c.memory else ""
     return (
-        f"{diagnosis.function}{where} ({mesh}): {bytes_text(c.wire_bytes)} sent per device and"
+        f"{diagnosis.function}{machine} ({mesh}): {bytes_text(c.wire_bytes)} sent per device and"
         f" call in {sum(row.count for row in c.rows)} collectives{seconds}{peak}"
     )
 
@@ -45,11 +135,11 @@ def verdict(diagnosis: Diagnosis, number: int) -> str:
     return "no cure found" if diagnosis.tried else "no cure was tried"
 
 
-def report_text(diagnosis: Diagnosis, most: int = 40) -> str:
+def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
     """The diagnosis as text.
 
     Args:
-        most: rows that are listed; the rest is summed.
+        limit: rows that are listed; the others are summed.
     """
     lines = [headline(diagnosis), ""]
     if diagnosis.cures:
@@ -57,7 +147,7 @@ def report_text(diagnosis: Diagnosis, most: int = 40) -> str:
         for number, cure in enumerate(diagnosis.cures):
             lines += _cure_lines(number, cure)
         lines.append("")
-    for number, row in enumerate(diagnosis.rows[:most]):
+    for number, row in enumerate(diagnosis.rows[:limit]):
         exposed = "" if row.exposed is None else f", {seconds_text(row.exposed)} exposed"
         seconds = f"  {seconds_text(row.seconds)}{exposed}" if row.seconds else ""
         lines.append(
@@ -70,9 +160,9 @@ def report_text(diagnosis: Diagnosis, most: int = 40) -> str:
         lines.append(f"{'':12}{row.reason}")
         lines += [f"{'':12}the compiler: {warning}" for warning in row.warnings]
         lines.append(f"{'':12}{verdict(diagnosis, number)}; {row.overlap}")
-    rest = diagnosis.rows[most:]
-    if rest:
-        lines.append(f"{bytes_text(sum(r.bytes for r in rest)):>10}  in {len(rest)} more rows")
+    others = diagnosis.rows[limit:]
+    if others:
+        lines.append(f"{bytes_text(sum(r.bytes for r in others)):>10}  in {len(others)} more rows")
     if not diagnosis.rows:
         lines.append("There is no collective in the compiled program.")
     lines += _memory_lines(diagnosis)
@@ -102,13 +192,13 @@ def cure_effect(cure: Cure) -> str:
     )
 
 
-def _memory_lines(diagnosis: Diagnosis, most: int = 6) -> list[str]:
+def _memory_lines(diagnosis: Diagnosis, limit: int = 6) -> list[str]:
     c = diagnosis.communication
     if not c.live:
         return []
     total = bytes_text(c.memory["peak"]) if c.memory else bytes_text(c.live_bytes)
     lines = ["", f"At the peak of memory ({total} per device) live:"]
-    for value in c.live[:most]:
+    for value in c.live[:limit]:
         spec = f" {spec_text(value.spec)}" if value.spec is not None else ""
         times = f" x {value.count}" if value.count > 1 else ""
         saving = max(value.replicated, key=lambda entry: entry[1], default=None)
@@ -173,7 +263,7 @@ def _row_data(diagnosis: Diagnosis, number: int, row: Row) -> JsonObject:
         shardings = {
             "value": meeting.value.name,
             "shape": list(meeting.value.shape),
-            "made": [list(axes) for axes in meeting.made],
+            "made": [list(axes) for axes in meeting.produced],
             "made_at": meeting.value.source.user.place if meeting.value.source.user else "",
             "needed": [list(axes) for axes in meeting.needed],
             "needed_at": next((s.user.place for s in meeting.users if s.user), ""),
@@ -305,11 +395,11 @@ def page(diagnosis: Diagnosis) -> str:
 
 def _listing(file: str, rows: dict[int, list[tuple[int, Row]]]) -> Iterator[dict[str, Any]]:
     """The lines of a file around those with rows, each with its rows."""
-    wanted = sorted(
+    numbers = sorted(
         {n for line in rows for n in range(line - _CONTEXT, line + _CONTEXT + 1) if n > 0}
     )
     last = 0
-    for number in wanted:
+    for number in numbers:
         text = linecache.getline(file, number).rstrip("\n")
         if not text and number not in rows:
             continue

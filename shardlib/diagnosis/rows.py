@@ -88,7 +88,7 @@ class Meeting:
 
     Attributes:
         value: the value, as it is made.
-        made, needed: its shardings.
+        produced, needed: its shardings.
         reduced: the mesh axes over which partial sums are added; () for a reshard.
         users: operations that take it.
         contraction: whose partial sums they are.
@@ -96,7 +96,7 @@ class Meeting:
     """
 
     value: ValueOrigin
-    made: Spec
+    produced: Spec
     needed: Spec
     reduced: tuple[str, ...]
     source: Source
@@ -110,8 +110,8 @@ class Meeting:
         if self.reduced:
             return frozenset(self.reduced)
         moved = set[str]()
-        for made, needed in zip(self.made, self.needed, strict=True):
-            moved |= set(made) ^ set(needed)
+        for produced, needed in zip(self.produced, self.needed, strict=True):
+            moved |= set(produced) ^ set(needed)
         return frozenset(axis.partition(":")[0] for axis in moved)
 
 
@@ -119,14 +119,14 @@ def read_meetings(shardings: JsonObject, arguments: Sequence[Argument]) -> tuple
     """The meetings that `shardings.read_shardings` listed; without those that move nothing."""
     meetings = list[Meeting]()
     for entry in shardings.get("meetings", ()):
-        made, needed = _spec(entry["made"]), _spec(entry["needed"])
-        if made == needed and not entry["reduced"]:
+        produced, needed = _spec(entry["made"]), _spec(entry["needed"])
+        if produced == needed and not entry["reduced"]:
             continue
         contraction = entry["contraction"]
         meetings.append(
             Meeting(
                 value=_origin(entry["origin"], arguments),
-                made=made,
+                produced=produced,
                 needed=needed,
                 reduced=tuple(entry["reduced"]),
                 source=read_source(entry["location"]),
@@ -150,11 +150,11 @@ def _spec(data: Sequence[Sequence[str]]) -> Spec:
 def _origin(entry: JsonObject, arguments: Sequence[Argument]) -> ValueOrigin:
     source = read_source(entry.get("location"))
     argument = entry.get("argument") if entry.get("op") == "argument" else None
-    known = argument is not None and argument < len(arguments)
+    listed = argument is not None and argument < len(arguments)
     return ValueOrigin(
-        name=arguments[argument].name if known else _named(source),  # type: ignore[index]
+        name=arguments[argument].name if listed else _named(source),  # type: ignore[index]
         source=source,
-        argument=argument if known else None,
+        argument=argument if listed else None,
         shape=tuple(entry["shape"]),
         dtype=entry["dtype"],
         spec=_spec(entry["spec"]),
@@ -186,7 +186,7 @@ class Row:
         overlap: what it hides behind, or why it does not: one sentence.
         source: the operation of the user's program.
         meeting: the shardings that met; None where Shardy lists none for it.
-        dtypes: of the elements on the wire.
+        dtypes: of the elements that are sent.
         cause: a word for why it is there, `CAUSES`.
         reason: the same as a sentence.
         inherent: whether what the program computes needs it, given its arguments' shardings; None
@@ -255,9 +255,9 @@ class Index:
             if taken is not None and self.own(taken).user:
                 return self.own(taken)
             if element < len(instruction.operands):
-                made = self.made(instruction.operands[element])
-                if made.user:
-                    return made
+                origin = self.made(instruction.operands[element])
+                if origin.user:
+                    return origin
         if own.user:
             return own
         around = (
@@ -385,13 +385,13 @@ def _sizes(mesh: MeshShape, names: Mapping[str, str]) -> Iterator[tuple[str, int
 
 def _joined(rows: Sequence[Row]) -> Row:
     first = rows[0]
-    known = [row.exposed for row in rows if row.exposed is not None]
+    estimated = [row.exposed for row in rows if row.exposed is not None]
     return replace(
         first,
         bytes=sum(row.bytes for row in rows),
         count=sum(row.count for row in rows),
         seconds=sum(row.seconds for row in rows),
-        exposed=sum(known) if len(known) == len(rows) else None,
+        exposed=sum(estimated) if len(estimated) == len(rows) else None,
         dtypes=tuple(sorted({dtype for row in rows for dtype in row.dtypes})),
         instructions=tuple(name for row in rows for name in row.instructions),
         overlap=max(rows, key=lambda row: row.exposed or 0.0).overlap,
@@ -483,17 +483,17 @@ def _match(
 def _device_sizes(meeting: Meeting, sizes: Mapping[str, int]) -> set[int]:
     """Bytes per device of the value, in either sharding."""
     bits = BITS.get(_hlo_dtype(meeting.value.dtype), 32)
-    whole = math.prod(meeting.value.shape) * bits // 8
+    size = math.prod(meeting.value.shape) * bits // 8
 
     def part(spec: Spec) -> int:
-        ways = 1
+        degree = 1
         for axes in spec:
             for axis in axes:
                 name, _, piece = axis.partition(":")
-                ways *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
-        return whole // ways
+                degree *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
+        return size // degree
 
-    return {part(meeting.made), part(meeting.needed)}
+    return {part(meeting.produced), part(meeting.needed)}
 
 
 def _hlo_dtype(dtype: str) -> str:
@@ -607,25 +607,26 @@ def _reshard(
     meeting: Meeting, function: TracedFunction, batch: frozenset[str]
 ) -> tuple[str, str, bool | None]:
     value = meeting.value
-    made, needed = spec_text(meeting.made), spec_text(meeting.needed)
-    at = shown(meeting.users[0]) if meeting.users else ""
-    primitive = meeting.users[0].operation.primitive if meeting.users else ""
-    gathered = {a for d in meeting.made for a in d} - {a for d in meeting.needed for a in d}
+    produced, needed = spec_text(meeting.produced), spec_text(meeting.needed)
+    is_layout = meeting.source.operation.primitive in LAYOUTS
+    user = meeting.source if is_layout else next(iter(meeting.users), NOWHERE)
+    place, primitive = shown(user), user.operation.primitive
+    gathered = {a for d in meeting.produced for a in d} - {a for d in meeting.needed for a in d}
     name = _quoted(value.name) or "a value"
     if value.argument is not None and primitive not in LAYOUTS:
-        stored = f"{name} is an argument sharded {made}, and is needed as {needed}"
-        reason = f"{stored} at {at}" if at else stored
+        stored = f"{name} is an argument sharded {produced}, and is needed as {needed}"
+        reason = f"{stored} at {place}" if place else stored
         is_weight = function.arguments[value.argument].name
         inherent = bool(gathered) and gathered <= batch and is_weight != ""
         return "weights", reason, True if inherent else None
-    where = shown(value.source)
-    made_at = f" where it is made at {where}" if where else ""
+    origin = shown(value.source)
+    made_at = f" where it is made at {origin}" if origin else ""
     if primitive in LAYOUTS:
-        reason = f"{name} is {made}{made_at}, and the layout at {at} asks for {needed}"
+        reason = f"{name} is {produced}{made_at}, and the layout at {place} asks for {needed}"
         return "constraint", reason, None
     if primitive in ("", "return"):
-        return "result", f"{name} is {made}{made_at}, and is a result in {needed}", None
-    reason = f"{name} is {made}{made_at}, and {primitive} at {at} needs it as {needed}"
+        return "result", f"{name} is {produced}{made_at}, and is a result in {needed}", None
+    reason = f"{name} is {produced}{made_at}, and {primitive} at {place} needs it as {needed}"
     return "operation", reason, None
 
 

@@ -61,12 +61,13 @@ def read_shardings(text: str) -> JsonObject:
         values with their shardings; "problem": what Shardy could not do, "" where it did.
     """
     try:
-        from jax.interpreters import mlir
+        import jax
         from jaxlib.mlir import passmanager
 
-        context = mlir.make_ir_context()
+        empty: Any = jax.jit(lambda: 0).lower().compiler_ir("stablehlo")
+        context = empty.context  # which knows the dialects of JAX's programs
         with context:
-            module = mlir.ir.Module.parse(text)
+            module = type(empty).parse(text)
             for passes in PASSES:
                 passmanager.PassManager.parse(passes).run(module.operation)
     except Exception as error:
@@ -183,11 +184,11 @@ class _Reader:
                 if operation.name.startswith("sdy.") and len(operation.operands) == 1:
                     value = operation.operands[0]
                     continue
-                made = {**entry, "op": operation.name, "location": _location(operation)}
+                described = {**entry, "op": operation.name, "location": _location(operation)}
                 viewed = self._viewed(operation, value)
                 if viewed is None:
-                    return first or made
-                first, value = first or made, viewed
+                    return first or described
+                first, value = first or described, viewed
                 continue
             parent = getattr(owner.owner, "operation", owner.owner)  # a block's argument
             number = value.arg_number
@@ -301,11 +302,19 @@ def _trips(loop: Any) -> int:
     return 1
 
 
+def _is_layout(operation: Any) -> bool:
+    """Returns whether an operation is a layout that the program writes."""
+    name = str(_location(operation)["op"])
+    return name.rpartition("/")[2] in ("sharding_constraint", "reshard")
+
+
 def _users(value: Any) -> Iterator[Any]:
     """Operations that take a value, past further reshards of it."""
     for use in value.uses:
         user = use.owner.operation if hasattr(use.owner, "operation") else use.owner
         if user.name.startswith("sdy.") and user.name != "sdy.return" and len(user.results) == 1:
+            if _is_layout(user):
+                yield user
             yield from _users(user.results[0])
         else:
             yield user

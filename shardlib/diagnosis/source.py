@@ -221,16 +221,16 @@ class FrameTable:
             number = parent
         return tuple(frames)
 
-    def source(self, rest: str, name: str) -> Source:
+    def source(self, attributes: str, name: str) -> Source:
         """The source of an instruction.
 
         Args:
-            rest: its attributes.
+            attributes: as text.
             name: its `op_name`.
         """
-        match = re.search(r"\bstack_frame_id=(\d+)", rest)
+        match = re.search(r"\bstack_frame_id=(\d+)", attributes)
         frames = self.frames(int(match[1])) if match else ()
-        if not frames and (line := _LINE.search(rest)):
+        if not frames and (line := _LINE.search(attributes)):
             frames = (Frame(line[1], int(line[2] or 0)),)
         return Source(name=path(name), frames=frames)
 
@@ -273,8 +273,8 @@ def value_name(frame: Frame | None) -> str:
     value = getattr(statement, "value", None)
     if isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign) and value is not None:
         target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
-        whole = (value.lineno, value.col_offset) == (frame.line, frame.column)
-        if whole or not frame.last_column:
+        is_all = (value.lineno, value.col_offset) == (frame.line, frame.column)
+        if is_all or not frame.last_column:
             parts = target.elts if isinstance(target, ast.Tuple) else [target]
             names = [ast.unparse(part) for part in parts]
             return _clipped(", ".join(name for name in names if name != "_") or "_")
@@ -299,8 +299,8 @@ def expression(frame: Frame) -> str:
     return " ".join(" ".join(lines).split())
 
 
-def _clipped(text: str, most: int = 60) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+def _clipped(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def shown(source: Source, names: Mapping[str, str] | None = None) -> str:
@@ -309,5 +309,5 @@ def shown(source: Source, names: Mapping[str, str] | None = None) -> str:
     if frame is None:
         return ""
     operation = source.operation
-    how = ", recomputed" if operation.recomputed else ", backward" if operation.backward else ""
-    return frame.place + how
+    suffix = ", recomputed" if operation.recomputed else ", backward" if operation.backward else ""
+    return frame.place + suffix

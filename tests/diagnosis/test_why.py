@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardlib
-from shardlib.diagnosis.diagnose import Diagnosis, why_text
+from shardlib.diagnosis.diagnose import why_text
+from shardlib.diagnosis.report import Diagnosis
 from shardlib.diagnosis.source import user_frame
 from shardlib.verification.traffic import read_traffic
 from tests.diagnosis import lookup_model as model
