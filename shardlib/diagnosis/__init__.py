@@ -2,7 +2,7 @@
 
 program.py      a function, traced and lowered with shapes
 shardings.py    Shardy's shardings of every value, and where two of them meet
-child.py        the process that compiles; compilation.py starts it
+child.py        the process that compiles
 source.py       source lines, and what values are called there
 rows.py         a row per collective: line, shardings, bytes, seconds, cause
 edits.py        edits of a program, made while it is traced
