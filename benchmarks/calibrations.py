@@ -59,7 +59,7 @@ def candidates(count: int) -> list[Plan]:
     ranking = plan.source.ranked(plan.source.topology)
     first = list(itertools.islice(one_of_each_mesh(ranking), count))
     near = [entry for entry in first if entry.seconds <= NEAR * first[0].seconds]
-    return [entry.make() for entry in near]
+    return [entry.build() for entry in near]
 
 
 def run(calibrations: int, count: int, passes: int) -> dict[str, Any]:

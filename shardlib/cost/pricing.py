@@ -50,15 +50,7 @@ from shardlib.cost.stages import (
     slowest_stage,
 )
 from shardlib.cost.tables import MemoryPoint, Pricer, transfer_collectives
-from shardlib.cost.terms import (
-    OUTSIDE_LAYERS,
-    Amount,
-    Compute,
-    Item,
-    LazyTable,
-    Matmul,
-    Transfer,
-)
+from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, Item, LazyTable, Matmul, Transfer
 from shardlib.errors import PlanError
 from shardlib.graph import ITEMSIZE, Contraction
 from shardlib.layout import (
@@ -317,14 +309,14 @@ def collectives(
     once: Mapping[tuple[Slot, str], float],
     mesh: MeshShape,
     placement: Placement,
-    loops: Mapping[Transfer, tuple[float, int, float]] | None = None,
+    collective_matmuls: Mapping[Transfer, tuple[float, int, float]] | None = None,
 ) -> tuple[Collective, ...]:
     """The collectives of one plan on the fullest stage, equal ones added up, the slowest first.
 
     Args:
         once: bytes per device that are moved once per step, by slot and cause.
-        loops: for collectives replaced by collective matmuls: bytes of a message, messages per
-            execution, and seconds per message (`shardlib.cost.variants`).
+        collective_matmuls: for each collective that a collective matmul replaces: bytes of a
+            message, messages per execution, and seconds per message (`shardlib.cost.variants`).
     """
     meshes, pricer = plan.meshes, plan.pricer
     assert len(meshes) == 1
@@ -344,13 +336,13 @@ def collectives(
                 if slot.role not in roles:
                     continue
                 runs = float(count[0]) * part * _executions(term, slot, item.segment, plan)
-                if loops and term in loops:
-                    message, each, hop = loops[term]
+                if collective_matmuls and term in collective_matmuls:
+                    message, each, hop = collective_matmuls[term]
                     key = ("collective-permute", ("tensor",), round(message), term.cause)
                     listing.add(key, each * runs, each * hop * runs)
                 else:
-                    of_each = float(size[0]) / _ends_parts(slot, item.segment, plan)
-                    listing.note(slot, of_each, runs, term.cause)
+                    size_of_each = float(size[0]) / _ends_parts(slot, item.segment, plan)
+                    listing.note(slot, size_of_each, runs, term.cause)
     for (slot, cause), size in once.items():
         listing.note(slot, size, 1.0 if size else 0.0, cause)
     return listing.listed()

@@ -395,7 +395,7 @@ class MeasureIndex:
         self._numbers: dict[Measure, int] = {}
         self._cached: OrderedDict[Hashable, MeasureValues] = OrderedDict()
 
-    def on(
+    def evaluated(
         self, chip: Chip, constants: Efficiency, outside: Efficiency, degrees: Degrees
     ) -> MeasureValues:
         """The measures on some degrees, cached for later searches: a topology with other links or
@@ -486,22 +486,22 @@ class MeasureValues:
     def __post_init__(self) -> None:
         self.kernel_degrees, self.kernel_index = _projected(self.degrees, frozenset(SIZES[:-1]))
 
-    def stacked(self, numbers: tuple[int, ...], at: Array) -> Array:
+    def stacked(self, measures: tuple[int, ...], index: Array) -> Array:
         """Some measures on some degrees, array [measures, degrees]."""
-        if numbers not in self._rows:
-            self._rows[numbers] = self._by_sizes(numbers)
-        values = np.empty((len(numbers), len(at)))
-        for sizes, positions, rows in self._rows[numbers]:
+        if measures not in self._rows:
+            self._rows[measures] = self._by_sizes(measures)
+        values = np.empty((len(measures), len(index)))
+        for sizes, positions, rows in self._rows[measures]:
             table, which = self._tables[sizes]
-            values[positions] = table.values[rows[:, None], which[at]]
+            values[positions] = table.values[rows[:, None], which[index]]
         return values
 
-    def _by_sizes(self, numbers: tuple[int, ...]) -> list[tuple[frozenset[str], Array, Array]]:
+    def _by_sizes(self, measures: tuple[int, ...]) -> list[tuple[frozenset[str], Array, Array]]:
         """(sizes, positions, rows of their table) of some measures, grouped by the sizes they
         depend on.
         """
         groups: dict[frozenset[str], list[int]] = {}
-        for position, number in enumerate(numbers):
+        for position, number in enumerate(measures):
             groups.setdefault(self.index.sizes[number], []).append(position)
         for sizes in groups.keys() - self._tables.keys():
             self._tables[sizes] = self._table(sizes)
@@ -509,16 +509,16 @@ class MeasureValues:
             (
                 sizes,
                 np.array(positions),
-                self._tables[sizes][0].rows([numbers[i] for i in positions]),
+                self._tables[sizes][0].rows([measures[i] for i in positions]),
             )
             for sizes, positions in groups.items()
         ]
 
     def _table(self, sizes: frozenset[str]) -> tuple[Table, Array]:
         degrees, which = _projected(self.degrees, sizes)
-        return Table(lambda number: self._made(number, degrees), len(degrees)), which
+        return Table(lambda number: self._evaluated(number, degrees), len(degrees)), which
 
-    def _made(self, number: int, degrees: Degrees) -> Array:
+    def _evaluated(self, number: int, degrees: Degrees) -> Array:
         measure = self.index.measures[number]
         if isinstance(measure, Share):
             return evaluate(measure, degrees, self.constants)
@@ -592,9 +592,9 @@ class Tally:
             matrix=matrix[:, used],
         )
 
-    def on(self, values: MeasureValues, which: Array) -> Array:
-        """The rows on some of the degrees, array [rows, degrees]."""
-        return self.matrix @ values.stacked(self.measures, which)
+    def evaluated(self, values: MeasureValues, index: Array) -> Array:
+        """The rows on the degrees at some indices, array [rows, degrees]."""
+        return self.matrix @ values.stacked(self.measures, index)
 
 
 def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
@@ -864,11 +864,11 @@ class ItemEntries:
         entries = self._entries.setdefault(choice, {})
         for offset, number in items:
             if number not in entries:
-                entries[number] = list(self._made(self._items[number], choice))
+                entries[number] = list(self._item_entries(self._items[number], choice))
             for row, measure, amount in entries[number]:
                 yield offset * ROWS + row, measure, amount
 
-    def _made(self, item: Item, choice: Choice) -> Iterator[TallyEntry]:
+    def _item_entries(self, item: Item, choice: Choice) -> Iterator[TallyEntry]:
         offset = item.segment % self.segments * ROWS
         for term in item.terms(choice):
             for row, measure, amount in coefficients(item.segment, term, self._profile):
@@ -954,7 +954,7 @@ class Pricer:
 
     def values(self, index: MeasureIndex, degrees: Degrees) -> MeasureValues:
         """The measures on some degrees."""
-        return index.on(self.topology.chip, self.constants, self.outside, degrees)
+        return index.evaluated(self.topology.chip, self.constants, self.outside, degrees)
 
     def tally(self, items: Iterable[Item], choice: Choice, degrees: Degrees, groups: int) -> Array:
         """Quantities of some items under a choice: array [classes + 2, `ROWS`, degrees]; the
@@ -974,5 +974,5 @@ class Pricer:
             for row, measure, amount in coefficients(segment, term, self.profile)
         )
         total = np.zeros((segments * ROWS, len(degrees)))
-        total[tally.rows] = tally.on(self.values(index, degrees), np.arange(len(degrees)))
+        total[tally.rows] = tally.evaluated(self.values(index, degrees), np.arange(len(degrees)))
         return total.reshape(segments, ROWS, len(degrees))

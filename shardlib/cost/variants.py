@@ -72,22 +72,22 @@ def _shards(amounts: Iterable[Amount], shards: int) -> tuple[Amount, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Collective matmul: collectives over tensor that run as loops over the matmuls they feed.
+# Collective matmul: collectives over tensor that run as loops over shards of their matmuls.
 #
 # A gather of the sequence, or a scatter along it, over n devices becomes n - 1 messages of a shard
 # each, and its matmuls are computed shard by shard, while the next message is in transit (Wang et
 # al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning
-# Models", ASPLOS 2023, section 5). With `steps` turns of `hop` seconds and matmuls of `work`
-# seconds in shards
+# Models", ASPLOS 2023, section 5). With `steps` messages in sequence, of `hop` seconds each, and
+# matmuls of `work` seconds in shards
 #
-#     exposed = hop + max(0, (turns - 1) hop - work)
+#     exposed = hop + max(0, (steps - 1) hop - work)
 #
 # replaces the whole collective: nothing hides the first message of a gather or the last of a
-# scatter. Messages go in both directions: on a torus at once, n // 2 turns; elsewhere they share
-# the device's one link, n - 1 turns. Separate kernels add up the messages.
+# scatter. Messages go in both directions: on a torus at once, n // 2 steps; elsewhere they share
+# the device's one link, n - 1 steps. Separate kernels add up the messages.
 #
 # Gathers that are repeated only for weight gradients delay no matmul: they hide behind the time
-# that the others of their loop leave.
+# that the other gathers of their region leave.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,7 @@ class Saving:
 
     @property
     def seconds(self) -> float:
-        """Seconds saved per step; negative if loops are slower."""
+        """Seconds saved per step; negative if collective matmuls are slower."""
         return self.exposed_s - self.compute_s
 
 
@@ -183,50 +183,50 @@ def saving(
 ) -> Saving:
     """The saving of collective matmuls in one candidate without stages; zero if there are none."""
     assert len(meshes) == 1
-    costs = _LoopCosts(facts, choice, placement, meshes, pricer, groups)
+    costs = _CollectiveMatmulCosts(facts, choice, placement, meshes, pricer, groups)
     exposed = compute = 0.0
     spare: dict[int, float] = defaultdict(float)
     messages: dict[Transfer, tuple[float, int, float]] = {}
-    for loop in sorted(
+    for replaced in sorted(
         collective_matmuls(facts, choice) if costs.ways > 1 else [],
-        key=lambda loop: not loop.matmuls,
+        key=lambda replaced: not replaced.matmuls,
     ):
         ((slot, size, count),) = transfer_collectives(
-            loop.transfer, facts.layers.segment(loop.region), meshes.degrees, pricer
+            replaced.transfer, facts.layers.segment(replaced.region), meshes.degrees, pricer
         )
         before = slot_cost(slot, placement, pricer.topology).seconds(float(size[0]))
         shard = float(size[0]) / (costs.ways if slot.kind == "all-gather" else 1)
         hop = costs.permute.seconds(shard)
         times = {
             index: costs.matmul(index)
-            for index in (*loop.matmuls, *loop.gradients)
+            for index in (*replaced.matmuls, *replaced.gradients)
             if index in costs.kernels
         }
-        work = sum(times[index][1] for index in loop.matmuls if index in times)
+        work = sum(times[index][1] for index in replaced.matmuls if index in times)
         others = (costs.steps - 1) * hop
-        if loop.matmuls:
+        if replaced.matmuls:
             waits = hop + max(0.0, others - work)
-            spare[loop.region] += max(0.0, work - others)
+            spare[replaced.region] += max(0.0, work - others)
         else:
-            waits = max(0.0, hop + others - spare[loop.region])
-            spare[loop.region] = max(0.0, spare[loop.region] - hop - others)
+            waits = max(0.0, hop + others - spare[replaced.region])
+            spare[replaced.region] = max(0.0, spare[replaced.region] - hop - others)
         runs = float(count[0]) * int(meshes.micro[0])
         exposed += runs * (before - waits)
         compute += runs * (
             sum(max(0.0, sharded - unsharded) for unsharded, sharded in times.values())
-            + costs.moved(loop, slot, shard)
+            + costs.moved(replaced, slot, shard)
         )
-        messages[loop.transfer] = shard, costs.ways - 1, hop
+        messages[replaced.transfer] = shard, costs.ways - 1, hop
     return Saving(exposed_s=exposed, compute_s=compute, messages=messages)
 
 
-class _LoopCosts:
+class _CollectiveMatmulCosts:
     """Seconds of messages and matmuls in one candidate; the arguments are those of `saving`.
 
     Attributes:
         ways: size of the tensor axis.
         torus: True if its devices are on a torus.
-        steps: turns of a loop.
+        steps: messages in sequence of a collective matmul.
         permute: cost of a message to a neighbour.
         kernels: item of the kernel of an op.
     """
@@ -249,8 +249,8 @@ class _LoopCosts:
             kernel.op: item
             for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True)
         }
-        self._facts, self._choice, self._c = facts, choice, meshes
-        self._pricer, self._classes = pricer, groups
+        self._facts, self._choice, self._meshes = facts, choice, meshes
+        self._pricer, self._groups = pricer, groups
 
     def matmul(self, index: int) -> tuple[float, float]:
         """Seconds of a matmul as a whole, and shard by shard."""
@@ -261,7 +261,7 @@ class _LoopCosts:
             [matmul_shard(self._facts, index, term, self._choice, self.ways) for term in terms],
         )
 
-    def moved(self, loop: CollectiveMatmul, slot: Slot, shard: float) -> float:
+    def moved(self, replaced: CollectiveMatmul, slot: Slot, shard: float) -> float:
         """Seconds of kernels that only shards need: one per message to add it up, and one to write
         results to their places, which TPU compilers do inside of matmuls.
         """
@@ -270,7 +270,9 @@ class _LoopCosts:
             size, kernels = 3 * shard * (self.ways - 1), self.ways - 1
         else:
             results = [
-                value for index in loop.matmuls for value in self._facts.graph.ops[index].results
+                value
+                for index in replaced.matmuls
+                for value in self._facts.graph.ops[index].results
             ]
             size = 0.0 if self.torus else 2 * sum(self._local(value) for value in results)
             kernels = 0 if self.torus else self.ways * len(results)
@@ -285,14 +287,16 @@ class _LoopCosts:
             float(self._facts.graph.values[value].bytes),
             self._facts.value_spec(value, self._choice),
         )
-        return size.total * float(evaluate(share(size), self._c.degrees, self._pricer.constants)[0])
+        return size.total * float(
+            evaluate(share(size), self._meshes.degrees, self._pricer.constants)[0]
+        )
 
     def _seconds(self, segment: int, terms: list[Compute]) -> float:
         return float(
             self._pricer.tally_terms(
                 [(segment, replace(term, trips=1)) for term in terms],
-                self._c.degrees,
-                self._classes,
+                self._meshes.degrees,
+                self._groups,
             )[:, Quantity.COMPUTE].sum()
         )
 

@@ -101,7 +101,7 @@ def pin_data(key: str, value: PinValue) -> JsonObject:
     return {key: ENTRIES[key].write(value, MeshShape())}
 
 
-def unknown(key: str) -> str:
+def unknown_pin(key: str) -> str:
     """The message about a key that is not a decision, with the nearest one."""
     near = difflib.get_close_matches(key, [*ENTRIES, *(f"mesh.{axis}" for axis in MESH_AXES)], n=1)
     meant = f"; did you mean {near[0]!r}?" if near else ""
@@ -156,16 +156,16 @@ class PinnedValues:
     """The decisions that pins fix.
 
     Attributes:
-        pins: values by name; decisions left to the planner are absent.
+        values: pinned values by name; decisions left to the planner are absent.
         axes: sizes of the pinned mesh axes.
     """
 
-    pins: Mapping[str, Any]
+    values: Mapping[str, Any]
     axes: Mapping[str, int]
 
     def get(self, key: str, default: PinValue = None) -> PinValue:
         """The pinned value, or `default` where it is left to the planner."""
-        return self.pins.get(key, default)
+        return self.values.get(key, default)
 
     def axis(self, name: str, default: int) -> int:
         """The pinned size of a mesh axis, or `default` where it is left to the planner."""
@@ -174,7 +174,7 @@ class PinnedValues:
     @property
     def schedule(self) -> Schedule | None:
         """The pinned schedule; None where it is left to the planner."""
-        return named(self.pins["schedule"]) if "schedule" in self.pins else None
+        return named(self.values["schedule"]) if "schedule" in self.values else None
 
     @property
     def may_be_staged(self) -> bool:
@@ -223,151 +223,160 @@ class PinConflict:
 
 PIN_CONFLICTS: tuple[PinConflict, ...] = (
     PinConflict(
-        violated=lambda g: g.schedule is not None and g.schedule.staged and g.axis("stage", 2) == 1,
+        violated=lambda pins: (
+            pins.schedule is not None and pins.schedule.staged and pins.axis("stage", 2) == 1
+        ),
         message="schedule={schedule!r} needs stages, and the stage axis is pinned to 1",
         hint="mesh.stage=2 or more, or schedule='none'",
     ),
     PinConflict(
-        violated=lambda g: (
-            g.schedule is not None and not g.schedule.staged and g.axis("stage", 1) > 1
+        violated=lambda pins: (
+            pins.schedule is not None and not pins.schedule.staged and pins.axis("stage", 1) > 1
         ),
         message="schedule='none' runs without stages, and the stage axis is pinned to"
         " {axes[stage]}",
         hint="mesh.stage=1, or another schedule",
     ),
     PinConflict(
-        violated=lambda g: g.get("virtual_stages", 1) > 1 and g.axis("stage", 2) == 1,
+        violated=lambda pins: pins.get("virtual_stages", 1) > 1 and pins.axis("stage", 2) == 1,
         message="virtual_stages={virtual_stages} are chunks of the layers of a stage, and the stage"
         " axis is pinned to 1",
         hint="mesh.stage=2 or more, or virtual_stages=1",
     ),
     PinConflict(
-        violated=lambda g: not g.allows_chunks(lockstep=True),
+        violated=lambda pins: not pins.allows_chunks(lockstep=True),
         message="virtual_stages={virtual_stages} needs the schedule {chunked_schedules}, and it is"
         " pinned to {schedule!r}",
         hint="virtual_stages=1, or another schedule",
     ),
     PinConflict(
-        violated=lambda g: (
-            g.get("gather") == "once" and (g.get("zero", 3) < 3 or g.axis("stage", 2) == 1)
+        violated=lambda pins: (
+            pins.get("gather") == "once" and (pins.get("zero", 3) < 3 or pins.axis("stage", 2) == 1)
         ),
         message="gather='once' is for sharded weights (zero=3) on the stages of a pipeline, and one"
         " of the two is pinned to something else",
         hint="zero=3 with mesh.stage=2 or more, or gather='use'",
     ),
     PinConflict(
-        violated=lambda g: g.get("accumulation", 1) > 1 and not g.may_be_staged,
+        violated=lambda pins: pins.get("accumulation", 1) > 1 and not pins.may_be_staged,
         message="accumulation={accumulation} is for the stages of a pipeline, and there are none;"
         " without stages gradients are accumulated over microbatches",
         hint="microbatches in place of accumulation, or mesh.stage=2 or more",
     ),
     PinConflict(
-        violated=lambda g: (
-            "microbatches" in g.pins and g.get("microbatches") % g.get("accumulation", 1) > 0
+        violated=lambda pins: (
+            "microbatches" in pins.values
+            and pins.get("microbatches") % pins.get("accumulation", 1) > 0
         ),
         message="accumulation={accumulation} takes the microbatches in equal groups, and"
         " {microbatches} are pinned",
         hint="a multiple of {accumulation} as microbatches",
     ),
     PinConflict(
-        violated=lambda g: (
-            g.get("pipeline") == "programs"
-            and g.allows_chunks(lockstep=True)
-            and not g.allows_chunks(lockstep=False)
+        violated=lambda pins: (
+            pins.get("pipeline") == "programs"
+            and pins.allows_chunks(lockstep=True)
+            and not pins.allows_chunks(lockstep=False)
         ),
         message="pipeline='programs' has no stages that work breadth first (schedule={schedule!r}"
         " with virtual_stages={virtual_stages})",
         hint="pipeline='lockstep', or virtual_stages=1",
     ),
     PinConflict(
-        violated=lambda g: g.get("pipeline") == "programs" and not g.may_be_staged,
+        violated=lambda pins: pins.get("pipeline") == "programs" and not pins.may_be_staged,
         message="pipeline='programs' is for the stages of a pipeline, and there are none",
         hint="pipeline='lockstep', or mesh.stage=2 or more with a schedule",
     ),
     PinConflict(
-        violated=lambda g: g.get("context", "none") != "none" and g.axis("context", 2) == 1,
+        violated=lambda pins: (
+            pins.get("context", "none") != "none" and pins.axis("context", 2) == 1
+        ),
         message="context={context!r} needs a context axis, which is pinned to 1",
         hint="mesh.context=2 or more, or context='none'",
     ),
     PinConflict(
-        violated=lambda g: g.get("context") == "none" and g.axis("context", 1) > 1,
+        violated=lambda pins: pins.get("context") == "none" and pins.axis("context", 1) > 1,
         message="context='none' runs without a context axis, which is pinned to {axes[context]}",
         hint="mesh.context=1, or another context",
     ),
     PinConflict(
-        violated=lambda g: (
-            g.get("context") == "all-gather" and g.get("attention", "traced") != "traced"
+        violated=lambda pins: (
+            pins.get("context") == "all-gather" and pins.get("attention", "traced") != "traced"
         ),
         message="attention={attention!r} sees the whole sequence, and context='all-gather' leaves"
         " attention to the compiler as the model is written",
         hint="attention='traced', or another context",
     ),
     PinConflict(
-        violated=lambda g: (
-            g.get("context") == "ring" and g.get("attention", "blocks") not in ("blocks", "traced")
+        violated=lambda pins: (
+            pins.get("context") == "ring"
+            and pins.get("attention", "blocks") not in ("blocks", "traced")
         ),
         message="a ring computes attention in blocks, and attention is pinned to {attention!r}",
         hint="attention='blocks', or another context",
     ),
     PinConflict(
-        violated=lambda g: g.get("experts") == "none" and g.axis("expert", 1) > 1,
+        violated=lambda pins: pins.get("experts") == "none" and pins.axis("expert", 1) > 1,
         message="experts='none' runs without an expert axis, which is pinned to {axes[expert]}",
         hint="mesh.expert=1, or no pin of experts",
     ),
     PinConflict(
-        violated=lambda g: g.get("remat_layers", 0) > 0 and g.get("remat") == "none",
+        violated=lambda pins: pins.get("remat_layers", 0) > 0 and pins.get("remat") == "none",
         message="remat_layers={remat_layers} rematerialises layers, and remat is pinned to 'none'",
         hint="remat='full', or remat_layers=0",
     ),
     PinConflict(
-        violated=lambda g: (
-            len(g.group_policies) > 0
-            and g.get("remat", "none")
-            not in ("none", *(policy for _, policy, _ in g.group_policies))
+        violated=lambda pins: (
+            len(pins.group_policies) > 0
+            and pins.get("remat", "none")
+            not in ("none", *(policy for _, policy, _ in pins.group_policies))
         ),
         message="remat={remat!r} is the policy of no layer group that remat_classes names",
         hint="remat_classes alone",
     ),
     PinConflict(
-        violated=lambda g: (
-            len(g.group_policies) > 0
-            and None not in g.rematerialised_layers
-            and g.get("remat_layers") not in (None, sum(filter(None, g.rematerialised_layers)))
+        violated=lambda pins: (
+            len(pins.group_policies) > 0
+            and None not in pins.rematerialised_layers
+            and pins.get("remat_layers")
+            not in (None, sum(filter(None, pins.rematerialised_layers)))
         ),
         message="remat_layers={remat_layers} are not as many layers as remat_classes has",
         hint="remat_classes alone",
     ),
     PinConflict(
-        violated=lambda g: (
-            g.get("zero", 0) > 0 and all(g.axis(axis, 0) == 1 for axis in STORED_AXES)
+        violated=lambda pins: (
+            pins.get("zero", 0) > 0 and all(pins.axis(axis, 0) == 1 for axis in STORED_AXES)
         ),
         message="zero={zero} shards over fsdp, which is pinned to 1",
         hint="mesh.fsdp=2 or more, or zero=0",
     ),
     PinConflict(
-        violated=lambda g: g.get("zero") == 0 and g.axis("fsdp", 1) > 1,
+        violated=lambda pins: pins.get("zero") == 0 and pins.axis("fsdp", 1) > 1,
         message="zero=0 shards nothing over fsdp, which is pinned to {axes[fsdp]}",
         hint="mesh.data in place of mesh.fsdp, or zero=1, 2 or 3",
     ),
     PinConflict(
-        violated=lambda g: g.get("sequence_parallel", False) and g.axis("tensor", 0) == 1,
+        violated=lambda pins: pins.get("sequence_parallel", False) and pins.axis("tensor", 0) == 1,
         message="sequence_parallel=True shards the sequence over tensor, which is pinned to 1",
         hint="mesh.tensor=2 or more, or sequence_parallel=False",
     ),
     PinConflict(
-        violated=lambda g: len(g.absent_axes) > 0,
+        violated=lambda pins: len(pins.absent_axes) > 0,
         message="axis_order names {absent_axes}, and the pinned mesh has no such axis",
         hint="axis_order without {absent_axes}, or a mesh that has it",
     ),
     PinConflict(
-        violated=lambda g: (
-            g.get("axis_order") == () and any(g.axis(axis, 2) > 1 for axis in INNER_AXES)
+        violated=lambda pins: (
+            pins.get("axis_order") == () and any(pins.axis(axis, 2) > 1 for axis in INNER_AXES)
         ),
         message="axis_order is [], which names no mesh axis",
         hint="axis_order=['stage', 'data', 'tensor'], or no pin of axis_order",
     ),
     PinConflict(
-        violated=lambda g: g.axis("island", 1) not in (1, g.get("exchange", EXACT).islands),
+        violated=lambda pins: (
+            pins.axis("island", 1) not in (1, pins.get("exchange", EXACT).islands)
+        ),
         message="mesh.island={axes[island]} are islands, which are pinned with how they meet",
         hint="exchange='diloco:{axes[island]}:100', and no pin of mesh.island",
     ),
@@ -383,8 +392,8 @@ def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> lis
         if mesh is not None and mesh[axis] != size
     ]
     sizes = dict(axes) if mesh is None else {axis: mesh[axis] for axis in MESH_AXES}
-    pinned = PinnedValues(pins=pins, axes=sizes)
-    violated = [rule for rule in PIN_CONFLICTS if rule.violated(pinned)]
+    pinned = PinnedValues(values=pins, axes=sizes)
+    violated = [conflict for conflict in PIN_CONFLICTS if conflict.violated(pinned)]
     if not violated:
         return failures
     placeholders = {
@@ -394,7 +403,7 @@ def contradictions(pins: Mapping[str, PinValue], axes: Mapping[str, int]) -> lis
         "absent_axes": ", ".join(pinned.absent_axes),
     }
     return failures + [
-        f"{rule.message}{HINT}{rule.hint}".format_map(placeholders) for rule in violated
+        f"{conflict.message}{HINT}{conflict.hint}".format_map(placeholders) for conflict in violated
     ]
 
 
@@ -525,7 +534,7 @@ class Pins:
                 elif key in ENTRIES:
                     read[key] = ENTRIES[key].read(key, value)
                 else:
-                    failures.append(unknown(key))
+                    failures.append(unknown_pin(key))
             except ShardlibError as error:
                 failures += _messages(key, error)
         failures += contradictions(read, axes)
@@ -535,8 +544,8 @@ class Pins:
             if dtypes.get(key, dtype) != dtype
         ]
         if failures:
-            says, hint = hoisted(failures)
-            raise_all(PinError, "pins are not usable", says, hint=hint)
+            messages, hint = hoisted(failures)
+            raise_all(PinError, "pins are not usable", messages, hint=hint)
         read["axes"] = () if "mesh" in read else tuple(sorted(axes.items()))
         read["dtypes"] = ordered({**dict(read.get("dtypes", ())), **dtypes})
         return cls.of(**read)
@@ -567,12 +576,12 @@ class Pins:
         axes.
         """
         sizes = {"mesh", "axes"}
-        freed = other._by_name.keys() | (sizes if other._by_name.keys() & sizes else set())
-        remaining = Pins.of(**{key: value for key, value in self.fixed if key not in freed})
+        replaced = other._by_name.keys() | (sizes if other._by_name.keys() & sizes else set())
+        remaining = Pins.of(**{key: value for key, value in self.fixed if key not in replaced})
         both = remaining.replace(**other._by_name)
         if failures := contradictions(both._by_name, dict(both.axes)):
-            says, hint = hoisted(failures)
-            raise_all(PinError, f"{other} is not usable beside {remaining}", says, hint=hint)
+            messages, hint = hoisted(failures)
+            raise_all(PinError, f"{other} is not usable beside {remaining}", messages, hint=hint)
         return both
 
     @property

@@ -187,11 +187,13 @@ def with_model(plan: Plan, model: TracedModel) -> Plan:
 
         return plain_text(model, plan, mode)
 
-    def on_islands(islands: int) -> Problem:
+    def island_problem(islands: int) -> Problem:
         before = plan.exchange.islands
         return wings.islands("lowering").problem_on_islands(model, before, islands)
 
-    return replace(plan, source=replace(plan.source, on_islands=on_islands, written=written))
+    return replace(
+        plan, source=replace(plan.source, island_problem=island_problem, plain_jax=written)
+    )
 
 
 def runnable(plan: Plan) -> Plan:
@@ -205,10 +207,7 @@ def runnable(plan: Plan) -> Plan:
 
 
 def given_or_searched(
-    model: TracedModel,
-    plan: Plan | None,
-    topology: TopologyLike | None,
-    pin: PinMapping | None,
+    model: TracedModel, plan: Plan | None, topology: TopologyLike | None, pin: PinMapping | None
 ) -> tuple[TracedModel, Plan]:
     """The plan that is given, or else the one that is searched for, with the model."""
     return searched(model, topology, pin) if plan is None else (model, runnable(plan))

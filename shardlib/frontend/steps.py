@@ -764,7 +764,7 @@ def _with_written(
         ]
         return plain_step_text(traced, marked, plan, colouring, mode)
 
-    return replace(plan, source=replace(plan.source, written=written))
+    return replace(plan, source=replace(plan.source, plain_jax=written))
 
 
 def _state_of(

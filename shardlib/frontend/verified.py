@@ -86,13 +86,7 @@ def scale(
         TopologyError: the topology does not parse, or its family has no machine of that size.
     """
     require_arguments(
-        "scale",
-        loss=loss,
-        optimizer=optimizer,
-        batch=batch,
-        topology=topology,
-        pin=pin,
-        name=name,
+        "scale", loss=loss, optimizer=optimizer, batch=batch, topology=topology, pin=pin, name=name
     )
     machines = [of_size(topology, number) for number in devices]
     weak, exchange = callable(batch), Pins.parse(pin).exchange
@@ -207,10 +201,7 @@ def verified(
 
 
 def verified_program(
-    program: TrainingProgram,
-    machine: Topology,
-    limits: Limits | None,
-    options: Options | None,
+    program: TrainingProgram, machine: Topology, limits: Limits | None, options: Options | None
 ) -> Verification:
     """The same of a program."""
     plan, step = program.plan, program.loss_program
@@ -463,7 +454,7 @@ class _Bench:
         if self._hopeless(policy, entry.peak_bytes):
             self.passed_over += 1
             return
-        plan = entry.make()
+        plan = entry.build()
         trial = Trial(
             mesh=plan.mesh,
             summary=entry.candidate.summary,
@@ -514,10 +505,7 @@ class _Bench:
         memory than the kernel: that much by the cost model does not count.
         """
         stand_in = verification.plan.estimate.device_bytes.peak - plan.estimate.device_bytes.peak
-        peak, usable = (
-            compiled.device_bytes["peak"] - stand_in,
-            self.topology.chip.usable_bytes,
-        )
+        peak, usable = (compiled.device_bytes["peak"] - stand_in, self.topology.chip.usable_bytes)
         seconds = reprice(
             plan.estimate.seconds,
             compiled.collectives,

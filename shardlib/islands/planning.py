@@ -594,8 +594,7 @@ def on_islands(plan: Plan, exchange: Several, machine: Topology) -> Plan:
         ),
         landscape=tuple(
             replace(
-                point,
-                step_seconds=point.step_seconds + met.share(exchange, point.step_seconds),
+                point, step_seconds=point.step_seconds + met.share(exchange, point.step_seconds)
             )
             for point in plan.search.landscape
         ),
@@ -752,17 +751,17 @@ def met_in_order(inner: Iterator[Ranked], exchange: Several, machine: Topology) 
     met: Estimate | None = None
     for entry in inner:
         if met is None:
-            met = on_islands(entry.make(), exchange, machine).estimate
+            met = on_islands(entry.build(), exchange, machine).estimate
         yield replace(
             entry,
             seconds=entry.seconds + met.seconds.exchange,
             peak_bytes=entry.peak_bytes + met.device_bytes.exchange,
-            make=partial(_room_met, entry, exchange, machine),
+            build=partial(_room_met, entry, exchange, machine),
         )
 
 
 def _room_met(entry: Ranked, exchange: Several, machine: Topology) -> Plan:
-    return on_islands(entry.make(), exchange, machine)
+    return on_islands(entry.build(), exchange, machine)
 
 
 def _holding(island: Topology, held_bytes: int) -> Topology:

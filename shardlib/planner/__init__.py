@@ -9,8 +9,9 @@ component    colours that some op ties together; costs are sums over components
 choice       the sharded colours, with or without sequence parallelism
 segment      a layer group, the ops outside of layers, or embedding and head
 phase        a loop over layers, or the ops between two (`shardlib.cost.facts`)
-shape        degrees of parallelism of a device's arrays; by number, one of the distinct ones
-tally        quantities of a program under a choice, as a matrix times measures of shapes
+degrees      sizes of the mesh axes with a number of microbatches: what divides an amount; many
+             candidates share them (`shardlib.cost.terms.Degrees`); by index in `degrees_index`
+tally        quantities of a program under a choice, as a matrix times measures of degrees
 stored       kept between steps: parameters, optimizer state, accumulated gradients
 abilities    what a training framework supports; without limits for programs of shardlib
 entry        a mesh with a number of microbatches
@@ -22,12 +23,14 @@ corner       a remat policy for each layer group
 mixture      a plan between corners: each policy in some of the layers
 footprint    lower bounds on the bytes of a candidate
 bubble       waiting time of a stage, in units of its busy time per microbatch
-number       of a choice, shape or op: its index in the list of all
+number       of a choice, entry or op: its index in the list of all
 routed       tokens are sent to the devices that have their experts
 breadth first  all microbatches go through one chunk of layers before the next
 slack        largest step time of the plans of a ranking, in multiples of the fastest
 left out     colours beyond those of which every set is tried
 landscape    the priced plans, thinned to representative points of time and memory
+Pareto front the plans that fit and need less memory than every faster one
+incumbent    the best plan that was priced so far
 
 answers.py        values that answer questions about a plan
 assembly.py       from a priced candidate to a plan

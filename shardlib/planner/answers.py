@@ -387,8 +387,8 @@ def moved_elements(old: Shards, new: Shards, survivors: Ints) -> Ints:
         new_of_survivors + new_sizes[:, None], old_of_survivors + old_sizes[:, None]
     ) - np.maximum(new_of_survivors, old_of_survivors)
     overlap = np.prod(np.maximum(common, 0), axis=0)
-    on_both = np.isin(np.arange(len(surviving)), new.order) & np.isin(surviving, old.order)
-    needed[: len(surviving)] -= np.where(on_both, overlap, 0)
+    present_on_both = np.isin(np.arange(len(surviving)), new.order) & np.isin(surviving, old.order)
+    needed[: len(surviving)] -= np.where(present_on_both, overlap, 0)
     return needed
 
 

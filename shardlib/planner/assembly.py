@@ -108,18 +108,18 @@ class PricedCandidate:
 
     def totals(self) -> Totals:
         """The price."""
-        totals, loop_saving = self._totals_without_loops(), self.saving()
-        if loop_saving is None:
+        totals, overlap_saving = self._totals_without_collective_matmuls(), self.saving()
+        if overlap_saving is None:
             return totals
         seconds = {
             **totals.seconds,
-            "exposed": totals.seconds["exposed"] - loop_saving.exposed_s,
-            "compute": totals.seconds["compute"] + loop_saving.compute_s,
+            "exposed": totals.seconds["exposed"] - overlap_saving.exposed_s,
+            "compute": totals.seconds["compute"] + overlap_saving.compute_s,
         }
         return replace(totals, seconds=seconds)
 
     def saving(self) -> Saving | None:
-        """The saving of collective matmuls as loops over tensor; None without any."""
+        """The saving of collective matmuls over tensor; None without any."""
         candidate, workload = self.candidate, self.workload
         if candidate.decisions.collective_matmul != "loop" or candidate.mesh["stage"] > 1:
             return None
@@ -193,7 +193,7 @@ class PricedCandidate:
             sizes_by_slot[Slot("deal", axis_group(STAGE), kind), cause] = float(size[0])
         return sizes_by_slot
 
-    def _totals_without_loops(self) -> Totals:
+    def _totals_without_collective_matmuls(self) -> Totals:
         candidate, workload, meshes = self.candidate, self.workload, self.meshes
         decisions = candidate.decisions
 
@@ -388,12 +388,12 @@ def faster_as_programs(
         or not _can_be_programs(plan)
     ):
         return ()
-    per_stage = replace(
+    alternative = replace(
         candidate, decisions=replace(candidate.decisions, pipeline="programs", gather="use")
     )
     profile = replace(workload.profile, pipeline="asynchronous")
     asynchronous = prepare(workload.problem, workload.vendor, profile, workload.framework)
-    seconds = float(price(asynchronous, topology, per_stage).step_seconds[0])
+    seconds = float(price(asynchronous, topology, alternative).step_seconds[0])
     if seconds > (1 - MIN_REPORTED_GAIN) * plan.estimate.step_seconds:
         return ()
     return (
@@ -415,13 +415,13 @@ def _can_be_programs(plan: Plan) -> bool:
     """True if the stages of a plan are one program, and could be per-stage programs."""
     if plan.mesh["stage"] == 1 or plan.pipeline != "lockstep":
         return False
-    shape = Pipelines.one(
+    pipeline = Pipelines.one(
         stages=plan.mesh["stage"],
         chunks=plan.virtual_stages,
         microbatches=plan.microbatches // plan.accumulation,
         lockstep=False,
     )
-    return bool(named(plan.schedule).fits(shape)[0])
+    return bool(named(plan.schedule).fits(pipeline)[0])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -494,7 +494,7 @@ def assemble(
     original = workload
     workload = priced.workload
     decisions = candidate.decisions
-    loop_saving = priced.saving()
+    overlap_saving = priced.saving()
     problem, colouring = workload.problem, workload.colouring
     compute, stored_rules = (
         (candidate.choice.rules(), None)
@@ -512,19 +512,19 @@ def assemble(
         stored_rules,
     )
     matrix_updates = _matrix_groups(workload, decisions, parameters)
-    listed = collectives(
+    collective_list = collectives(
         [(program.work, part) for program, part in programs],
         candidate.choice,
         priced.plans,
         {**priced.bytes_once_per_step(), **_exchanges(matrix_updates)},
         decisions.mesh,
         priced.placement,
-        loop_saving.messages if loop_saving else {},
+        overlap_saving.messages if overlap_saving else {},
     )
     cost = estimate(
         priced.totals(),
         0,
-        listed=listed,
+        listed=collective_list,
         tokens=problem.tokens,
         model_flops=model_flops(problem),
         mesh=decisions.mesh,
@@ -559,7 +559,9 @@ def assemble(
     )
     return plan.with_findings(
         *findings.notes(workload, topology, plan, left_out, devices, pinned),
-        *findings.unused_loops(plan, len(loop_saving.messages) if loop_saving else 0),
+        *findings.unused_collective_matmuls(
+            plan, len(overlap_saving.messages) if overlap_saving else 0
+        ),
         *findings.unpriced(plan, topology),
         *_partitioned_products(matrix_updates),
         *faster_as_programs(original, topology, candidate, plan),
@@ -643,10 +645,13 @@ def _offloaded(workload: Workload, topology: Topology, priced: PricedCandidate) 
     """
     if not priced.candidate.decisions.offload:
         return None
-    less, more = priced.totals(), price(workload, topology, priced.candidate.replace(offload=()))
+    offloaded, resident = (
+        priced.totals(),
+        price(workload, topology, priced.candidate.replace(offload=())),
+    )
     return Offloaded(
-        device_bytes=float(more.peak_bytes[0] - less.peak_bytes[0]),
-        seconds=max(0.0, float(less.step_seconds[0] - more.step_seconds[0])),
+        device_bytes=float(resident.peak_bytes[0] - offloaded.peak_bytes[0]),
+        seconds=max(0.0, float(offloaded.step_seconds[0] - resident.step_seconds[0])),
     )
 
 

@@ -156,10 +156,10 @@ class Footprint:
                 replace(self, stored=self.stored + self.gathered_once) if gather == "once" else self
             )
         parameters, gradients, state = self.replicated
-        more = sum((parameters, gradients)[: 3 - zero], np.zeros(1))
+        extra = sum((parameters, gradients)[: 3 - zero], np.zeros(1))
         return replace(
             self,
-            stored=self.stored + more,
+            stored=self.stored + extra,
             state=self.state + state if zero == 0 else self.state,
             breadth_first=None,
         )
@@ -176,11 +176,11 @@ class Footprint:
 
 
 class Footprints:
-    """Lower bounds on bytes, by shape.
+    """Lower bounds on bytes, by degrees of parallelism.
 
     Args:
         pricer: the corrections and the software.
-        values: measures on all shapes of the space.
+        values: measures on all degrees of the space.
     """
 
     def __init__(self, scope: Scope, pricer: Pricer, values: MeasureValues) -> None:
@@ -192,10 +192,10 @@ class Footprints:
         ) -> ComponentCosts:
             weighed: dict[int, Tally] = {}
 
-            def evaluate(tally: Tally, shapes: Array) -> Array:
+            def evaluate(tally: Tally, index: Array) -> Array:
                 if id(tally) not in weighed:  # the tallies keep it
                     weighed[id(tally)] = tally.weighed(weights)
-                return after(weighed[id(tally)].on(values, shapes))
+                return after(weighed[id(tally)].evaluated(values, index))
 
             return ComponentCosts(scope, tallies, values.degrees, evaluate, len(weights))
 
@@ -210,18 +210,18 @@ class Footprints:
             for tallies in [model_tallies.points[policy, scope.routes]]
         }
 
-    def least(self, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """Minimum bytes over all choices on the given shapes (numbers): stored bytes, and live
+    def least(self, index: Array) -> tuple[Array, dict[str, Array]]:
+        """Minimum bytes over all choices on the given degrees (by index): stored bytes, and live
         bytes by remat policy; see `footprint`.
         """
-        return self._stored.least(shapes), {
-            policy: costs.least(shapes) for policy, costs in self._points.items()
+        return self._stored.least(index), {
+            policy: costs.least(index) for policy, costs in self._points.items()
         }
 
-    def total(self, row_choices: RowChoices, shapes: Array) -> tuple[Array, dict[str, Array]]:
-        """Bytes of the given choices on the given shapes (numbers); see `footprint`."""
-        return self._stored.total(row_choices, shapes), {
-            policy: costs.total(row_choices, shapes) for policy, costs in self._points.items()
+    def total(self, row_choices: RowChoices, index: Array) -> tuple[Array, dict[str, Array]]:
+        """Bytes of the given choices on the given degrees (by index); see `footprint`."""
+        return self._stored.total(row_choices, index), {
+            policy: costs.total(row_choices, index) for policy, costs in self._points.items()
         }
 
     def footprint(self, stored: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
@@ -416,12 +416,12 @@ class MicrobatchBounds(LazyTable):
 
     def with_blocked(self, blocked: Array) -> MicrobatchBounds:
         """The same bounds with `blocked` seconds of blocking collectives."""
-        more = blocked - self.blocked
+        extra_s = blocked - self.blocked
         return replace(
             self,
-            busy=self.busy + more,
-            free=self.free + more,
-            ring_exposed=self.ring_exposed + more,
+            busy=self.busy + extra_s,
+            free=self.free + extra_s,
+            ring_exposed=self.ring_exposed + extra_s,
             blocked=blocked,
         )
 
@@ -446,7 +446,7 @@ class ComputeBounds:
     """Lower bounds on step time.
 
     Args:
-        values: measures on all shapes of the space.
+        values: measures on all degrees of the space.
     """
 
     def __init__(self, scope: Scope, pricer: Pricer, values: MeasureValues) -> None:
@@ -459,10 +459,10 @@ class ComputeBounds:
         lockstep = pricer.profile.pipeline == "lockstep"
         self._deferrable = max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
         work = values.kernel_degrees
-        none = np.ones(len(work), dtype=np.int64)
+        ones = np.ones(len(work), dtype=np.int64)
         self._links = least_link_costs(
             {
-                **dict.fromkeys(MESH_AXES, none),
+                **dict.fromkeys(MESH_AXES, ones),
                 "expert": work.expert,
                 "context": work.context,
                 "tensor": work.tensor,
@@ -484,56 +484,56 @@ class ComputeBounds:
             for segment in segments
         ]
 
-    def work_shapes(self, shapes: Array) -> Array:
-        """Numbers of the distinct kernel shapes of the given shapes."""
-        return self._values.kernel_index[shapes]
+    def kernel_index(self, index: Array) -> Array:
+        """Indices into `MeasureValues.kernel_degrees` of the given degrees."""
+        return self._values.kernel_index[index]
 
-    def of_choices(self, policy: str, row_choices: RowChoices, shapes: Array) -> MicrobatchBounds:
-        """Lower bounds for one microbatch under the given choices, on the given shapes."""
+    def of_choices(self, policy: str, row_choices: RowChoices, index: Array) -> MicrobatchBounds:
+        """Lower bounds for one microbatch under the given choices, on the given degrees."""
         if policy != BEST_PER_GROUP:
             return MicrobatchBounds.of(
-                self._costs[policy].total(row_choices, self._values.kernel_index[shapes])
+                self._costs[policy].total(row_choices, self._values.kernel_index[index])
             )
-        work = self._values.kernel_index[shapes]
+        work = self._values.kernel_index[index]
         minima = (
             np.minimum.reduce([costs.total(row_choices, work) for costs in segment])
             for segment in self._by_group
         )
-        return MicrobatchBounds.of(sum(minima, np.zeros((BOUND_COUNT, len(shapes)))))
+        return MicrobatchBounds.of(sum(minima, np.zeros((BOUND_COUNT, len(index)))))
 
-    def least(self, policy: str, shapes: Array, stop: int | None = None) -> MicrobatchBounds:
-        """The minimum over all choices on the given shapes; infinite where no choice fits.
+    def least(self, policy: str, index: Array, stop: int | None = None) -> MicrobatchBounds:
+        """The minimum over all choices on the given degrees; infinite where no choice fits.
 
         With `stop`, a bound on that minimum from the components before that index; see
         `ComponentCosts.least`.
         """
         if policy != BEST_PER_GROUP:
             return MicrobatchBounds.of(
-                self._costs[policy].least(self._values.kernel_index[shapes], stop)
+                self._costs[policy].least(self._values.kernel_index[index], stop)
             )
-        work, which = np.unique(self._values.kernel_index[shapes], return_inverse=True)
+        work, inverse = np.unique(self._values.kernel_index[index], return_inverse=True)
         minima = (
             np.minimum.reduce([costs.least(work, stop) for costs in segment])
             for segment in self._by_group
         )
-        return MicrobatchBounds.of(sum(minima, np.zeros(1))[:, which])
+        return MicrobatchBounds.of(sum(minima, np.zeros(1))[:, inverse])
 
-    def _segment_seconds(self, segment: int, tally: Tally, shapes: Array) -> Array:
+    def _segment_seconds(self, segment: int, tally: Tally, index: Array) -> Array:
         """The rows of a `MicrobatchBounds` for one segment; see `_seconds`."""
         of_segment = tally.rows // ROWS == segment
         return self._seconds(
-            replace(tally, rows=tally.rows[of_segment], matrix=tally.matrix[of_segment]), shapes
+            replace(tally, rows=tally.rows[of_segment], matrix=tally.matrix[of_segment]), index
         )
 
-    def _seconds(self, tally: Tally, shapes: Array) -> Array:
-        """The rows of a `MicrobatchBounds` on the given shapes, whatever fsdp is."""
+    def _seconds(self, tally: Tally, index: Array) -> Array:
+        """The rows of a `MicrobatchBounds` on the given degrees, whatever fsdp is."""
         block, ring, stage = self._blocking, self._ring, role_slots("stage")
-        waits = [first + slot for first in (COUNTS, BYTES) for slot in block]
+        blocking_rows = [first + slot for first in (COUNTS, BYTES) for slot in block]
 
         def rows_of(segments: int, quantities: list[int]) -> Array:
             folded = tally.folded(ROWS * segments, ROWS, quantities)
-            rows = np.zeros((ROWS, len(shapes)))
-            rows[folded.rows] = folded.on(self._values, self._first[shapes])
+            rows = np.zeros((ROWS, len(index)))
+            rows[folded.rows] = folded.evaluated(self._values, self._first[index])
             return self._pricer.corrected(rows)
 
         def waiting(rows: Array, slots: list[int]) -> Array:
@@ -543,12 +543,12 @@ class ComputeBounds:
                 (
                     share
                     * (
-                        rows[COUNTS + slot] * self._links.latency[slot, shapes]
-                        + rows[BYTES + slot] * self._links.per_byte[slot, shapes]
+                        rows[COUNTS + slot] * self._links.latency[slot, index]
+                        + rows[BYTES + slot] * self._links.per_byte[slot, index]
                     )
                     for share, slot in zip(shares, used, strict=True)
                 ),
-                np.zeros(len(shapes)),
+                np.zeros(len(index)),
             )
 
         rows = rows_of(
@@ -556,16 +556,16 @@ class ComputeBounds:
             [
                 Quantity.COMPUTE,
                 Quantity.WEIGHTS,
-                *waits,
+                *blocking_rows,
                 *(first + slot for first in (COUNTS, BYTES) for slot in (*ring, *stage)),
             ],
         )
         blocked = waiting(rows, block)
-        busy, layers = rows[Quantity.COMPUTE] + blocked, np.zeros(len(shapes))
+        busy, layers = rows[Quantity.COMPUTE] + blocked, np.zeros(len(index))
         if self._equal_layers:
-            inside = rows_of(1, [Quantity.COMPUTE, *waits])
-            layers = inside[Quantity.COMPUTE] + waiting(inside, block)
-        (hop,), (share,) = stage, self._pricer.exposed_share(stage)[:, 0]
+            in_layers = rows_of(1, [Quantity.COMPUTE, *blocking_rows])
+            layers = in_layers[Quantity.COMPUTE] + waiting(in_layers, block)
+        (send,), (share,) = stage, self._pricer.exposed_share(stage)[:, 0]
         return np.stack(
             [
                 busy,
@@ -573,8 +573,8 @@ class ComputeBounds:
                 busy
                 - self._pricer.constants.overlap * rows[Quantity.COMPUTE]
                 + waiting(rows, ring),
-                share * rows[COUNTS + hop],
-                share * rows[BYTES + hop],
+                share * rows[COUNTS + send],
+                share * rows[BYTES + send],
                 blocked,
                 layers,
             ]
@@ -729,8 +729,8 @@ class Traffic:
     """Lower bounds on parameter and gradient traffic, for some candidates.
 
     Args:
-        values: measures on all shapes of the space.
-        shape: number of the shape of each candidate.
+        values: measures on all degrees of the space.
+        index: index of the degrees of each candidate.
         sizes: size of every mesh axis, and "micro", by candidate.
         links: costs of collectives by candidate; by default those of the best placement.
     """
@@ -740,13 +740,13 @@ class Traffic:
         scope: Scope,
         pricer: Pricer,
         values: MeasureValues,
-        shape: Array,
+        index: Array,
         sizes: Mapping[str, Array],
         links: LinkCosts | None = None,
     ) -> None:
         profile, stages, model = pricer.profile, sizes["stage"], scope.workload.model
-        self._values, self._shape, self._layers = values, shape, len(model.counts)
-        self._distinct, self._position = np.unique(shape, return_inverse=True)
+        self._values, self._degrees_index, self._layers = values, index, len(model.counts)
+        self._distinct, self._position = np.unique(index, return_inverse=True)
         # overlap that a profile states itself is not part of `MicrobatchBounds.ring_exposed`
         counts_overlap = not profile.overlaps_itself
         if profile.embedding_and_head == "owners":
@@ -794,12 +794,12 @@ class Traffic:
             kinds=np.ones((1, 2)),
             all_stages=np.zeros(2, dtype=bool),
         )
-        model_tallies, shapes = scope.model_tallies, values.degrees.take(shape)
+        model_tallies, degrees = scope.model_tallies, values.degrees.take(index)
         self._work = {
             policy: ComponentCosts(
                 scope,
                 model_tallies.work[policy, scope.routes],
-                shapes,
+                degrees,
                 lambda tally, positions: self._seconds(tally, positions, self._roles),
                 len(kinds),
             )
@@ -808,7 +808,7 @@ class Traffic:
         self._stored = ComponentCosts(
             scope,
             model_tallies.stored,
-            shapes,
+            degrees,
             lambda tally, positions: self._seconds(tally, positions, self._updates),
             1,
         )
@@ -831,29 +831,29 @@ class Traffic:
 
     def _seconds(self, tally: Tally, positions: Array, row_weights: _RowWeights) -> Array:
         """Seconds of the rows of a tally, by kind."""
-        which = np.searchsorted(row_weights.rows, tally.rows % ROWS)
-        which = np.minimum(which, len(row_weights.rows) - 1)
-        weighted = np.flatnonzero(row_weights.rows[which] == tally.rows % ROWS)
-        matrix, which = tally.matrix[weighted], which[weighted]
+        weight_rows = np.searchsorted(row_weights.rows, tally.rows % ROWS)
+        weight_rows = np.minimum(weight_rows, len(row_weights.rows) - 1)
+        weighted = np.flatnonzero(row_weights.rows[weight_rows] == tally.rows % ROWS)
+        matrix, weight_rows = tally.matrix[weighted], weight_rows[weighted]
         used = np.flatnonzero(matrix.any(0))
         if not len(used):
             return np.zeros((len(row_weights.kinds), len(positions)))
-        wanted = self._position[positions]
+        needed = self._position[positions]
         present = np.zeros(len(self._distinct), dtype=bool)
-        present[wanted] = True
-        shapes, position = self._distinct[present], (np.cumsum(present) - 1)[wanted]
+        present[needed] = True
+        distinct, position = self._distinct[present], (np.cumsum(present) - 1)[needed]
         values = matrix[:, used] @ self._values.stacked(
-            tuple(tally.measures[i] for i in used), shapes
+            tuple(tally.measures[i] for i in used), distinct
         )
         shares = np.where(
-            row_weights.all_stages[which][:, None],
+            row_weights.all_stages[weight_rows][:, None],
             1.0,
             self._shares[tally.rows[weighted] // ROWS].take(positions, axis=1),
         )
-        return row_weights.kinds[:, which] @ (
+        return row_weights.kinds[:, weight_rows] @ (
             values.take(position, axis=1)
             * shares
-            * row_weights.rates[which].take(positions, axis=1)
+            * row_weights.rates[weight_rows].take(positions, axis=1)
         )
 
 
@@ -960,10 +960,10 @@ class StepBounds:
                             offload,
                         )
                     ]
-                    within = fastest_mixture(points, self.capacity * (1 + ROUNDING))
+                    fitting = fastest_mixture(points, self.capacity * (1 + ROUNDING))
                     if "optimizer" in offload:
-                        within = within + 2 * state / self.pricer.topology.chip.host_bytes_per_s
-                    minimum = np.minimum(minimum, np.where(legal, within, np.inf))
+                        fitting = fitting + 2 * state / self.pricer.topology.chip.host_bytes_per_s
+                    minimum = np.minimum(minimum, np.where(legal, fitting, np.inf))
                 kinds[kind] = minimum
         return {kind: minimum + fixed for kind, minimum in kinds.items()}
 
@@ -1006,9 +1006,9 @@ class StepBounds:
         layers, groups = space.limits.layers, space.accumulation_groups
         overlappable_s = {policy: overlappable.get(policy, 0.0) for policy in bounds}
         exposed = 0.0 if self.pricer.profile.overlaps_itself else 1 - self.pricer.constants.hidden
-        piped = (stages > 1).any()
+        pipelined = (stages > 1).any()
         message_s = {
-            policy: message_seconds(bound, stages, self.pricer) if piped else np.zeros(1)
+            policy: message_seconds(bound, stages, self.pricer) if pipelined else np.zeros(1)
             for policy, bound in bounds.items()
         }
 
@@ -1017,14 +1017,14 @@ class StepBounds:
             return step_seconds(bounds[policy], stages, micro, bubble, layers, groups, *costs)
 
         mixed = {policy: seconds(policy, self._bubble(policy, stages, micro)) for policy in bounds}
-        if not piped:
+        if not pipelined:
             return [(mixed, False)]
-        alone = [
+        separate = [
             {policy: seconds(policy, None)}
             for policy in bounds
             if any(schedule.backward_in_two for schedule in space.schedules(policy))
         ]
-        options = [(times, False) for times in [mixed, *alone]]
+        options = [(times, False) for times in [mixed, *separate]]
         chunks = space.max_breadth_first_chunks(sizes)
         if gather != "once" or not chunks.any():
             return options
@@ -1118,7 +1118,7 @@ class MemoryAgnosticBounds:
 
     Args:
         sizes: size of every mesh axis, and "micro", by entry.
-        shape: number of the shape of each entry.
+        index: index of the degrees of each entry.
     """
 
     def __init__(
@@ -1127,13 +1127,13 @@ class MemoryAgnosticBounds:
         step_bounds: StepBounds,
         policies: Sequence[str],
         sizes: Mapping[str, Array],
-        shape: Array,
+        index: Array,
     ) -> None:
         self._bounds, self._step_bounds, self._policies = bounds, step_bounds, policies
-        self._first, self._which = distinct_rows(
-            [bounds.work_shapes(shape), sizes["stage"], sizes["micro"], sizes["fsdp"] > 1]
+        self._first, self._group = distinct_rows(
+            [bounds.kernel_index(index), sizes["stage"], sizes["micro"], sizes["fsdp"] > 1]
         )
-        self._shape = shape[self._first]
+        self._index = index[self._first]
         self._sizes = {axis: size[self._first] for axis, size in sizes.items()}
         empty = np.zeros(0, dtype=np.int64), np.zeros(0)
         self._last_answer = np.inf, -np.inf, empty  # limits between which the answer is the same
@@ -1143,11 +1143,11 @@ class MemoryAgnosticBounds:
         }
 
     def __len__(self) -> int:
-        return len(self._which)
+        return len(self._group)
 
     def of_all(self) -> Array:
         """The bound of every entry; infinite where no choice fits."""
-        return self._of(np.arange(len(self._first)), None)[self._which]
+        return self._of(np.arange(len(self._first)), None)[self._group]
 
     def below(self, limit: float) -> tuple[Array, Array]:
         """Entries whose bound is below a limit, sorted by bound, and their bounds."""
@@ -1162,8 +1162,8 @@ class MemoryAgnosticBounds:
             rows = rows[fits]
         selected = np.zeros(len(self._first), dtype=bool)
         selected[rows] = True
-        entries = np.flatnonzero(selected[self._which])
-        seconds = self._of(self._which[entries], None)
+        entries = np.flatnonzero(selected[self._group])
+        seconds = self._of(self._group[entries], None)
         order = np.argsort(seconds, kind="stable")
         result = entries[order], seconds[order]
         self._last_answer = float(result[1].max(initial=0.0)), high, result
@@ -1171,11 +1171,11 @@ class MemoryAgnosticBounds:
 
     def _of(self, rows: Array, stop: int | None) -> Array:
         """The bounds of distinct entries, from the first components only."""
-        return self._columns[stop].on(rows)[0]
+        return self._columns[stop].take(rows)[0]
 
     def _bound(self, stop: int | None, rows: Array) -> Array:
         bounds = {
-            policy: self._bounds.least(policy, self._shape[rows], stop) for policy in self._policies
+            policy: self._bounds.least(policy, self._index[rows], stop) for policy in self._policies
         }
         sizes = {axis: size[rows] for axis, size in self._sizes.items()}
         return self._step_bounds.fastest(bounds, sizes)[None]
@@ -1191,8 +1191,8 @@ class Entries:
 
     Args:
         sizes: size of every mesh axis, and "micro", by entry (`Space.mesh_sizes`).
-        values: measures on the shapes of the entries.
-        shape: number of the shape of each entry.
+        values: measures on the degrees of the entries.
+        index: index of the degrees of each entry.
     """
 
     def __init__(
@@ -1202,21 +1202,21 @@ class Entries:
         step_bounds: StepBounds,
         sizes: Mapping[str, Array],
         values: MeasureValues,
-        shape: Array,
+        index: Array,
     ) -> None:
-        self.scope, self.sizes, self.values, self.shape = scope, sizes, values, shape
+        self.scope, self.sizes, self.values, self.degrees_index = (scope, sizes, values, index)
         self._pricer, self._step_bounds = pricer, step_bounds
         self.bounds = ComputeBounds(scope, pricer, values)
         self.choices = scope.choices
-        self._seconds = LazyColumns(1, len(shape), self._evaluate)
+        self._seconds = LazyColumns(1, len(index), self._evaluate)
         self._mixes_remat = scope.space.mixes_remat  # then the bounds ignore memory
         self._policies = (
             (*scope.space.policies, BEST_PER_GROUP) if self._mixes_remat else scope.space.policies
         )
-        self._fastest = MemoryAgnosticBounds(self.bounds, step_bounds, self._policies, sizes, shape)
+        self._fastest = MemoryAgnosticBounds(self.bounds, step_bounds, self._policies, sizes, index)
 
     def __len__(self) -> int:
-        return len(self.shape)
+        return len(self.degrees_index)
 
     def sizes_of(self, entries: Array) -> dict[str, Array]:
         """Sizes of the given entries."""
@@ -1251,7 +1251,9 @@ class Entries:
         """
         last = np.zeros(self._mesh.max() + 1, dtype=np.int64)
         last[self._mesh] = np.arange(len(self))
-        return Traffic(self.scope, self._pricer, self.values, self.shape[last], self.sizes_of(last))
+        return Traffic(
+            self.scope, self._pricer, self.values, self.degrees_index[last], self.sizes_of(last)
+        )
 
     def _traffic_on(self, meshes: Meshes) -> Traffic:
         sizes = {**meshes.sizes, "micro": meshes.micro}
@@ -1259,9 +1261,9 @@ class Entries:
             self.scope, self._pricer, self.values, meshes.degrees_index, sizes, meshes.links
         )
 
-    def _least(self, shape: Array, sizes: Mapping[str, Array]) -> dict[str, Footprint]:
+    def _least(self, index: Array, sizes: Mapping[str, Array]) -> dict[str, Footprint]:
         """The minimum footprint over all choices, by policy; infinite where no choice fits."""
-        stored, points = self._footprints.least(shape)
+        stored, points = self._footprints.least(index)
         return {
             policy: self._footprints.footprint(stored, points[policy], sizes)
             for policy in self._policies
@@ -1280,7 +1282,7 @@ class Entries:
             return np.zeros(len(entries))
         with np.errstate(invalid="ignore"):  # bytes of what does not fit are infinite
             minimum_bytes = self._step_bounds.least_bytes(
-                self._least(self.shape[entries], self.sizes_of(entries))
+                self._least(self.degrees_index[entries], self.sizes_of(entries))
             )
         return np.nan_to_num(minimum_bytes, nan=np.inf, posinf=np.inf)
 
@@ -1290,11 +1292,13 @@ class Entries:
         """
         if self._mixes_remat:
             return self.fastest[entries]
-        return self._seconds.on(entries)[0]
+        return self._seconds.take(entries)[0]
 
     def _evaluate(self, entries: Array) -> Array:
         traffic = self._traffic.least(self._mesh[entries])
-        return self._least_seconds(self.shape[entries], self.sizes_of(entries), traffic)[None]
+        return self._least_seconds(self.degrees_index[entries], self.sizes_of(entries), traffic)[
+            None
+        ]
 
     def seconds_on(self, meshes: Meshes) -> Array:
         """The same for placed candidates, whose links are known."""
@@ -1305,7 +1309,7 @@ class Entries:
 
     def _least_seconds(
         self,
-        shape: Array,
+        index: Array,
         sizes: Mapping[str, Array],
         traffic: Mapping[str, TrafficBounds],
         *,
@@ -1313,10 +1317,10 @@ class Entries:
     ) -> Array:
         """See `seconds`."""
         with np.errstate(invalid="ignore"):  # what no choice fits is infinite
-            bounds = {policy: self.bounds.least(policy, shape) for policy in self._policies}
+            bounds = {policy: self.bounds.least(policy, index) for policy in self._policies}
             if placed:
                 bounds = {p: bound.with_blocked(traffic[p].blocked) for p, bound in bounds.items()}
-            return self._step_bounds.seconds(bounds, self._least(shape, sizes), traffic, sizes)
+            return self._step_bounds.seconds(bounds, self._least(index, sizes), traffic, sizes)
 
     def pairs(
         self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False
@@ -1331,27 +1335,27 @@ class Entries:
         fitting = self._legal_pairs(entries)
         if not len(fitting):
             return fitting
-        row_choices, shapes, sizes = self._rows(fitting)
+        row_choices, index, sizes = self._rows(fitting)
         if minimum_memory:
             minimum_bytes = (
                 np.zeros(len(fitting))
                 if self._mixes_remat
-                else self._step_bounds.least_bytes(self._footprint(row_choices, shapes, sizes))
+                else self._step_bounds.least_bytes(self._footprint(row_choices, index, sizes))
             )
             return replace(fitting, bound=minimum_bytes).below(limit)
         bounds = {
-            policy: self.bounds.of_choices(policy, row_choices, shapes) for policy in self._policies
+            policy: self.bounds.of_choices(policy, row_choices, index) for policy in self._policies
         }
         fastest = self._step_bounds.fastest(bounds, sizes)
         below = np.flatnonzero(fastest < limit)
         fitting_pairs = replace(fitting, bound=fastest).take(below)
         if not self._mixes_remat and len(fitting_pairs):
-            row_choices, shapes, sizes = self._rows(fitting_pairs)
+            row_choices, index, sizes = self._rows(fitting_pairs)
             fitting_pairs = replace(
                 fitting_pairs,
                 bound=self._step_bounds.seconds(
                     {policy: bound.take(below) for policy, bound in bounds.items()},
-                    self._footprint(row_choices, shapes, sizes),
+                    self._footprint(row_choices, index, sizes),
                     self._traffic.total(row_choices, self._mesh[fitting_pairs.entries]),
                     sizes,
                 ),
@@ -1361,10 +1365,10 @@ class Entries:
         ).below(limit)
 
     def _rows(self, pairs: Pairs) -> tuple[RowChoices, Array, dict[str, Array]]:
-        """Choices, shape numbers and sizes of pairs."""
+        """Choices, indices of degrees, and sizes of pairs."""
         return (
             RowChoices(self.scope.choice_groups, pairs.choices),
-            self.shape[pairs.entries],
+            self.degrees_index[pairs.entries],
             self.sizes_of(pairs.entries),
         )
 
@@ -1378,19 +1382,19 @@ class Entries:
             {**meshes.sizes, "micro": meshes.micro},
             RowChoices(self.scope.choice_groups, choices),
         )
-        shape, sizes = (
+        index, sizes = (
             meshes.degrees_index[positions],
             {axis: size[positions] for axis, size in sizes.items()},
         )
         traffic = self._traffic_on(meshes).total(row_choices, positions)
         return self._step_bounds.by_kind(
             {
-                policy: self.bounds.of_choices(policy, row_choices, shape).with_blocked(
+                policy: self.bounds.of_choices(policy, row_choices, index).with_blocked(
                     traffic[policy].blocked
                 )
                 for policy in self._policies
             },
-            self._footprint(row_choices, shape, sizes),
+            self._footprint(row_choices, index, sizes),
             traffic,
             sizes,
         )
@@ -1400,8 +1404,8 @@ class Entries:
         space = self.scope.space
         sizes = self.sizes_of(entries)
         colours = self.scope.workload.colouring.colours
-        none = np.zeros(0, dtype=np.int64)
-        fitted = [Pairs(entries=none, choices=none, bound=np.zeros(0))]
+        empty = np.zeros(0, dtype=np.int64)
+        tables = [Pairs(entries=empty, choices=empty, bound=np.zeros(0))]
         tensor = sizes["tensor"]
         divides = {
             name: colours[name].divisor % tensor == 0
@@ -1412,16 +1416,16 @@ class Entries:
             for name in choice.tensor:
                 fits &= divides[name]
             rows = entries[fits & space.legal(choice, self.scope.routes, sizes)]
-            fitted.append(
+            tables.append(
                 Pairs(entries=rows, choices=np.full(len(rows), number), bound=np.zeros(len(rows)))
             )
-        return Pairs.joined(fitted)
+        return Pairs.joined(tables)
 
     def _footprint(
-        self, row_choices: RowChoices, shape: Array, sizes: Mapping[str, Array]
+        self, row_choices: RowChoices, index: Array, sizes: Mapping[str, Array]
     ) -> dict[str, Footprint]:
         """Footprints of candidates under the given choices, by policy."""
-        stored, points = self._footprints.total(row_choices, shape)
+        stored, points = self._footprints.total(row_choices, index)
         return {
             policy: self._footprints.footprint(stored, points[policy], sizes)
             for policy in self._policies

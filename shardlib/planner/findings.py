@@ -50,7 +50,7 @@ N_C, ALPHA_N, B_STAR, ALPHA_B = 8.8e13, 0.076, 2e8, 0.21
 @diagnostic
 def advise(situation: Situation) -> tuple[Finding, ...]:
     """Applies the rules of thumb to a plan."""
-    findings = (rule(situation) for rule in RULES)
+    findings = (check(situation) for check in RULES)
     return tuple(finding for finding in findings if finding is not None)
 
 
@@ -510,14 +510,14 @@ def _replicated_share(
     """
     policy = plan.remat if plan.remat in workload.problem.steps else "none"
     graph, colours = workload.problem.steps[policy].graph, workload.colouring.steps[policy]
-    ways, full, total = plan.mesh["tensor"], 0.0, 0.0
+    ways, replicated, total = plan.mesh["tensor"], 0.0, 0.0
     for op in graph.ops:
         if op.category in ("matmul", "convolution"):
             used = {name for value in (*op.operands, *op.results) for name in colours[value]}
             flops = op.flops * graph.trips(op.region)
             total += flops / ways if used & sharded else flops
-            full += 0.0 if used & sharded or used.isdisjoint(names) else flops
-    return full / total * (1 - 1 / ways) if total else 0.0
+            replicated += 0.0 if used & sharded or used.isdisjoint(names) else flops
+    return replicated / total * (1 - 1 / ways) if total else 0.0
 
 
 @diagnostic
@@ -574,8 +574,8 @@ def _zero_bubble_memory(workload: Workload, plan: Plan) -> list[Finding]:
 
 
 @diagnostic
-def unused_loops(plan: Plan, replaced: int) -> tuple[Finding, ...]:
-    """A finding where loops over tensor are pinned and replace no collective of the plan."""
+def unused_collective_matmuls(plan: Plan, replaced: int) -> tuple[Finding, ...]:
+    """A finding where collective matmuls are pinned and replace no collective of the plan."""
     if plan.collective_matmul != "loop" or replaced:
         return ()
     why = (
@@ -607,8 +607,8 @@ def _dropped_tokens(workload: Workload, topology: Topology, plan: Plan) -> list[
     """The share of tokens that experts with a capacity are expected to drop; the price does not
     depend on it.
     """
-    known = Pricer(topology, workload.profile).constants.skew
-    skew = BALANCED_SKEW if known is None else known
+    fitted = Pricer(topology, workload.profile).constants.skew
+    skew = BALANCED_SKEW if fitted is None else fitted
 
     def dropped(layer: experts.CapacityLayer) -> float:
         assignments = layer.assignments / plan.microbatches

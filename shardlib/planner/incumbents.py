@@ -116,9 +116,9 @@ class Landscape(Generic[Decided]):
             )
 
     def points(self, count: int) -> tuple[LandscapePoint[Decided], ...]:
-        """The Pareto front of plans that fit and points spread over the rest, fastest first."""
+        """The Pareto front of plans that fit, and points spread over all others, fastest first."""
         ordered = sorted(self._cells.values(), key=lambda p: (p.seconds, p.peak_bytes))
-        thinned = front(ordered)[:count]
+        thinned = pareto_front(ordered)[:count]
         grain = GRAIN
         while grain >= 1:
             more = _thinned(ordered, grain)
@@ -129,7 +129,7 @@ class Landscape(Generic[Decided]):
         return tuple(sorted(thinned, key=lambda p: (p.seconds, p.peak_bytes)))
 
 
-def front(points: Iterable[LandscapePoint[Decided]]) -> list[LandscapePoint[Decided]]:
+def pareto_front(points: Iterable[LandscapePoint[Decided]]) -> list[LandscapePoint[Decided]]:
     """The plans that fit and need less memory than every faster one; `points` come fastest
     first.
     """
@@ -322,19 +322,19 @@ class Ranking(Generic[Decided]):
         fits: np.ndarray,
         seconds: np.ndarray,
         peak_bytes: np.ndarray,
-        rows: np.ndarray | None = None,
+        indexes: np.ndarray | None = None,
     ) -> None:
         """Adds a block.
 
         Args:
-            rows: index of each candidate; by default its position in the block.
+            indexes: index of each candidate; by default its position in the block.
         """
-        indexes = np.flatnonzero(fits)
-        if len(indexes):
+        fitting = np.flatnonzero(fits)
+        if len(fitting):
             self._decisions.append(decisions)
-            self._indexes.append(indexes if rows is None else rows[indexes])
-            self._seconds.append(seconds[indexes])
-            self._peaks.append(peak_bytes[indexes])
+            self._indexes.append(fitting if indexes is None else indexes[fitting])
+            self._seconds.append(seconds[fitting])
+            self._peaks.append(peak_bytes[fitting])
 
     def __len__(self) -> int:
         return sum(map(len, self._indexes))
@@ -342,8 +342,8 @@ class Ranking(Generic[Decided]):
     def _columns(self) -> tuple[Array, Array, Array, Array]:
         """Block number, index, seconds and bytes of every plan."""
         if not self._decisions:
-            none = np.zeros(0, dtype=np.int64)
-            return none, none, np.zeros(0), np.zeros(0)
+            empty = np.zeros(0, dtype=np.int64)
+            return empty, empty, np.zeros(0), np.zeros(0)
         blocks = np.repeat(np.arange(len(self._decisions)), [len(block) for block in self._indexes])
         indexes = np.concatenate(self._indexes)
         return blocks, indexes, np.concatenate(self._seconds), np.concatenate(self._peaks)
@@ -360,7 +360,7 @@ class Ranking(Generic[Decided]):
                 peak_bytes=float(peaks[i]),
             )
 
-    def front(self) -> Iterator[RankedEntry[Decided]]:
+    def pareto_front(self) -> Iterator[RankedEntry[Decided]]:
         """Plans that need less memory than every faster one, fastest first."""
         columns = self._columns()
         _, _, seconds, peaks = columns
@@ -403,7 +403,7 @@ class BestPlans:
             where none fits, of the minimum-memory plan, with infinite seconds.
         counts: number by outcome: of plans that were priced or do not fit, and of entries that a
             bound excludes.
-        landscape: the fastest and the minimum-memory plan of every place.
+        landscape: the fastest and the minimum-memory plan of every candidate.
     """
 
     seconds: float = np.inf
@@ -429,8 +429,8 @@ class Incumbents:
     """The fastest plan that fits and the minimum-memory plan, for each candidate of a block.
 
     Args:
-        best: receives the results.
-        rows: receives the candidates, where there is a ranking.
+        best: receives the best plans.
+        ranked_meshes: receives the mesh of each candidate of the block, where there is a ranking.
         capacity: usable bytes per device.
         slack: plans slower than `slack` times the fastest are discarded.
         ranking: receives every plan that fits.
@@ -439,7 +439,7 @@ class Incumbents:
     def __init__(
         self,
         best: BestPlans,
-        rows: list[RankedMesh],
+        ranked_meshes: list[RankedMesh],
         block: CandidateBlock,
         capacity: float,
         slack: float,
@@ -455,9 +455,9 @@ class Incumbents:
         self._fastest, self._minimum_memory = LeastByCandidate(size), LeastByCandidate(size)
         self._peak = np.zeros(size)
         self._minimum_memory_seconds = np.zeros(size)
-        self._offset = len(rows)
+        self._offset = len(ranked_meshes)
         if ranking is not None:
-            rows += [
+            ranked_meshes += [
                 (mesh, int(micro), order)
                 for (mesh, order, _), micro in zip(
                     block.placements, block.meshes.micro, strict=True
@@ -529,21 +529,21 @@ class Incumbents:
     ) -> None:
         """Adds every plan that fits to a ranking, those with the same decisions together."""
         if decided.group_policies is not None:
-            for rows in range(len(fits)):
+            for row in range(len(fits)):
                 ranking.add(
-                    decided.candidate(rows, self.choices),
-                    fits[rows : rows + 1],
-                    seconds[rows : rows + 1],
-                    peak[rows : rows + 1],
-                    candidates[rows : rows + 1] + self._offset,
+                    decided.candidate(row, self.choices),
+                    fits[row : row + 1],
+                    seconds[row : row + 1],
+                    peak[row : row + 1],
+                    candidates[row : row + 1] + self._offset,
                 )
             return
         layers = np.zeros(len(fits), dtype=np.int64) if decided.layers is None else decided.layers
-        pairs, which = np.unique(
+        pairs, numbers = np.unique(
             np.stack([decided.choices, layers], axis=1), axis=0, return_inverse=True
         )
         for number in range(len(pairs)):
-            rows = np.flatnonzero(which.reshape(-1) == number)
+            rows = np.flatnonzero(numbers.reshape(-1) == number)
             ranking.add(
                 decided.candidate(int(rows[0]), self.choices),
                 fits[rows],
@@ -553,32 +553,32 @@ class Incumbents:
             )
 
     def close(self) -> None:
-        """Transfers the results to `best`."""
+        """Updates `best` with the minima of all candidates."""
         fastest_rows, minimum_memory = self._fastest, self._minimum_memory
-        recorded = np.flatnonzero(minimum_memory.decided >= 0)
-        for row in recorded:
-            mesh, order, _ = self._block.placements[row]
-            place = mesh, int(self._block.meshes.micro[row]), order
-            smallest_candidate = self._decided[int(minimum_memory.decided[row])].candidate(
-                int(minimum_memory.rows[row]), self.choices
+        priced = np.flatnonzero(minimum_memory.decided >= 0)
+        for number in priced:
+            mesh, order, _ = self._block.placements[number]
+            ranked_mesh = mesh, int(self._block.meshes.micro[number]), order
+            smallest_candidate = self._decided[int(minimum_memory.decided[number])].candidate(
+                int(minimum_memory.rows[number]), self.choices
             )
-            smallest = smallest_candidate.on(*place)
+            smallest = smallest_candidate.on_mesh(*ranked_mesh)
             fastest = (
-                self._decided[int(fastest_rows.decided[row])]
-                .candidate(int(fastest_rows.rows[row]), self.choices)
-                .on(*place)
-                if fastest_rows.decided[row] >= 0
+                self._decided[int(fastest_rows.decided[number])]
+                .candidate(int(fastest_rows.rows[number]), self.choices)
+                .on_mesh(*ranked_mesh)
+                if fastest_rows.decided[number] >= 0
                 else smallest
             )
             self._update_best(
                 fastest,
                 smallest,
-                float(fastest_rows.values[row]),
-                float(self._peak[row]),
-                float(minimum_memory.values[row]),
+                float(fastest_rows.values[number]),
+                float(self._peak[number]),
+                float(minimum_memory.values[number]),
             )
-            size = float(minimum_memory.values[row])
-            seconds = float(self._minimum_memory_seconds[row])
+            size = float(minimum_memory.values[number])
+            seconds = float(self._minimum_memory_seconds[number])
             self._best.landscape.add(smallest, seconds, size, fits=size <= self._capacity)
 
     def _update_best(
@@ -651,7 +651,7 @@ class CandidateRows(LazyTable):
         """The rows at the given ascending positions."""
         return self if len(which) == len(self) else super().take(which)
 
-    def below(
+    def may_beat(
         self,
         zeros: Iterable[int],
         breadth_first: Iterable[bool],
@@ -740,7 +740,7 @@ def _joined(parts: Sequence[StepCosts]) -> StepCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class _PricedCorners(ArrayTable):
-    """Rows with priced corners, under the same decisions.
+    """Rows under the same decisions, with the prices of their corners.
 
     Attributes:
         corners: prices by corner.
@@ -755,13 +755,13 @@ class _PricedCorners(ArrayTable):
 
     def offloaded(self, parts: tuple[str, ...], pricer: Pricer) -> _PricedCorners:
         """The rows with some parts offloaded to host memory."""
-        moved = {
+        corners = {
             corner: offloaded(totals, parts, pricer, self.meshes)
             for corner, totals in self.corners.items()
         }
         return replace(
             self,
-            corners=moved if parts else self.corners,
+            corners=corners if parts else self.corners,
             decided=self.decided.replace(offload=parts),
         )
 
@@ -771,7 +771,7 @@ class GroupPricer(PricingInputs):
     """Prices mixtures of remat policies.
 
     Attributes:
-        values: measures on all shapes.
+        values: measures on all degrees.
         shardable: colours that some choice shards.
     """
 
@@ -783,7 +783,7 @@ class GroupPricer(PricingInputs):
         quantities: Mapping[str, StepCosts],
         meshes: Meshes,
         alternatives: Sequence[Decisions],
-        results: Incumbents,
+        incumbents: Incumbents,
     ) -> dict[Decisions, Array]:
         """Rows of which a mixture may be the best plan, by ZeRO stage and time of all-gathers.
 
@@ -791,61 +791,65 @@ class GroupPricer(PricingInputs):
         that, so that plan must be below the limit and not fit; then the bounds of `_mixture_bound`
         decide.
         """
-        none_fastest = np.logical_and.reduce(
+        no_remat_fastest = np.logical_and.reduce(
             [
                 (
-                    getattr(getattr(s, part), name)
+                    getattr(getattr(costs, part), name)
                     >= getattr(getattr(quantities[NO_REMAT], part), name)
                 ).all(0)
-                for s in quantities.values()
+                for costs in quantities.values()
                 for part, names in _ADDITIVE.items()
                 for name in names
             ]
         )
-        promising = ~none_fastest | (
-            least_seconds(quantities[NO_REMAT], self.plans(alternatives[0], meshes)) < results.limit
+        promising = ~no_remat_fastest | (
+            least_seconds(quantities[NO_REMAT], self.plans(alternatives[0], meshes))
+            < incumbents.limit
         )
         unfit: dict[Decisions, tuple[Array, Totals]] = {}
         for decisions in alternatives:
             legal = np.flatnonzero(promising & self.space.legal_zero(decisions.zero, meshes))
-            none = combine(
+            no_remat = combine(
                 quantities[NO_REMAT].take(legal), self.plans(decisions, meshes.take(legal))
             )
             undecided = np.flatnonzero(
-                ~none_fastest[legal]
-                | ((none.step_seconds < results.limit) & (none.peak_bytes > self.capacity))
+                ~no_remat_fastest[legal]
+                | (
+                    (no_remat.step_seconds < incumbents.limit)
+                    & (no_remat.peak_bytes > self.capacity)
+                )
             )
-            unfit[decisions] = legal[undecided], none.take(undecided)
+            unfit[decisions] = legal[undecided], no_remat.take(undecided)
         rows = np.unique(np.concatenate([positions for positions, _ in unfit.values()]))
         if not len(rows):
             return {}
-        quantities = {policy: s.take(rows) for policy, s in quantities.items()}
+        quantities = {policy: costs.take(rows) for policy, costs in quantities.items()}
         meshes = meshes.take(rows)
-        none_fastest = none_fastest[rows]
+        no_remat_fastest = no_remat_fastest[rows]
         additive = {
             corner: self._additive_quantities(corner, quantities)
             for corner in corners(self.space.policies, len(self.workload.counts))
         }
         plans = self.plans(alternatives[0], meshes)
         minima = {
-            corner: (least_seconds(s, plans), s.kernels.compute.sum(0))
-            for corner, s in additive.items()
+            corner: (least_seconds(costs, plans), costs.kernels.compute.sum(0))
+            for corner, costs in additive.items()
         }
         promising_rows: dict[Decisions, Array] = {}
-        for decisions, (own_rows, none) in unfit.items():
+        for decisions, (own_rows, no_remat) in unfit.items():
             legal = np.searchsorted(rows, own_rows)
             selected = {
                 corner: (seconds[legal], compute[legal])
                 for corner, (seconds, compute) in minima.items()
             }
             bound = self._mixture_bound(
-                {policy: s.take(legal) for policy, s in quantities.items()},
+                {policy: costs.take(legal) for policy, costs in quantities.items()},
                 selected,
-                none,
-                none_fastest[legal],
+                no_remat,
+                no_remat_fastest[legal],
                 self.plans(decisions, meshes.take(legal)),
             )
-            promising_rows[decisions] = own_rows[bound < results.limit]
+            promising_rows[decisions] = own_rows[bound < incumbents.limit]
         return promising_rows
 
     def _additive_quantities(
@@ -884,8 +888,8 @@ class GroupPricer(PricingInputs):
         self,
         quantities: Mapping[str, StepCosts],
         minima: Mapping[Corner, tuple[Array, Array]],
-        none: Totals,
-        none_fastest: Array,
+        no_remat: Totals,
+        no_remat_fastest: Array,
         plans: Plans,
     ) -> Array:
         """Lower bound on the seconds of mixtures that fit, by row.
@@ -898,16 +902,16 @@ class GroupPricer(PricingInputs):
         """
         meshes, (first, compute) = plans.meshes, minima[(NO_REMAT,) * len(self.workload.counts)]
         # not counted by `least_seconds`: exposed communication, the optimizer, and fixed costs
-        not_counted = np.where(none_fastest, none.step_seconds - first, 0.0)
-        constant = none.seconds["optimizer"] + self.pricer.constants.step_s
+        not_counted = np.where(no_remat_fastest, no_remat.step_seconds - first, 0.0)
+        constant = no_remat.seconds["optimizer"] + self.pricer.constants.step_s
         stored, state, _ = least_bytes(quantities[NO_REMAT], plans)
-        saves = {policy: least_bytes(s, plans)[2] for policy, s in quantities.items()}
+        saves = {policy: least_bytes(costs, plans)[2] for policy, costs in quantities.items()}
         seconds: list[Array] = []
         sizes: list[Array] = []
         hidden_s: list[Array] = []
         for corner, (seconds_of_corner, compute_of_corner) in minima.items():
-            more = np.maximum(0.0, compute_of_corner - compute) * meshes.micro / meshes.stage
-            seconds.append(seconds_of_corner + np.maximum(constant, not_counted - more))
+            extra_s = np.maximum(0.0, compute_of_corner - compute) * meshes.micro / meshes.stage
+            seconds.append(seconds_of_corner + np.maximum(constant, not_counted - extra_s))
             sizes.append(
                 sum((saves[policy][k] for k, policy in enumerate(corner)), np.zeros(len(meshes)))
             )
@@ -983,7 +987,7 @@ class GroupPricer(PricingInputs):
         uniform: Mapping[str, StepCosts],
         choices: Array,
         meshes: Meshes,
-        listed: Sequence[tuple[Choice, bool]],
+        all_choices: Sequence[tuple[Choice, bool]],
     ) -> dict[Corner, StepCosts]:
         """Quantities of every corner, by row."""
         all_corners = corners(self.space.policies, len(self.workload.counts))
@@ -992,13 +996,13 @@ class GroupPricer(PricingInputs):
         parts: dict[Corner, list[StepCosts]] = {corner: [] for corner in mixed}
         for number in np.unique(choices):
             rows = np.flatnonzero(choices == number)
-            for corner, s in self._of_choice(
-                mixed, *listed[int(number)], meshes.take(rows)
+            for corner, costs in self._of_choice(
+                mixed, *all_choices[int(number)], meshes.take(rows)
             ).items():
-                parts[corner].append(s)
-        back = np.argsort(order)
+                parts[corner].append(costs)
+        inverse = np.argsort(order)
         return {
-            corner: _joined(parts[corner]).take(back) if corner in parts else uniform[corner[0]]
+            corner: _joined(parts[corner]).take(inverse) if corner in parts else uniform[corner[0]]
             for corner in all_corners
         }
 
@@ -1006,14 +1010,14 @@ class GroupPricer(PricingInputs):
         self, mixed: Sequence[Corner], choice: Choice, routes: bool, meshes: Meshes
     ) -> dict[Corner, StepCosts]:
         """Quantities of the corners whose layer groups differ, under one choice."""
-        shapes = np.unique(meshes.degrees_index)
-        local = replace(meshes, degrees_index=np.searchsorted(shapes, meshes.degrees_index))
+        index = np.unique(meshes.degrees_index)
+        local = replace(meshes, degrees_index=np.searchsorted(index, meshes.degrees_index))
         segments = [phase.segment for phase in self.workload.programs[NO_REMAT, routes].phases]
         parts = {
-            policy: self._tallies(policy, routes, choice, shapes) for policy in self.space.policies
+            policy: self._tallies(policy, routes, choice, index) for policy in self.space.policies
         }
-        stored = self._model_tallies.stored.on(self.values, shapes).columns(
-            [(choice, np.arange(len(shapes)))]
+        stored = self._model_tallies.stored.evaluated(self.values, index).columns(
+            [(choice, np.arange(len(index)))]
         )[0]
         by_corner: dict[Corner, StepCosts] = {}
         for corner in mixed:
@@ -1023,11 +1027,17 @@ class GroupPricer(PricingInputs):
             )
         return by_corner
 
-    def _tallies(self, policy: str, routes: bool, choice: Choice, shapes: Array) -> PolicyTallies:
-        """The tallies of a program on some shapes, in the order of `Workload.phase_tallies`."""
-        columns = [(choice, np.arange(len(shapes)))]
-        work = self._model_tallies.work[policy, routes].on(self.values, shapes).columns(columns)[0]
-        lists = list(self._phases.points[policy, routes].on(self.values, shapes).columns(columns))
+    def _tallies(self, policy: str, routes: bool, choice: Choice, index: Array) -> PolicyTallies:
+        """The tallies of a program on some degrees, in the order of `Workload.phase_tallies`."""
+        columns = [(choice, np.arange(len(index)))]
+        work = (
+            self._model_tallies.work[policy, routes]
+            .evaluated(self.values, index)
+            .columns(columns)[0]
+        )
+        lists = list(
+            self._phases.points[policy, routes].evaluated(self.values, index).columns(columns)
+        )
         points: list[tuple[Array, ...]] = []
         stacks: list[Array] = []
         for phase in self.workload.programs[policy, routes].phases:
@@ -1048,11 +1058,11 @@ class GroupPricer(PricingInputs):
         candidates: Array,
         meshes: Meshes,
         alternatives: Sequence[Decisions],
-        results: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records the best mixtures of some rows under one schedule."""
         if self.space.pins.remat_layers is None and not self.space.group_policies:
-            rows_by_decisions = self._promising(uniform, meshes, alternatives, results)
+            rows_by_decisions = self._promising(uniform, meshes, alternatives, incumbents)
         else:
             rows_by_decisions = {
                 decisions: np.flatnonzero(self.space.legal_zero(decisions.zero, meshes))
@@ -1062,10 +1072,10 @@ class GroupPricer(PricingInputs):
         if not len(rows):
             return
         quantities = self._quantities(
-            {policy: s.take(rows) for policy, s in uniform.items()},
+            {policy: costs.take(rows) for policy, costs in uniform.items()},
             choices[rows],
             meshes.take(rows),
-            results.choices,
+            incumbents.choices,
         )
         for decisions, own_rows in rows_by_decisions.items():
             if len(own_rows):
@@ -1073,32 +1083,32 @@ class GroupPricer(PricingInputs):
                 plans = self.plans(decisions, meshes.take(own_rows))
                 priced = _PricedCorners(
                     corners={
-                        corner: combine(s.take(positions), plans)
-                        for corner, s in quantities.items()
+                        corner: combine(costs.take(positions), plans)
+                        for corner, costs in quantities.items()
                     },
                     decided=DecidedRows(decisions=decisions, choices=choices[own_rows]),
                     candidates=candidates[own_rows],
                     meshes=plans.meshes,
                 )
-                self._record_best(priced, results)
+                self._record_best(priced, incumbents)
 
-    def _record_best(self, priced: _PricedCorners, results: Incumbents) -> None:
+    def _record_best(self, priced: _PricedCorners, incumbents: Incumbents) -> None:
         """Records the best mixture of each row, without offloading and with each set of
         `offloads`.
         """
         pinned = self.space.pins.offload
         for parts in [pinned] if pinned is not None else [(), *self.offloads]:
-            moved = priced.offloaded(parts, self.pricer)
+            offloaded_rows = priced.offloaded(parts, self.pricer)
             if self.space.group_policies:
-                self._record_pinned(moved, results)
+                self._record_pinned(offloaded_rows, incumbents)
                 continue
             promising = (
-                np.flatnonzero(self._bound(moved.corners) < results.limit)
+                np.flatnonzero(self._bound(offloaded_rows.corners) < incumbents.limit)
                 if self.space.pins.remat_layers is None
                 else np.arange(len(priced.meshes))
             )
             if len(promising):
-                self._record_fastest(moved.take(promising), results)
+                self._record_fastest(offloaded_rows.take(promising), incumbents)
 
     def _bound(self, prices: Mapping[Corner, Totals]) -> Array:
         """Lower bound on the seconds of mixtures that fit: the largest Lagrangian bound over the
@@ -1118,7 +1128,7 @@ class GroupPricer(PricingInputs):
             ),
         )
 
-    def _record_pinned(self, priced: _PricedCorners, results: Incumbents) -> None:
+    def _record_pinned(self, priced: _PricedCorners, incumbents: Incumbents) -> None:
         """Records the plans whose layer groups follow the pinned policies in the pinned numbers of
         layers.
         """
@@ -1137,7 +1147,7 @@ class GroupPricer(PricingInputs):
             )
         )
         corner = tuple(policy for policy, _ in self.space.group_policies)
-        self._record_mixtures(priced, corner, np.stack(numbers), legal, results)
+        self._record_mixtures(priced, corner, np.stack(numbers), legal, incumbents)
 
     def _record_mixtures(
         self,
@@ -1145,7 +1155,7 @@ class GroupPricer(PricingInputs):
         corner: Corner,
         numbers: Array,
         rows: Array,
-        results: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records mixtures of some rows; `numbers` are the layers that follow the corner's
         policies, array [layer groups, rows].
@@ -1161,13 +1171,13 @@ class GroupPricer(PricingInputs):
         policies = [
             tuple((policy, int(numbers[k, i])) for k, policy in enumerate(corner)) for i in rows
         ]
-        results.record(
+        incumbents.record(
             replace(priced.decided.take(rows), group_policies=policies),
             totals,
             priced.candidates[rows],
         )
 
-    def _record_fastest(self, priced: _PricedCorners, results: Incumbents) -> None:
+    def _record_fastest(self, priced: _PricedCorners, incumbents: Incumbents) -> None:
         """Records the fastest mixture of each row that fits; with a pinned number of layers, the
         fastest one where none fits.
         """
@@ -1182,7 +1192,7 @@ class GroupPricer(PricingInputs):
                 self._patterns[int(number)].corner,
                 best.numbers,
                 np.flatnonzero(best.pattern == number),
-                results,
+                incumbents,
             )
 
 
@@ -1213,7 +1223,7 @@ class RowPricer(PricingInputs):
 
     group_pricer: GroupPricer | None = None
 
-    def price(self, rows: CandidateRows, results: Incumbents) -> None:
+    def price(self, rows: CandidateRows, incumbents: Incumbents) -> None:
         """Records every plan of some rows that no bound excludes."""
         for staged in (False, True):
             selected = np.flatnonzero((rows.meshes.stage > 1) == staged)
@@ -1229,15 +1239,15 @@ class RowPricer(PricingInputs):
                         decisions
                     )
             for (schedule, virtual), alternatives in by_schedule.items():
-                self._one_schedule(subset, schedule, virtual, alternatives, results)
+                self._price_schedule(subset, schedule, virtual, alternatives, incumbents)
 
-    def _one_schedule(
+    def _price_schedule(
         self,
         rows: CandidateRows,
         schedule: str,
         virtual: int,
         alternatives: dict[str, list[Decisions]],
-        results: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records the plans of one schedule."""
         staged = named(schedule).staged
@@ -1251,33 +1261,38 @@ class RowPricer(PricingInputs):
                 ),
                 rows.meshes,
             )
-        results.skip(int((~legal).sum()))
+        incumbents.skip(int((~legal).sum()))
         if not legal.any():
             return
         zeros = {decisions.zero for listed in alternatives.values() for decisions in listed}
         breadth_first_options = self.space.breadth_first_options(schedule, virtual)
         gathers = {decisions.gather for listed in alternatives.values() for decisions in listed}
-        fitting = legal & rows.below(zeros, breadth_first_options, gathers, results.limit)
+        fitting = legal & rows.may_beat(zeros, breadth_first_options, gathers, incumbents.limit)
         if not fitting.any() and self.group_pricer is None:
             return
         promising = {
-            policy: fitting & (self._least(rows, policy, schedule, virtual) < results.limit)
+            policy: fitting
+            & (self._step_time_bound(rows, policy, schedule, virtual) < incumbents.limit)
             for policy in self.space.policies
             if alternatives[policy]
         }
         selected = np.flatnonzero(np.logical_or.reduce(list(promising.values())))
         if len(selected) and not self.space.group_policies:
-            self._uniform(
+            self._price_uniform(
                 rows.take(selected),
                 {p: mask[selected] for p, mask in promising.items()},
                 breadth_first_options,
                 alternatives,
-                results,
+                incumbents,
             )
-        self._mixed_groups(rows, legal, alternatives[self.space.policies[-1]], results)
+        self._price_mixtures(rows, legal, alternatives[self.space.policies[-1]], incumbents)
 
-    def _mixed_groups(
-        self, rows: CandidateRows, legal: Array, alternatives: list[Decisions], results: Incumbents
+    def _price_mixtures(
+        self,
+        rows: CandidateRows,
+        legal: Array,
+        alternatives: list[Decisions],
+        incumbents: Incumbents,
     ) -> None:
         """Records the plans of one schedule whose layer groups differ."""
         if self.group_pricer is None or not alternatives:
@@ -1285,10 +1300,10 @@ class RowPricer(PricingInputs):
         promising = np.flatnonzero(
             legal
             & (
-                self._least(
+                self._step_time_bound(
                     rows, BEST_PER_GROUP, alternatives[0].schedule, alternatives[0].virtual_stages
                 )
-                < results.limit
+                < incumbents.limit
             )
         )
         if len(promising):
@@ -1299,22 +1314,22 @@ class RowPricer(PricingInputs):
                 subset.candidates,
                 subset.meshes,
                 alternatives,
-                results,
+                incumbents,
             )
 
-    def _uniform(
+    def _price_uniform(
         self,
         rows: CandidateRows,
         promising: dict[str, Array],
         breadth_first_options: list[bool],
         alternatives: dict[str, list[Decisions]],
-        results: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records the plans of one schedule whose layer groups are alike."""
         for policy in promising:  # the same for all ZeRO stages
             plans = self.plans(alternatives[policy][0], rows.meshes)
             promising[policy] = promising[policy] & (
-                least_seconds(rows.quantities[policy], plans) < results.limit
+                least_seconds(rows.quantities[policy], plans) < incumbents.limit
             )
         for zero, gather in sorted(
             {
@@ -1324,13 +1339,13 @@ class RowPricer(PricingInputs):
             },
             key=lambda pair: (pair[0], pair[1] != "use"),
         ):
-            fitting = rows.below((zero,), breadth_first_options, (gather,), results.limit)
+            fitting = rows.may_beat((zero,), breadth_first_options, (gather,), incumbents.limit)
             legal = self.space.legal_zero(zero, rows.meshes)
             selected = {policy: mask & fitting for policy, mask in promising.items()}
             if (
                 gather == "once"
                 and "use" in self.space.gathers
-                and not results.ranks
+                and not incumbents.ranks
                 and (
                     chosen := next(
                         (
@@ -1356,28 +1371,30 @@ class RowPricer(PricingInputs):
                 )
                 if chosen is None:
                     continue
-                totals = self._one_policy(
-                    rows, policy, chosen, legal, selected[policy], no_remat, results
+                totals = self._price_policy(
+                    rows, policy, chosen, legal, selected[policy], no_remat, incumbents
                 )
                 no_remat = totals if policy == "none" else no_remat
 
     def _where_gathering_once_saves(
-        self, rows: CandidateRows, worth: dict[str, Array], decisions: Decisions
+        self, rows: CandidateRows, promising: dict[str, Array], decisions: Decisions
     ) -> dict[str, Array]:
         """By policy, the rows in which all-gathering weights once saves time under at least one
         policy. The others are no faster than those that all-gather at every use, and need more
         memory.
         """
-        promising = np.flatnonzero(
-            np.logical_or.reduce(list(worth.values())) & self.space.legal_zero(3, rows.meshes)
+        positions = np.flatnonzero(
+            np.logical_or.reduce(list(promising.values())) & self.space.legal_zero(3, rows.meshes)
         )
-        subset, saving = rows.take(promising), np.zeros(len(rows), dtype=bool)
+        subset, saving = rows.take(positions), np.zeros(len(rows), dtype=bool)
         plans = self.plans(replace(decisions, zero=3), subset.meshes)
-        for policy in worth:
-            saving[promising] |= saved_by_gathering_once(subset.quantities[policy], plans) > 0
-        return {policy: mask & saving for policy, mask in worth.items()}
+        for policy in promising:
+            saving[positions] |= saved_by_gathering_once(subset.quantities[policy], plans) > 0
+        return {policy: mask & saving for policy, mask in promising.items()}
 
-    def _least(self, rows: CandidateRows, policy: str, schedule: str, virtual: int) -> Array:
+    def _step_time_bound(
+        self, rows: CandidateRows, policy: str, schedule: str, virtual: int
+    ) -> Array:
         """A lower bound on the step time under a schedule, by row."""
         groups = self.space.accumulation_groups
         pipelines = Pipelines(
@@ -1401,50 +1418,50 @@ class RowPricer(PricingInputs):
             message_s,
         )
 
-    def _one_policy(
+    def _price_policy(
         self,
         rows: CandidateRows,
         policy: str,
         decisions: Decisions,
         legal: Array,
-        worth: Array,
+        promising: Array,
         no_remat: tuple[Array, Totals] | None,
-        results: Incumbents,
+        incumbents: Incumbents,
     ) -> tuple[Array, Totals] | None:
         """Records the plans of one policy with the given decisions; returns the priced rows and
         their prices.
         """
         partial = np.zeros(len(rows), dtype=bool)
         if no_remat is not None and policy != "none":
-            partial[no_remat[0]] = (no_remat[1].step_seconds < results.limit) & (
+            partial[no_remat[0]] = (no_remat[1].step_seconds < incumbents.limit) & (
                 (no_remat[1].peak_bytes > self.capacity) | bool(self.space.pins.remat_layers)
             )
-        results.skip(int(((worth | partial) & ~legal).sum()))
-        promising = np.flatnonzero(legal & (worth | partial))
-        if not len(promising):
+        incumbents.skip(int(((promising | partial) & ~legal).sum()))
+        positions = np.flatnonzero(legal & (promising | partial))
+        if not len(positions):
             return None
         quantities, meshes = (
             (rows.quantities[policy], rows.meshes)
-            if len(promising) == len(rows)
-            else (rows.quantities[policy].take(promising), rows.meshes.take(promising))
+            if len(positions) == len(rows)
+            else (rows.quantities[policy].take(positions), rows.meshes.take(positions))
         )
         totals = combine(quantities, self.plans(decisions, meshes))
         no_remat_rows: Totals | None = None
         if no_remat is not None and policy != "none":
             position = np.full(len(rows), -1)
             position[no_remat[0]] = np.arange(len(no_remat[0]))
-            no_remat_rows = no_remat[1].take(position[promising])
+            no_remat_rows = no_remat[1].take(position[positions])
             # not priced because they cannot be fast enough
-            no_remat_rows.seconds["overhead"][position[promising] < 0] = np.inf
+            no_remat_rows.seconds["overhead"][position[positions] < 0] = np.inf
         self._record(
-            DecidedRows(decisions=decisions, choices=rows.choices[promising]),
-            rows.candidates[promising],
+            DecidedRows(decisions=decisions, choices=rows.choices[positions]),
+            rows.candidates[positions],
             totals,
             no_remat_rows,
             meshes,
-            results,
+            incumbents,
         )
-        return promising, totals
+        return positions, totals
 
     def _record(
         self,
@@ -1453,10 +1470,10 @@ class RowPricer(PricingInputs):
         totals: Totals,
         no_remat: Totals | None,
         meshes: Meshes,
-        results: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
-        """Records a price; where it does not fit, also with host_arrays offloaded, and where
-        rematerialising all layers saves more than needed, with fewer layers.
+        """Records prices; of plans that do not fit, also with arrays offloaded, and with fewer
+        rematerialised layers where fewer suffice.
         """
         pins, pinned_layers = self.space.pins, self.space.pins.remat_layers
         pinned = pins.offload or ()
@@ -1465,30 +1482,30 @@ class RowPricer(PricingInputs):
             no_remat = no_remat and offloaded(no_remat, pinned, self.pricer, meshes)
             decided = decided.replace(offload=pinned)
         if not pinned_layers:
-            results.record(decided, totals, candidates)
-        self._record_partial_remat(decided, candidates, totals, no_remat, meshes, results)
+            incumbents.record(decided, totals, candidates)
+        self._record_partial_remat(decided, candidates, totals, no_remat, meshes, incumbents)
         # offloading only adds seconds
-        over_capacity = (totals.step_seconds < results.limit) & (totals.peak_bytes > self.capacity)
+        unfit = (totals.step_seconds < incumbents.limit) & (totals.peak_bytes > self.capacity)
         if no_remat is not None:  # with offloading, fewer layers need to rematerialise
-            over_capacity |= (
-                no_remat.step_seconds < np.minimum(results.limit, totals.step_seconds)
-            ) & (no_remat.peak_bytes > self.capacity)
-        large = np.flatnonzero(over_capacity)
-        if not len(large) or pinned_layers:
+            unfit |= (no_remat.step_seconds < np.minimum(incumbents.limit, totals.step_seconds)) & (
+                no_remat.peak_bytes > self.capacity
+            )
+        positions = np.flatnonzero(unfit)
+        if not len(positions) or pinned_layers:
             return
-        large_rows, meshes = decided.take(large), meshes.take(large)
+        unfit_rows, meshes = decided.take(positions), meshes.take(positions)
         for host_arrays in self.offloads:
-            smaller = offloaded(totals.take(large), host_arrays, self.pricer, meshes)
-            offloaded_rows = large_rows.replace(offload=host_arrays)
-            results.record(offloaded_rows, smaller, candidates[large])
+            offloaded_totals = offloaded(totals.take(positions), host_arrays, self.pricer, meshes)
+            offloaded_rows = unfit_rows.replace(offload=host_arrays)
+            incumbents.record(offloaded_rows, offloaded_totals, candidates[positions])
             if no_remat is not None:
                 self._record_partial_remat(
                     offloaded_rows,
-                    candidates[large],
-                    smaller,
-                    offloaded(no_remat.take(large), host_arrays, self.pricer, meshes),
+                    candidates[positions],
+                    offloaded_totals,
+                    offloaded(no_remat.take(positions), host_arrays, self.pricer, meshes),
                     meshes,
-                    results,
+                    incumbents,
                 )
 
     def _record_partial_remat(
@@ -1498,7 +1515,7 @@ class RowPricer(PricingInputs):
         rematerialised: Totals,
         no_remat: Totals | None,
         meshes: Meshes,
-        results: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records the plans that rematerialise no more layers than memory requires."""
         pinned_layers = self.space.pins.remat_layers
@@ -1509,7 +1526,7 @@ class RowPricer(PricingInputs):
             or "partly" not in self.space.limits.abilities.remat
         ):
             return
-        legal = no_remat.step_seconds < results.limit
+        legal = no_remat.step_seconds < incumbents.limit
         legal &= lowerable(
             facts_of_decisions(decided.decisions),
             facts_of_mesh(meshes.sizes),
@@ -1544,7 +1561,7 @@ class RowPricer(PricingInputs):
         mixed = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
         if len(mixed):
             share = rematerialised_share(needed, plans)[mixed]
-            results.record(
+            incumbents.record(
                 replace(decided.take(mixed), layers=needed[mixed].astype(np.int64)),
                 interpolated(no_remat.take(mixed), rematerialised.take(mixed), share),
                 candidates[mixed],

@@ -150,18 +150,19 @@ def _batch(request: PinnedProblem) -> str:
 def _pipeline(request: PinnedProblem) -> str:
     """The message where microbatches cannot go through the pinned stages together."""
     pins, stages = request.pins, request.sizes.get("stage", 1)
-    at_once = (pins.microbatches or 0) // (pins.accumulation or 1)
-    if 0 < at_once < stages and (pins.virtual_stages or 1) > 1:
+    concurrent = (pins.microbatches or 0) // (pins.accumulation or 1)
+    if 0 < concurrent < stages and (pins.virtual_stages or 1) > 1:
         return (
             f"stages of several chunks of layers need a microbatch for each of the {stages} stages,"
-            f" and {at_once} go through them together\nTry: more microbatches, or virtual_stages=1"
+            f" and {concurrent} go through them together\nTry: more microbatches, or"
+            " virtual_stages=1"
         )
-    if pins.pipeline == "programs" and pins.schedule and at_once:
-        shape = Pipelines.one(stages=stages, microbatches=at_once)
-        if not named(pins.schedule).fits(shape)[0]:
+    if pins.pipeline == "programs" and pins.schedule and concurrent:
+        pipeline = Pipelines.one(stages=stages, microbatches=concurrent)
+        if not named(pins.schedule).fits(pipeline)[0]:
             return (
                 f"pipeline='programs' interleaves whole groups of {stages} microbatches, one for"
-                f" each stage, and {at_once} go through the stages together\nTry: a multiple of"
+                f" each stage, and {concurrent} go through the stages together\nTry: a multiple of"
                 " that, or pipeline='lockstep'"
             )
     return ""
@@ -285,12 +286,12 @@ def axis_misfit(axis: str, size: int, problem: Problem, colouring: Colouring) ->
 
 def _devices(request: PinnedProblem) -> str:
     """The message where the pinned axes do not divide the number of devices."""
-    taken = math.prod(request.sizes.values())
-    if request.devices % taken == 0:
+    pinned = math.prod(request.sizes.values())
+    if request.devices % pinned == 0:
         return ""
     listed = " and ".join(f"{axis}={size}" for axis, size in request.sizes.items() if size > 1)
     return (
-        f"{taken} devices are pinned ({listed}), which are not part of the {request.devices} that"
+        f"{pinned} devices are pinned ({listed}), which are not part of the {request.devices} that"
         " there are\nTry: smaller axes, or another number of devices"
     )
 
@@ -302,14 +303,14 @@ def _stored(request: PinnedProblem) -> str:
         "expert": expert_colour(problem.forward, request.colouring.forward) is None,
         "context": sequence_size(problem, request.colouring) == 1,
     }
-    taken = math.prod(sizes.values()) * 2 > request.devices
+    no_devices_left = math.prod(sizes.values()) * 2 > request.devices
     why: dict[str, list[str]] = {}
     for axis in STORED_AXES:
         if sizes.get(axis) == 1:
             why.setdefault("pinned to 1", []).append(axis)
         elif axis not in sizes and lacking.get(axis):
             why.setdefault(f"of no use for {problem.model}", []).append(axis)
-        elif axis not in sizes and taken:
+        elif axis not in sizes and no_devices_left:
             why.setdefault("no devices left", []).append(axis)
         else:
             return ""
@@ -415,7 +416,7 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
         else f"schedule={pins.schedule!r} has at least virtual_stages={chunks}, and that"
     )
     limit = layers // stage_count
-    fewer = (
+    hint = (
         f"virtual_stages of at most {limit}"
         if limit > 1 and pins.virtual_stages
         else "a schedule without chunks of layers, such as '1f1b'"
@@ -423,7 +424,7 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
     return (
         f"{source} splits the layers of each of {stage_count} stages into {chunks} chunks:"
         f" {chunks * stage_count} chunks in all, and {model} has {_number(layers)} in a loop\nTry:"
-        f" {fewer}, or fewer stages"
+        f" {hint}, or fewer stages"
     )
 
 
@@ -514,8 +515,8 @@ def infeasible(
     hints = [
         *(
             f"leaving {name} to the planner"
-            for name, freed in pins.without().items()
-            if fits(topology, freed)
+            for name, relaxed in pins.without().items()
+            if fits(topology, relaxed)
         ),
         *_larger(topology, lambda machine: fits(machine, pins)),
         *_smaller_batch(totals, capacity),
@@ -544,11 +545,11 @@ def _larger(topology: Topology, fits: Callable[[Topology], bool]) -> Iterator[st
     link, _, inner = inner.partition("*") if separator else ("", "", joined)
     count, star, domain = inner.partition("*")
     number, domain = (int(count), domain) if star else (1, inner)
-    front = f"{joined}@{link}*" if separator else ""
+    prefix = f"{joined}@{link}*" if separator else ""
     for factor in (2, 4, 8, 16, 32, 64):
         try:
             larger = replace(
-                parse_topology(f"{front}{number * factor}*{domain}"), chip=topology.chip
+                parse_topology(f"{prefix}{number * factor}*{domain}"), chip=topology.chip
             )
         except TopologyError:
             return

@@ -99,9 +99,9 @@ def joined_names(names: Iterable[str]) -> str:
     'head, layers.mlp.up'
     """
     distinct = list(dict.fromkeys(names))
-    fronts = {name.rpartition(".")[0] for name in distinct}
-    if len(distinct) > 1 and len(fronts) == 1 and (front := fronts.pop()):
-        return f"{front}." + "/".join(name.rpartition(".")[2] for name in distinct)
+    prefixes = {name.rpartition(".")[0] for name in distinct}
+    if len(distinct) > 1 and len(prefixes) == 1 and (prefix := prefixes.pop()):
+        return f"{prefix}." + "/".join(name.rpartition(".")[2] for name in distinct)
     return ", ".join(distinct)
 
 
@@ -140,7 +140,7 @@ class Candidate:
         """Sizes of the mesh axes."""
         return self.decisions.mesh
 
-    def on(self, mesh: MeshShape, microbatches: int, order: tuple[str, ...]) -> Candidate:
+    def on_mesh(self, mesh: MeshShape, microbatches: int, order: tuple[str, ...]) -> Candidate:
         """The candidate on a mesh, without decisions for axes that the mesh does not have."""
         staged = "stage" in mesh
         decisions = self.decisions

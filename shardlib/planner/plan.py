@@ -81,7 +81,7 @@ JSON_FORMS: Mapping[Any, Form] = {
     Rules: Form(plain=tuple[tuple[str, tuple[str, ...]], ...], build=Rules.parse),
     Exchange: Form(plain=Mapping[str, str | int | float], build=partial(read_exchange, "exchange")),
 }
-AGAIN = "make it again with `shardlib plan ... --out plan.json`"
+MAKE_AGAIN = "make it again with `shardlib plan ... --out plan.json`"
 #: Fields of a plan that are not in files.
 NOT_STORED = ("source",)
 
@@ -219,14 +219,14 @@ class Ranked:
     Attributes:
         seconds: predicted step time.
         peak_bytes: predicted bytes per device.
-        make: builds the plan; its gap is the share of its step time by which it is slower than the
+        build: builds the plan; its gap is the share of its step time by which it is slower than the
             fastest plan.
     """
 
     candidate: Candidate
     seconds: float
     peak_bytes: float
-    make: Callable[[], Plan]
+    build: Callable[[], Plan]
 
 
 class Source(Protocol):
@@ -235,7 +235,7 @@ class Source(Protocol):
 
     Attributes:
         workload, topology, pins: the prepared problem, the machine, and decisions fixed by hand.
-        written: (plan, mode of its mesh axes) -> source of a plain JAX file; None where the model
+        plain_jax: (plan, mode of its mesh axes) -> source of a plain JAX file; None where the model
             is not available.
     """
 
@@ -247,7 +247,7 @@ class Source(Protocol):
     def pins(self) -> Pins: ...
 
     @property
-    def written(self) -> Callable[[Plan, str], str] | None: ...
+    def plain_jax(self) -> Callable[[Plan, str], str] | None: ...
     def with_pins(self, pins: Pins) -> Source:
         """The same problem under other pins."""
         ...
@@ -256,7 +256,7 @@ class Source(Protocol):
         """The best plan for the same problem, see `shardlib.planner.search.search`."""
         ...
 
-    def ranked(self, topology: Topology, *, slack: float, front: bool = False) -> Iterator[Ranked]:
+    def ranked(self, topology: Topology, *, slack: float, pareto: bool = False) -> Iterator[Ranked]:
         """Plans for the same problem under the same pins, see `shardlib.planner.search.ranked`."""
         ...
 
@@ -612,14 +612,14 @@ class Plan(Decisions):
                 f"the plan is made for {self.framework.name}\nTry: plan.emit(), or a plan without"
                 " framework="
             )
-        written = source_of(self).written
-        if written is None:
+        plain_jax = source_of(self).plain_jax
+        if plain_jax is None:
             raise PlanError(
                 "only plans of a model and its loss, or of a step, are written as plain JAX\nTry:"
                 " shardlib.plan(init, loss, ...).emit('jax'), or"
                 " shardlib.compile_step(init, step, ...).plan.emit('jax')"
             )
-        return written(self, mode)
+        return plain_jax(self, mode)
 
     def shardings(self, mesh: AxisSizes) -> PlanShardings:
         """The sharding of every parameter, gradient, optimizer state and array of the batch by
@@ -761,19 +761,19 @@ def _content(plan: Plan) -> JsonObject:
 
 def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
     """Reads the output of `plan_to_data`; see `Plan.from_json`."""
-    format_found: object = (
+    data_format: object = (
         cast("Mapping[str, Any]", data).get("format")
         if isinstance(data, Mapping)
         else type(data).__name__
     )
-    if isinstance(format_found, str) and format_found.startswith("serving-"):
+    if isinstance(data_format, str) and data_format.startswith("serving-"):
         raise PlanError(
             "this plans a server, and no training\nTry: shardlib explain FILE; or shardlib plan"
             " MODEL --serve for another machine"
         )
-    if not isinstance(data, Mapping) or isinstance(format_found, bool) or format_found != FORMAT:
+    if not isinstance(data, Mapping) or isinstance(data_format, bool) or data_format != FORMAT:
         raise PlanError(
-            f"this is not a plan of format {FORMAT} (found {shown(format_found)}); make it with"
+            f"this is not a plan of format {FORMAT} (found {shown(data_format)}); make it with"
             " `shardlib plan ... --out plan.json`"
         )
     table = cast("Mapping[str, Any]", data)
@@ -786,12 +786,12 @@ def plan_from_data(data: Json, *, changed: bool = False) -> Plan:
             forms=JSON_FORMS,
             least=0.0,
             most=MAX_PLAN_NUMBER,
-            hint=AGAIN,
+            hint=MAKE_AGAIN,
         )
     )
     faults = _faults(plan)
     if faults:
-        raise_all(PlanError, "the plan is not usable", bounded(faults), hint=AGAIN)
+        raise_all(PlanError, "the plan is not usable", bounded(faults), hint=MAKE_AGAIN)
     return plan.with_findings(*_checksum_findings(plan, table, changed))
 
 
@@ -819,9 +819,9 @@ def _checksum_findings(plan: Plan, data: JsonMapping, changed: bool) -> list[Fin
             )
         )
         raise ChangedPlanError(
-            f"{what}, so that its estimate and findings may be those of another plan\nTry: {AGAIN},"
-            " with --pin for decisions of your own; or take it as it is: --changed, or"
-            " Plan.from_json(text, changed=True)"
+            f"{what}, so that its estimate and findings may be those of another plan\nTry:"
+            f" {MAKE_AGAIN}, with --pin for decisions of your own; or take it as it is: --changed,"
+            " or Plan.from_json(text, changed=True)"
         )
     change = "The plan was changed since it was written;"
     if stored_sum is None:
@@ -833,7 +833,7 @@ def _checksum_findings(plan: Plan, data: JsonMapping, changed: bool) -> list[Fin
             code="plan-unchecked" if stored_sum is None else "plan-changed",
             severity="warning",
             where="checksum",
-            hint=AGAIN,
+            hint=MAKE_AGAIN,
             message=f"{change} its estimate, search and findings may be those of another plan.",
         )
     ]
@@ -856,11 +856,11 @@ def _faults(plan: Plan) -> list[str]:
         if axis not in plan.mesh
     ]
     for p in plan.parameters:
-        stored = [(key, getattr(p, key)) for key in ("compute", "rest", "gradient", "state")]
-        faults += _layouts_wrong("parameter", p.path, p.colours, p.shape, stored)
+        layouts = [(key, getattr(p, key)) for key in ("compute", "rest", "gradient", "state")]
+        faults += _layout_faults("parameter", p.path, p.colours, p.shape, layouts)
     for a in plan.activations:
-        held = [("held", a.held), *(("a move", move.layout) for move in a.moves)]
-        faults += _layouts_wrong("activation", a.name, a.colours, a.shape, held)
+        layouts = [("held", a.held), *(("a move", move.layout) for move in a.moves)]
+        faults += _layout_faults("activation", a.name, a.colours, a.shape, layouts)
     return faults
 
 
@@ -888,7 +888,7 @@ def _misfits(plan: Plan) -> list[str]:
     return faults
 
 
-def _layouts_wrong(
+def _layout_faults(
     what: str,
     name: str,
     colours: LogicalAxes,

@@ -77,13 +77,13 @@ class PairPricer(PricingInputs):
 
     Attributes:
         shardable: colours that some choice shards.
-        best: receives the results.
-        rows: receives the places, where there is a ranking.
+        best: receives the best plans.
+        ranked_meshes: receives the mesh of each candidate, where there is a ranking.
     """
 
     shardable: tuple[str, ...]
     best: BestPlans
-    rows: list[RankedMesh]
+    ranked_meshes: list[RankedMesh]
 
     def price(
         self,
@@ -92,27 +92,29 @@ class PairPricer(PricingInputs):
         slack: float,
         ranking: Ranking[Candidate] | None,
         *,
-        one_placement: bool = False,
+        usual_placement: bool = False,
     ) -> None:
         """Prices pairs on every placement of their axes, or on the usual one."""
-        if (placed := self.placed(entries, pairs, one_placement=one_placement)) is not None:
+        if (placed := self.placed(entries, pairs, usual_placement=usual_placement)) is not None:
             self.price_placed(entries, placed, slack, ranking)
 
     def placed(
-        self, entries: Entries, pairs: Pairs, *, one_placement: bool = False
+        self, entries: Entries, pairs: Pairs, *, usual_placement: bool = False
     ) -> PlacedPairs | None:
         """Pairs on every placement of their axes, or on the usual one; None if there is no
         placement.
         """
-        block, rows_of_pair = self._block(entries, pairs, one_placement)
+        block, candidates = self._block(entries, pairs, usual_placement)
         if block is None:
             return None
-        which = np.repeat(np.arange(len(pairs)), [len(rows) for rows in rows_of_pair])
+        pair = np.repeat(np.arange(len(pairs)), [len(part) for part in candidates])
         return PlacedPairs(
             block=block,
-            candidates=np.array([row for rows in rows_of_pair for row in rows], dtype=np.int64),
-            choices=pairs.choices[which],
-            bound=pairs.bound[which],
+            candidates=np.array(
+                [candidate for part in candidates for candidate in part], dtype=np.int64
+            ),
+            choices=pairs.choices[pair],
+            bound=pairs.bound[pair],
             kinds={},
         )
 
@@ -147,18 +149,20 @@ class PairPricer(PricingInputs):
         ranking: Ranking[Candidate] | None,
     ) -> None:
         """Prices placed pairs."""
-        results = Incumbents(self.best, self.rows, placed.block, self.capacity, slack, ranking)
-        self._priced(entries, placed, results)
-        results.close()
+        incumbents = Incumbents(
+            self.best, self.ranked_meshes, placed.block, self.capacity, slack, ranking
+        )
+        self._priced(entries, placed, incumbents)
+        incumbents.close()
 
-    def _priced(self, entries: Entries, placed: PlacedPairs, results: Incumbents) -> None:
+    def _priced(self, entries: Entries, placed: PlacedPairs, incumbents: Incumbents) -> None:
         """Prices the candidates of a block, each under a choice. Those with the same choice and
-        shape share their quantities, so they are sorted by both.
+        degrees share their quantities, so they are sorted by both.
         """
         order = np.lexsort((placed.block.meshes.degrees_index[placed.candidates], placed.choices))
         pricer = self._row_pricer(entries)
         for part in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
-            pricer.price(self._rows(entries, placed.take(part)), results)
+            pricer.price(self._rows(entries, placed.take(part)), incumbents)
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
         """A pricer for rows of the given entries, with a `GroupPricer` where layer groups may
@@ -172,24 +176,24 @@ class PairPricer(PricingInputs):
 
     def _rows(self, entries: Entries, placed: PlacedPairs) -> CandidateRows:
         """Candidates under choices, with their quantities."""
-        rows, choices = placed.candidates, placed.choices
-        meshes = placed.block.meshes.take(rows)
+        candidates, choices = placed.candidates, placed.choices
+        meshes = placed.block.meshes.take(candidates)
         model_tallies = entries.scope.model_tallies
         policies = self.space.policies
         routes = entries.scope.routes
         mixes_remat = self.space.mixes_remat
         bounded_policies = (*policies, BEST_PER_GROUP) if mixes_remat else policies
-        shapes, shape_of_row = np.unique(meshes.degrees_index, return_inverse=True)
+        index, degrees_of_row = np.unique(meshes.degrees_index, return_inverse=True)
         keys, column = np.unique(
-            np.stack([choices, shape_of_row.reshape(-1)]), axis=1, return_inverse=True
+            np.stack([choices, degrees_of_row.reshape(-1)]), axis=1, return_inverse=True
         )
-        columns_needed = [
+        needed = [
             (entries.choices[int(number)], keys[1, keys[0] == number])
             for number in np.unique(keys[0])
         ]
 
         def columns(tallies: ItemTallies) -> Array:
-            return tallies.on(entries.values, shapes).columns(columns_needed)
+            return tallies.evaluated(entries.values, index).columns(needed)
 
         local, stored = (
             replace(meshes, degrees_index=column.reshape(-1)),
@@ -197,7 +201,7 @@ class PairPricer(PricingInputs):
         )
         row_choices = RowChoices(entries.scope.choice_groups, keys[0])
         bounds = {
-            policy: entries.bounds.of_choices(policy, row_choices, shapes[keys[1]]).take(
+            policy: entries.bounds.of_choices(policy, row_choices, index[keys[1]]).take(
                 local.degrees_index
             )
             for policy in bounded_policies
@@ -225,7 +229,7 @@ class PairPricer(PricingInputs):
             for policy in policies
         }
         return CandidateRows(
-            candidates=rows,
+            candidates=candidates,
             choices=choices,
             meshes=meshes,
             quantities=by_policy,
@@ -234,48 +238,52 @@ class PairPricer(PricingInputs):
         )
 
     def _block(
-        self, entries: Entries, pairs: Pairs, one_placement: bool
+        self, entries: Entries, pairs: Pairs, usual_placement: bool
     ) -> tuple[CandidateBlock | None, list[list[int]]]:
         """The candidates of some pairs on their placements, and the positions of each pair's
         candidates; (None, []) where there are none.
         """
-        rows_of_entry: dict[int, list[int]] = {}
-        placements_of_rows: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
-        rows: list[int] = []
+        positions: dict[int, list[int]] = {}
+        placements: list[tuple[MeshShape, tuple[str, ...], Placement]] = []
+        entry_numbers: list[int] = []
         for entry in pairs.entries:
-            if int(entry) not in rows_of_entry:
+            if int(entry) not in positions:
                 mesh = MeshShape({axis: int(entries.sizes[axis][entry]) for axis in MESH_AXES})
-                options = self._placements(mesh, one_placement)
-                rows_of_entry[int(entry)] = list(range(len(rows), len(rows) + len(options)))
-                placements_of_rows += [(mesh, order, placement) for order, placement in options]
-                rows += [int(entry)] * len(options)
-        if not rows:
+                options = self._placements(mesh, usual_placement)
+                positions[int(entry)] = list(
+                    range(len(entry_numbers), len(entry_numbers) + len(options))
+                )
+                placements += [(mesh, order, placement) for order, placement in options]
+                entry_numbers += [int(entry)] * len(options)
+        if not entry_numbers:
             return None, []
         meshes = Meshes.placed(
-            [(mesh, placement) for mesh, _, placement in placements_of_rows],
-            [int(m) for m in entries.sizes["micro"][rows]],
+            [(mesh, placement) for mesh, _, placement in placements],
+            [int(m) for m in entries.sizes["micro"][entry_numbers]],
             self.pricer.topology,
         )
         block = CandidateBlock(
-            placements=placements_of_rows,
+            placements=placements,
             meshes=replace(
-                meshes, degrees=entries.values.degrees, degrees_index=entries.shape[rows]
+                meshes,
+                degrees=entries.values.degrees,
+                degrees_index=entries.degrees_index[entry_numbers],
             ),
             choices=[(choice, entries.scope.routes) for choice in entries.choices],
             unsupported=self.space.unsupported,
         )
-        return block, [rows_of_entry[int(entry)] for entry in pairs.entries]
+        return block, [positions[int(entry)] for entry in pairs.entries]
 
     def _placements(
-        self, mesh: MeshShape, one_placement: bool
+        self, mesh: MeshShape, usual_placement: bool
     ) -> list[tuple[tuple[str, ...], Placement]]:
-        """The placements of a mesh; with `one_placement`, one of them."""
+        """The placements of a mesh; with `usual_placement`, one of them."""
         pinned, topology = self.space.pins.axis_order, self.pricer.topology
         if pinned is not None:
             order = mesh.in_order(pinned)
             placement = place(mesh, topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
-        if one_placement or not self.space.limits.abilities.free:
+        if usual_placement or not self.space.limits.abilities.free:
             placement = place(mesh, topology)
             return [] if placement is None else [((), placement)]
         return [*placements(mesh, topology)]
@@ -313,8 +321,8 @@ class Unsharded:
     """Bounds from the step on one device.
 
     Attributes:
-        values: measures on shapes, the last of which is that of one device, if evaluated already;
-            otherwise they are evaluated on that shape alone.
+        values: measures on degrees, the last of which are those of one device, if evaluated
+            already; otherwise they are evaluated on those alone.
     """
 
     workload: Workload
@@ -365,7 +373,7 @@ class Unsharded:
             expert=self.workload.expert if routes else None,
         )
         last = np.array([len(values.degrees) - 1])
-        return self.workload.tallies.unsharded(key).on(values, last).total(choice)[0]
+        return self.workload.tallies.unsharded(key).evaluated(values, last).total(choice)[0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -414,7 +422,7 @@ class Explorer:
 
     Attributes:
         best: the best plans so far.
-        rows: the places of the candidates of a ranking.
+        ranked_meshes: the meshes of the candidates of a ranking.
     """
 
     def __init__(
@@ -431,7 +439,7 @@ class Explorer:
         self._unsharded = Unsharded(workload=workload, space=space, pricer=self.pricer)
         self.topology = self.pricer.topology
         self.best = BestPlans() if previous is None else previous.best
-        self.rows: list[RankedMesh] = [] if previous is None else previous.rows
+        self.ranked_meshes: list[RankedMesh] = [] if previous is None else previous.ranked_meshes
         self._any_plan, self._explored = any_plan, dict[DeviceCounts, list[Entries]]()
         self._priced_entries, self._scopes = set[int](), dict[bool, Scope]()
         self._max_bytes = capacity * (1 + ROUNDING)
@@ -448,7 +456,7 @@ class Explorer:
             capacity=capacity,
             shardable=self._shardable,
             best=self.best,
-            rows=self.rows,
+            ranked_meshes=self.ranked_meshes,
         )
         pinned = space.pins.offload
         self._fitting = StepBounds(
@@ -506,7 +514,7 @@ class Explorer:
         """Lower bound on the step time on the given numbers of devices; infinite where large spaces
         are not searched together.
         """
-        searchable = self.space.choices and self.space.routes and not self.one_tier
+        searchable = self.space.choices and self.space.routes and not self.uniform_links
         return self._unsharded.seconds / max(counts) if searchable else np.inf
 
     def large(self, counts: DeviceCounts, limit: float) -> list[Entries]:
@@ -546,10 +554,10 @@ class Explorer:
     def _build_entries(self, counts: DeviceCounts, tried: Sequence[int]) -> list[Entries]:
         """See `_entries`."""
         mesh_sizes = [self.space.mesh_sizes(self.workload.colouring, devices) for devices in tried]
-        made_entries = self._entries_of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
-        if made_entries:
-            self._explored[counts] = made_entries
-        return made_entries
+        new_entries = self._entries_of([sizes for sizes in mesh_sizes if len(sizes["micro"])])
+        if new_entries:
+            self._explored[counts] = new_entries
+        return new_entries
 
     def _entries_of(self, mesh_sizes: Sequence[dict[str, Array]]) -> list[Entries]:
         """The entries of some meshes with microbatches, for each treatment of experts."""
@@ -559,11 +567,11 @@ class Explorer:
             axis: np.concatenate([sizes_of[axis] for sizes_of in mesh_sizes])
             for axis in mesh_sizes[0]
         }
-        shapes, shape = distinct(sizes)
-        values = self.pricer.values(self.workload.tallies.index, Degrees.joined([shapes, ONE]))
+        degrees, degrees_index = distinct(sizes)
+        values = self.pricer.values(self.workload.tallies.index, Degrees.joined([degrees, ONE]))
         self._unsharded = replace(self._unsharded, values=values)
         return [
-            Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, shape)
+            Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, degrees_index)
             for routes in sorted(self.space.routes, reverse=True)  # routed is hardly ever slower
         ]
 
@@ -604,13 +612,13 @@ class Explorer:
         bounds = entries.seconds(selected)
         self.best.counts["memory"] += int((~np.isfinite(bounds)).sum())
         order = ascending(bounds, self.limit * slack)
-        if ranking is not None or self.one_tier:
+        if ranking is not None or self.uniform_links:
             self._price_ranked(entries, selected[order], bounds[order], slack, ranking)
         else:
             self._price_bounded(entries, selected[order], bounds[order])
 
     @property
-    def one_tier(self) -> bool:
+    def uniform_links(self) -> bool:
         """True if all links are alike, so that a mesh has one placement."""
         return len(self.topology.tiers) == 1 and len(self.topology.tiers[0].shape) == 1
 
@@ -640,15 +648,17 @@ class Explorer:
         small = len(entries) <= SMALL_SPACE
         for start, end in blocks(FIRST_PRICED_BLOCK, len(order), MAX_PLACED_ENTRIES):
             pairs = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
-            if (near := self.pair_pricer.bounded_by_links(entries, pairs)) is not None:
-                for begin, until in blocks(SEED_PAIRS if small else FIRST_PLACED_BLOCK, len(near)):
+            if (placed := self.pair_pricer.bounded_by_links(entries, pairs)) is not None:
+                for begin, until in blocks(
+                    SEED_PAIRS if small else FIRST_PLACED_BLOCK, len(placed)
+                ):
                     self._price_in_order(
-                        entries, near.after(begin).first(until - begin).below(self.limit)
+                        entries, placed.after(begin).first(until - begin).below(self.limit)
                     )
 
-    def _price_in_order(self, entries: Entries, near: PlacedPairs) -> None:
+    def _price_in_order(self, entries: Entries, placed: PlacedPairs) -> None:
         """Prices placed pairs in the order of their bounds, until no other can be faster."""
-        placed, size = self.pair_pricer.bounded_by_choice(entries, near), FIRST_PAIR_BLOCK
+        placed, size = self.pair_pricer.bounded_by_choice(entries, placed), FIRST_PAIR_BLOCK
         while len(placed := placed.below(self.limit)):
             limit, count = self.limit, min(size, len(placed))
             self.pair_pricer.price_placed(entries, placed.first(count), 1, None)
@@ -677,7 +687,7 @@ class Explorer:
                 pairs = entries.pairs(block[bounds[block] < limit], limit, minimum_memory=True)
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self.pair_pricer.price(
-                        entries, pairs.first(size), np.inf, None, one_placement=True
+                        entries, pairs.first(size), np.inf, None, usual_placement=True
                     )
                     pairs, size = pairs.after(size), size * PAIR_BLOCK_GROWTH
 
@@ -716,7 +726,7 @@ class Frontier:
         bounded: mask of the entries that have a bound for plans that fit.
         waiting: those of them that wait.
         seconds: the bounds of `waiting`.
-        on_links, under_choices: placed pairs that wait, with bounds that ignore or use the choice.
+        by_links, by_choices: placed pairs that wait, with bounds that ignore or use the choice.
     """
 
     entries: Entries
@@ -725,43 +735,43 @@ class Frontier:
     bounded: Array = field(init=False)
     waiting: Array = field(init=False)
     seconds: Array = field(init=False)
-    on_links: list[PlacedPairs] = field(default_factory=list[PlacedPairs], init=False)
-    under_choices: list[PlacedPairs] = field(default_factory=list[PlacedPairs], init=False)
+    by_links: list[PlacedPairs] = field(default_factory=list[PlacedPairs], init=False)
+    by_choices: list[PlacedPairs] = field(default_factory=list[PlacedPairs], init=False)
 
     def __post_init__(self) -> None:
         self.bounded = np.zeros(len(self.entries), dtype=bool)
         self.waiting, self.seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
 
-    def new(self, limit: float) -> tuple[Array, float]:
+    def ready_entries(self, limit: float) -> tuple[Array, float]:
         """Waiting entries that may have a plan below a limit, and the least bound of all that
         wait.
         """
-        fresh, _ = self.entries.below(limit)
-        fresh = fresh[~self.bounded[fresh]]
-        if len(fresh):
-            self.bounded[fresh] = True
-            self.waiting = np.concatenate([self.waiting, fresh])
-            self.seconds = np.concatenate([self.seconds, self.entries.seconds(fresh)])
+        new, _ = self.entries.below(limit)
+        new = new[~self.bounded[new]]
+        if len(new):
+            self.bounded[new] = True
+            self.waiting = np.concatenate([self.waiting, new])
+            self.seconds = np.concatenate([self.seconds, self.entries.seconds(new)])
         return self.waiting[self.seconds < limit], float(self.seconds.min(initial=np.inf))
 
-    def advance(self, new: Array, limit: float) -> None:
+    def advance(self, ready: Array, limit: float) -> None:
         """Prices what is below `limit` seconds."""
-        later = self.seconds >= limit
-        self.waiting, self.seconds = self.waiting[later], self.seconds[later]
-        for start in range(0, len(new), PLACED_AT_ONCE):
-            pairs = self.entries.pairs(new[start : start + PLACED_AT_ONCE], self.best.limit)
+        waits = self.seconds >= limit
+        self.waiting, self.seconds = self.waiting[waits], self.seconds[waits]
+        for start in range(0, len(ready), PLACED_AT_ONCE):
+            pairs = self.entries.pairs(ready[start : start + PLACED_AT_ONCE], self.best.limit)
             if (placed := self.pair_pricer.bounded_by_links(self.entries, pairs)) is not None:
-                self.on_links.append(placed)
-        on_links, self.on_links = self.on_links, []
-        under_choices, self.under_choices = self.under_choices, []
-        for placed in under_choices:
+                self.by_links.append(placed)
+        by_links, self.by_links = self.by_links, []
+        by_choices, self.by_choices = self.by_choices, []
+        for placed in by_choices:
             self._price(placed, limit)
-        for waiting in on_links:
+        for waiting in by_links:
             if len(placed := waiting.below(self.best.limit)):
-                ready = int((placed.bound < limit).sum())
-                self.on_links.append(placed.after(ready))
+                count = int((placed.bound < limit).sum())
+                self.by_links.append(placed.after(count))
                 self._price(
-                    self.pair_pricer.bounded_by_choice(self.entries, placed.first(ready)), limit
+                    self.pair_pricer.bounded_by_choice(self.entries, placed.first(count)), limit
                 )
 
     def _price(self, placed: PlacedPairs, limit: float) -> None:
@@ -770,7 +780,7 @@ class Frontier:
         while len(placed := placed.below(self.best.limit)):
             count = min(size, int((placed.bound < limit).sum()))
             if not count:
-                self.under_choices.append(placed)
+                self.by_choices.append(placed)
                 return
             self.pair_pricer.price_placed(self.entries, placed.first(count), 1, None)
             placed, size = placed.after(count), size * ROW_BLOCK_GROWTH
@@ -778,9 +788,9 @@ class Frontier:
     def close(self) -> None:
         """Counts what was not priced."""
         unfit = int(np.isinf(self.seconds).sum())
-        taken = int(self.bounded.sum()) - len(self.waiting)
+        priced = int(self.bounded.sum()) - len(self.waiting)
         self.best.counts["memory"] += unfit
-        self.best.counts["bound"] += len(self.entries) - unfit - taken
+        self.best.counts["bound"] += len(self.entries) - unfit - priced
 
 
 def explore(explorers: Sequence[Explorer], counts: DeviceCounts) -> None:
@@ -794,32 +804,32 @@ def explore(explorers: Sequence[Explorer], counts: DeviceCounts) -> None:
     frontiers, fresh_entries = dict[int, Frontier](), list[tuple[float, int, Array]]()
     farthest = limit * MAX_LIMIT_RATIO
     while sum(len(new) for *_, new in fresh_entries) < MIN_FITTING_ENTRIES:
-        seen = _below(frontiers, limit)
+        seen = _count_below(frontiers, limit)
         if seen >= MAX_UNFIT_ENTRIES or not limit < farthest:
             return
         limit *= LIMIT_GROWTH if seen else EMPTY_LIMIT_GROWTH
-        fresh_entries = _new(explorers, counts, frontiers, limit)
+        fresh_entries = _ready_entries(explorers, counts, frontiers, limit)
     best, previous = explorers[0].best, np.inf
     while limit != previous:
         previous = limit
         for _, number, new in sorted(fresh_entries, key=lambda entry: entry[:2]):
             frontiers[number].advance(new, limit)
-        if not np.isfinite(best.seconds) and _below(frontiers, limit) >= MAX_UNFIT_ENTRIES:
+        if not np.isfinite(best.seconds) and _count_below(frontiers, limit) >= MAX_UNFIT_ENTRIES:
             return
         limit = min(limit * LIMIT_GROWTH, best.limit) if limit < best.limit else limit
-        fresh_entries = _new(explorers, counts, frontiers, limit)
+        fresh_entries = _ready_entries(explorers, counts, frontiers, limit)
     for explorer in explorers:
         explorer.skip(counts, frontiers)
     for frontier in frontiers.values():
         frontier.close()
 
 
-def _below(frontiers: Mapping[int, Frontier], limit: float) -> int:
+def _count_below(frontiers: Mapping[int, Frontier], limit: float) -> int:
     """Number of entries below a limit."""
     return sum(len(frontier.entries.below(limit)[0]) for frontier in frontiers.values())
 
 
-def _new(
+def _ready_entries(
     explorers: Sequence[Explorer],
     counts: DeviceCounts,
     frontiers: dict[int, Frontier],
@@ -837,7 +847,7 @@ def _new(
     return [
         (minimum, number, new)
         for number, frontier in frontiers.items()
-        for new, minimum in [frontier.new(limit)]
+        for new, minimum in [frontier.ready_entries(limit)]
     ]
 
 
@@ -858,14 +868,14 @@ class PricedSpace:
     Attributes:
         space: the space; of several, the last.
         rules: pinned rules, in the colours of the model.
-        rows: the places of the candidates of a ranking.
+        ranked_meshes: the meshes of the candidates of a ranking.
         devices: the most devices of any mesh of the space.
     """
 
     space: Space
     best: BestPlans
     rules: Rules | None
-    rows: list[RankedMesh]
+    ranked_meshes: list[RankedMesh]
     devices: int
     _points: list[PricedPlan] = field(default_factory=list[PricedPlan], init=False, repr=False)
 
@@ -880,11 +890,11 @@ class PricedSpace:
 
     def candidate(self, entry: RankedEntry[Candidate]) -> Candidate:
         """The candidate of an entry of the ranking."""
-        return entry.decisions.on(*self.rows[entry.index])
+        return entry.decisions.on_mesh(*self.ranked_meshes[entry.index])
 
     def simplicity(self, decisions: Candidate, index: int) -> tuple[object, ...]:
         """Sort key for equally fast entries of the ranking."""
-        return decisions.on(*self.rows[index]).simplicity()
+        return decisions.on_mesh(*self.ranked_meshes[index]).simplicity()
 
 
 def priced_space(
@@ -910,7 +920,7 @@ def priced_space(
             counts_by_explorer[explorer] = (*counts_by_explorer.get(explorer, ()), devices)
     many = largest > min(MANY_DEVICES, MANY_DEVICES_PER_ROW * all_spaces[-1].limits.batch)
     if many and not any_plan and not part_devices:
-        _price_together(counts_by_explorer, ranking, slack)
+        _price_all_counts(counts_by_explorer, ranking, slack)
     else:
         if ranking is None and not any_plan:
             if part_devices:
@@ -939,12 +949,12 @@ def priced_space(
         space=all_spaces[-1],
         best=explorer.best,
         rules=rules,
-        rows=explorer.rows,
+        ranked_meshes=explorer.ranked_meshes,
         devices=max(devices for devices, _ in runs),
     )
 
 
-def _price_together(
+def _price_all_counts(
     counts_by_explorer: Mapping[Explorer, DeviceCounts],
     ranking: Ranking[Candidate] | None,
     slack: float,
@@ -1022,7 +1032,7 @@ def _require_supported(workload: Workload, topology: Topology, pins: Pins) -> Ru
     Returns:
         Pinned rules, in the colours of the model; None where none are pinned.
     """
-    _require_able(workload.framework, pins)
+    _require_framework_support(workload.framework, pins)
     require(facts_of_pins(pins), "the pins ask for what has no lowering", unsupported_for(workload))
     rules = rules_in_colours(pins.rules, workload.colouring) if pins.rules is not None else None
     if pins.mesh is not None and pins.mesh.devices > topology.devices:
@@ -1047,7 +1057,7 @@ def _require_supported(workload: Workload, topology: Topology, pins: Pins) -> Ru
     return rules
 
 
-def _require_able(framework: Framework | None, pins: Pins) -> None:
+def _require_framework_support(framework: Framework | None, pins: Pins) -> None:
     """Raises if the framework that runs the plan does not support what is pinned."""
     if framework is None:
         return

@@ -120,9 +120,9 @@ def faster_without_limit(plan: Plan) -> list[Ranked]:
     if fastest is None or fastest.estimate.step_seconds >= plan.estimate.step_seconds * (1 - TIE):
         return []
     slack = plan.estimate.step_seconds / fastest.estimate.step_seconds
-    front = source.ranked(boundless, slack=slack, front=True)
+    frontier = source.ranked(boundless, slack=slack, pareto=True)
     quicker = itertools.takewhile(
-        lambda entry: entry.seconds < plan.estimate.step_seconds * (1 - TIE), front
+        lambda entry: entry.seconds < plan.estimate.step_seconds * (1 - TIE), frontier
     )
     return [entry for entry in quicker if entry.peak_bytes > fitting]
 
@@ -201,7 +201,7 @@ def _up_to_slack(plan: Plan, count: int, slack: float) -> tuple[tuple[Alternativ
         first, others = _first_other(plan, ties)
         if first is None:
             continue
-        alternative = first.make()
+        alternative = first.build()
         listed.append(
             Alternative(
                 place=len(listed) + 1,
@@ -237,7 +237,8 @@ def _first_other(plan: Plan, ties: list[Ranked]) -> tuple[Ranked | None, int]:
         abs(ties[0].seconds - plan.estimate.step_seconds) <= TIE * plan.estimate.step_seconds
     )
     if includes_plan and any(
-        entry.candidate.mesh == plan.mesh.of_one_island and entry.make().decisions == plan.decisions
+        entry.candidate.mesh == plan.mesh.of_one_island
+        and entry.build().decisions == plan.decisions
         for entry in ties
     ):
         return None, 0
@@ -472,14 +473,14 @@ def _name(op: Op, term: Compute, per_device: _PerDevice) -> str:
     computes.
     """
     words = op.scope.replace("transpose(", "").replace("jvp(", "").replace(")", "")
-    place = "/".join(
+    location = "/".join(
         part for part in words.split("/") if part and part not in ("rematted_computation", "remat")
     )
     what = op.kind
     if term.matmul is not None:
         rows, columns, depth = (round(float(per_device(amount)[0])) for amount in term.matmul.dims)
         what = f"matmul {rows:,} x {depth:,} x {columns:,}"
-    return f"{place}/{what}" if place else what
+    return f"{location}/{what}" if location else what
 
 
 # --------------------------------------------------------------------------------------------------
@@ -623,10 +624,10 @@ def _price_of_link(plan: Plan, best: Plan, tier: int) -> ShadowPrice:
     topology = source_of(plan).topology
     rate = topology.tiers[tier].bytes_per_s
 
-    def machine_at(bytes_per_s: float) -> Topology:
+    def with_rate(bytes_per_s: float) -> Topology:
         return with_link(topology, tier, bytes_per_s)
 
-    more = best_on(plan, machine_at(rate + GB)) or best
+    more = best_on(plan, with_rate(rate + GB)) or best
     price = ShadowPrice(
         resource=topology.tiers[tier].name,
         kind=topology.tiers[tier].kind,
@@ -635,7 +636,7 @@ def _price_of_link(plan: Plan, best: Plan, tier: int) -> ShadowPrice:
         limit=rate * MAX_LINK_SPEEDUP,
         saved_seconds=_saved(best.estimate.step_seconds, more.estimate.step_seconds),
     )
-    rival, crossing = _first_rival(plan, best, machine_at, rate)
+    rival, crossing = _first_rival(plan, best, with_rate, rate)
     if rival is None:
         return price
     return replace(
@@ -653,26 +654,26 @@ def _saved(before: float, after: float) -> float:
 
 
 def _first_rival(
-    plan: Plan, best: Plan, machine_at: Callable[[float], Topology], rate: float
+    plan: Plan, best: Plan, with_rate: Callable[[float], Topology], rate: float
 ) -> tuple[Plan | None, float]:
     """The first plan that overtakes the best one as a link gets faster, and the rate at which it
     does.
     """
     high, rival = rate * MAX_LINK_SPEEDUP, None
     while True:
-        candidate = best_on(plan, machine_at(high))
-        leader = priced_on(rival or best, machine_at(high))
+        candidate = best_on(plan, with_rate(high))
+        leader = priced_on(rival or best, with_rate(high))
         if (
             candidate is None
             or leader is None
             or candidate.estimate.step_seconds >= leader.estimate.step_seconds * (1 - TIE)
         ):
             return rival, high
-        rival, high = candidate, _crossing_rate(best, candidate, machine_at, rate, high)
+        rival, high = candidate, _crossing_rate(best, candidate, with_rate, rate, high)
 
 
 def _crossing_rate(
-    best: Plan, rival: Plan, machine_at: Callable[[float], Topology], low: float, high: float
+    best: Plan, rival: Plan, with_rate: Callable[[float], Topology], low: float, high: float
 ) -> float:
     """The rate from which on `rival` leads, between `low` (`best` leads) and `high` (`rival`
     leads).
@@ -682,8 +683,8 @@ def _crossing_rate(
     """
 
     def lead(rate: float) -> float:
-        ours = priced_on(best, machine_at(rate))
-        theirs = priced_on(rival, machine_at(rate))
+        ours = priced_on(best, with_rate(rate))
+        theirs = priced_on(rival, with_rate(rate))
         assert ours is not None and theirs is not None, "memory does not depend on links"
         return theirs.estimate.step_seconds - ours.estimate.step_seconds
 

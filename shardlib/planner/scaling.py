@@ -490,8 +490,8 @@ def _survivors(old: Topology, new: Topology, lost: Iterable[int]) -> tuple[int, 
             f"the lost devices {', '.join(map(str, foreign))} are none of {old.name}, whose devices"
             f" are 0 to {old.devices - 1}\nTry: the numbers that the lost devices had there"
         )
-    left = [number for number in range(old.devices) if number not in lost_devices]
-    return tuple(left[: new.devices])
+    remaining = [number for number in range(old.devices) if number not in lost_devices]
+    return tuple(remaining[: new.devices])
 
 
 def _quick_replan(plan: Plan, source: Source, machine: Topology) -> tuple[Plan | None, list[str]]:
@@ -500,7 +500,7 @@ def _quick_replan(plan: Plan, source: Source, machine: Topology) -> tuple[Plan |
     """
     own_pins = pinned(plan)
     try:
-        kept_plan = _on_best_part(
+        quick = _on_best_part(
             source,
             machine,
             source.pins.replace(
@@ -509,8 +509,8 @@ def _quick_replan(plan: Plan, source: Source, machine: Topology) -> tuple[Plan |
         )
     except (PinError, InfeasibleError):
         return None, []
-    assert kept_plan.source is not None
-    return replace(kept_plan, source=kept_plan.source.with_pins(source.pins)), [
+    assert quick.source is not None
+    return replace(quick, source=quick.source.with_pins(source.pins)), [
         f"Kept without asking: {', '.join(KEPT_KEYS)}. Searching anew may find a faster plan."
     ]
 
@@ -524,8 +524,8 @@ def _full_replan(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
     except PinError as error:
         if source.pins.mesh is None and not source.pins.axes:
             raise
-        freed = source.pins.replace(mesh=None, axes=())
-        return _on_best_part(source, machine, freed), [
+        unpinned = source.pins.replace(mesh=None, axes=())
+        return _on_best_part(source, machine, unpinned), [
             f"The pinned mesh was given up: {str(error).splitlines()[0]}."
         ]
 
@@ -537,17 +537,17 @@ def _on_best_part(source: Source, machine: Topology, pins: Pins) -> Plan:
     Fifteen hosts divide few batches, and a search that must use them all may end at an odd tensor
     axis.
     """
-    tries: list[Plan] = []
+    plans: list[Plan] = []
     errors: list[PinError | InfeasibleError] = []
     for part in parts_to_search(source, machine, pins):
         try:
-            tries.append(source.search(part, pins))
+            plans.append(source.search(part, pins))
         except (PinError, InfeasibleError) as error:
             errors.append(error)
-    if not tries:
+    if not plans:
         raise errors[0]
     # the first of equals: the largest part
-    best = min(tries, key=lambda candidate: candidate.estimate.step_seconds)
+    best = min(plans, key=lambda candidate: candidate.estimate.step_seconds)
     if best.source is not None and best.source.topology == machine:
         return best
     full = source.search(machine, pinned(best))
@@ -617,7 +617,7 @@ def _moves(
             key = (parameter.shape, *layouts)
             if key not in counted:
                 counted[key] = moved_elements(*shards, usable), lost_elements(shards[0], survivors)
-            elements, gone = counted[key]
+            elements, lost = counted[key]
             received = np.round(elements * size).astype(np.int64)
             moved[: len(received)] += received
             parts.append(
@@ -629,7 +629,7 @@ def _moves(
                     new=layouts[1],
                     received_bytes=int(received.sum()),
                     most_bytes=int(received.max(initial=0)),
-                    lost_bytes=round(gone * size),
+                    lost_bytes=round(lost * size),
                     before=shards[0],
                     after=shards[1],
                 )

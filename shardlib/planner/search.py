@@ -204,7 +204,7 @@ def forms_in_order(
     ranked: Callable[[Pins], Iterator[Ranked]],
     *,
     slack: float = math.inf,
-    front: bool = False,
+    pareto: bool = False,
 ) -> Iterator[Ranked]:
     """Plans of both forms, fastest first.
 
@@ -216,7 +216,7 @@ def forms_in_order(
         limit = min(limit, slack * entry.seconds)
         if entry.seconds > limit:
             return
-        if not front or entry.peak_bytes < fewest_bytes:
+        if not pareto or entry.peak_bytes < fewest_bytes:
             yield entry
         fewest_bytes = min(fewest_bytes, entry.peak_bytes)
 
@@ -236,36 +236,38 @@ def _both_forms(pins: Pins, answer: Callable[[Pins], T]) -> list[T]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Collective matmuls over tensor as loops: where pinned, or where left to the planner and faster.
+# Collective matmuls over tensor: where pinned, or where left to the planner and faster.
 
-#: Most plans that are priced with loops over tensor, where the planner decides on loops.
-MAX_LOOP_PLANS = 32
-#: Largest tensor axis whose best plan is searched for separately to be priced with loops.
-MAX_LOOP_TENSOR = 32
+#: Most plans that are priced with collective matmuls, where the planner decides on them.
+MAX_COLLECTIVE_MATMUL_PLANS = 32
+#: Largest tensor axis whose best plan is searched for separately, to be priced with collective
+#: matmuls.
+MAX_COLLECTIVE_MATMUL_TENSOR = 32
 
 
-def with_loops(
+def with_collective_matmul(
     workload: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
 ) -> tuple[Candidate, float]:
-    """The candidate, with collective matmuls over tensor as loops where that is pinned, or left to
-    the planner and predicted to be faster; and its step time.
+    """The candidate, with collective matmuls over tensor where they are pinned, or left to the
+    planner and predicted to be faster; and its step time.
     """
     if pins.collective_matmul not in ("loop", "any") or (
-        pins.collective_matmul == "any" and not loops_can_hide(workload, topology, candidate.mesh)
+        pins.collective_matmul == "any"
+        and not matmuls_can_overlap(workload, topology, candidate.mesh)
     ):
         return candidate, step_seconds
-    loop = candidate.replace(collective_matmul="loop")
-    saved = PricedCandidate.of(workload, topology, loop).saving()
-    seconds = step_seconds - (saved.seconds if saved else 0.0)
+    alternative = candidate.replace(collective_matmul="loop")
+    saving = PricedCandidate.of(workload, topology, alternative).saving()
+    seconds = step_seconds - (saving.seconds if saving else 0.0)
     return (
-        (loop, seconds)
+        (alternative, seconds)
         if pins.collective_matmul == "loop" or seconds < step_seconds
         else (candidate, step_seconds)
     )
 
 
-def loops_can_hide(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
-    """True if loops over tensor can be faster on a mesh: in a JAX program without stages, and where
+def matmuls_can_overlap(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
+    """True if collective matmuls can be faster on a mesh: in a JAX program without stages, where
     links work concurrently with compute, which those of simulated devices do not.
     """
     return (
@@ -276,24 +278,28 @@ def loops_can_hide(workload: Workload, topology: Topology, mesh: MeshShape) -> b
     )
 
 
-def with_any_loops(
+def fastest_with_collective_matmul(
     workload: Workload, topology: Topology, pins: Pins, priced: PricedSpace
 ) -> tuple[Candidate, float, float]:
-    """The fastest candidate with or without loops over tensor, its step time, and a lower bound for
-    all plans.
+    """The fastest candidate with or without collective matmuls, its step time, and a lower bound
+    for all plans.
 
-    The fastest plan for each size of the tensor axis is priced with loops. A plan with all
-    collectives over tensor hidden is at least as fast as with loops, so its price is a lower bound:
-    other plans are priced in the order of that bound, until it is no less than the step time of the
-    best plan, or `MAX_LOOP_PLANS` have been priced.
+    The fastest plan for each size of the tensor axis is priced with collective matmuls. A plan with
+    all collectives over tensor hidden is at least as fast, so its price is a lower bound: other
+    plans are priced in the order of that bound, until it is no less than the step time of the
+    best plan, or `MAX_COLLECTIVE_MATMUL_PLANS` have been priced.
     """
     assert priced.best.fastest is not None
-    best = with_loops(workload, topology, priced.best.fastest, pins, priced.best.seconds)
+    best = with_collective_matmul(
+        workload, topology, priced.best.fastest, pins, priced.best.seconds
+    )
     for sharded in _by_tensor(workload, topology, pins):
         assert sharded.best.fastest is not None
         best = min(
             best,
-            with_loops(workload, topology, sharded.best.fastest, pins, sharded.best.seconds),
+            with_collective_matmul(
+                workload, topology, sharded.best.fastest, pins, sharded.best.seconds
+            ),
             key=lambda pair: pair[1],
         )
     all_hidden = prepare(
@@ -303,11 +309,11 @@ def with_any_loops(
     ranking, num_priced = Ranking[Candidate](), 0
     hidden_space = priced_space(all_hidden, topology, pins, ranking, max(1.0, best[1] / fastest))
     for entry in ranking.ordered(hidden_space.simplicity):
-        if entry.seconds >= best[1] or num_priced == MAX_LOOP_PLANS:
+        if entry.seconds >= best[1] or num_priced == MAX_COLLECTIVE_MATMUL_PLANS:
             return *best, min(best[1], entry.seconds)
         candidate = hidden_space.candidate(entry)
-        if loops_can_hide(workload, topology, candidate.mesh):
-            alternative = with_loops(
+        if matmuls_can_overlap(workload, topology, candidate.mesh):
+            alternative = with_collective_matmul(
                 workload,
                 topology,
                 candidate,
@@ -326,7 +332,7 @@ def _by_tensor(workload: Workload, topology: Topology, pins: Pins) -> Iterator[P
     fixed = dict(pins.axes)
     if pins.mesh is not None or "tensor" in fixed or pins.always_staged:
         return
-    for degree in (n for n in divisors(topology.devices) if 1 < n <= MAX_LOOP_TENSOR):
+    for degree in (n for n in divisors(topology.devices) if 1 < n <= MAX_COLLECTIVE_MATMUL_TENSOR):
         try:
             axes = tuple(sorted({**fixed, "tensor": degree, "stage": 1}.items()))
             priced = priced_space(workload, topology, pins.replace(axes=axes))
@@ -373,10 +379,14 @@ def _fastest(
         workload, topology, priced, priced.best.fastest, priced.best.seconds
     )
     fastest = with_more_free_memory(workload, topology, pins, priced, fastest, priced_seconds)
-    candidate, step_seconds = with_loops(workload, topology, fastest, pins, priced_seconds)
+    candidate, step_seconds = with_collective_matmul(
+        workload, topology, fastest, pins, priced_seconds
+    )
     bound = min(priced_seconds, step_seconds)
     if pins.collective_matmul == "any" and workload.profile.name == XLA.name:
-        candidate, step_seconds, bound = with_any_loops(workload, topology, pins, priced)
+        candidate, step_seconds, bound = fastest_with_collective_matmul(
+            workload, topology, pins, priced
+        )
     seconds = time.perf_counter() - started
     return _plan(
         workload,
@@ -424,21 +434,21 @@ def prepared(
 
 
 def _in_order(
-    workload: Workload, topology: Topology, pins: Pins, slack: float, front: bool
+    workload: Workload, topology: Topology, pins: Pins, slack: float, pareto: bool
 ) -> Iterator[Ranked]:
     """All plans that fit, fastest first, without their sources; each is built lazily."""
     started = time.perf_counter()
     if pins.exchange.islands > 1:
         island = island_of(topology, pins.exchange.islands)
-        inner = _in_order(workload, island, pins.of_one_island, slack, front)
+        inner = _in_order(workload, island, pins.of_one_island, slack, pareto)
         return wings.islands("planning").met_in_order(inner, pins.exchange, topology)
     workload = prepared(workload.problem, topology, workload, None, pins)
     if pipeline_left_open(workload, pins):
         return forms_in_order(
             pins,
-            lambda form: _in_order(workload, topology, form, slack, front),
+            lambda form: _in_order(workload, topology, form, slack, pareto),
             slack=slack,
-            front=front,
+            pareto=pareto,
         )
     ranking = Ranking[Candidate]()
     priced = priced_space(workload, topology, pins, ranking, slack)
@@ -453,19 +463,21 @@ def _in_order(
         alternative = with_more_free_memory(
             workload, topology, pins, priced, alternative, priced_seconds
         )
-        chosen, step_seconds = with_loops(workload, topology, alternative, pins, priced_seconds)
+        chosen, step_seconds = with_collective_matmul(
+            workload, topology, alternative, pins, priced_seconds
+        )
         bound = min(priced.best.seconds, step_seconds)
         certificate = _certificate(priced, chosen, step_seconds, seconds, bound)
         return _plan(workload, topology, pins, priced, chosen, certificate)
 
     def entries() -> Iterator[Ranked]:
-        for entry in ranking.front() if front else ranking.ordered(priced.simplicity):
+        for entry in ranking.pareto_front() if pareto else ranking.ordered(priced.simplicity):
             candidate = priced.candidate(entry)
             yield Ranked(
                 candidate=candidate,
                 seconds=entry.seconds,
                 peak_bytes=entry.peak_bytes,
-                make=partial(plan, candidate, entry),
+                build=partial(plan, candidate, entry),
             )
 
     return entries()
@@ -543,9 +555,9 @@ def _infeasible(
 
     assert priced.best.minimum_memory is not None
 
-    def fits(machine: Topology, others: Pins) -> bool:
+    def fits(machine: Topology, other_pins: Pins) -> bool:
         try:
-            priced = priced_space(workload, machine, others, any_plan=True)
+            priced = priced_space(workload, machine, other_pins, any_plan=True)
         except PinError:
             return False
         return priced.best.fastest is not None
@@ -711,7 +723,7 @@ def _limit_threads() -> Callable[[], None]:
 #: Garbage in cycles is collected rarely.
 rare_garbage_collection = ForAllThreads(_raise_thresholds)
 #: Matrix products of NumPy run on the calling thread alone.
-one_thread = ForAllThreads(_limit_threads)
+single_threaded_blas = ForAllThreads(_limit_threads)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -721,17 +733,17 @@ class Prepared:
     Attributes:
         topology: the machine of the plan.
         pins: the pins under which the plan was made.
-        on_islands: number of islands -> the problem of one island, with its share of the rows; None
-            where the model is not available.
-        written: (plan, mode of its mesh axes) -> source of a plain JAX file; None where the model
+        island_problem: number of islands -> the problem of one island, with its share of the rows;
+            None where the model is not available.
+        plain_jax: (plan, mode of its mesh axes) -> source of a plain JAX file; None where the model
             is not available.
     """
 
     workload: Workload
     topology: Topology
     pins: Pins
-    on_islands: Callable[[int], Problem] | None = field(default=None, repr=False, compare=False)
-    written: Callable[[Plan, str], str] | None = field(default=None, repr=False, compare=False)
+    island_problem: Callable[[int], Problem] | None = field(default=None, repr=False, compare=False)
+    plain_jax: Callable[[Plan, str], str] | None = field(default=None, repr=False, compare=False)
     _answers: dict[tuple[Topology, Pins], Plan] = field(
         default_factory=dict[tuple[Topology, Pins], Plan], init=False, repr=False, compare=False
     )
@@ -753,7 +765,7 @@ class Prepared:
         return self._answers[topology, pins]
 
     def ranked(
-        self, topology: Topology, *, slack: float = math.inf, front: bool = False
+        self, topology: Topology, *, slack: float = math.inf, pareto: bool = False
     ) -> Iterator[Ranked]:
         """Plans for the same problem under the same pins, fastest first, up to `slack` times
         the step time of the fastest.
@@ -764,7 +776,7 @@ class Prepared:
             self.pins,
             workload=self.workload,
             slack=slack,
-            front=front,
+            pareto=pareto,
         )
 
     def on_all_devices(self) -> Plan:
@@ -781,17 +793,17 @@ class Prepared:
         before, after = self.pins.exchange, pins.exchange
         if before.islands == after.islands:
             return self.search(self.topology, pins)
-        if self.on_islands is None:
+        if self.island_problem is None:
             raise PinError(
                 f"the plan is for {before.islands} island{'s'[: before.islands != 1]} and {after}"
                 f" has {after.islands}: the model is traced for the rows of one island\nTry:"
                 f" plan.diff(shardlib.plan(..., pin={{'exchange': '{after}'}}))"
             )
-        return search(self.on_islands(after.islands), self.topology, pins)
+        return search(self.island_problem(after.islands), self.topology, pins)
 
 
 @rare_garbage_collection()
-@one_thread()
+@single_threaded_blas()
 def search(
     problem: Problem,
     topology: TopologyLike,
@@ -837,18 +849,18 @@ def ranked(
     workload: Workload | None = None,
     slack: float = math.inf,
     profile: FrameworkProfile | str | None = None,
-    front: bool = False,
+    pareto: bool = False,
 ) -> Iterator[Ranked]:
     """All plans that fit, fastest first, each with its source."""
     started = time.perf_counter()
     source = _source(problem, topology, pin, workload, profile)
     preparing = time.perf_counter() - started
-    entries = _in_order(source.workload, source.topology, source.pins, slack, front)
-    return (replace(entry, make=partial(_build, entry, source, preparing)) for entry in entries)
+    entries = _in_order(source.workload, source.topology, source.pins, slack, pareto)
+    return (replace(entry, build=partial(_build, entry, source, preparing)) for entry in entries)
 
 
 def _build(entry: Ranked, source: Source, preparing: float) -> Plan:
-    return _sourced(entry.make(), source, preparing)
+    return _sourced(entry.build(), source, preparing)
 
 
 def _sourced(plan: Plan, source: Source, preparing: float) -> Plan:

@@ -868,13 +868,13 @@ def _dividing(layers: int) -> tuple[int, ...]:
 
 
 # --------------------------------------------------------------------------------------------------
-# Quantities that are sums over components of colours, on all shapes of a space.
+# Quantities that are sums over components of colours, on all degrees of parallelism of a space.
 #
 # The cost of a choice is a sum over components (`planner/workload.py`), so the quantities of a
 # choice are a sum of cached arrays, and the minimum over all choices is the sum of the minima of
 # the components. The caller defines the quantities: seconds or bytes (`planner/bounds.py`).
 
-#: Turns a tally into quantities on some shapes, by number: array [quantities, shapes].
+#: Turns a tally into quantities on some degrees, by index: array [quantities, degrees].
 TallyValues = Callable[[Tally, Array], Array]
 
 
@@ -986,55 +986,56 @@ class RowChoices:
         """Choices that shard a component differently, each with its rows; None for all of them."""
         if component not in self._rows:
             group_of_choice, first = self._choice_groups.by_component(component)
-            which = group_of_choice[self._numbers]
-            used = np.flatnonzero(np.bincount(which)).tolist()
+            groups = group_of_choice[self._numbers]
+            used = np.flatnonzero(np.bincount(groups)).tolist()
             self._rows[component] = [
-                (first[number], None if len(used) == 1 else np.flatnonzero(which == number))
+                (first[number], None if len(used) == 1 else np.flatnonzero(groups == number))
                 for number in used
             ]
         return self._rows[component]
 
 
 class LazyColumns:
-    """Quantities by shape or entry, evaluated lazily and once.
+    """Quantities by degrees or entry, evaluated lazily and once.
 
     Args:
-        size: number of shapes.
-        evaluate: computes the quantities on the given shapes (ascending numbers).
+        count: number of quantities.
+        size: number of degrees or entries.
+        evaluate: computes the quantities at the given indices (ascending).
     """
 
     def __init__(self, count: int, size: int, evaluate: Callable[[Array], Array]) -> None:
         self._values, self._used = np.empty((count, 0)), 0
         self._position, self._evaluate = np.full(size, -1), evaluate
 
-    def on(self, shapes: Array) -> Array:
-        """The quantities on the given shapes, array [quantities, shapes]; callers must not modify
+    def take(self, index: Array) -> Array:
+        """The quantities at the given indices, array [quantities, indices]; callers must not modify
         it.
         """
-        positions = self._position[shapes]
+        positions = self._position[index]
         if positions.min(initial=0) < 0:
             new = np.zeros(len(self._position), dtype=bool)
-            new[shapes] = True
+            new[index] = True
             self._add(np.flatnonzero(new & (self._position < 0)))
-            positions = self._position[shapes]
+            positions = self._position[index]
         if len(positions) == self._used and np.array_equal(positions, np.arange(self._used)):
             return self._values[:, : self._used]
         return self._values.take(positions, axis=1)
 
     def _add(self, new: Array) -> None:
-        """Evaluates the quantities on new shapes."""
+        """Evaluates the quantities at new indices."""
         end = self._used + len(new)
         if end > self._values.shape[1]:
-            more = np.empty((len(self._values), max(end, 2 * self._used)))
-            more[:, : self._used] = self._values[:, : self._used]
-            self._values = more
+            grown = np.empty((len(self._values), max(end, 2 * self._used)))
+            grown[:, : self._used] = self._values[:, : self._used]
+            self._values = grown
         self._values[:, self._used : end] = self._evaluate(new)
         self._position[new] = np.arange(self._used, end)
         self._used = end
 
 
 class ComponentCosts:
-    """Cached quantities by component, on some shapes.
+    """Cached quantities by component, on some degrees.
 
     Args:
         tallies: of the items.
@@ -1043,72 +1044,77 @@ class ComponentCosts:
     """
 
     def __init__(
-        self, scope: Scope, tallies: ItemTallies, shapes: Degrees, evaluate: TallyValues, count: int
+        self,
+        scope: Scope,
+        tallies: ItemTallies,
+        degrees: Degrees,
+        evaluate: TallyValues,
+        count: int,
     ) -> None:
         self._scope, self._tallies, self._evaluate, self._count = scope, tallies, evaluate, count
-        self._tensor = shapes.tensor
-        self._legal = shapes.expert >= 1 if scope.routes else shapes.expert == 1
+        self._tensor = degrees.tensor
+        self._legal = degrees.expert >= 1 if scope.routes else degrees.expert == 1
         colours = scope.workload.colouring.colours
-        self._fits = {name: colours[name].divisor % shapes.tensor == 0 for name in scope.shardable}
+        self._fits = {name: colours[name].divisor % degrees.tensor == 0 for name in scope.shardable}
         self._cache: dict[tuple[tuple[str, ...], Choice], LazyColumns] = {}
         self._minima: dict[tuple[tuple[str, ...], str | None], LazyColumns] = {}
         self._sums: dict[int | None, LazyColumns] = {}
 
-    def total(self, row_choices: RowChoices, shapes: Array) -> Array:
-        """The quantities of the given choices on some shapes, array [quantities, shapes].
+    def total(self, row_choices: RowChoices, index: Array) -> Array:
+        """The quantities of the given choices on some degrees, array [quantities, degrees].
 
         Choices that shard a component alike are summed together.
         """
-        total = np.zeros((self._count, len(shapes)))
+        total = np.zeros((self._count, len(index)))
         for component in ((), *self._tallies.components):
             for choice, positions in row_choices.rows(component):
                 quantities = self._of_component(component, choice)
                 if positions is None:
-                    total += quantities.on(shapes)
+                    total += quantities.take(index)
                 else:
-                    total[:, positions] += quantities.on(shapes[positions])
+                    total[:, positions] += quantities.take(index[positions])
         return total
 
-    def least(self, shapes: Array, stop: int | None = None) -> Array:
-        """The minimum of each quantity over all choices, array [quantities, shapes]; infinite where
-        no choice fits. With `stop`, only the components before that index are summed: a lower
+    def least(self, index: Array, stop: int | None = None) -> Array:
+        """The minimum of each quantity over all choices, array [quantities, degrees]; infinite
+        where no choice fits. With `stop`, only the components before that index are summed: a lower
         bound.
         """
         if stop not in self._sums:
             self._sums[stop] = LazyColumns(
                 self._count, len(self._tensor), lambda new: self._minimum(new, stop)
             )
-        return self._sums[stop].on(shapes)
+        return self._sums[stop].take(index)
 
-    def _minimum(self, shapes: Array, stop: int | None) -> Array:
+    def _minimum(self, index: Array, stop: int | None) -> Array:
         """See `least`."""
-        minimum = np.full((self._count, len(shapes)), np.inf)
+        minimum = np.full((self._count, len(index)), np.inf)
         for sequence, choice in self._scope.first_choices.items():
-            constant = self._of_component((), choice).on(shapes)
-            total = np.where((self._tensor[shapes] > 1) | (sequence is None), constant, np.inf)
+            constant = self._of_component((), choice).take(index)
+            total = np.where((self._tensor[index] > 1) | (sequence is None), constant, np.inf)
             for component in self._tallies.components[:stop]:
-                total += self._component_minimum(component, sequence).on(shapes)
+                total += self._component_minimum(component, sequence).take(index)
             minimum = np.minimum(minimum, total)
-        return np.where(self._legal[shapes], minimum, np.inf)
+        return np.where(self._legal[index], minimum, np.inf)
 
     def _component_minimum(self, component: tuple[str, ...], sequence: str | None) -> LazyColumns:
         """The minimum of a component over the ways to shard it that fit."""
         key = component, sequence
         if key not in self._minima:
 
-            def evaluate(shapes: Array) -> Array:
-                tensor, minimum = self._tensor[shapes], np.full((self._count, len(shapes)), np.inf)
+            def evaluate(index: Array) -> Array:
+                tensor, minimum = (self._tensor[index], np.full((self._count, len(index)), np.inf))
                 for choice in self._scope.component_choices(component, sequence):
                     colours = choice.tensor
                     fits = np.logical_and.reduce(
-                        [self._fits[name][shapes] for name in colours]
+                        [self._fits[name][index] for name in colours]
                         + [tensor > (1 if colours else 0)]
                     )
                     fitting = np.flatnonzero(fits)
                     if len(fitting):
                         minimum[:, fitting] = np.minimum(
                             minimum[:, fitting],
-                            self._of_component(component, choice).on(shapes[fitting]),
+                            self._of_component(component, choice).take(index[fitting]),
                         )
                 return minimum
 
@@ -1122,13 +1128,13 @@ class ComponentCosts:
         if key not in self._cache:
             shards = bool(restricted.tensor or restricted.sequence)
 
-            def evaluate(shapes: Array) -> Array:
-                applies = (self._tensor[shapes] > (1 if shards else 0)) & self._legal[shapes]
+            def evaluate(index: Array) -> Array:
+                applies = (self._tensor[index] > (1 if shards else 0)) & self._legal[index]
                 if applies.all():
-                    return self._evaluate(tally, shapes)
-                quantities = np.zeros((self._count, len(shapes)))
+                    return self._evaluate(tally, index)
+                quantities = np.zeros((self._count, len(index)))
                 if applies.any():
-                    quantities[:, applies] = self._evaluate(tally, shapes[applies])
+                    quantities[:, applies] = self._evaluate(tally, index[applies])
                 return quantities
 
             self._cache[key] = LazyColumns(self._count, len(self._tensor), evaluate)

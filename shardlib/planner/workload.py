@@ -252,9 +252,9 @@ def _peak_choices(colouring: Colouring, expert: str | None) -> list[Choice]:
         *([Choice(batch=batch, expert=expert)] if expert else []),
         Choice(batch=batch),
         *(
-            Choice(batch=batch, tensor=names, sequence=s)
+            Choice(batch=batch, tensor=names, sequence=sharded_sequence)
             for names in (tensor, narrow)
-            for s in (None, sequence)
+            for sharded_sequence in (None, sequence)
         ),
     ]
 
@@ -290,7 +290,7 @@ def _shared_path(paths: Sequence[str]) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Costs of a program under every choice of colours, before shapes and links are known.
+# Costs of a program under every choice of colours, before degrees and links are known.
 #
 # Items that depend on the same colours form a group. Colours that no op ties together are
 # independent: the cost of sharding one does not depend on whether another is sharded. So the
@@ -299,7 +299,7 @@ def _shared_path(paths: Sequence[str]) -> str:
 #
 # - the minimum cost of a choice is the sum of the minimum costs of the components;
 # - the tallies of all choices are sums of the few tallies of components, which do not depend on
-#   shapes either: they are computed once per model (`shardlib.cost.tables`).
+#   degrees either: they are computed once per model (`shardlib.cost.tables`).
 
 Array = np.ndarray
 #: A component, and a choice whose tensor colours are those of the component.
@@ -409,27 +409,27 @@ class ItemTallies:
             self._by_request[request] = key, self._cache[key]
         return self._by_request[request]
 
-    def on(self, values: MeasureValues, shapes: Array) -> EvaluatedTallies:
-        """The tallies on some shapes."""
-        return EvaluatedTallies(tallies=self, values=values, shapes=shapes)
+    def evaluated(self, values: MeasureValues, index: Array) -> EvaluatedTallies:
+        """The tallies on some degrees."""
+        return EvaluatedTallies(tallies=self, values=values, index=index)
 
 
 @dataclass(kw_only=True)
 class EvaluatedTallies:
-    """Tallies on the shapes of `values` numbered `shapes`; components are evaluated once."""
+    """Tallies on the degrees of `values` at `index`; components are evaluated once."""
 
     tallies: ItemTallies
     values: MeasureValues
-    shapes: Array
+    index: Array
     _cache: dict[Key, Array] = field(default_factory=dict[Key, Array], init=False, repr=False)
 
     def total(self, choice: Choice) -> Array:
-        """Quantities under a choice: array [lists, segments, rows, shapes]."""
-        return self.columns([(choice, np.arange(len(self.shapes)))])
+        """Quantities under a choice: array [lists, segments, rows, degrees]."""
+        return self.columns([(choice, np.arange(len(self.index)))])
 
     def columns(self, choices: Sequence[tuple[Choice, Array]]) -> Array:
-        """Quantities under choices, each at some positions of `shapes`, concatenated: array [lists,
-        segments, rows, columns].
+        """Quantities under choices, each at some positions of `index`, concatenated: array
+        [lists, segments, rows, columns].
         """
         tallies = self.tallies
         quantities = np.zeros(
@@ -444,7 +444,7 @@ class EvaluatedTallies:
             for component in ((), *tallies.components):
                 key, tally = tallies.of(component, choice)
                 if key not in self._cache:
-                    self._cache[key] = tally.on(self.values, self.shapes)
+                    self._cache[key] = tally.evaluated(self.values, self.index)
                 quantities[tally.rows, columns] += self._cache[key][:, positions]
         return quantities.reshape(tallies.lists, tallies.segments, ROWS, -1)
 

@@ -148,7 +148,7 @@ def test_every_rule_can_be_broken_alone(number: int, pin: dict[str, object]) -> 
     read = {word: TABLE[word].read(word, pin[word]) for word in pin if word in TABLE}
     mesh = read.get("mesh")
     sizes = axes if mesh is None else {axis: mesh[axis] for axis in ("fsdp", "expert", "context")}
-    given = PinnedValues(pins=read, axes=sizes)
+    given = PinnedValues(values=read, axes=sizes)
     assert [k for k, rule in enumerate(PIN_CONFLICTS) if rule.violated(given)] == [number]
     (says,) = contradictions(read, axes)
     assert "\nTry: " in says and "{" not in says.replace("={", "")

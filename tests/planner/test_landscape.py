@@ -11,7 +11,7 @@ from shardlib.cost.roofline import fitting_bytes
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
 from shardlib.planner.assembly import price
-from shardlib.planner.incumbents import GRAIN, Landscape, front
+from shardlib.planner.incumbents import GRAIN, Landscape, pareto_front
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import MAX_POINTS
 from shardlib.planner.workload import prepare
@@ -65,7 +65,7 @@ def test_of_many_plans_the_front_stays_and_no_plan_is_far_from_a_point():
         seen.add(i, seconds, size, fits=size < 6e9)
     points = seen.points(MAX_POINTS)
     assert len(points) <= MAX_POINTS
-    ours = front(points)
+    ours = pareto_front(points)
     for seconds, size in plans:  # nothing is better than the front by more than a cell
         if size < 6e9:
             assert any(

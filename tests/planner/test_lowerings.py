@@ -109,7 +109,7 @@ def test_no_plan_of_the_space_is_without_lowering(pin: dict[str, Any], share: fl
         ranking = planner.ranked(one.problem, tight, pin, workload=one, slack=1.5)
     except InfeasibleError:
         return
-    plans = [entry.make() for entry in itertools.islice(ranking, 20)]
+    plans = [entry.build() for entry in itertools.islice(ranking, 20)]
     assert plans and plans[0].estimate.device_bytes.peak <= peak * share
     for plan in plans:
         assert not matching_rows(facts_of_decisions(plan), unsupported_on("nvidia"))
@@ -118,7 +118,7 @@ def test_no_plan_of_the_space_is_without_lowering(pin: dict[str, Any], share: fl
 def test_a_dtype_that_is_allowed_routes_no_tokens_where_none_can_be_lowered() -> None:
     allowed = {"allow": {"reduction_dtype": ["bfloat16"]}, "mesh": {"expert": 4}}
     ranking = planner.ranked(load().problem, "h100:4", allowed, workload=load(), slack=2.0)
-    plans = [entry.make() for entry in itertools.islice(ranking, 20)]
+    plans = [entry.build() for entry in itertools.islice(ranking, 20)]
     assert any(plan.experts != "none" for plan in plans)
     for plan in plans:
         assert not matching_rows(facts_of_decisions(plan), unsupported_on("nvidia"))

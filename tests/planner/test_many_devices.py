@@ -25,7 +25,7 @@ def test_numbers_of_devices_searched_together_have_the_plan_of_each_alone(
     assert plan.decisions == alone.decisions
     assert plan.search.gap == 0
     first = next(iter(planner.ranked(load.problem, place, workload=load, slack=1.5)))
-    assert first.make().decisions == plan.decisions
+    assert first.build().decisions == plan.decisions
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from threadpoolctl import threadpool_info
 
-from shardlib.planner.search import THRESHOLDS, one_thread, rare_garbage_collection
+from shardlib.planner.search import THRESHOLDS, rare_garbage_collection, single_threaded_blas
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +60,6 @@ def test_products_run_on_one_thread_inside_and_on_as_many_as_before_after():
         return [one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"]
 
     before = threads()
-    with one_thread(), one_thread():
+    with single_threaded_blas(), single_threaded_blas():
         assert before and set(threads()) == {1}
     assert threads() == before

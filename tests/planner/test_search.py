@@ -367,12 +367,12 @@ def test_the_ranking_starts_with_the_plan_of_the_search(world: str, where: str) 
     load = load_for(world, where)
     ranking = planner.ranked(load.problem, where, workload=load)
     best = planner.search(load.problem, where, workload=load)
-    first = next(ranking).make()
+    first = next(ranking).build()
     assert first.decisions == best.decisions
     assert first.estimate == best.estimate
     assert first.search.gap == 0
     for entry in itertools.islice(ranking, 5):
-        plan = entry.make()
+        plan = entry.build()
         assert plan.estimate.step_seconds == pytest.approx(entry.seconds, rel=1e-9)
         assert plan.search.gap == pytest.approx(
             1 - best.estimate.step_seconds / entry.seconds, abs=1e-9
@@ -488,7 +488,7 @@ def test_dimensions_beyond_those_tried_in_all_sets_are_sharded_where_that_is_fas
     few = planner.search(world, "h100:8", pin)
     assert few.rules == every.rules and few.mesh == every.mesh
     assert few.estimate.step_seconds == pytest.approx(every.estimate.step_seconds, rel=1e-9)
-    first = next(iter(planner.ranked(world, "h100:8", pin, slack=1.0))).make()
+    first = next(iter(planner.ranked(world, "h100:8", pin, slack=1.0))).build()
     assert first.decisions == few.decisions
 
 
@@ -510,5 +510,5 @@ def test_equally_fast_plans_that_nearly_fill_the_memory_go_to_the_one_with_more_
     full = with_memory(place, one.device_bytes.peak * room / 0.97)
     found = planner.search(load.problem, full, pin, workload=load)
     assert found.zero == 3 and found.estimate.step_seconds == three.step_seconds
-    assert next(iter(planner.ranked(load.problem, full, pin, workload=load))).make().zero == 3
+    assert next(iter(planner.ranked(load.problem, full, pin, workload=load))).build().zero == 3
     assert planner.search(load.problem, full, {**pin, "zero": 1}, workload=load).zero == 1

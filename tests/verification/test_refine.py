@@ -259,7 +259,7 @@ def entries():
 
 @pytest.mark.long
 def test_plans_are_asked_about_in_the_order_of_the_ranking_and_ranked_again():
-    first = [entry.make() for entry, _ in zip(entries(), range(4), strict=False)]
+    first = [entry.build() for entry, _ in zip(entries(), range(4), strict=False)]
     compiler = MadeUp(kernels=lambda plan: 1e-3 if plan.decisions == first[2].decisions else 5e-3)
     chosen = refined(compiler, 4)
     assert [plan.decisions for plan in compiler.asked] == [plan.decisions for plan in first]
@@ -379,7 +379,7 @@ def test_plans_like_one_out_of_memory_are_passed_over():
     assert chosen.estimate.device_bytes.peak <= lean * 1.001 and chosen.refined is not None
     assert len(compiler.asked) <= 3 and chosen.refined.passed_over > 0
     order = {
-        json.dumps(entry.make().decisions): i
+        json.dumps(entry.build().decisions): i
         for i, entry in enumerate(entries())
         if entry.peak_bytes <= lean
     }
