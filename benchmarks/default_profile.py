@@ -41,7 +41,7 @@ from benchmarks.published.unseen.levels import FAR
 from benchmarks.published.unseen.runs import FIGURES, Default, Figures, Run, runs_of
 from benchmarks.published.unseen.tallies import Tallied
 from shardlib.cost.framework import XLA
-from shardlib.cost.roofline import efficiency
+from shardlib.cost.roofline import vendor_efficiency
 from shardlib.errors import ShardlibError
 
 #: Largest share of gathers and reductions of parameters that hides on GPUs: a JAX team's 48-layer
@@ -91,7 +91,7 @@ def as_default(case: Case) -> Case:
 
 def vendors_own(chip: str, vendor: str) -> tuple[Figures, Figures]:
     """The figures that the profile "xla" has: the vendor's."""
-    base = efficiency(vendor)
+    base = vendor_efficiency(vendor)
     start = {name: getattr(base, name) for name in (*FIGURES, "attention_backward")}
     start["eight_bit"] = start["eight_bit"] or start["matmul"]
     return start, {}
@@ -99,7 +99,7 @@ def vendors_own(chip: str, vendor: str) -> tuple[Figures, Figures]:
 
 def values(chip: str, setting: Setting) -> Figures:
     """The figures of a chip, or of all GPUs, under a setting."""
-    share = round(COMPILED.get(chip, efficiency("nvidia").matmul) * setting[0], 4)
+    share = round(COMPILED.get(chip, vendor_efficiency("nvidia").matmul) * setting[0], 4)
     ring = {} if chip in COMPILED else {"ring_step_s": RING_STEP_S}
     return {"matmul": share, "eight_bit": share, "hidden": setting[1], **ring}
 

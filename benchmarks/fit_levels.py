@@ -27,7 +27,7 @@ from benchmarks.environment import RESULTS, command_line, table
 from benchmarks.published.unseen.levels import SOURCED, Fit, Level, by_level, figures_of
 from benchmarks.published.unseen.runs import PRODUCTS, Figures, Run, complete, runs_of
 from shardlib import frameworks
-from shardlib.cost.roofline import curves, efficiency
+from shardlib.cost.roofline import curves, vendor_efficiency
 
 CURVES = Path(frameworks.__file__).parent / "curves"
 #: Physical meaning of each figure that is fitted, for the files.
@@ -149,7 +149,7 @@ def main() -> None:
         told = {key: value for key, value in data["evidence"].items() if key != "rows"}
         print(f"{name}: {data['values']} {told}", flush=True)
         vendor = "google" if data["stack"] == "maxtext-tpu" else "nvidia"
-        efficiency(vendor).with_values(data["values"])  # refuses what is not usable
+        vendor_efficiency(vendor).with_values(data["values"])  # refuses what is not usable
         if args.write:
             path = CURVES / f"{name}.json"
             path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from shardlib.calibration import figure_names, read_calibration
 from shardlib.checkpointing.huggingface import INDEX, Files
 from shardlib.checkpointing.store import DamagedError, digest, from_json
 from shardlib.cost.framework import FrameworkProfile, framework_profile
-from shardlib.cost.roofline import Curve, efficiency, efficiency_of
+from shardlib.cost.roofline import Curve, efficiency_of, vendor_efficiency
 from shardlib.data.batches import kept
 from shardlib.data.open import read
 from shardlib.data.sources import cached
@@ -254,9 +254,9 @@ def _figures(_: Path) -> Prepared:
     def reads(data: bytes) -> None:
         found = parse_json(data, "figures", PinError)
         if isinstance(found, dict):
-            efficiency("nvidia").with_values(found)
+            vendor_efficiency("nvidia").with_values(found)
 
-    return (_json(efficiency("nvidia").to_json()),), reads
+    return (_json(vendor_efficiency("nvidia").to_json()),), reads
 
 
 def _stack(_: Path) -> Prepared:

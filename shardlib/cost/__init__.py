@@ -18,10 +18,15 @@ item         a separable part of a step; items with equal `key` have equal costs
 term         an amount of FLOPs or bytes of the whole program, with the axes that divide it
 layer group  the loops of a step over the same layers
 segment      the layer group of an item; `OUTSIDE_LAYERS` and `INSIDE_LAYER`
-ends         embedding, head and loss: everything outside of the layer groups
+outside      of the layers: embedding, head and loss
+ends         collectives where a microbatch enters or leaves a pipeline whose stages all compute
+             embedding and head
 phase        a loop over layers, or the ops between two of them, in the order of a step
-slot         a class of collectives: kind, mesh axes, and role (gather, reduce, block ...)
-measure      a function of the degrees, such as the seconds of one kernel
+slot         a class of collectives, by kind, group of devices and role
+role         the purpose of a collective, which decides whether compute waits for it: block (it
+             does), gather and scatter (of parameters and gradients), ring, stage ...
+measure      a function of the degrees, such as the seconds of one kernel; a local fraction is the
+             part of an amount that one device has
 tally        coefficients of measures, by `Quantity` of a step and by slot
 stack        the slices of a value for all layers of a loop, in one array
 corner       a remat policy for each layer group, for all of its layers

@@ -42,7 +42,7 @@ _UNSCALED: frozenset[str] = frozenset({"float32", *_HALF})
 
 def quantised(
     step: StepGraph,
-    names: tuple[LogicalAxes, ...],
+    colours: tuple[LogicalAxes, ...],
     dtype: str,
     *,
     delayed: bool,
@@ -56,7 +56,7 @@ def quantised(
     graph, weights, gradients = step.graph, step.weights(), step.gradient_like()
     scaled = dtype not in _UNSCALED
     inputs = _HALF if scaled else _UNSCALED - {dtype}
-    casts = _Casts(graph, names, searched=scaled and not delayed)
+    casts = _Casts(graph, colours, searched=scaled and not delayed)
     for index, op in enumerate(graph.ops):
         wide = all(graph.values[value].dtype in inputs for value in op.operands[:2])
         trained = any(value in weights for value in op.operands[:2]) or any(
@@ -77,19 +77,19 @@ class _Casts:
     """
 
     def __init__(
-        self, graph: Graph, names: tuple[LogicalAxes, ...], *, searched: bool = False
+        self, graph: Graph, colours: tuple[LogicalAxes, ...], *, searched: bool = False
     ) -> None:
-        self.values, self.names, self.ops = list(graph.values), list(names), list[Op]()
-        self._graph, self._colours, self._searched = graph, names, searched
+        self.values, self.colours, self.ops = list(graph.values), list(colours), list[Op]()
+        self._graph, self._original_colours, self._searched = graph, colours, searched
         self._cast_of: dict[tuple[int, int, int], int] = {}
 
     def applied(self, step: StepGraph) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
         """The step with the casts, and the colours of its values."""
         if not self._cast_of:
-            return step, self._colours
+            return step, self._original_colours
         changed = replace(self._graph, values=tuple(self.values), ops=tuple(self.ops))
         check(changed)
-        return replace(step, graph=changed), tuple(self.names)
+        return replace(step, graph=changed), tuple(self.colours)
 
     def cast(self, value: int, dtype: str, op: Op, variant: int = 0) -> int:
         """The cast of a value for the op that reads it."""
@@ -107,7 +107,7 @@ class _Casts:
             rule = FactorRule(sizes=shape, operands=(dims,), results=((),))
             self._add(op, "reduce_max", "reduction", operands, largest, rule)
             operands, shapes = (value, largest), [shape, ()]
-        result = self._new(shape, dtype, self.names[value])
+        result = self._new(shape, dtype, self.colours[value])
         rule = elementwise(shapes, shape)
         self._add(op, "convert_element_type", "elementwise", operands, result, rule)
         return result
@@ -115,7 +115,7 @@ class _Casts:
     def _new(self, shape: tuple[int, ...], dtype: str, colours: LogicalAxes) -> int:
         like = self._graph.values[0]
         self.values.append(replace(like, shape=shape, dtype=dtype, path="", role="internal"))
-        self.names.append(colours)
+        self.colours.append(colours)
         return len(self.values) - 1
 
     def _add(
@@ -157,13 +157,13 @@ class _Casts:
 
 
 def in_half_precision(
-    step: StepGraph, names: tuple[LogicalAxes, ...]
+    step: StepGraph, colours: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with float32 operands cast if the other operand of the product is in half
     precision.
     """
     graph = step.graph
-    casts = _Casts(graph, names)
+    casts = _Casts(graph, colours)
     for op in graph.ops:
         dtypes = [graph.values[value].dtype for value in op.operands[:2]]
         half = next((dtype for dtype in dtypes if dtype in _HALF), None)
@@ -218,7 +218,7 @@ class SavedValueRewrite:
     def __init__(
         self,
         step: StepGraph,
-        names: tuple[LogicalAxes, ...],
+        colours: tuple[LogicalAxes, ...],
         forward: int,
         backward: int,
         recomputed: frozenset[int],
@@ -231,7 +231,7 @@ class SavedValueRewrite:
         self._forward = forward
         self._backward = backward
         self._rematerialised, self._elementwise, self._named = (recomputed, elementwise, named)
-        self._values, self._names = list(graph.values), list(names)
+        self._values, self._colours = list(graph.values), list(colours)
         self._producers = graph.producers()
         pairs = [
             pair
@@ -241,9 +241,9 @@ class SavedValueRewrite:
         self._saved = {pair.value: graph.ops[pair.enter].results[0] for pair in pairs}
         total = sum(graph.values[pair.value].bytes for pair in pairs)
         dropped = [pair for pair in pairs if self._replaceable(pair, total * _NEGLIGIBLE)]
-        self._kept = {
-            value: inside
-            for value, inside in self._saved.items()
+        self._still_saved = {
+            value: loaded
+            for value, loaded in self._saved.items()
             if value not in {pair.value for pair in dropped}
         }
         self._dropped = dropped
@@ -291,7 +291,7 @@ class SavedValueRewrite:
         """The graph and the names of its values; unchanged if the rewrite saves nothing or does not
         apply.
         """
-        before = self._graph, tuple(self._names)
+        before = self._graph, tuple(self._colours)
         swapped = {
             self._graph.ops[pair.enter].results[0]: self._in_backward(pair.value)
             for pair in self._dropped
@@ -330,14 +330,14 @@ class SavedValueRewrite:
             )
         )
         check(graph)
-        return graph, tuple(self._names)
+        return graph, tuple(self._colours)
 
     def _in_backward(self, value: int) -> int:
         """The index of a value in the other loop, saved or rematerialised."""
-        if value in self._kept:
-            return self._kept[value]
+        if value in self._still_saved:
+            return self._still_saved[value]
         maker = self._producers.get(value)
-        if maker is None or self._home(self._graph.ops[maker]) != self._forward:
+        if maker is None or self._result_region(self._graph.ops[maker]) != self._forward:
             return value
         if value not in self._copies:
             op = self._graph.ops[maker]
@@ -347,7 +347,7 @@ class SavedValueRewrite:
                 maker not in self._rematerialised
                 and (quotient := self._quotient(value)) is not None
             ):
-                self._multiply(value, quotient)
+                self._compute_from_quotient(value, quotient)
             elif op.category in RECOMPUTABLE or maker in self._rematerialised:
                 self._compute(op)
             elif op.kind == "enter":
@@ -359,7 +359,7 @@ class SavedValueRewrite:
                 self._save(value, op)
         return self._copies[value]
 
-    def _home(self, op: Op) -> int:
+    def _result_region(self, op: Op) -> int:
         """The region that the results of an op belong to."""
         return self._graph.regions[op.region].parent if leaves_loop(op) else op.region
 
@@ -380,14 +380,13 @@ class SavedValueRewrite:
                     for cast in self._graph.ops
                     if cast.kind == "convert_element_type" and cast.operands == op.results
                 ]
-                saved = next(
-                    (result for result in (*op.results, *casts) if result in self._kept), None
-                )
+                results = (*op.results, *casts)
+                saved = next((result for result in results if result in self._still_saved), None)
                 if saved is not None:
                     return op, saved
         return None
 
-    def _multiply(self, value: int, quotient: tuple[Op, int]) -> None:
+    def _compute_from_quotient(self, value: int, quotient: tuple[Op, int]) -> None:
         """Recomputes a value as quotient times divisor."""
         division, saved = quotient
         divisor = self._in_backward(division.operands[1])
@@ -396,7 +395,7 @@ class SavedValueRewrite:
             replace(
                 division,
                 kind="mul",
-                operands=(self._kept[saved], divisor),
+                operands=(self._still_saved[saved], divisor),
                 results=(self._copies[value],),
                 region=self._backward,
             )
@@ -408,8 +407,8 @@ class SavedValueRewrite:
         trips = self._graph.regions[self._forward].trips
         stacked = len(self._values)
         self._values.append(replace(self._graph.values[value], shape=(trips, *shape)))
-        self._names.append((None, *self._names[value]))
-        inside = self._copies[value] = self._new(value)
+        self._colours.append((None, *self._colours[value]))
+        loaded = self._copies[value] = self._new(value)
         slices = tuple((factor,) for factor in range(1, len(shape) + 1))
         stack = ((0,), *slices)
         sizes = (trips, *shape)
@@ -431,7 +430,7 @@ class SavedValueRewrite:
             Op(
                 kind="enter",
                 operands=(stacked,),
-                results=(inside,),
+                results=(loaded,),
                 category="boundary",
                 region=self._backward,
                 path=op.path,
@@ -444,7 +443,7 @@ class SavedValueRewrite:
 
     def _new(self, value: int) -> int:
         self._values.append(replace(self._graph.values[value], role="internal", path=""))
-        self._names.append(self._names[value])
+        self._colours.append(self._colours[value])
         return len(self._values) - 1
 
 
@@ -486,14 +485,14 @@ class LiveRange:
 
 
 def filled_shares(
-    graph: Graph, names: Sequence[LogicalAxes], batch: str | None
+    graph: Graph, colours: Sequence[LogicalAxes], batch: str | None
 ) -> dict[int, float]:
     """Dispatched rows -> the share of them that can be filled: operands and results of grouped
     matmuls over tokens, element-wise functions of them, and those of them that loops save.
     """
 
     def of_tokens(value: int) -> bool:
-        return any(batch in (colour or "").split("+") for colour in names[value])
+        return any(batch in (colour or "").split("+") for colour in colours[value])
 
     shares: dict[int, float] = {}
     pending: list[tuple[int, float]] = []
@@ -541,7 +540,7 @@ class ProfileMemory:
     def __init__(self, facts: Facts, profile: FrameworkProfile) -> None:
         self._facts, self._profile = facts, profile
         self._filled_shares = (
-            filled_shares(facts.graph, facts.names, facts.batch) if facts.routes else {}
+            filled_shares(facts.graph, facts.colours, facts.batch) if facts.routes else {}
         )
         self._shares: dict[int, float] = {}
         self._gathered: set[int] = set()
@@ -616,7 +615,7 @@ class ProfileMemory:
         def elements(live: LiveRange) -> int:
             return math.prod(graph.values[live.value].shape)
 
-        ends = [
+        outside = [
             live
             for live in live_ranges
             if live.part in ("saved", "temporary")
@@ -625,11 +624,13 @@ class ProfileMemory:
             and self._facts.layers.segment(graph.ops[producers[live.value]].region)
             == OUTSIDE_LAYERS
         ]
-        matmuls = [live for live in ends if graph.ops[producers[live.value]].category == "matmul"]
+        matmuls = [
+            live for live in outside if graph.ops[producers[live.value]].category == "matmul"
+        ]
         if not matmuls:
             return list(live_ranges)
         logits = max(matmuls, key=elements)
-        logit_sized = [live for live in ends if elements(live) == elements(logits)]
+        logit_sized = [live for live in outside if elements(live) == elements(logits)]
         large, last = {live.value for live in logit_sized}, max(live.death for live in logit_sized)
         readers = [
             (i, op)
@@ -692,22 +693,22 @@ def _zeros(graph: Graph) -> list[int]:
 
 
 def save_operands(
-    step: StepGraph, names: tuple[LogicalAxes, ...], *, eager: bool = False
+    step: StepGraph, colours: tuple[LogicalAxes, ...], *, eager: bool = False
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with operands of matmuls and inputs of non-linear functions saved, and no other
     results of element-wise ops.
     """
-    for forward, backward in _loops(step.graph):
+    for forward, backward in _loop_pairs(step.graph):
         factors = _factors(step.graph, forward) if eager else frozenset[int]()
-        step, names = _rebuilt(step, names, forward, backward, elementwise=True, named=factors)
-    return step, names
+        step, colours = _rebuilt(step, colours, forward, backward, elementwise=True, named=factors)
+    return step, colours
 
 
 def save_named(
-    step: StepGraph, names: tuple[LogicalAxes, ...], saved: Collection[str]
+    step: StepGraph, colours: tuple[LogicalAxes, ...], saved: Collection[str]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step that saves only the named results of a layer, and its input."""
-    for forward, backward in _loops(step.graph):
+    for forward, backward in _loop_pairs(step.graph):
         results = named_results(step.graph, forward, step.weights())
         named = frozenset(value for name in saved for value in results[name])
         recomputed = frozenset(
@@ -717,21 +718,21 @@ def save_named(
             and op.category != "boundary"
             and not named.intersection(op.results)
         )
-        step, names = _rebuilt(step, names, forward, backward, recomputed, named=named)
-    return step, names
+        step, colours = _rebuilt(step, colours, forward, backward, recomputed, named=named)
+    return step, colours
 
 
 def remat_rows(
-    step: StepGraph, names: tuple[LogicalAxes, ...]
+    step: StepGraph, colours: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with activations of routed experts rematerialised in the backward pass from the
     results of their matmuls, as `shardlib.lowering.experts` does.
     """
-    for forward, backward in _loops(step.graph):
+    for forward, backward in _loop_pairs(step.graph):
         recomputed = _after_grouped(step.graph, forward)
         if recomputed:
-            step, names = _rebuilt(step, names, forward, backward, recomputed)
-    return step, names
+            step, colours = _rebuilt(step, colours, forward, backward, recomputed)
+    return step, colours
 
 
 def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
@@ -754,20 +755,20 @@ def _after_grouped(graph: Graph, region: int) -> frozenset[int]:
 
 
 def rematerialise_attention(
-    step: StepGraph, names: tuple[LogicalAxes, ...]
+    step: StepGraph, colours: tuple[LogicalAxes, ...]
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with attention scores and their softmax rematerialised in the backward pass:
     selective recomputation (arXiv:2205.05198, section 5).
     """
-    for forward, backward in _loops(step.graph):
+    for forward, backward in _loop_pairs(step.graph):
         recomputed = frozenset(i for core in cores(step) for i in (*core.scores, *core.chain))
-        step, names = _rebuilt(step, names, forward, backward, recomputed)
-    return step, names
+        step, colours = _rebuilt(step, colours, forward, backward, recomputed)
+    return step, colours
 
 
 def _rebuilt(
     step: StepGraph,
-    names: tuple[LogicalAxes, ...],
+    colours: tuple[LogicalAxes, ...],
     forward: int,
     backward: int,
     recomputed: frozenset[int] = frozenset(),
@@ -776,12 +777,12 @@ def _rebuilt(
     named: frozenset[int] = frozenset(),
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step after a rewrite by `SavedValueRewrite`."""
-    rewrite = SavedValueRewrite(step, names, forward, backward, recomputed, elementwise, named)
-    graph, names = rewrite.rewritten()
-    return replace(step, graph=graph), names
+    rewrite = SavedValueRewrite(step, colours, forward, backward, recomputed, elementwise, named)
+    graph, colours = rewrite.rewritten()
+    return replace(step, graph=graph), colours
 
 
-def _loops(graph: Graph) -> list[tuple[int, int]]:
+def _loop_pairs(graph: Graph) -> list[tuple[int, int]]:
     """Pairs of regions of loops, of which the first saves values for the second."""
     return sorted(
         {(graph.ops[pair.exit].region, graph.ops[pair.enter].region) for pair in saved_pairs(graph)}
@@ -839,10 +840,10 @@ def fused(step: StepGraph, block: int = 128) -> StepGraph:
         if core is None:
             return step
         tried.add(graph.ops[core.sinks[0]].results[0])
-        step = _without(step, core, block) or step
+        step = _with_kernels(step, core, block) or step
 
 
-def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
+def _with_kernels(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     """The step with one core as kernels; None if an op outside needs values that they do not
     write.
     """
@@ -851,10 +852,10 @@ def _without(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     if kernels is None:
         return None
     results = {value for ops in kernels.values() for op in ops for value in op.results}
-    carried = {operand for ops in kernels.values() for op in ops for operand in op.operands}
+    kernel_operands = {operand for ops in kernels.values() for op in ops for operand in op.operands}
     producers = graph.producers()
     removed_ops = {*core.products, *core.chain, *core.sinks}
-    for value in carried:  # the exit and enter ops of the statistic stay
+    for value in kernel_operands:  # the exit and enter ops of the statistic stay
         while (maker := producers.get(value)) in core.chain and value not in results:
             removed_ops.discard(maker)
             (value,) = graph.ops[maker].operands
@@ -881,8 +882,8 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
     share = causal_share(keys, block, core.window) if core.causal else 1.0
     inner = {value for i in (*core.products, *core.chain) for value in graph.ops[i].results}
     mixing, gradients = core.sinks[0], core.sinks[1:]
-    statistic, arrived = _statistic(graph, core, {graph.ops[i].region for i in gradients})
-    if arrived is None and gradients:
+    statistic, statistic_read = _statistic(graph, core, {graph.ops[i].region for i in gradients})
+    if statistic_read is None and gradients:
         return None
     contracted = rows.union(*(joined.classes(i, graph.ops[i].rule.summed) for i in core.products))
 
@@ -923,7 +924,7 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
     for sink in gradients:
         groups.setdefault(joined.classes(sink, graph.ops[sink].rule.summed), []).append(sink)
     for number, (summed, sinks) in enumerate(groups.items()):
-        assert arrived is not None
+        assert statistic_read is not None
         results = tuple(graph.ops[i].results[0] for i in sinks)
         op = kernel(
             BACKWARD,
@@ -931,7 +932,7 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
             (*(i for i in core.products if i not in core.scores), *gradients),
             (*sinks, *(core.products if number == 0 else ())),
             results,
-            (arrived,),
+            (statistic_read,),
             summed,
         )
         kernels[gradients[0]] = (*kernels.get(gradients[0], ()), op)
@@ -969,25 +970,25 @@ def _descends(graph: Graph, core: Core, value: int, source: int) -> bool:
 
 
 def rewritten(
-    step: StepGraph, names: tuple[LogicalAxes, ...], profile: FrameworkProfile
+    step: StepGraph, colours: tuple[LogicalAxes, ...], profile: FrameworkProfile
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """A step graph as a framework runs it, and the colours of its values."""
     if profile.attention in ("fused", "blocks"):
         step = fused(step, profile.attention_block)
     if profile.attention == "rematerialised":
-        step, names = rematerialise_attention(step, names)
+        step, colours = rematerialise_attention(step, colours)
     if profile.kept or profile.offloaded:
-        step, names = save_named(step, names, (*profile.kept, *profile.offloaded))
+        step, colours = save_named(step, colours, (*profile.kept, *profile.offloaded))
     elif profile.saves in ("operands", "eager"):
-        step, names = save_operands(step, names, eager=profile.saves == "eager")
+        step, colours = save_operands(step, colours, eager=profile.saves == "eager")
     if profile.products == "half":
-        step, names = in_half_precision(step, names)
+        step, colours = in_half_precision(step, colours)
     if profile.matmul_dtype:
-        step, names = quantised(
+        step, colours = quantised(
             step,
-            names,
+            colours,
             profile.matmul_dtype,
             delayed=profile.scaling == "delayed",
             rows=profile.scaling == "rows",
         )
-    return step, names
+    return step, colours

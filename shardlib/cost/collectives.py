@@ -546,7 +546,7 @@ class LinkCosts(ArrayTable):
 def link_costs(placements: Sequence[Placement], topology: Topology) -> LinkCosts:
     """The costs of every slot on every placement; groups on equivalent links are priced once."""
     latency, per_byte = (np.zeros((len(SLOTS), len(placements))) for _ in range(2))
-    numbers, costs_by_way = _known_costs(topology)
+    numbers, costs_by_way = _cached_costs(topology)
     span_index: dict[str, NDArray[np.int64]] = {
         axis: np.array([numbers.setdefault(p.get(axis, ()), len(numbers)) for p in placements])
         for axis in MESH_AXES
@@ -561,7 +561,7 @@ def link_costs(placements: Sequence[Placement], topology: Topology) -> LinkCosts
         for slots in _by_steps(GROUP_SLOTS[group]) if torus else (GROUP_SLOTS[group],):
             in_steps = torus and stepwise(SLOTS[slots[0]])
             columns = axes if in_steps else joined
-            first, which = distinct_rows(columns)
+            first, inverse = distinct_rows(columns)
             rows = np.stack(columns)[:, first].T.tolist()
             keys = [(in_steps, *(filter(None, row) if in_steps else row)) for row in rows]
             for slot in slots:
@@ -576,7 +576,7 @@ def link_costs(placements: Sequence[Placement], topology: Topology) -> LinkCosts
                         costs_by_way[key].latency_s,
                         costs_by_way[key].seconds_per_byte,
                     )
-                latency[slot], per_byte[slot] = costs[:, which]
+                latency[slot], per_byte[slot] = costs[:, inverse]
     return LinkCosts(latency=latency, per_byte=per_byte)
 
 
@@ -636,7 +636,7 @@ SAME_COST: tuple[int, ...] = tuple(
 
 
 @lru_cache(maxsize=16)
-def _known_costs(
+def _cached_costs(
     topology: Topology,
 ) -> tuple[dict[tuple[Span, ...], int], dict[tuple[tuple[str, str], tuple[int, ...]], LinearCost]]:
     """Caches for searches on the same links: the index of each tuple of spans, and the costs of
@@ -667,13 +667,13 @@ def least_link_costs(sizes: Mapping[str, Array], topology: Topology) -> LinkCost
     count = len(next(iter(sizes.values())))
     latency, per_byte = (np.zeros((len(SLOTS), count)) for _ in range(2))
     for group in GROUPS:
-        degrees, which = np.unique(
+        degrees, inverse = np.unique(
             np.prod([sizes[axis] for axis in group.axes], axis=0), return_inverse=True
         )
         for number in GROUP_SLOTS[group]:
             costs = [_least(SAME_COST[number], int(n), topology) for n in degrees]
             latency[number], per_byte[number] = (
-                np.array(values)[which.reshape(-1)] for values in zip(*costs, strict=True)
+                np.array(values)[inverse.reshape(-1)] for values in zip(*costs, strict=True)
             )
     return LinkCosts(latency=latency, per_byte=per_byte)
 

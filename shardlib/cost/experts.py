@@ -88,18 +88,18 @@ def capacity_layers(graph: Graph) -> dict[int, CapacityLayer]:
 
 
 def with_dispatch(
-    graph: Graph, names: tuple[LogicalAxes, ...], batch: str | None, grouped: str
+    graph: Graph, colours: tuple[LogicalAxes, ...], batch: str | None, grouped: str
 ) -> tuple[Graph, tuple[LogicalAxes, ...]]:
     """A graph in which tokens are dispatched to experts with a capacity, and the colours of its
     values.
     """
     capped = capacity_layers(graph)
     if not capped or batch is None:
-        return graph, names
-    value_dims = _along_tokens(graph)
-    names = tuple(
+        return graph, colours
+    value_dims = _token_dims(graph)
+    colours = tuple(
         tuple(batch if (value, dim) in value_dims else colour for dim, colour in enumerate(axes))
-        for value, axes in enumerate(names)
+        for value, axes in enumerate(colours)
     )
     ops = tuple(
         replace(op, kind=grouped, flops=op.flops * capped[op.region].max_fill)
@@ -107,10 +107,10 @@ def with_dispatch(
         else op
         for op in graph.ops
     )
-    return replace(graph, ops=ops), names
+    return replace(graph, ops=ops), colours
 
 
-def _along_tokens(graph: Graph) -> set[_ValueDim]:
+def _token_dims(graph: Graph) -> set[_ValueDim]:
     """Dims of slots and of the queue: those of moved rows, and all that share a factor with
     them.
     """
@@ -149,7 +149,7 @@ def _by_factor(graph: Graph, op: Op) -> dict[int, list[_ValueDim]]:
     """The dims of an op by their factor, without those that merge several factors."""
     value_dims: dict[int, list[_ValueDim]] = defaultdict(list)
 
-    def note(values: Sequence[int], all_dims: tuple[Dims, ...]) -> None:
+    def add(values: Sequence[int], all_dims: tuple[Dims, ...]) -> None:
         for value, dims in zip(values, all_dims, strict=True):
             for dim, factors in enumerate(dims):
                 if len([factor for factor in factors if op.rule.sizes[factor] > 1]) == 1:
@@ -157,8 +157,8 @@ def _by_factor(graph: Graph, op: Op) -> dict[int, list[_ValueDim]]:
                         next(factor for factor in factors if op.rule.sizes[factor] > 1)
                     ].append((value, dim))
 
-    note(op.operands, op.rule.operands)
-    note(op.results, op.rule.results)
+    add(op.operands, op.rule.operands)
+    add(op.results, op.rule.results)
     return value_dims
 
 
@@ -198,33 +198,33 @@ class TokenExchange:
 EVEN_ROUTING = TokenExchange()
 
 
-def expert_colour(graph: Graph, names: Sequence[LogicalAxes]) -> str | None:
+def expert_colour(graph: Graph, colours: Sequence[LogicalAxes]) -> str | None:
     """The colour of experts: that of the groups of weights in grouped matmuls, or in products of
     slots with weights; None if there are none.
     """
-    colours = (
-        names[value][0]
+    candidates = (
+        colours[value][0]
         for op in graph.ops
         if op.kind in GROUPED or (op.category == "matmul" and has_capacity(op))
         for value in op.operands[:2]
         if len(graph.values[value].shape) == 3
     )
-    return next((name for name in colours if name), None)
+    return next((name for name in candidates if name), None)
 
 
 def localised(
-    step: StepGraph, names: tuple[LogicalAxes, ...], batch: str | None
+    step: StepGraph, colours: tuple[LogicalAxes, ...], batch: str | None
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with sorts and grouped matmuls over each device's own tokens, and the colours of its
     values.
     """
-    graph, names = with_dispatch(step.graph, names, batch, "ragged_dot_general")
+    graph, colours = with_dispatch(step.graph, colours, batch, "ragged_dot_general")
     regions = {op.region for op in graph.ops if op.kind in GROUPED}
-    ops = tuple(_local(op, names, batch) if op.region in regions else op for op in graph.ops)
-    return replace(step, graph=replace(graph, ops=ops)), names
+    ops = tuple(_local(op, colours, batch) if op.region in regions else op for op in graph.ops)
+    return replace(step, graph=replace(graph, ops=ops)), colours
 
 
-def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
+def _local(op: Op, colours: Sequence[LogicalAxes], batch: str | None) -> Op:
     """An op over each device's own tokens.
 
     Factors along the batch that must be whole may be sharded; if that contracts the batch, sharding
@@ -236,7 +236,7 @@ def _local(op: Op, names: Sequence[LogicalAxes], batch: str | None) -> Op:
         for values, all_dims in ((op.operands, op.rule.operands), (op.results, op.rule.results))
         for value, dims in zip(values, all_dims, strict=True)
         for dim, factors in enumerate(dims)
-        if names[value][dim] == batch
+        if colours[value][dim] == batch
         and batch is not None
         and (factor := op.rule.major(factors)) is not None
     }
@@ -252,7 +252,7 @@ def _factors_in(values: tuple[Dims, ...]) -> set[int]:
 
 
 def routed_values(
-    graph: Graph, names: Sequence[LogicalAxes], batch: str | None
+    graph: Graph, colours: Sequence[LogicalAxes], batch: str | None
 ) -> list[tuple[int, int]]:
     """(op, value) of every array of tokens that changes devices: rows that a gather dispatches or
     combines, or that a scatter adds up. These are gathers and scatters of feature rows in the
@@ -266,7 +266,7 @@ def routed_values(
         moved = op.results[0] if op.category == "gather" else op.operands[-1]
         value = graph.values[moved]
         rows = (
-            names[moved][1 if len(value.shape) == 3 and has_capacity(op) else 0]
+            colours[moved][1 if len(value.shape) == 3 and has_capacity(op) else 0]
             if len(value.shape) == 2 or has_capacity(op)
             else None
         )
@@ -274,13 +274,13 @@ def routed_values(
             value.shape[-1] > 1
             and "float" in value.dtype
             and batch in (rows or "").split("+")
-            and _whole_rows(op, graph)
+            and _moves_rows(op, graph)
         ):
             moved_values.append((index, moved))
     return moved_values
 
 
-def _whole_rows(op: Op, graph: Graph) -> bool:
+def _moves_rows(op: Op, graph: Graph) -> bool:
     """True if whole rows move, which distinguishes tokens from single scores."""
     source = graph.values[op.operands[0]].shape
     moved = graph.values[op.results[0] if op.category == "gather" else op.operands[-1]].shape

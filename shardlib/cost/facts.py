@@ -40,7 +40,7 @@ _WRITES: frozenset[str] = frozenset(
     {"matmul", "convolution", "gather", "scatter", "sort", "reduction", "boundary", "opaque"}
 )
 #: Categories that need their operands in memory.
-_READS_WHOLE: frozenset[str] = frozenset(
+_READS_MEMORY: frozenset[str] = frozenset(
     {"matmul", "convolution", "scatter", "sort", "boundary", "opaque"}
 )
 #: Roles of inputs, which are always in memory.
@@ -139,7 +139,7 @@ def _is_materialised(graph: Graph, traits: Traits) -> frozenset[int]:
     for op in graph.ops:
         if op.category in _WRITES:
             materialised |= set(op.results)
-        if op.category in _READS_WHOLE and not (
+        if op.category in _READS_MEMORY and not (
             traits.fuses_operands
             and op.category in ("matmul", "convolution")
             and op.kind not in GROUPED
@@ -451,7 +451,7 @@ def live_spans(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int
     for value in graph.outputs:
         if value in deaths:
             deaths[value] = len(graph.ops) - 1
-    _in_place(graph, fusion, births, deaths)
+    _reuse_memory(graph, fusion, births, deaths)
     return {
         value: (births[value], deaths[value])
         for value in fusion.materialised
@@ -459,7 +459,9 @@ def live_spans(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int
     }
 
 
-def _in_place(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict[int, int]) -> None:
+def _reuse_memory(
+    graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict[int, int]
+) -> None:
     """Ends the live range of an operand one op earlier if an element-wise kernel can write over it:
     same size, not read later.
     """
@@ -494,8 +496,8 @@ def alive_at(spans: dict[int, tuple[int, int]], first: int, last: int) -> frozen
 #
 # The forward loop over a stack of layers and the backward loop over it read the same parameters;
 # both belong to one *layer group*. Pipeline stages, and rematerialisation of only some of the
-# layers, divide a group by its number of layers. Everything else is the *ends* of the model:
-# embedding, head and loss.
+# layers, divide a group by its number of layers. Everything else (embedding, head and loss) is
+# outside of the layers.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -737,7 +739,7 @@ class HeadPaths:
 
 
 def head_paths(
-    graph: Graph, kernels: Mapping[int, KernelHeads], names: Sequence[LogicalAxes]
+    graph: Graph, kernels: Mapping[int, KernelHeads], colours: Sequence[LogicalAxes]
 ) -> HeadPaths:
     """The values that ops without a contraction make of projection results for a kernel, and of the
     kernel's results for the products of gradients.
@@ -748,7 +750,7 @@ def head_paths(
         for value in op.operands:
             readers.setdefault(value, []).append(index)
 
-    def beyond(value: int, forward: bool) -> list[Op]:
+    def next_ops(value: int, forward: bool) -> list[Op]:
         neighbours = (
             [producers[value]] if forward and value in producers else readers.get(value, [])
         )
@@ -758,15 +760,15 @@ def head_paths(
         return [op for op in ops if op.category in ("elementwise", "movement")]
 
     for kernel, heads in kernels.items():
-        forward = graph.ops[kernel].kind == FORWARD
+        colour, forward = heads.colour, graph.ops[kernel].kind == FORWARD
         for start in graph.ops[kernel].operands if forward else graph.ops[kernel].results:
             pending = [start]
             while pending:
                 value = pending.pop()
-                if value in value_heads or heads.colour is None or heads.colour not in names[value]:
+                if value in value_heads or colour is None or colour not in colours[value]:
                     continue
                 value_heads[value] = heads
-                for op in beyond(value, forward):
+                for op in next_ops(value, forward):
                     pending.extend(op.operands if forward else op.results)
                     if op.category == "movement" and op.rule.whole and not forward:
                         paired.add(start)
@@ -779,8 +781,10 @@ class Facts:
 
     Attributes:
         graph: the step graph.
-        names: colour per dim of every value.
+        colours: colour per dim of every value.
         factors: colour per factor of every op.
+        query: of every op with several factors along the sequence, that of the queries.
+        weights, gradients: copies, casts and slices of parameters, and values that are gradients.
         fusion: kernels and materialised values.
         layers: layer groups.
         batch, sequence: colours of the batch and of the sequence.
@@ -788,14 +792,17 @@ class Facts:
         exchange: how tokens are dispatched to their experts.
         capped: layers of experts with a capacity, by region; only if tokens are routed.
         heads: heads of the kernels of attention, by index of the op.
+        trips: number of executions of every region per microbatch.
+        sources: input of the step graph -> the inputs of the step that it is made of.
+        producers, consumers: the op that makes a value, and those that read it.
         widths: colours of the width of these heads.
     """
 
     def __init__(
         self,
         step: StepGraph,
-        names: tuple[LogicalAxes, ...],
-        frozen: frozenset[tuple[str, int]],
+        colours: tuple[LogicalAxes, ...],
+        parameter_stack_dims: frozenset[tuple[str, int]],
         traits: Traits,
         *,
         batch: tuple[str | None, int] = (None, 1),
@@ -808,12 +815,12 @@ class Facts:
         self.batch, self.sequence, self.routes = batch[0], sequence[0], routes
         self.exchange = exchange
         self.capped = capacity_layers(step.graph) if routes else {}
-        self.names = names = merged_names(step.graph, names, batch, sequence)
+        self.colours = colours = merged_colours(step.graph, colours, batch, sequence)
         self.weights, self.gradients = step.weights(), step.gradient_like()
-        self.factors = all_factor_colours(step.graph, names, {*self.weights, *self.gradients})
+        self.factors = all_factor_colours(step.graph, colours, {*self.weights, *self.gradients})
         self.query = tuple(
-            _query_factor(step.graph, op, names, colours, sequence[0])
-            for op, colours in zip(step.graph.ops, self.factors, strict=True)
+            _query_factor(step.graph, op, colours, factor_colours, sequence[0])
+            for op, factor_colours in zip(step.graph.ops, self.factors, strict=True)
         )
         self.traits = traits
         self.fusion: Fusion = fuse(step.graph, traits)
@@ -824,10 +831,10 @@ class Facts:
             if (heads := kernel_heads(op, self.factors[index], batch[0], sequence[0])) is not None
         }
         self.widths = frozenset[str]().union(*(kernel.width for kernel in self.heads.values()))
-        self._between = head_paths(step.graph, self.heads, names)
+        self._head_paths = head_paths(step.graph, self.heads, colours)
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
-        self.frozen = frozen
+        self.parameter_stack_dims = parameter_stack_dims
         self._specs: dict[Choice, dict[LogicalAxes, Spec]] = {}
         self._last_specs: tuple[Choice | None, dict[LogicalAxes, Spec]] = None, {}
         self._sharded_inside: dict[tuple[int, Choice], bool] = {}
@@ -847,8 +854,8 @@ class Facts:
         )
         return Facts(
             step,
-            self.names,
-            self.frozen,
+            self.colours,
+            self.parameter_stack_dims,
             self.traits,
             batch=batch,
             sequence=sequence,
@@ -864,9 +871,9 @@ class Facts:
     def value_spec(self, value: int, choice: Choice) -> Spec:
         """The sharding of the dims of a value."""
         spec = self._colour_spec(value, choice)
-        if value not in self._between.heads or not self.has_whole_heads(value, choice):
+        if value not in self._head_paths.heads or not self.has_whole_heads(value, choice):
             return spec
-        position = self.names[value].index(self._between.heads[value].colour)
+        position = self.colours[value].index(self._head_paths.heads[value].colour)
         return tuple(
             "tensor" if dim == position else without_tensor(part) for dim, part in enumerate(spec)
         )
@@ -876,7 +883,7 @@ class Facts:
         if choice is not last:  # a choice is used for many values, and hashing it takes time
             specs = self._specs.setdefault(choice, {})
             self._last_specs = choice, specs
-        axes = self.names[value]
+        axes = self.colours[value]
         if axes not in specs:
             specs[axes] = choice.spec(axes)
         return specs[axes]
@@ -906,7 +913,7 @@ class Facts:
         """
         return not (
             any(index in self.heads for index in ops)
-            or any(value in self._between.heads for value in values)
+            or any(value in self._head_paths.heads for value in values)
         )
 
     def pairs_head_dims(self, value: int, choice: Choice) -> bool:
@@ -914,16 +921,16 @@ class Facts:
         op pairs its head dims (a rotation by positions) before the gradient of the projection reads
         it.
         """
-        return value in self._between.paired and self.has_whole_heads(value, choice)
+        return value in self._head_paths.paired and self.has_whole_heads(value, choice)
 
     def has_whole_heads(self, value: int, choice: Choice) -> bool:
         """True if a value is between an attention kernel and a projection whose heads tensor shards
         along their width, so that its heads are already whole.
         """
-        heads = self._between.heads.get(value)
+        heads, spec = self._head_paths.heads.get(value), self._colour_spec(value, choice)
         return heads is not None and any(
-            name in heads.width and "tensor" in axes_of(part)
-            for name, part in zip(self.names[value], self._colour_spec(value, choice), strict=True)
+            colour in heads.width and "tensor" in axes_of(part)
+            for colour, part in zip(self.colours[value], spec, strict=True)
         )
 
     def widths_of(self, region: int) -> frozenset[str]:
@@ -957,20 +964,20 @@ class Facts:
         return (
             frozenset({0})
             if source.stacked
-            else frozenset(dim for path, dim in self.frozen if path in source.paths)
+            else frozenset(dim for path, dim in self.parameter_stack_dims if path in source.paths)
         )
 
 
-def merged_names(
+def merged_colours(
     graph: Graph,
-    names: tuple[LogicalAxes, ...],
+    colours: tuple[LogicalAxes, ...],
     batch: tuple[str | None, int],
     sequence: tuple[str | None, int],
 ) -> tuple[LogicalAxes, ...]:
     """The colours of every value, with `TOKENS` for dims that merge batch and sequence."""
     (name, examples), (sequence_name, length) = batch, sequence
     if name is None or sequence_name is None or length == 1:
-        return names
+        return colours
 
     def merges(colour: str | None, size: int, axes: LogicalAxes) -> bool:
         return colour == name and sequence_name not in axes and size % (examples * length) == 0
@@ -980,18 +987,24 @@ def merged_names(
             TOKENS if merges(colour, size, axes) else colour
             for colour, size in zip(axes, value.shape, strict=True)
         )
-        for axes, value in zip(names, graph.values, strict=True)
+        for axes, value in zip(colours, graph.values, strict=True)
     )
 
 
 def _query_factor(
-    graph: Graph, op: Op, names: tuple[LogicalAxes, ...], colours: LogicalAxes, sequence: str | None
+    graph: Graph,
+    op: Op,
+    colours: tuple[LogicalAxes, ...],
+    factors: LogicalAxes,
+    sequence: str | None,
 ) -> int | None:
     """Of several factors along the sequence (queries and keys of attention), the first one in the
     largest value; None if there is only one.
     """
-    along = [i for i, colour in enumerate(colours) if colour == sequence and i not in op.rule.whole]
-    if sequence is None or len(along) < 2:
+    positions = [
+        i for i, colour in enumerate(factors) if colour == sequence and i not in op.rule.whole
+    ]
+    if sequence is None or len(positions) < 2:
         return None
     sides = [
         (value, dims)
@@ -999,13 +1012,13 @@ def _query_factor(
         for value, dims in zip(values, all_dims, strict=True)
     ]
     value, dims = max(
-        sides, key=lambda side: (names[side[0]].count(sequence), graph.values[side[0]].bytes)
+        sides, key=lambda side: (colours[side[0]].count(sequence), graph.values[side[0]].bytes)
     )
     return next(
         (
             major
-            for dim, factors in enumerate(dims)
-            if names[value][dim] == sequence and (major := op.rule.major(factors)) in along
+            for dim, group in enumerate(dims)
+            if colours[value][dim] == sequence and (major := op.rule.major(group)) in positions
         ),
         None,
     )

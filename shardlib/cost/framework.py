@@ -14,8 +14,8 @@ True
 `Abilities` are the decisions that a training framework can implement. A `Framework` has abilities
 and the profile that it is priced as.
 
->>> able = Abilities(axes=("data", "tensor"), zero=(0, 1), remat=("none", "full"))
->>> able.refusals({"zero": 3, "mesh": {"data": 8}}, {"data": 8})
+>>> abilities = Abilities(axes=("data", "tensor"), zero=(0, 1), remat=("none", "full"))
+>>> abilities.refusals({"zero": 3, "mesh": {"data": 8}}, {"data": 8})
 ['zero=3 (it has zero 0, 1)']
 """
 
@@ -494,7 +494,7 @@ class Framework:
             written.
         release: the release whose options are written.
         param_dtype: dtype of stored parameters; "" as in the model.
-        able: its abilities.
+        abilities: its abilities.
         sources: sources of the facts.
     """
 
@@ -505,5 +505,5 @@ class Framework:
     emits: str = ""
     release: str = ""
     param_dtype: str = ""
-    able: Abilities = ANY_PLAN
+    abilities: Abilities = ANY_PLAN
     sources: tuple[str, ...] = ()

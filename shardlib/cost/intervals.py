@@ -4,8 +4,8 @@ price had seen, by framework profile and vendor.
 `intervals.json` is written by `benchmarks/intervals.py`, which also holds how many runs of each
 source lie in the interval that the other sources give.
 
->>> known = interval("megatron-core-2024", "nvidia")
->>> known.low < 1 < known.high, interval("xla", "cpu") is None
+>>> megatron = interval("megatron-core-2024", "nvidia")
+>>> megatron.low < 1 < megatron.high, interval("xla", "cpu") is None
 (True, True)
 """
 
@@ -71,5 +71,5 @@ def interval(profile: str, vendor: str) -> Interval | None:
     """The interval of plans under a framework profile: its own, or that of all profiles on the
     vendor's chips where too few sources have it; None where nothing was published.
     """
-    known = intervals()
-    return known.get((profile, vendor), known.get(("", vendor)))
+    all_intervals = intervals()
+    return all_intervals.get((profile, vendor), all_intervals.get(("", vendor)))

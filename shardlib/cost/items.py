@@ -58,7 +58,7 @@ def exchange_item(facts: Facts, index: int) -> Item:
         )
 
     return Item(
-        colours=frozenset[str]().union(*(colours_in(facts.names[value]) for value, _ in moved)),
+        colours=frozenset[str]().union(*(colours_in(facts.colours[value]) for value, _ in moved)),
         terms=terms,
         segment=facts.layers.segment(op.region),
     )
@@ -146,7 +146,7 @@ def route_items(facts: Facts) -> list[Item]:
             )
             return (sent, arrived)
 
-        colours = colours_in(facts.names[value])
+        colours = colours_in(facts.colours[value])
         if facts.sequence is not None:
             colours |= {facts.sequence, *facts.widths_of(op.region)}  # the rows sent depend on them
         return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
@@ -154,7 +154,7 @@ def route_items(facts: Facts) -> list[Item]:
     return (
         [
             item(index, value)
-            for index, value in routed_values(facts.graph, facts.names, facts.batch)
+            for index, value in routed_values(facts.graph, facts.colours, facts.batch)
         ]
         if facts.routes
         else []
@@ -203,7 +203,7 @@ def boundary_items(facts: Facts) -> list[Item]:
                 )
             )
 
-        return Item(colours=colours_in(facts.names[value]), terms=terms, segment=OUTSIDE_LAYERS)
+        return Item(colours=colours_in(facts.colours[value]), terms=terms, segment=OUTSIDE_LAYERS)
 
     return [item(value) for value in carried]
 
@@ -270,7 +270,7 @@ def _reorderings(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
 
         def terms(choice: Choice) -> tuple[Term, ...]:
             spec = facts.value_spec(value, choice)
-            if facts.widths.intersection(facts.names[value][dim] for dim in dims):
+            if facts.widths.intersection(facts.colours[value][dim] for dim in dims):
                 return ()  # an attention kernel reads it, so it stays in order
             if not any(spec[dim] and sharded_by((spec[dim],), "tensor") for dim in dims):
                 return ()
@@ -285,7 +285,7 @@ def _reorderings(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
             return (moved,) if vector else (moved, moved)
 
         return Item(
-            colours=colours_in(facts.names[value]),
+            colours=colours_in(facts.colours[value]),
             terms=terms,
             segment=facts.layers.segment(region) if stack else OUTSIDE_LAYERS,
         )
@@ -311,9 +311,11 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
     could shard it, or it is a weight.
     """
     readers = _readers(facts, value)
-    if not readers or not any(facts.names[value]) or value in facts.weights:
+    if not readers or not any(facts.colours[value]) or value in facts.weights:
         return None
-    colours = colours_in(facts.names[value]).union(*(colours_in(facts.factors[i]) for i in readers))
+    colours = colours_in(facts.colours[value]).union(
+        *(colours_in(facts.factors[i]) for i in readers)
+    )
     return Item(
         colours=colours,
         terms=lambda choice: tuple(
@@ -335,7 +337,7 @@ def _gathers_key(facts: Facts, value: int, readers: list[int]) -> Hashable:
     rematerialised = _rematerialised(facts, readers)
     return (
         "gathers",
-        facts.names[value],
+        facts.colours[value],
         facts.graph.values[value].bytes,
         *(
             (
@@ -486,7 +488,7 @@ def gathers_of(facts: Facts, choice: Choice) -> list[TransferOps]:
     return [
         gather
         for value in facts.consumers
-        if any(facts.names[value])
+        if any(facts.colours[value])
         for gather in _gathers(facts, value, _readers(facts, value), choice)
     ]
 
@@ -519,7 +521,7 @@ def head_exchange_item(facts: Facts, index: int) -> Item:
 
     return Item(
         colours=colours_in(facts.factors[index]).union(
-            *(colours_in(facts.names[value]) for value in (*op.operands, *op.results))
+            *(colours_in(facts.colours[value]) for value in (*op.operands, *op.results))
         ),
         terms=terms,
         segment=facts.layers.segment(op.region),
@@ -620,7 +622,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         for value in (*facts.graph.ops[i].operands, *facts.graph.ops[i].results)
     }
     colours = colours_in(facts.factors[kernel.op]).union(
-        *(colours_in(facts.names[value]) for value in {*values, *touched})
+        *(colours_in(facts.colours[value]) for value in {*values, *touched})
     )
     weight = op.category == "matmul" and bool(facts.gradients & set(op.results))
     dtype = max(
@@ -634,9 +636,9 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         [
             _largest(facts, i)
             for i in kernel.fused
-            if (facts.graph.ops[i].kind in TRANSCENDENTAL) is hard
+            if (facts.graph.ops[i].kind in TRANSCENDENTAL) is transcendental
         ]
-        for hard in (False, True)
+        for transcendental in (False, True)
     )
 
     def shares(choice: Choice) -> bool:
@@ -673,7 +675,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         (op.kind, op.category, op.flops, op.rule, facts.factors[kernel.op], facts.query[kernel.op]),
         (facts.trips[op.region], segment, weight, dtype, len(op.operands)),
         *(
-            tuple((facts.names[value], size) for value, size in work)
+            tuple((facts.colours[value], size) for value, size in work)
             for work in (bytes_moved, simple_work, transcendental_work)
         ),
     )
@@ -918,7 +920,7 @@ def reduce_item(facts: Facts, summands: Summands) -> Item:
     group = summands.ops
     colours = frozenset[str]().union(
         *(
-            colours_in(facts.factors[i]) | colours_in(facts.names[facts.graph.ops[i].results[0]])
+            colours_in(facts.factors[i]) | colours_in(facts.colours[facts.graph.ops[i].results[0]])
             for i in group
         )
     )
@@ -955,7 +957,7 @@ def _reductions_key(facts: Facts, summands: Summands) -> Hashable:
                 (facts.factors[index], facts.query[index]),
                 *(
                     (
-                        (facts.names[value], value in facts.gradients),
+                        (facts.colours[value], value in facts.gradients),
                         (values[value].shape, values[value].bytes, _reduced_bytes(facts, value)),
                     )
                     for value in op.results
@@ -1191,7 +1193,7 @@ def gather_item(facts: Facts, item: GatheredParameter) -> Item:
         )
 
     return Item(
-        colours=colours_in(facts.names[item.source]),
+        colours=colours_in(facts.colours[item.source]),
         terms=terms,
         segment=facts.layers.segment(item.region),
     )

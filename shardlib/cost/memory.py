@@ -158,11 +158,11 @@ def live_ranges(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) 
                 ranges.append(LiveRange(value=value, part="copy", birth=birth, death=death))
         elif value in facts.gradients:
             partial = op.category in _CONTRACTIONS and bool(op.rule.summed)
-            whole = value in step.gradients and op.kind != "exit"
+            at_once = value in step.gradients and op.kind != "exit"
             ranges.append(
                 LiveRange(
                     value=value,
-                    part="temporary" if partial else "added" if whole else "gradient",
+                    part="temporary" if partial else "added" if at_once else "gradient",
                     birth=birth,
                     death=min(death, birth + 1) if partial else death,
                 )
@@ -243,14 +243,14 @@ def _overlapped(facts: Facts, ranges: list[LiveRange], loss: int) -> list[LiveRa
     and so do their operands.
     """
     ops = facts.graph.ops
-    again = [
+    rematerialised = [
         i
         for i, op in enumerate(ops)
         if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > loss
     ]
-    if not again:
+    if not rematerialised:
         return ranges
-    region = ops[again[0]].region
+    region = ops[rematerialised[0]].region
     inside = [i for i, op in enumerate(ops) if op.region == region]
     head = [
         live
@@ -454,10 +454,10 @@ def points(
     """
     peaks: dict[int, None] = {}
     for level in alive:
-        among = np.where(outside, level[:-1], -np.inf)
-        peak, head = int(np.argmax(level)), int(np.argmax(among))
+        outside_bytes = np.where(outside, level[:-1], -np.inf)
+        peak, head = int(np.argmax(level)), int(np.argmax(outside_bytes))
         peaks[peak] = None
-        if among[head] >= _NEAR_PEAK * level[peak]:
+        if outside_bytes[head] >= _NEAR_PEAK * level[peak]:
             peaks[head] = None
     return [alive_at(spans, peak, peak) for peak in peaks]
 
@@ -565,14 +565,14 @@ def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: Prof
         return (resident,) if live.kernel is None else _by_heads(facts, live, resident, choice)
 
     counted_in = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE_LAYER
-    names, size = facts.names[live.value], value.bytes * live.share
+    colours, size = facts.colours[live.value], value.bytes * live.share
     kernels = () if live.kernel is None else (live.kernel,)
     comparable = facts.follows_colours(kernels, (live.value,)) and memory.is_unchanged(live.value)
     return Item(
-        colours=colours_in(names),
+        colours=colours_in(colours),
         terms=terms,
         segment=counted_in,
-        key=(live.part, stacked, names, value.shape, size, counted_in) if comparable else None,
+        key=(live.part, stacked, colours, value.shape, size, counted_in) if comparable else None,
     )
 
 
@@ -602,19 +602,19 @@ def _by_heads(
 
 def stored_items(
     parameters: tuple[Parameter, ...],
-    names: Mapping[str, LogicalAxes],
-    frozen: frozenset[tuple[str, int]],
+    colours: Mapping[str, LogicalAxes],
+    stack_dims: frozenset[tuple[str, int]],
     segments: Mapping[str, int],
 ) -> list[Item]:
     """Items of stored parameters; identical parameters share one."""
     counts: Counter[tuple[LogicalAxes, tuple[int, ...], str, float, frozenset[int], int, bool]] = (
         Counter(
             (
-                names[p.path],
+                colours[p.path],
                 p.shape,
                 p.dtype,
                 p.state_bytes_per_element,
-                frozenset(dim for path, dim in frozen if path == p.path),
+                frozenset(dim for path, dim in stack_dims if path == p.path),
                 segments.get(p.path, OUTSIDE_LAYERS),
                 p.trained,
             )

@@ -34,9 +34,9 @@ from shardlib.cost.framework import XLA
 from shardlib.cost.intervals import Interval
 from shardlib.cost.roofline import (
     Applied,
-    efficiency,
     efficiency_of,
     kernel_seconds,
+    vendor_efficiency,
     with_reached_rates,
 )
 from shardlib.cost.stages import (
@@ -44,10 +44,10 @@ from shardlib.cost.stages import (
     Meshes,
     Plans,
     StepCosts,
-    on_stage,
     partition_by_work,
     slowest_chunk,
     slowest_stage,
+    stage_part,
 )
 from shardlib.cost.tables import MemoryPoint, Pricer, transfer_collectives
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, Item, LazyTable, Matmul, Transfer
@@ -230,8 +230,8 @@ class Estimate:
         """Seconds of one step between which it lies for most programs (`Interval.share`); None
         where nothing was published.
         """
-        known = self.interval
-        return known and (known.low * self.step_seconds, known.high * self.step_seconds)
+        interval = self.interval
+        return interval and (interval.low * self.step_seconds, interval.high * self.step_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -320,7 +320,7 @@ def collectives(
     """
     meshes, pricer = plan.meshes, plan.pricer
     assert len(meshes) == 1
-    roles, listing = _roles(plan), _Listing(mesh, placement, pricer.topology)
+    roles, sums = _roles(plan), _CollectiveSums(mesh, placement, pricer.topology)
     for item, part in (
         (item, part)
         for items, parts in work
@@ -339,13 +339,13 @@ def collectives(
                 if collective_matmuls and term in collective_matmuls:
                     message, each, hop = collective_matmuls[term]
                     key = ("collective-permute", ("tensor",), round(message), term.cause)
-                    listing.add(key, each * runs, each * hop * runs)
+                    sums.add(key, each * runs, each * hop * runs)
                 else:
-                    size_of_each = float(size[0]) / _ends_parts(slot, item.segment, plan)
-                    listing.note(slot, size_of_each, runs, term.cause)
+                    size_of_each = float(size[0]) / _head_parts(slot, item.segment, plan)
+                    sums.add_slot(slot, size_of_each, runs, term.cause)
     for (slot, cause), size in once.items():
-        listing.note(slot, size, 1.0 if size else 0.0, cause)
-    return listing.listed()
+        sums.add_slot(slot, size, 1.0 if size else 0.0, cause)
+    return sums.listed()
 
 
 def _roles(plan: Plans) -> set[str]:
@@ -365,7 +365,7 @@ def _roles(plan: Plans) -> set[str]:
 _Key = tuple[str, tuple[str, ...], int, str]
 
 
-class _Listing:
+class _CollectiveSums:
     """Collectives of a step, equal ones added up."""
 
     def __init__(self, mesh: MeshShape, placement: Placement, topology: Topology) -> None:
@@ -377,7 +377,7 @@ class _Listing:
         number, before = self._sums.get(key, (0.0, 0.0))
         self._sums[key] = number + count, before + seconds
 
-    def note(self, slot: Slot, size: float, count: float, cause: str) -> None:
+    def add_slot(self, slot: Slot, size: float, count: float, cause: str) -> None:
         """Adds the collectives of a slot, by each step that they consist of.
 
         Args:
@@ -426,24 +426,24 @@ def _executions(term: Transfer, slot: Slot, segment: int, plan: Plans) -> float:
     role, micro, stage_runs = slot.role, int(plan.meshes.micro[0]), float(plan.stage_runs[0])
     if role == "stage":
         return stage_runs * plan.decisions.virtual_stages
-    spread = _spreads_ends(plan)
-    ends = spread and segment == OUTSIDE_LAYERS
-    runs = micro if ends or segment < 0 else stage_runs
+    spread = _spreads_head(plan)
+    in_spread_head = spread and segment == OUTSIDE_LAYERS
+    runs = micro if in_spread_head or segment < 0 else stage_runs
     share = float(plan.shares_moved[segment, 0])
     if role not in _OF_PARAMETERS:
         return runs * (share if segment >= 0 else 1.0)
     # In a pipeline in one program, nothing depends on gradients of vectors.
     waits = not spread or len(term.shape) > 1
-    per_step = _runs_per_step(slot, ends, plan) if waits else None
+    per_step = _runs_per_step(slot, in_spread_head, plan) if waits else None
     return (runs if per_step is None else per_step) * share
 
 
-def _runs_per_step(slot: Slot, ends: bool, plan: Plans) -> float | None:
+def _runs_per_step(slot: Slot, in_spread_head: bool, plan: Plans) -> float | None:
     """The number of times that a stage gathers parameters or reduces gradients per step; None: once
     per microbatch.
     """
     zero = plan.decisions.zero
-    if ends:
+    if in_spread_head:
         return None if plan.head_gathers[0] > 1 else 1.0
     if slot.role != "gather" and plan.profile.reduces_once(zero):
         return 1.0
@@ -456,15 +456,15 @@ def _runs_per_step(slot: Slot, ends: bool, plan: Plans) -> float | None:
     return float((pairs if slot.role == "gather" else reductions)[0])
 
 
-def _ends_parts(slot: Slot, segment: int, plan: Plans) -> int:
+def _head_parts(slot: Slot, segment: int, plan: Plans) -> int:
     """Number of parts of an activation if all stages compute embedding and head, each for a
     part.
     """
     separate = segment == OUTSIDE_LAYERS and slot.role not in ("stage", "ends", *_OF_PARAMETERS)
-    return int(plan.meshes.stage[0]) if separate and _spreads_ends(plan) else 1
+    return int(plan.meshes.stage[0]) if separate and _spreads_head(plan) else 1
 
 
-def _spreads_ends(plan: Plans) -> bool:
+def _spreads_head(plan: Plans) -> bool:
     """True if several stages all compute embedding and head."""
     return bool(plan.meshes.stage[0] > 1) and plan.profile.ends_on_all_stages
 
@@ -487,7 +487,7 @@ def exposed(costs: StepCosts, plans: Plans, compute: Array) -> Array:
         compute: seconds of compute of a microbatch, [candidates].
     """
     profile, meshes, zero = plans.profile, plans.meshes, plans.decisions.zero
-    overlap = plans.pricer.constants.overlap
+    overlap = plans.pricer.efficiency.overlap
     micro, scale = meshes.micro, plans.shares_moved
     reduced, gathered = _reduction_seconds(costs, scale, plans), np.zeros(len(meshes))
     if zero:
@@ -501,7 +501,7 @@ def exposed(costs: StepCosts, plans: Plans, compute: Array) -> Array:
         hideable = overlap * compute * micro
         if profile.name == XLA.name and plans.pricer.topology.chip.vendor == "google":
             return _on_tpus(reduced, gathered, ring, hideable, zero)
-        least = (1 - plans.pricer.constants.hidden) * (reduced + gathered)
+        least = (1 - plans.pricer.efficiency.hidden) * (reduced + gathered)
         combined = np.maximum(least, reduced + gathered + ring - hideable)
         if not profile.reduces_in_the_last(zero):
             return combined
@@ -553,7 +553,7 @@ def _reduction_seconds(costs: StepCosts, scale: Array, plans: Plans) -> Array:
         return _per_step(seconds, scale, plans.weight_gathers[1], plans)
     if profile.reduces_in_the_last(zero):
         return _per_step(seconds, scale, once, plans) + np.where(
-            meshes.stage > 1, 0.0, on_stage(costs.collectives.routed, scale) * (meshes.micro - 1)
+            meshes.stage > 1, 0.0, stage_part(costs.collectives.routed, scale) * (meshes.micro - 1)
         )
     return _per_step(seconds, scale, np.where(meshes.stage > 1, 1, meshes.micro), plans)
 
@@ -597,8 +597,8 @@ _INTERLEAVING = np.array(
 
 def _updated_gather(costs: StepCosts, scale: Array, meshes: Meshes) -> Array:
     """Seconds of the gather of updated parameters after the optimizer (ZeRO 1, 2)."""
-    experts = on_stage(costs.stored.experts, scale)
-    dense = on_stage(costs.stored.parameters, scale) - experts
+    experts = stage_part(costs.stored.experts, scale)
+    dense = stage_part(costs.stored.parameters, scale) - experts
     links, total = meshes.links, np.zeros(len(meshes))
     for group, size in ((storage_group(), dense), (storage_group(experts=True), experts)):
         slot = SLOTS.index(Slot("gather", group, "all-gather"))
@@ -623,9 +623,9 @@ def stored_bytes(costs: StepCosts, plans: Plans) -> tuple[Array, Array, Array, A
     """
     stored, zero, scale = costs.stored, plans.decisions.zero, plans.shares_stored
     staged = plans.meshes.stage > 1
-    frozen = on_stage(stored.frozen_sharded if zero >= 3 else stored.frozen, scale)
-    parameters = on_stage(stored.parameters_sharded if zero >= 3 else stored.parameters, scale)
-    gradients = on_stage(stored.accumulated_sharded if zero >= 2 else stored.accumulated, scale)
+    frozen = stage_part(stored.frozen_sharded if zero >= 3 else stored.frozen, scale)
+    parameters = stage_part(stored.parameters_sharded if zero >= 3 else stored.parameters, scale)
+    gradients = stage_part(stored.accumulated_sharded if zero >= 2 else stored.accumulated, scale)
     gathered_share = (
         (1.0 if plans.profile.stage_gathers == "step" else plans.weight_gathers[2])
         if zero >= 3
@@ -633,16 +633,16 @@ def stored_bytes(costs: StepCosts, plans: Plans) -> tuple[Array, Array, Array, A
     )
     if gathered_share:
         ratio = plans.model.compute_dtype_ratio
-        gathered = on_stage(stored.parameters, scale) * ratio * gathered_share
+        gathered = stage_part(stored.parameters, scale) * ratio * gathered_share
         parameters = parameters + np.where(staged, gathered, 0.0)
         gradients = gradients + np.where(
-            staged, on_stage(stored.accumulated, scale) * gathered_share, 0.0
+            staged, stage_part(stored.accumulated, scale) * gathered_share, 0.0
         )
     return (
         parameters,
         frozen,
         gradients,
-        on_stage(stored.state_sharded if zero >= 1 else stored.state, scale),
+        stage_part(stored.state_sharded if zero >= 1 else stored.state, scale),
     )
 
 
@@ -717,7 +717,7 @@ def bytes_by_part(
         gradients: bytes of gradients accumulated over microbatches, array [candidates].
     """
     stages, meshes, scale = _fullest_stages(plans), plans.meshes, plans.shares
-    points = [_memory_at(costs, point, on, plans) for on in stages for point in costs.points]
+    points = [_memory_at(costs, point, stage, plans) for stage in stages for point in costs.points]
     peak = _fullest_point(points, meshes)
     in_flight, stacks = stages[0].in_flight, np.zeros(len(meshes))
     for point in costs.points:
@@ -742,30 +742,30 @@ def _memory_at(
     """The memory of a stage at a point where it may peak."""
     zero, meshes, stored = plans.decisions.zero, plans.meshes, stage.stored
     combined = plans.profile.collected == "together"
-    saved = on_stage(point.saved, stage.in_flight) + on_stage(
+    saved = stage_part(point.saved, stage.in_flight) + stage_part(
         point.copy_sharded if zero >= 3 else point.copy, stored
     )
-    cast = on_stage(point.cast_sharded if zero >= 3 else point.cast, stored)
+    cast = stage_part(point.cast_sharded if zero >= 3 else point.cast, stored)
     saved = saved + np.where(meshes.stage > 1, 0.0, cast)
     unsharded = combined or zero < 2
-    added = on_stage(point.added if unsharded else point.added_sharded, stored)
+    added = stage_part(point.added if unsharded else point.added_sharded, stored)
     alive = (
         np.zeros(len(meshes))
         if plans.profile.gradient_buffer
-        else on_stage(point.gradient if unsharded else point.gradient_sharded, stored)
+        else stage_part(point.gradient if unsharded else point.gradient_sharded, stored)
         + np.where((meshes.micro > 1) & (meshes.stage == 1), 0.0, added)
     )
     if zero < 3:
         gathered = np.zeros(len(meshes))
     elif combined:
         gathered = np.maximum(
-            0.0, on_stage(costs.stored.parameters + costs.stored.frozen, stored) - alive
+            0.0, stage_part(costs.stored.parameters + costs.stored.frozen, stored) - alive
         )
     else:
-        gathered = on_stage(point.gathered, stored)
+        gathered = stage_part(point.gathered, stored)
     return _LiveBytes(
         saved=saved,
-        temporaries=on_stage(point.temporary, stage.once),
+        temporaries=stage_part(point.temporary, stage.once),
         gradients=alive,
         gathered=gathered,
     )
@@ -911,7 +911,7 @@ def reprice(
         else:
             blocking += collective.seconds
     compute = kernels or predicted.compute
-    exposed = blocking + max(0.0, hidden - efficiency(vendor).overlap * compute)
+    exposed = blocking + max(0.0, hidden - vendor_efficiency(vendor).overlap * compute)
     return replace(
         predicted,
         compute=compute,
@@ -939,9 +939,9 @@ def least_seconds(costs: StepCosts, plans: Plans) -> Array:
     does not depend on the ZeRO stage.
     """
     stages, decisions, tick = plans.meshes.stage, plans.decisions, tick_seconds(costs, plans)
-    each = named(decisions.schedule).waiting(plans.pipelines, tick, costs.kernels.weights / stages)
+    waits = named(decisions.schedule).waiting(plans.pipelines, tick, costs.kernels.weights / stages)
     busy = plans.meshes.micro * (tick + costs.collectives.ends)
-    return busy + np.where(stages > 1, decisions.accumulation * each, 0.0)
+    return busy + np.where(stages > 1, decisions.accumulation * waits, 0.0)
 
 
 def _stage_sends(costs: StepCosts, plans: Plans) -> Array:
@@ -1036,8 +1036,8 @@ def matrix_seconds(plans: Plans) -> Array:
 
 def _group_seconds(group: MatrixGroup, layout: str, plans: Plans) -> Array:
     meshes, pricer = plans.meshes, plans.pricer
-    one = np.ones_like(meshes.stage)
-    stages = meshes.stage if group.stacked else one
+    ones = np.ones_like(meshes.stage)
+    stages = meshes.stage if group.stacked else ones
     matrices = np.maximum(group.matrices / stages, 1.0)
     devices = (
         meshes.ways((*TOKEN_AXES, TENSOR.name))
@@ -1068,7 +1068,7 @@ def _product_seconds(product: Contraction, pricer: Pricer) -> float:
         category="matmul" if sides else "",
     )
     seconds = kernel_seconds(
-        kernel, lambda amount: np.array([amount.total]), pricer.topology.chip, pricer.constants
+        kernel, lambda amount: np.array([amount.total]), pricer.topology.chip, pricer.efficiency
     )
     return float(seconds[0]) * product.trips
 
@@ -1158,19 +1158,19 @@ def combine(costs: StepCosts, plans: Plans) -> Totals:
         "optimizer": state,
         "batch": model.batch_bytes / meshes.ways(TOKEN_AXES) + model.state_bytes,
     }
-    updated = on_stage(
+    updated = stage_part(
         costs.stored.parameters_sharded if zero >= 1 else costs.stored.parameters,
         plans.shares_stored,
     )
     update = (3 * updated + 2 * state) / (
-        pricer.topology.chip.hbm_bytes_per_s * pricer.constants.update_share
+        pricer.topology.chip.hbm_bytes_per_s * pricer.efficiency.update_share
     ) + matrix_seconds(plans)
     seconds["overhead"] = (
         seconds["overhead"]
-        + pricer.constants.step_s
-        + pricer.constants.microbatch_s
+        + pricer.efficiency.step_s
+        + pricer.efficiency.microbatch_s
         * (meshes.micro + plans.decisions.accumulation * (meshes.stage - 1))
-        + pricer.constants.fresh * freshly_mapped(memory) / pricer.topology.chip.hbm_bytes_per_s
+        + pricer.efficiency.fresh * freshly_mapped(memory) / pricer.topology.chip.hbm_bytes_per_s
     )
     memory["temporaries"] = (
         memory["temporaries"]

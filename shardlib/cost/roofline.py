@@ -35,7 +35,7 @@ framework profile (`curves/CHIP.xla.json`; those under other profiles belong to
 `shardlib.frameworks`), with sources or with the measurements that they were fitted to. A user's own
 measurements override both.
 
->>> efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla").matmul
+>>> vendor_efficiency("nvidia").matmul, efficiency_of("h100", "nvidia", "xla").matmul
 (0.8, 0.54)
 >>> efficiency_of("h100", "nvidia", "xla", {"matmul": 0.7}).matmul
 0.7
@@ -493,7 +493,7 @@ _VENDOR_FIGURES: dict[str, Efficiency] = {
 }
 
 
-def efficiency(vendor: str) -> Efficiency:
+def vendor_efficiency(vendor: str) -> Efficiency:
     """The figures of a vendor's chips ("nvidia", "google" or "cpu")."""
     return _VENDOR_FIGURES[vendor]
 
@@ -502,23 +502,23 @@ def efficiency(vendor: str) -> Efficiency:
 # Curves of chips under framework profiles, and links at the rates that collectives reach.
 
 
-def with_reached_rates(topology: Topology, constants: Efficiency) -> Topology:
+def with_reached_rates(topology: Topology, efficiency: Efficiency) -> Topology:
     """The topology with link rates as the collectives of this software reach them; the same object
     if they are unchanged.
     """
-    if constants.fast == constants.slow == 1 and not constants.ring_step_s:
+    if efficiency.fast == efficiency.slow == 1 and not efficiency.ring_step_s:
         return topology
     tiers = (
         replace(
             tier,
             **(
-                {"latency_s": constants.ring_step_s, "ring": True}
-                if constants.ring_step_s and tier.kind == "network"
+                {"latency_s": efficiency.ring_step_s, "ring": True}
+                if efficiency.ring_step_s and tier.kind == "network"
                 else {}
             ),
             efficiency=min(
                 1.0,
-                tier.efficiency * (constants.slow if tier.kind == "network" else constants.fast),
+                tier.efficiency * (efficiency.slow if tier.kind == "network" else efficiency.fast),
             ),
         )
         for tier in topology.tiers
@@ -589,12 +589,12 @@ def efficiency_of(
     """The figures of a chip under a framework profile: the vendor's, overridden by the vendor's
     under the profile, by the chip's, by those of both, and by the user's own.
     """
-    figures, known = efficiency(vendor), curves()
+    figures, all_curves = vendor_efficiency(vendor), curves()
     if stack != "xla" and (frameworks := wing_module("shardlib.frameworks")) is not None:
-        known = {**known, **frameworks.curves()}
+        all_curves = {**all_curves, **frameworks.curves()}
     for key in [(vendor, stack)] + ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
-        if key in known:
-            figures = figures.with_values(dict(known[key].values))
+        if key in all_curves:
+            figures = figures.with_values(dict(all_curves[key].values))
     return figures.with_values(measured or {})
 
 
@@ -709,25 +709,25 @@ FUSIBLE: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
 CORE_FLOPS, CORE_BYTES = float(1 << 23), float(3 << 17)
 
 
-def kernel_seconds(term: Compute, local: Local, chip: Chip, constants: Efficiency) -> Array:
+def kernel_seconds(term: Compute, local: Local, chip: Chip, efficiency: Efficiency) -> Array:
     """Seconds of one execution of a kernel per device, array [candidates]; arguments as in
     `kernel_parts`.
     """
-    vector, matrix, traffic = kernel_parts(term, local, chip, constants)
-    if constants.cores > 1:
+    vector, matrix, traffic = kernel_parts(term, local, chip, efficiency)
+    if efficiency.cores > 1:
         vector, matrix, traffic = (
-            part * constants.cores / busy_cores(term, local, constants)
+            part * efficiency.cores / busy_cores(term, local, efficiency)
             for part in (vector, matrix, traffic)
         )
     busy = (
         np.maximum(np.maximum(vector, matrix), traffic)
-        if constants.at_once
+        if efficiency.at_once
         else vector + matrix + traffic
     )
-    return busy + max(chip.launch_s, constants.gap_s)
+    return busy + max(chip.launch_s, efficiency.gap_s)
 
 
-def busy_cores(term: Compute, local: Local, constants: Efficiency) -> Array:
+def busy_cores(term: Compute, local: Local, efficiency: Efficiency) -> Array:
     """The number of a device's cores that a kernel uses, by candidate: from 1 to `Efficiency.cores`
     (`Efficiency.batched_cores` for many matmuls in one kernel), with at least `CORE_FLOPS` or
     `CORE_BYTES` per core.
@@ -735,16 +735,16 @@ def busy_cores(term: Compute, local: Local, constants: Efficiency) -> Array:
     flops = local(term.flops)
     if term.category not in ("matmul", "convolution"):
         moved = sum((local(amount) for amount in term.traffic), np.zeros_like(flops))
-        return np.clip(moved / CORE_BYTES, 1.0, constants.cores)
-    limit = np.full_like(flops, constants.cores)
+        return np.clip(moved / CORE_BYTES, 1.0, efficiency.cores)
+    limit = np.full_like(flops, efficiency.cores)
     if term.matmul is not None and term.matmul.batches is not None:
         many = np.rint(local(term.matmul.batches)) > 1
-        limit = np.where(many, min(constants.batched_cores, constants.cores), limit)
+        limit = np.where(many, min(efficiency.batched_cores, efficiency.cores), limit)
     return np.clip(flops / CORE_FLOPS, 1.0, limit)
 
 
 def kernel_parts(
-    term: Compute, local: Local, chip: Chip, constants: Efficiency
+    term: Compute, local: Local, chip: Chip, efficiency: Efficiency
 ) -> tuple[Array, Array, Array]:
     """Seconds of a kernel's vector work, of its main work (`_compute_seconds`), and of its memory
     traffic, each as if it ran alone, by candidate.
@@ -752,80 +752,80 @@ def kernel_parts(
     flops = local(term.flops)
     zeros = np.zeros_like(flops)
     vector = sum((local(amount) for amount in term.elements.simple), zeros)
-    vector = vector + constants.transcendental * sum(
+    vector = vector + efficiency.transcendental * sum(
         (local(amount) for amount in term.elements.transcendental), zeros
     )
-    passes = (
-        constants.sort
+    traffic_ratio = (
+        efficiency.sort
         if term.category == "sort"
-        else constants.unfused
+        else efficiency.unfused
         if term.category in FUSIBLE
         else 1.0
     )
-    traffic = passes * sum((local(amount) for amount in term.traffic), zeros)
-    if term.weight and term.matmul is not None and constants.transposed:
+    traffic = traffic_ratio * sum((local(amount) for amount in term.traffic), zeros)
+    if term.weight and term.matmul is not None and efficiency.transposed:
         elements = local(term.matmul.rows) * local(term.matmul.columns)
         if term.matmul.batches is not None:
             elements = elements * local(term.matmul.batches)
-        traffic = traffic + constants.transposed * elements * ITEMSIZE.get(term.dtype, 4)
+        traffic = traffic + efficiency.transposed * elements * ITEMSIZE.get(term.dtype, 4)
     return (
-        vector / (chip.peak("bfloat16") * constants.vector),
-        _compute_seconds(term, flops, local, chip, constants),
-        traffic / (chip.hbm_bytes_per_s * constants.bandwidth_share(term.category)),
+        vector / (chip.peak("bfloat16") * efficiency.vector),
+        _compute_seconds(term, flops, local, chip, efficiency),
+        traffic / (chip.hbm_bytes_per_s * efficiency.bandwidth_share(term.category)),
     )
 
 
 def _compute_seconds(
-    term: Compute, flops: Array, local: Local, chip: Chip, constants: Efficiency
+    term: Compute, flops: Array, local: Local, chip: Chip, efficiency: Efficiency
 ) -> Array:
     """Seconds of a kernel's main work: that of the matrix unit, if it uses it."""
     peak = chip.peak(term.dtype)
-    share = constants.peak_share(term.dtype)
+    share = efficiency.peak_share(term.dtype)
     if term.kind in (FORWARD, BACKWARD):
-        padded = _padding(term.core, term.kind, constants)
+        padding_ratio = _padding(term.core, term.kind, efficiency)
         matrix = (
             flops
-            * padded
+            * padding_ratio
             / (
                 peak
-                * (constants.attention if term.kind == FORWARD else constants.attention_backward)
+                * (efficiency.attention if term.kind == FORWARD else efficiency.attention_backward)
             )
         )
-        moved = constants.scores if term.kind == FORWARD else constants.scores_backward
+        score_bytes = efficiency.scores if term.kind == FORWARD else efficiency.scores_backward
         scores = term.core.scores if term.core is not None else 0.0
-        return np.maximum(matrix, moved * scores * flops / chip.hbm_bytes_per_s)
+        return np.maximum(matrix, score_bytes * scores * flops / chip.hbm_bytes_per_s)
     if term.kind in GROUPED:
-        return flops * busiest(term.routed, local, constants) / (peak * share * constants.grouped)
+        return flops * busiest(term.routed, local, efficiency) / (peak * share * efficiency.grouped)
     if term.category == "convolution":
-        return flops / (peak * share * constants.convolution)
+        return flops / (peak * share * efficiency.convolution)
     if term.matmul is None:
-        return flops / (peak * constants.vector)
+        return flops / (peak * efficiency.vector)
     rows, columns, depth = (np.maximum(local(amount), 1.0) for amount in term.matmul.dims)
-    if constants.misaligned < 1:
+    if efficiency.misaligned < 1:
         lanes = 16 / ITEMSIZE.get(term.dtype, 2)
         share = share * np.where(
             (np.rint(columns) % lanes == 0) & (np.rint(depth) % lanes == 0),
             1.0,
-            constants.misaligned,
+            efficiency.misaligned,
         )
-    if constants.tiles:
+    if efficiency.tiles:
         batches = (
             np.maximum(local(term.matmul.batches), 1.0)
             if term.matmul.batches is not None
             else np.ones_like(flops)
         )
-        return matmul_seconds(rows, columns, depth, batches, peak * share, constants)
+        return matmul_seconds(rows, columns, depth, batches, peak * share, efficiency)
     padding = np.ones_like(flops)
     for size, amount in zip((rows, columns, depth), term.matmul.dims, strict=True):
         padding *= (
-            np.ceil(size / constants.tile) * constants.tile / size
-            if amount.total >= constants.tile
+            np.ceil(size / efficiency.tile) * efficiency.tile / size
+            if amount.total >= efficiency.tile
             else 1.0
         )
     return flops * padding / (peak * share)
 
 
-def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> float:
+def _padding(core: AttentionCore | None, kind: str, efficiency: Efficiency) -> float:
     """FLOPs of an attention kernel with padded heads, over those without.
 
     Forward, one matmul contracts heads of queries and one makes heads of values; backward there are
@@ -834,8 +834,8 @@ def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> fl
     if core is None or not core.head:
         return 1.0
     widths = core.head, core.value or core.head
-    padded = [math.ceil(width / constants.width) * constants.width for width in widths]
-    if constants.equal_widths:
+    padded = [math.ceil(width / efficiency.width) * efficiency.width for width in widths]
+    if efficiency.equal_widths:
         padded = [max(padded)] * 2
     matmuls = (1, 1) if kind == FORWARD else (3, 2)
     done, needed = (
@@ -844,14 +844,14 @@ def _padding(core: AttentionCore | None, kind: str, constants: Efficiency) -> fl
     return done / needed
 
 
-def busiest(routed: RoutedRows | None, local: Local, constants: Efficiency) -> Array | float:
+def busiest(routed: RoutedRows | None, local: Local, efficiency: Efficiency) -> Array | float:
     """Load of the busiest device over the mean, for a kernel or an all-to-all of routed rows; 1
     without `routed`, or if the chip's figures assume even loads.
     """
-    if routed is None or constants.skew is None:
+    if routed is None or efficiency.skew is None:
         return 1.0
     devices = np.rint(routed.experts.total / local(routed.experts)).astype(np.int64)
-    load = load_factor(local(routed.assignments), devices, routed.experts.total, constants.skew)
+    load = load_factor(local(routed.assignments), devices, routed.experts.total, efficiency.skew)
     return (
         load
         if routed.capacity_factor is None
@@ -865,21 +865,21 @@ def matmul_seconds(
     depth: Array,
     batches: Array,
     flops_per_s: float | Array,
-    constants: Efficiency,
+    efficiency: Efficiency,
 ) -> Array:
     """Seconds of `batches` matmuls [rows, depth] x [depth, columns] with the fastest tile."""
 
     def seconds(tile: Tile) -> Array:
         high, wide, share = tile
-        waves = np.ceil(np.ceil(rows / high) * np.ceil(columns / wide) * batches / constants.units)
+        waves = np.ceil(np.ceil(rows / high) * np.ceil(columns / wide) * batches / efficiency.units)
         return (
             waves
-            * constants.units
+            * efficiency.units
             * 2
             * high
             * wide
-            * (depth + constants.depth)
+            * (depth + efficiency.depth)
             / (flops_per_s * share)
         )
 
-    return np.min(np.stack([seconds(tile) for tile in constants.tiles]), axis=0)
+    return np.min(np.stack([seconds(tile) for tile in efficiency.tiles]), axis=0)

@@ -559,7 +559,7 @@ def partition_by_work(count: int, head: float, stages: Array) -> tuple[Array, Ar
     return passed(np.ones_like(part)), count - np.where(stages > 1, passed(stages - 1), 0)
 
 
-def on_stage(quantity: Array, scale: Array) -> Array:
+def stage_part(quantity: Array, scale: Array) -> Array:
     """The part of a quantity on the fullest stage, by segment.
 
     Args:
@@ -609,13 +609,13 @@ def slowest_chunk(seconds: Sequence[Array], counts: Sequence[int], chunks: Array
     total = np.asarray(sum(n * time for n, time in zip(counts, seconds, strict=True)), dtype=float)
     split = np.flatnonzero(chunks > 1)
     if len(split) < len(chunks):
-        of_split = (
+        slowest_of_split = (
             slowest_chunk([time[split] for time in seconds], counts, chunks[split])
             if len(split)
             else ()
         )
         slowest = total.copy()
-        slowest[split] = of_split
+        slowest[split] = slowest_of_split
         return slowest
     layers = [np.maximum(np.asarray(time, dtype=float), 1e-30) for time in seconds]
     longest = np.maximum.reduce(layers)

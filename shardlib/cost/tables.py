@@ -1,10 +1,10 @@
 """Tables of the terms of many items for all degrees of parallelism: measures, and tallies of their
 coefficients.
 
-A measure is a function of the degrees alone: the seconds of one kernel, or one over the number of
-shards of the batch. A `Share` is a product of such factors.
+A measure is a function of the degrees alone: the seconds of one kernel, or a `Fraction`, the
+part of an amount that one device has: one over the number of its shards.
 
->>> Share(batch=True).times(OverAxis("tensor")).factors
+>>> Fraction(batch=True).times(OverAxis("tensor")).factors
 (OverAxis(axis='tensor'),)
 
 A `Tally` has coefficients of measures by quantity, for any degrees. Tallies of different items add
@@ -208,8 +208,8 @@ Factor = OverAxis | OverStoredShards | DividesStored | BusiestLoad | LaunchSecon
 
 
 @dataclass(frozen=True)
-class Share:
-    """The local share of an amount, by the fields of `Amount`, times some factors."""
+class Fraction:
+    """The fraction of an amount on one device, by the fields of `Amount`, times some factors."""
 
     batch: bool = False
     tensor: bool = False
@@ -217,11 +217,13 @@ class Share:
     expert: bool = False
     factors: tuple[Factor, ...] = ()
 
-    def times(self, *factors: Factor) -> Share:
-        """The share times more factors."""
+    def times(self, *factors: Factor) -> Fraction:
+        """The fraction times more factors."""
         if not factors:
             return self
-        return Share(self.batch, self.tensor, self.context, self.expert, (*self.factors, *factors))
+        return Fraction(
+            self.batch, self.tensor, self.context, self.expert, (*self.factors, *factors)
+        )
 
 
 @dataclass(frozen=True)
@@ -234,17 +236,17 @@ class KernelSeconds:
     outside: bool
 
 
-Measure = Share | KernelSeconds
+Measure = Fraction | KernelSeconds
 
 
 @lru_cache(maxsize=64)
-def _share(batch: bool, tensor: bool, context: bool, expert: bool) -> Share:
-    return Share(batch, tensor, context, expert)
+def _fraction(batch: bool, tensor: bool, context: bool, expert: bool) -> Fraction:
+    return Fraction(batch, tensor, context, expert)
 
 
-def share(amount: Amount) -> Share:
+def fraction(amount: Amount) -> Fraction:
     """The measure of an amount, whose total is the coefficient."""
-    return _share(amount.batch, amount.tensor, amount.context, amount.expert)
+    return _fraction(amount.batch, amount.tensor, amount.context, amount.expert)
 
 
 #: Sizes that a measure may depend on: fields of `Degrees`.
@@ -270,7 +272,7 @@ def sizes_of(measure: Measure) -> frozenset[str]:
     return frozenset[str]().union(_dividing_sizes(measure), *map(_sizes_of_factor, measure.factors))
 
 
-def _dividing_sizes(amount: Amount | Share) -> frozenset[str]:
+def _dividing_sizes(amount: Amount | Fraction) -> frozenset[str]:
     """The sizes that divide an amount."""
     return frozenset(name for name in SIZES[:-1] if getattr(amount, name))
 
@@ -302,7 +304,7 @@ def _sizes_of_factor(factor: Factor) -> frozenset[str]:
 Array = np.ndarray
 
 
-def evaluate(measure: Share, degrees: Degrees, constants: Efficiency) -> Array:
+def evaluate(measure: Fraction, degrees: Degrees, efficiency: Efficiency) -> Array:
     """A measure other than a kernel, by degrees."""
     values = local(
         Amount(
@@ -315,14 +317,14 @@ def evaluate(measure: Share, degrees: Degrees, constants: Efficiency) -> Array:
         degrees,
     )
     for factor in measure.factors:
-        values = values * _factor(factor, degrees, constants)
+        values = values * _factor(factor, degrees, efficiency)
     return values
 
 
 def divides_stored(
     shape: tuple[int, ...],
     spec: Spec,
-    frozen: frozenset[int],
+    stack_dims: frozenset[int],
     degrees: Degrees,
     *,
     flat: bool = False,
@@ -335,7 +337,7 @@ def divides_stored(
     if flat:
         return degrees.stored_shards(spec) > 1
     divides, expert = np.zeros(len(degrees), dtype=bool), sharded_by(spec, "expert")
-    dims = [dim for dim, size in enumerate(shape) if dim not in frozen and size > 1]
+    dims = [dim for dim, size in enumerate(shape) if dim not in stack_dims and size > 1]
     for dim in dims if len(dims) > 1 else ():
         part = spec[dim] or ""
         divides |= _divides((shape[dim], expert, "tensor" in part, part == "expert"), degrees)
@@ -351,7 +353,7 @@ def _divides(key: tuple[int, bool, bool, bool], degrees: Degrees) -> Array:
     return degrees.divides[key]
 
 
-def _factor(factor: Factor, degrees: Degrees, constants: Efficiency) -> Array | float:
+def _factor(factor: Factor, degrees: Degrees, efficiency: Efficiency) -> Array | float:
     match factor:
         case OverAxis("tensor"):
             return 1.0 / degrees.tensor
@@ -361,20 +363,20 @@ def _factor(factor: Factor, degrees: Degrees, constants: Efficiency) -> Array | 
             raise AssertionError(f"no measure is by the ways of {axis}")
         case OverStoredShards(experts):
             return 1.0 / degrees.stored_shards((EXPERT.name,) if experts else ())
-        case DividesStored(shape, spec, frozen, flat, divides):
-            return divides_stored(shape, spec, frozen, degrees, flat=flat) == divides
+        case DividesStored(shape, spec, stack_dims, flat, divides):
+            return divides_stored(shape, spec, stack_dims, degrees, flat=flat) == divides
         case LaunchSeconds():
-            return constants.dispatch_s
+            return efficiency.dispatch_s
         case BusiestLoad(routed):
-            return busiest(routed, lambda amount: local(amount, degrees), constants)
+            return busiest(routed, lambda amount: local(amount, degrees), efficiency)
         case HeadsHold(heads):
             return _holds(heads, degrees)
 
 
 def _holds(heads: HeadCondition, degrees: Degrees) -> Array:
     """1.0 where the condition holds for the tensor degree, else 0.0."""
-    sizes, which = np.unique(degrees.tensor, return_inverse=True)
-    return np.array([float(heads.holds(int(n))) for n in sizes])[which.reshape(-1)]
+    sizes, inverse = np.unique(degrees.tensor, return_inverse=True)
+    return np.array([float(heads.holds(int(n))) for n in sizes])[inverse.reshape(-1)]
 
 
 #: Number of tables of degrees whose measures an index caches.
@@ -396,21 +398,21 @@ class MeasureIndex:
         self._cached: OrderedDict[Hashable, MeasureValues] = OrderedDict()
 
     def evaluated(
-        self, chip: Chip, constants: Efficiency, outside: Efficiency, degrees: Degrees
+        self, chip: Chip, efficiency: Efficiency, outside: Efficiency, degrees: Degrees
     ) -> MeasureValues:
         """The measures on some degrees, cached for later searches: a topology with other links or
         more memory has the same kernels.
         """
         key = (
             replace(chip, hbm_bytes=1, reserved_bytes=0),
-            constants,
+            efficiency,
             outside,
             tuple(getattr(degrees, name).tobytes() for name in SIZES),
         )
         values = self._cached.pop(key, None)
         if values is None:
             values = MeasureValues(
-                index=self, chip=chip, constants=constants, outside=outside, degrees=degrees
+                index=self, chip=chip, efficiency=efficiency, outside=outside, degrees=degrees
             )
         self._cached[key] = values
         if len(self._cached) > MAX_CACHED:
@@ -461,7 +463,8 @@ class MeasureValues:
 
     Attributes:
         index: the measures.
-        chip, constants, outside: the chip, and its efficiencies in layers and outside of them.
+        chip: the chip.
+        efficiency, outside: its efficiencies in layers, and outside of them.
         degrees: the degrees.
         kernel_degrees: the distinct degrees ignoring fsdp, on which kernels do not depend;
             `kernel_index` is the index into them by degrees.
@@ -469,7 +472,7 @@ class MeasureValues:
 
     index: MeasureIndex
     chip: Chip
-    constants: Efficiency
+    efficiency: Efficiency
     outside: Efficiency
     degrees: Degrees
     kernel_degrees: Degrees = field(init=False)
@@ -520,13 +523,13 @@ class MeasureValues:
 
     def _evaluated(self, number: int, degrees: Degrees) -> Array:
         measure = self.index.measures[number]
-        if isinstance(measure, Share):
-            return evaluate(measure, degrees, self.constants)
+        if isinstance(measure, Fraction):
+            return evaluate(measure, degrees, self.efficiency)
         seconds = kernel_seconds(
             measure.term,
             lambda amount: local(amount, degrees),
             self.chip,
-            self.outside if measure.outside else self.constants,
+            self.outside if measure.outside else self.efficiency,
         )
         heads = measure.term.heads
         return seconds if heads is None else seconds * _holds(heads, degrees)
@@ -571,13 +574,13 @@ class Tally:
         return self._folded[key]
 
     def _fold(self, length: int, width: int, rows: Sequence[int]) -> Tally:
-        kept_rows, which = np.unique(self.rows % width, return_inverse=True)
-        matrix = np.zeros((len(kept_rows), len(self.measures)))
-        np.add.at(matrix, which, np.where((self.rows < length)[:, None], self.matrix, 0.0))
-        selected = np.isin(kept_rows, rows) & matrix.any(1)
+        distinct, inverse = np.unique(self.rows % width, return_inverse=True)
+        matrix = np.zeros((len(distinct), len(self.measures)))
+        np.add.at(matrix, inverse, np.where((self.rows < length)[:, None], self.matrix, 0.0))
+        selected = np.isin(distinct, rows) & matrix.any(1)
         used = np.flatnonzero(matrix[selected].any(0))
         return Tally(
-            rows=kept_rows[selected],
+            rows=distinct[selected],
             measures=tuple(self.measures[i] for i in used),
             matrix=matrix[np.ix_(selected, used)],
         )
@@ -690,12 +693,12 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 
 def transfer_measures(
     term: Transfer, segment: int, profile: FrameworkProfile
-) -> list[tuple[Slot, Share, Share]]:
+) -> list[tuple[Slot, Fraction, Fraction]]:
     """(slot, size, count) of the collectives of a transfer per microbatch, over `term.bytes.total`
     and over `term.trips`.
     """
     all_stages = segment == OUTSIDE_LAYERS and profile.ends_on_all_stages
-    size, once = share(term.bytes), Share().times(*_condition(term))
+    size, once = fraction(term.bytes), Fraction().times(*_condition(term))
     if term.group in _ROLES:
         role, axis = _ROLES[term.group]
         sharded = term.kind == "reduce-scatter"
@@ -731,7 +734,7 @@ def transfer_measures(
 
 
 #: The host's launch of one kernel.
-_LAUNCH = Share(factors=(LaunchSeconds(),))
+_LAUNCH = Fraction(factors=(LaunchSeconds(),))
 #: One entry of a tally: row, measure, coefficient.
 Coefficient = tuple[int, Measure, float]
 
@@ -757,7 +760,7 @@ def _compute(segment: int, term: Compute) -> Iterator[Coefficient]:
     yield Quantity.COMPUTE, kernel, term.trips
     if term.weight:
         yield Quantity.WEIGHTS, kernel, term.trips
-    yield Quantity.FLOPS, share(term.flops).times(*condition), term.flops.total * term.trips
+    yield (Quantity.FLOPS, fraction(term.flops).times(*condition), term.flops.total * term.trips)
     yield Quantity.HOST, _LAUNCH.times(*condition), term.trips
 
 
@@ -774,24 +777,24 @@ def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterat
 
 
 def _stored_shares(
-    unsharded: Share,
+    unsharded: Fraction,
     shape: tuple[int, ...],
     spec: Spec,
-    frozen: frozenset[int],
+    stack_dims: frozenset[int],
     profile: FrameworkProfile,
-) -> tuple[Share, Share]:
+) -> tuple[Fraction, Fraction]:
     """Two measures whose sum is that of a stored array: sharded if it divides, and replicated if
     not.
     """
     sharded, replicated = (
-        unsharded.times(DividesStored(shape, spec, frozen, profile.flat, divides))
+        unsharded.times(DividesStored(shape, spec, stack_dims, profile.flat, divides))
         for divides in (True, False)
     )
     return sharded.times(OverStoredShards(sharded_by(spec, EXPERT.name))), replicated
 
 
 def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Coefficient]:
-    unsharded, size = share(term.bytes).times(*_condition(term)), term.bytes.total
+    unsharded, size = fraction(term.bytes).times(*_condition(term)), term.bytes.total
     if term.part not in _SHARDED_PART_ROWS:
         yield _PART_ROWS[term.part], unsharded, size
         return
@@ -802,7 +805,7 @@ def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Coefficient
 
 
 def _stored(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
-    unsharded = Share(
+    unsharded = Fraction(
         tensor=sharded_by(term.spec, "tensor"), expert=sharded_by(term.spec, "expert")
     )
     shards = _stored_shares(unsharded, term.shape, term.spec, term.stack_dims, profile)
@@ -888,8 +891,8 @@ def transfer_collectives(
     return [
         (
             slot,
-            term.bytes.total * evaluate(size, degrees, pricer.constants),
-            term.trips * evaluate(count, degrees, pricer.constants),
+            term.bytes.total * evaluate(size, degrees, pricer.efficiency),
+            term.trips * evaluate(count, degrees, pricer.efficiency),
         )
         for slot, size, count in transfer_measures(term, segment, pricer.profile)
     ]
@@ -908,7 +911,7 @@ class Pricer:
     Attributes:
         topology: the machine, with link rates as the framework's collectives reach them.
         profile: the framework profile.
-        constants: efficiencies of the chips under the framework profile.
+        efficiency: efficiencies of the chips under the framework profile.
         outside: the same for kernels outside of the layers, such as those of the loss.
         factors: learned factor by quantity (`shardlib.cost.roofline`).
     """
@@ -916,17 +919,17 @@ class Pricer:
     def __init__(self, topology: Topology, profile: FrameworkProfile = XLA) -> None:
         chip = topology.chip
         self.profile = profile
-        constants = efficiency_of(chip.name, chip.vendor, profile.name, dict(topology.efficiency))
-        self.constants: Efficiency = (
-            replace(constants, **BLOCKWISE_SCORES) if profile.attention == "blocks" else constants
+        efficiency = efficiency_of(chip.name, chip.vendor, profile.name, dict(topology.efficiency))
+        self.efficiency: Efficiency = (
+            replace(efficiency, **BLOCKWISE_SCORES) if profile.attention == "blocks" else efficiency
         )
         if profile.name == XLA.name and topology.chip.vendor == "nvidia":
             # jax.nn.dot_product_attention has one width for all heads
-            self.constants = replace(self.constants, equal_widths=True)
+            self.efficiency = replace(self.efficiency, equal_widths=True)
         self.outside = replace(
-            self.constants, unfused=max(self.constants.unfused, profile.unfused_loss)
+            self.efficiency, unfused=max(self.efficiency.unfused, profile.unfused_loss)
         )
-        self.topology = with_reached_rates(topology, self.constants)
+        self.topology = with_reached_rates(topology, self.efficiency)
         self.factors = {
             quantity: correction.factor
             for correction in applied(topology)
@@ -954,7 +957,7 @@ class Pricer:
 
     def values(self, index: MeasureIndex, degrees: Degrees) -> MeasureValues:
         """The measures on some degrees."""
-        return index.evaluated(self.topology.chip, self.constants, self.outside, degrees)
+        return index.evaluated(self.topology.chip, self.efficiency, self.outside, degrees)
 
     def tally(self, items: Iterable[Item], choice: Choice, degrees: Degrees, groups: int) -> Array:
         """Quantities of some items under a choice: array [classes + 2, `ROWS`, degrees]; the

@@ -309,9 +309,9 @@ class ArrayTable:
     entry per row, another table, or a mapping or tuple of these; all rows share any other field.
     """
 
-    def copied(self, which: Array) -> Self:
+    def copied(self, rows: Array) -> Self:
         """The rows at some positions or of a mask."""
-        positions = _positions(which)
+        positions = _positions(rows)
         shared = _shared(type(self))
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
         return type(self)(
@@ -321,9 +321,9 @@ class ArrayTable:
             }
         )
 
-    def take(self, which: Array) -> Self:
+    def take(self, rows: Array) -> Self:
         """The rows at some positions or of a mask."""
-        return self.copied(which)
+        return self.copied(rows)
 
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:
@@ -345,9 +345,9 @@ class LazyTable(ArrayTable):
     tables that live long are `copied`. Its fields have no defaults.
     """
 
-    def take(self, which: Array) -> Self:
+    def take(self, rows: Array) -> Self:
         table = object.__new__(type(self))
-        table.__dict__["_sources"] = [(self, _positions(which))]
+        table.__dict__["_sources"] = [(self, _positions(rows))]
         return table
 
     if not TYPE_CHECKING:
@@ -367,8 +367,8 @@ class LazyTable(ArrayTable):
             raise AttributeError(f"{type(self).__name__} has no {name}")
 
 
-def _positions(which: Array) -> Array:
-    return np.flatnonzero(which) if which.dtype == np.bool_ else which
+def _positions(rows: Array) -> Array:
+    return np.flatnonzero(rows) if rows.dtype == np.bool_ else rows
 
 
 @cache
@@ -470,9 +470,9 @@ class Degrees(ArrayTable):
         return np.ones(len(self))
 
 
-_ONE = np.ones(1, dtype=np.int64)
+_ONES = np.ones(1, dtype=np.int64)
 #: The degrees of a program on one device.
-ONE = Degrees(batch=_ONE, context=_ONE, tensor=_ONE, expert=_ONE, fsdp=_ONE)
+SINGLE = Degrees(batch=_ONES, context=_ONES, tensor=_ONES, expert=_ONES, fsdp=_ONES)
 
 
 def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
@@ -480,16 +480,16 @@ def distinct_rows(columns: Sequence[Array]) -> tuple[Array, Array]:
     rows, and the index of the row of each position.
     """
     key = np.zeros(len(columns[0]), dtype=np.int64)
-    ends = [int(column.max(initial=0)) + 1 for column in columns]
-    small = math.prod(ends) < MAX_ROW_KEY and all(column.min(initial=0) >= 0 for column in columns)
-    for column, end in zip(columns, ends, strict=True):
+    sizes = [int(column.max(initial=0)) + 1 for column in columns]
+    small = math.prod(sizes) < MAX_ROW_KEY and all(column.min(initial=0) >= 0 for column in columns)
+    for column, size in zip(columns, sizes, strict=True):
         if small:
-            key = key * end + column
+            key = key * size + column
         else:
             values, code = np.unique(column, return_inverse=True)
             key = key * len(values) + code.reshape(-1)
-    _, first, which = np.unique(key, return_index=True, return_inverse=True)
-    return first, which.reshape(-1)
+    _, first, inverse = np.unique(key, return_index=True, return_inverse=True)
+    return first, inverse.reshape(-1)
 
 
 def local(amount: Amount, degrees: Degrees) -> Array:

@@ -17,7 +17,7 @@ from shardlib.cost.facts import Facts
 from shardlib.cost.items import gathers_of, kernel_items, reductions_of
 from shardlib.cost.pricing import Totals, heap_share
 from shardlib.cost.stages import Meshes, Plans
-from shardlib.cost.tables import Pricer, Quantity, evaluate, share, transfer_collectives
+from shardlib.cost.tables import Pricer, Quantity, evaluate, fraction, transfer_collectives
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, Elements, Transfer, amount
 from shardlib.layout import TENSOR
 from shardlib.machines.topology import Placement
@@ -277,7 +277,7 @@ class _CollectiveMatmulCosts:
             size = 0.0 if self.torus else 2 * sum(self._local(value) for value in results)
             kernels = 0 if self.torus else self.ways * len(results)
         return (
-            size / (chip.hbm_bytes_per_s * self._pricer.constants.bandwidth_share("elementwise"))
+            size / (chip.hbm_bytes_per_s * self._pricer.efficiency.bandwidth_share("elementwise"))
             + kernels * chip.launch_s
         )
 
@@ -288,7 +288,7 @@ class _CollectiveMatmulCosts:
             self._facts.value_spec(value, self._choice),
         )
         return size.total * float(
-            evaluate(share(size), self._meshes.degrees, self._pricer.constants)[0]
+            evaluate(fraction(size), self._meshes.degrees, self._pricer.efficiency)[0]
         )
 
     def _seconds(self, segment: int, terms: list[Compute]) -> float:
@@ -570,7 +570,10 @@ def _of_pattern(
                 & (numbers[last] >= 1)
                 & (numbers[last] < layers[last])
             )
-            yield numbers, np.where(legal, without[0] + (with_all[0] - without[0]) * share, np.inf)
+            yield (
+                numbers,
+                np.where(legal, without[0] + (with_all[0] - without[0]) * share, np.inf),
+            )
 
 
 def _at_end(
@@ -643,7 +646,7 @@ def offloaded(totals: Totals, kinds: Sequence[str], pricer: Pricer, meshes: Mesh
         outwards = stacks / heap_share(pricer, meshes.stage) / rate
         moved = 2 * outwards / totals.in_flight * meshes.micro
         seconds["exposed"] = seconds["exposed"] + np.maximum(
-            0.0, moved - pricer.constants.overlap * seconds["compute"]
+            0.0, moved - pricer.efficiency.overlap * seconds["compute"]
         )
         if pricer.profile.pipeline == "lockstep":
             seconds["exposed"] = seconds["exposed"] + np.where(meshes.stage > 1, outwards, 0.0)

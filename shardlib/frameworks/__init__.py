@@ -11,7 +11,7 @@ Profiles of older releases, and of frameworks without abilities, can also be nam
 >>> megatron = framework_profile("megatron-core")
 >>> megatron.attention, FrameworkProfile.from_json(megatron.to_json()) == megatron
 ('fused', True)
->>> framework("torchtitan", "nvidia").able.zero
+>>> framework("torchtitan", "nvidia").abilities.zero
 (0, 3)
 >>> framework("maxtext", "google").profile, framework("maxtext", "nvidia").profile
 ('maxtext-tpu', 'maxtext-gpu')

@@ -275,10 +275,7 @@ def _megatron(job: Job, failures: list[str]) -> JsonObject:
     if context > 1:
         options["cp-comm-type"] = _CONTEXT[plan.context]
     if job.sizes.experts > 1:
-        options |= {
-            "expert-model-parallel-size": experts,
-            "expert-tensor-parallel-size": tensor,
-        }
+        options |= {"expert-model-parallel-size": experts, "expert-tensor-parallel-size": tensor}
     if plan.virtual_stages > 1:
         options["num-virtual-stages-per-pipeline-rank"] = plan.virtual_stages
     options |= {
@@ -417,7 +414,7 @@ def configuration(plan: Plan) -> str:
     assert sizes is not None
     job, chosen = Job(plan=plan, sizes=sizes), framework(sizes.name, sizes.vendor)
     failures = [
-        *chosen.able.refusals(_unusual(plan), {axis: plan.mesh[axis] for axis in MESH_AXES}),
+        *chosen.abilities.refusals(_unusual(plan), {axis: plan.mesh[axis] for axis in MESH_AXES}),
         *job.indivisible(),
     ]
     options, write = _FORMS[chosen.emits]

@@ -282,7 +282,7 @@ def replicated(
                         term,
                         lambda amount: local(amount, meshes.degrees),
                         pricer.topology.chip,
-                        pricer.constants,
+                        pricer.efficiency,
                     )
                     by_axes[axes][_name(op, facts, names)] += (
                         float(seconds[0]) * term.trips * share * int(meshes.micro[0])

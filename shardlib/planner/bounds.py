@@ -571,7 +571,7 @@ class ComputeBounds:
                 busy,
                 busy - self._deferrable * rows[Quantity.WEIGHTS],
                 busy
-                - self._pricer.constants.overlap * rows[Quantity.COMPUTE]
+                - self._pricer.efficiency.overlap * rows[Quantity.COMPUTE]
                 + waiting(rows, ring),
                 share * rows[COUNTS + send],
                 share * rows[BYTES + send],
@@ -930,8 +930,8 @@ class StepBounds:
         sizes: Mapping[str, Array],
     ) -> dict[PlanKind, Array]:
         """The same for every kind of plan."""
-        constants = self.pricer.constants
-        fixed = constants.step_s + constants.microbatch_s * (
+        efficiency = self.pricer.efficiency
+        fixed = efficiency.step_s + efficiency.microbatch_s * (
             sizes["micro"] + self.space.accumulation_groups * (sizes["stage"] - 1)
         )
         kinds = dict[PlanKind, Array]()
@@ -1005,7 +1005,7 @@ class StepBounds:
         stages, micro, space = sizes["stage"], sizes["micro"], self.space
         layers, groups = space.limits.layers, space.accumulation_groups
         overlappable_s = {policy: overlappable.get(policy, 0.0) for policy in bounds}
-        exposed = 0.0 if self.pricer.profile.overlaps_itself else 1 - self.pricer.constants.hidden
+        exposed = 0.0 if self.pricer.profile.overlaps_itself else 1 - self.pricer.efficiency.hidden
         pipelined = (stages > 1).any()
         message_s = {
             policy: message_seconds(bound, stages, self.pricer) if pipelined else np.zeros(1)
@@ -1074,7 +1074,10 @@ class StepBounds:
         transfer_s_per_byte = (
             2
             * footprint.stack_fills
-            / (self.pricer.topology.chip.host_bytes_per_s * max(1.0, self.pricer.constants.overlap))
+            / (
+                self.pricer.topology.chip.host_bytes_per_s
+                * max(1.0, self.pricer.efficiency.overlap)
+            )
         )
         all_bytes = least_bytes + footprint.live - footprint.live_without_stacks
         return [

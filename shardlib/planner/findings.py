@@ -607,7 +607,7 @@ def _dropped_tokens(workload: Workload, topology: Topology, plan: Plan) -> list[
     """The share of tokens that experts with a capacity are expected to drop; the price does not
     depend on it.
     """
-    fitted = Pricer(topology, workload.profile).constants.skew
+    fitted = Pricer(topology, workload.profile).efficiency.skew
     skew = BALANCED_SKEW if fitted is None else fitted
 
     def dropped(layer: experts.CapacityLayer) -> float:

@@ -647,9 +647,9 @@ class CandidateRows(LazyTable):
     def __len__(self) -> int:
         return len(self.candidates)
 
-    def take(self, which: Array) -> CandidateRows:
+    def take(self, rows: Array) -> CandidateRows:
         """The rows at the given ascending positions."""
-        return self if len(which) == len(self) else super().take(which)
+        return self if len(rows) == len(self) else super().take(rows)
 
     def may_beat(
         self,
@@ -783,7 +783,7 @@ class GroupPricer(PricingInputs):
         quantities: Mapping[str, StepCosts],
         meshes: Meshes,
         alternatives: Sequence[Decisions],
-        incumbents: Incumbents,
+        best: Incumbents,
     ) -> dict[Decisions, Array]:
         """Rows of which a mixture may be the best plan, by ZeRO stage and time of all-gathers.
 
@@ -803,8 +803,7 @@ class GroupPricer(PricingInputs):
             ]
         )
         promising = ~no_remat_fastest | (
-            least_seconds(quantities[NO_REMAT], self.plans(alternatives[0], meshes))
-            < incumbents.limit
+            least_seconds(quantities[NO_REMAT], self.plans(alternatives[0], meshes)) < best.limit
         )
         unfit: dict[Decisions, tuple[Array, Totals]] = {}
         for decisions in alternatives:
@@ -814,10 +813,7 @@ class GroupPricer(PricingInputs):
             )
             undecided = np.flatnonzero(
                 ~no_remat_fastest[legal]
-                | (
-                    (no_remat.step_seconds < incumbents.limit)
-                    & (no_remat.peak_bytes > self.capacity)
-                )
+                | ((no_remat.step_seconds < best.limit) & (no_remat.peak_bytes > self.capacity))
             )
             unfit[decisions] = legal[undecided], no_remat.take(undecided)
         rows = np.unique(np.concatenate([positions for positions, _ in unfit.values()]))
@@ -849,7 +845,7 @@ class GroupPricer(PricingInputs):
                 no_remat_fastest[legal],
                 self.plans(decisions, meshes.take(legal)),
             )
-            promising_rows[decisions] = own_rows[bound < incumbents.limit]
+            promising_rows[decisions] = own_rows[bound < best.limit]
         return promising_rows
 
     def _additive_quantities(
@@ -903,7 +899,7 @@ class GroupPricer(PricingInputs):
         meshes, (first, compute) = plans.meshes, minima[(NO_REMAT,) * len(self.workload.counts)]
         # not counted by `least_seconds`: exposed communication, the optimizer, and fixed costs
         not_counted = np.where(no_remat_fastest, no_remat.step_seconds - first, 0.0)
-        constant = no_remat.seconds["optimizer"] + self.pricer.constants.step_s
+        constant = no_remat.seconds["optimizer"] + self.pricer.efficiency.step_s
         stored, state, _ = least_bytes(quantities[NO_REMAT], plans)
         saves = {policy: least_bytes(costs, plans)[2] for policy, costs in quantities.items()}
         seconds: list[Array] = []
@@ -916,7 +912,7 @@ class GroupPricer(PricingInputs):
                 sum((saves[policy][k] for k, policy in enumerate(corner)), np.zeros(len(meshes)))
             )
             hidden_s.append(
-                self.pricer.constants.overlap * compute_of_corner * meshes.micro / meshes.stage
+                self.pricer.efficiency.overlap * compute_of_corner * meshes.micro / meshes.stage
             )
         return self._lagrange(
             np.stack(seconds), np.stack(sizes), np.stack(hidden_s), stored, state, plans
@@ -1058,11 +1054,11 @@ class GroupPricer(PricingInputs):
         candidates: Array,
         meshes: Meshes,
         alternatives: Sequence[Decisions],
-        incumbents: Incumbents,
+        best: Incumbents,
     ) -> None:
         """Records the best mixtures of some rows under one schedule."""
         if self.space.pins.remat_layers is None and not self.space.group_policies:
-            rows_by_decisions = self._promising(uniform, meshes, alternatives, incumbents)
+            rows_by_decisions = self._promising(uniform, meshes, alternatives, best)
         else:
             rows_by_decisions = {
                 decisions: np.flatnonzero(self.space.legal_zero(decisions.zero, meshes))
@@ -1075,7 +1071,7 @@ class GroupPricer(PricingInputs):
             {policy: costs.take(rows) for policy, costs in uniform.items()},
             choices[rows],
             meshes.take(rows),
-            incumbents.choices,
+            best.choices,
         )
         for decisions, own_rows in rows_by_decisions.items():
             if len(own_rows):
@@ -1090,9 +1086,9 @@ class GroupPricer(PricingInputs):
                     candidates=candidates[own_rows],
                     meshes=plans.meshes,
                 )
-                self._record_best(priced, incumbents)
+                self._record_best(priced, best)
 
-    def _record_best(self, priced: _PricedCorners, incumbents: Incumbents) -> None:
+    def _record_best(self, priced: _PricedCorners, best: Incumbents) -> None:
         """Records the best mixture of each row, without offloading and with each set of
         `offloads`.
         """
@@ -1100,15 +1096,15 @@ class GroupPricer(PricingInputs):
         for parts in [pinned] if pinned is not None else [(), *self.offloads]:
             offloaded_rows = priced.offloaded(parts, self.pricer)
             if self.space.group_policies:
-                self._record_pinned(offloaded_rows, incumbents)
+                self._record_pinned(offloaded_rows, best)
                 continue
             promising = (
-                np.flatnonzero(self._bound(offloaded_rows.corners) < incumbents.limit)
+                np.flatnonzero(self._bound(offloaded_rows.corners) < best.limit)
                 if self.space.pins.remat_layers is None
                 else np.arange(len(priced.meshes))
             )
             if len(promising):
-                self._record_fastest(offloaded_rows.take(promising), incumbents)
+                self._record_fastest(offloaded_rows.take(promising), best)
 
     def _bound(self, prices: Mapping[Corner, Totals]) -> Array:
         """Lower bound on the seconds of mixtures that fit: the largest Lagrangian bound over the
@@ -1128,7 +1124,7 @@ class GroupPricer(PricingInputs):
             ),
         )
 
-    def _record_pinned(self, priced: _PricedCorners, incumbents: Incumbents) -> None:
+    def _record_pinned(self, priced: _PricedCorners, best: Incumbents) -> None:
         """Records the plans whose layer groups follow the pinned policies in the pinned numbers of
         layers.
         """
@@ -1147,15 +1143,10 @@ class GroupPricer(PricingInputs):
             )
         )
         corner = tuple(policy for policy, _ in self.space.group_policies)
-        self._record_mixtures(priced, corner, np.stack(numbers), legal, incumbents)
+        self._record_mixtures(priced, corner, np.stack(numbers), legal, best)
 
     def _record_mixtures(
-        self,
-        priced: _PricedCorners,
-        corner: Corner,
-        numbers: Array,
-        rows: Array,
-        incumbents: Incumbents,
+        self, priced: _PricedCorners, corner: Corner, numbers: Array, rows: Array, best: Incumbents
     ) -> None:
         """Records mixtures of some rows; `numbers` are the layers that follow the corner's
         policies, array [layer groups, rows].
@@ -1171,28 +1162,28 @@ class GroupPricer(PricingInputs):
         policies = [
             tuple((policy, int(numbers[k, i])) for k, policy in enumerate(corner)) for i in rows
         ]
-        incumbents.record(
+        best.record(
             replace(priced.decided.take(rows), group_policies=policies),
             totals,
             priced.candidates[rows],
         )
 
-    def _record_fastest(self, priced: _PricedCorners, incumbents: Incumbents) -> None:
+    def _record_fastest(self, priced: _PricedCorners, best: Incumbents) -> None:
         """Records the fastest mixture of each row that fits; with a pinned number of layers, the
         fastest one where none fits.
         """
         layers = self.plans(priced.decided.decisions, priced.meshes).layers
         total, capacity = self.space.pins.remat_layers, self.capacity
-        best = best_mixture(priced.corners, self._patterns, layers, capacity, total=total)
-        if total is not None and (best.pattern < 0).all():
-            best = best_mixture(priced.corners, self._patterns, layers, np.inf, total=total)
-        for number in np.unique(best.pattern[best.pattern >= 0]):
+        mixture = best_mixture(priced.corners, self._patterns, layers, capacity, total=total)
+        if total is not None and (mixture.pattern < 0).all():
+            mixture = best_mixture(priced.corners, self._patterns, layers, np.inf, total=total)
+        for number in np.unique(mixture.pattern[mixture.pattern >= 0]):
             self._record_mixtures(
                 priced,
                 self._patterns[int(number)].corner,
-                best.numbers,
-                np.flatnonzero(best.pattern == number),
-                incumbents,
+                mixture.numbers,
+                np.flatnonzero(mixture.pattern == number),
+                best,
             )
 
 
@@ -1223,7 +1214,7 @@ class RowPricer(PricingInputs):
 
     group_pricer: GroupPricer | None = None
 
-    def price(self, rows: CandidateRows, incumbents: Incumbents) -> None:
+    def price(self, rows: CandidateRows, best: Incumbents) -> None:
         """Records every plan of some rows that no bound excludes."""
         for staged in (False, True):
             selected = np.flatnonzero((rows.meshes.stage > 1) == staged)
@@ -1239,7 +1230,7 @@ class RowPricer(PricingInputs):
                         decisions
                     )
             for (schedule, virtual), alternatives in by_schedule.items():
-                self._price_schedule(subset, schedule, virtual, alternatives, incumbents)
+                self._price_schedule(subset, schedule, virtual, alternatives, best)
 
     def _price_schedule(
         self,
@@ -1247,7 +1238,7 @@ class RowPricer(PricingInputs):
         schedule: str,
         virtual: int,
         alternatives: dict[str, list[Decisions]],
-        incumbents: Incumbents,
+        best: Incumbents,
     ) -> None:
         """Records the plans of one schedule."""
         staged = named(schedule).staged
@@ -1261,18 +1252,17 @@ class RowPricer(PricingInputs):
                 ),
                 rows.meshes,
             )
-        incumbents.skip(int((~legal).sum()))
+        best.skip(int((~legal).sum()))
         if not legal.any():
             return
         zeros = {decisions.zero for listed in alternatives.values() for decisions in listed}
         breadth_first_options = self.space.breadth_first_options(schedule, virtual)
         gathers = {decisions.gather for listed in alternatives.values() for decisions in listed}
-        fitting = legal & rows.may_beat(zeros, breadth_first_options, gathers, incumbents.limit)
+        fitting = legal & rows.may_beat(zeros, breadth_first_options, gathers, best.limit)
         if not fitting.any() and self.group_pricer is None:
             return
         promising = {
-            policy: fitting
-            & (self._step_time_bound(rows, policy, schedule, virtual) < incumbents.limit)
+            policy: fitting & (self._bound(rows, policy, schedule, virtual) < best.limit)
             for policy in self.space.policies
             if alternatives[policy]
         }
@@ -1283,16 +1273,12 @@ class RowPricer(PricingInputs):
                 {p: mask[selected] for p, mask in promising.items()},
                 breadth_first_options,
                 alternatives,
-                incumbents,
+                best,
             )
-        self._price_mixtures(rows, legal, alternatives[self.space.policies[-1]], incumbents)
+        self._price_mixtures(rows, legal, alternatives[self.space.policies[-1]], best)
 
     def _price_mixtures(
-        self,
-        rows: CandidateRows,
-        legal: Array,
-        alternatives: list[Decisions],
-        incumbents: Incumbents,
+        self, rows: CandidateRows, legal: Array, alternatives: list[Decisions], best: Incumbents
     ) -> None:
         """Records the plans of one schedule whose layer groups differ."""
         if self.group_pricer is None or not alternatives:
@@ -1300,10 +1286,10 @@ class RowPricer(PricingInputs):
         promising = np.flatnonzero(
             legal
             & (
-                self._step_time_bound(
+                self._bound(
                     rows, BEST_PER_GROUP, alternatives[0].schedule, alternatives[0].virtual_stages
                 )
-                < incumbents.limit
+                < best.limit
             )
         )
         if len(promising):
@@ -1314,7 +1300,7 @@ class RowPricer(PricingInputs):
                 subset.candidates,
                 subset.meshes,
                 alternatives,
-                incumbents,
+                best,
             )
 
     def _price_uniform(
@@ -1323,13 +1309,13 @@ class RowPricer(PricingInputs):
         promising: dict[str, Array],
         breadth_first_options: list[bool],
         alternatives: dict[str, list[Decisions]],
-        incumbents: Incumbents,
+        best: Incumbents,
     ) -> None:
         """Records the plans of one schedule whose layer groups are alike."""
         for policy in promising:  # the same for all ZeRO stages
             plans = self.plans(alternatives[policy][0], rows.meshes)
             promising[policy] = promising[policy] & (
-                least_seconds(rows.quantities[policy], plans) < incumbents.limit
+                least_seconds(rows.quantities[policy], plans) < best.limit
             )
         for zero, gather in sorted(
             {
@@ -1339,13 +1325,13 @@ class RowPricer(PricingInputs):
             },
             key=lambda pair: (pair[0], pair[1] != "use"),
         ):
-            fitting = rows.may_beat((zero,), breadth_first_options, (gather,), incumbents.limit)
+            fitting = rows.may_beat((zero,), breadth_first_options, (gather,), best.limit)
             legal = self.space.legal_zero(zero, rows.meshes)
             selected = {policy: mask & fitting for policy, mask in promising.items()}
             if (
                 gather == "once"
                 and "use" in self.space.gathers
-                and not incumbents.ranks
+                and not best.ranks
                 and (
                     chosen := next(
                         (
@@ -1372,7 +1358,7 @@ class RowPricer(PricingInputs):
                 if chosen is None:
                     continue
                 totals = self._price_policy(
-                    rows, policy, chosen, legal, selected[policy], no_remat, incumbents
+                    rows, policy, chosen, legal, selected[policy], no_remat, best
                 )
                 no_remat = totals if policy == "none" else no_remat
 
@@ -1392,9 +1378,7 @@ class RowPricer(PricingInputs):
             saving[positions] |= saved_by_gathering_once(subset.quantities[policy], plans) > 0
         return {policy: mask & saving for policy, mask in promising.items()}
 
-    def _step_time_bound(
-        self, rows: CandidateRows, policy: str, schedule: str, virtual: int
-    ) -> Array:
+    def _bound(self, rows: CandidateRows, policy: str, schedule: str, virtual: int) -> Array:
         """A lower bound on the step time under a schedule, by row."""
         groups = self.space.accumulation_groups
         pipelines = Pipelines(
@@ -1426,17 +1410,17 @@ class RowPricer(PricingInputs):
         legal: Array,
         promising: Array,
         no_remat: tuple[Array, Totals] | None,
-        incumbents: Incumbents,
+        best: Incumbents,
     ) -> tuple[Array, Totals] | None:
         """Records the plans of one policy with the given decisions; returns the priced rows and
         their prices.
         """
         partial = np.zeros(len(rows), dtype=bool)
         if no_remat is not None and policy != "none":
-            partial[no_remat[0]] = (no_remat[1].step_seconds < incumbents.limit) & (
+            partial[no_remat[0]] = (no_remat[1].step_seconds < best.limit) & (
                 (no_remat[1].peak_bytes > self.capacity) | bool(self.space.pins.remat_layers)
             )
-        incumbents.skip(int(((promising | partial) & ~legal).sum()))
+        best.skip(int(((promising | partial) & ~legal).sum()))
         positions = np.flatnonzero(legal & (promising | partial))
         if not len(positions):
             return None
@@ -1459,7 +1443,7 @@ class RowPricer(PricingInputs):
             totals,
             no_remat_rows,
             meshes,
-            incumbents,
+            best,
         )
         return positions, totals
 
@@ -1470,7 +1454,7 @@ class RowPricer(PricingInputs):
         totals: Totals,
         no_remat: Totals | None,
         meshes: Meshes,
-        incumbents: Incumbents,
+        best: Incumbents,
     ) -> None:
         """Records prices; of plans that do not fit, also with arrays offloaded, and with fewer
         rematerialised layers where fewer suffice.
@@ -1482,12 +1466,12 @@ class RowPricer(PricingInputs):
             no_remat = no_remat and offloaded(no_remat, pinned, self.pricer, meshes)
             decided = decided.replace(offload=pinned)
         if not pinned_layers:
-            incumbents.record(decided, totals, candidates)
-        self._record_partial_remat(decided, candidates, totals, no_remat, meshes, incumbents)
+            best.record(decided, totals, candidates)
+        self._record_partial_remat(decided, candidates, totals, no_remat, meshes, best)
         # offloading only adds seconds
-        unfit = (totals.step_seconds < incumbents.limit) & (totals.peak_bytes > self.capacity)
+        unfit = (totals.step_seconds < best.limit) & (totals.peak_bytes > self.capacity)
         if no_remat is not None:  # with offloading, fewer layers need to rematerialise
-            unfit |= (no_remat.step_seconds < np.minimum(incumbents.limit, totals.step_seconds)) & (
+            unfit |= (no_remat.step_seconds < np.minimum(best.limit, totals.step_seconds)) & (
                 no_remat.peak_bytes > self.capacity
             )
         positions = np.flatnonzero(unfit)
@@ -1497,7 +1481,7 @@ class RowPricer(PricingInputs):
         for host_arrays in self.offloads:
             offloaded_totals = offloaded(totals.take(positions), host_arrays, self.pricer, meshes)
             offloaded_rows = unfit_rows.replace(offload=host_arrays)
-            incumbents.record(offloaded_rows, offloaded_totals, candidates[positions])
+            best.record(offloaded_rows, offloaded_totals, candidates[positions])
             if no_remat is not None:
                 self._record_partial_remat(
                     offloaded_rows,
@@ -1505,7 +1489,7 @@ class RowPricer(PricingInputs):
                     offloaded_totals,
                     offloaded(no_remat.take(positions), host_arrays, self.pricer, meshes),
                     meshes,
-                    incumbents,
+                    best,
                 )
 
     def _record_partial_remat(
@@ -1515,7 +1499,7 @@ class RowPricer(PricingInputs):
         rematerialised: Totals,
         no_remat: Totals | None,
         meshes: Meshes,
-        incumbents: Incumbents,
+        best: Incumbents,
     ) -> None:
         """Records the plans that rematerialise no more layers than memory requires."""
         pinned_layers = self.space.pins.remat_layers
@@ -1526,7 +1510,7 @@ class RowPricer(PricingInputs):
             or "partly" not in self.space.limits.abilities.remat
         ):
             return
-        legal = no_remat.step_seconds < incumbents.limit
+        legal = no_remat.step_seconds < best.limit
         legal &= lowerable(
             facts_of_decisions(decided.decisions),
             facts_of_mesh(meshes.sizes),
@@ -1561,7 +1545,7 @@ class RowPricer(PricingInputs):
         mixed = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
         if len(mixed):
             share = rematerialised_share(needed, plans)[mixed]
-            incumbents.record(
+            best.record(
                 replace(decided.take(mixed), layers=needed[mixed].astype(np.int64)),
                 interpolated(no_remat.take(mixed), rematerialised.take(mixed), share),
                 candidates[mixed],

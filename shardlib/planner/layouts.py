@@ -146,7 +146,7 @@ class StepLayouts:
             name=name,
             shape=tensor.shape,
             dtype=tensor.dtype,
-            colours=tuple("tokens" if name == TOKENS else name for name in self.facts.names[value]),
+            colours=tuple("tokens" if c == TOKENS else c for c in self.facts.colours[value]),
             held=self.between_ops(value),
             count=self.facts.trips[region],
             moves=merged(moves),
@@ -310,7 +310,7 @@ def _routed(step: StepLayouts) -> Iterator[OpActivation]:
     facts = step.facts
     if not facts.routes or step.choice.expert is None or "expert" not in step.mesh:
         return
-    for index, value in routed_values(facts.graph, facts.names, facts.batch):
+    for index, value in routed_values(facts.graph, facts.colours, facts.batch):
         move = Move(
             kind="all-to-all", axes=("expert",), of=("experts",), layout=step.between_ops(value)
         )
@@ -344,7 +344,9 @@ def _result(step: StepLayouts, index: int, op: Op, weight: str) -> Iterator[OpAc
     if is_backward and not moves:
         return
     name = f"{'gradient of the input' if is_backward else 'output'} of {joined_names(names)}"
-    logits = not is_backward and op.category == "matmul" and step.facts.names[value][-1] == "vocab"
+    logits = (
+        not is_backward and op.category == "matmul" and step.facts.colours[value][-1] == "vocab"
+    )
     yield step.activation(f"logits, {name}" if logits else name, value, moves, index)
 
 

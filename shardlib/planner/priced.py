@@ -16,7 +16,7 @@ from shardlib.cost.framework import Framework
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.cost.stages import Meshes, distinct, step_costs
 from shardlib.cost.tables import MeasureValues, Pricer, Quantity
-from shardlib.cost.terms import ONE, BoundedTable, Degrees
+from shardlib.cost.terms import SINGLE, BoundedTable, Degrees
 from shardlib.decisions.lowerings import facts_of_pins, require
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError, raise_all
@@ -149,20 +149,20 @@ class PairPricer(PricingInputs):
         ranking: Ranking[Candidate] | None,
     ) -> None:
         """Prices placed pairs."""
-        incumbents = Incumbents(
+        best = Incumbents(
             self.best, self.ranked_meshes, placed.block, self.capacity, slack, ranking
         )
-        self._priced(entries, placed, incumbents)
-        incumbents.close()
+        self._priced(entries, placed, best)
+        best.close()
 
-    def _priced(self, entries: Entries, placed: PlacedPairs, incumbents: Incumbents) -> None:
+    def _priced(self, entries: Entries, placed: PlacedPairs, best: Incumbents) -> None:
         """Prices the candidates of a block, each under a choice. Those with the same choice and
         degrees share their quantities, so they are sorted by both.
         """
         order = np.lexsort((placed.block.meshes.degrees_index[placed.candidates], placed.choices))
         pricer = self._row_pricer(entries)
         for part in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
-            pricer.price(self._rows(entries, placed.take(part)), incumbents)
+            pricer.price(self._rows(entries, placed.take(part)), best)
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
         """A pricer for rows of the given entries, with a `GroupPricer` where layer groups may
@@ -362,7 +362,7 @@ class Unsharded:
     def _total(self, key: tuple[str, bool] | None, *, routes: bool) -> Array:
         """Quantities of the stored arrays, or of a program: array [segments, rows, 1]."""
         values = (
-            self.pricer.values(self.workload.tallies.index, ONE)
+            self.pricer.values(self.workload.tallies.index, SINGLE)
             if self.values is None
             else self.values
         )
@@ -568,7 +568,7 @@ class Explorer:
             for axis in mesh_sizes[0]
         }
         degrees, degrees_index = distinct(sizes)
-        values = self.pricer.values(self.workload.tallies.index, Degrees.joined([degrees, ONE]))
+        values = self.pricer.values(self.workload.tallies.index, Degrees.joined([degrees, SINGLE]))
         self._unsharded = replace(self._unsharded, values=values)
         return [
             Entries(self._scope(routes), self.pricer, self._fitting, sizes, values, degrees_index)
@@ -1062,7 +1062,7 @@ def _require_framework_support(framework: Framework | None, pins: Pins) -> None:
     if framework is None:
         return
     axes = dict(pins.mesh) if pins.mesh is not None else dict(pins.axes)
-    failures = framework.able.refusals(dict(pins.fixed), axes)
+    failures = framework.abilities.refusals(dict(pins.fixed), axes)
     if failures:
         what = f"framework {framework.name!r} cannot do what is pinned"
         raise_all(PinError, what, failures, hint="other pins, or no framework")

@@ -431,7 +431,7 @@ def _kernels_of(
         if not part:
             continue
         outside = item.segment in (OUTSIDE_LAYERS, len(shares) + OUTSIDE_LAYERS)
-        constants = pricer.outside if outside else pricer.constants
+        efficiency = pricer.outside if outside else pricer.efficiency
         for term in item.terms(priced.candidate.choice):
             if not isinstance(term, Compute):
                 continue
@@ -439,7 +439,7 @@ def _kernels_of(
                 continue
             once = replace(term, trips=1)
             times = term.trips * part * decisions.microbatches / decisions.mesh["stage"]
-            seconds = kernel_seconds(once, per_device, pricer.topology.chip, constants)
+            seconds = kernel_seconds(once, per_device, pricer.topology.chip, efficiency)
             yield KernelTime(
                 name=_name(facts.graph.ops[kernel.op], term, per_device),
                 kind=term.kind,

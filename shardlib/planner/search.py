@@ -245,15 +245,14 @@ MAX_COLLECTIVE_MATMUL_PLANS = 32
 MAX_COLLECTIVE_MATMUL_TENSOR = 32
 
 
-def with_collective_matmul(
+def overlapped(
     workload: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
 ) -> tuple[Candidate, float]:
     """The candidate, with collective matmuls over tensor where they are pinned, or left to the
     planner and predicted to be faster; and its step time.
     """
     if pins.collective_matmul not in ("loop", "any") or (
-        pins.collective_matmul == "any"
-        and not matmuls_can_overlap(workload, topology, candidate.mesh)
+        pins.collective_matmul == "any" and not can_overlap(workload, topology, candidate.mesh)
     ):
         return candidate, step_seconds
     alternative = candidate.replace(collective_matmul="loop")
@@ -266,7 +265,7 @@ def with_collective_matmul(
     )
 
 
-def matmuls_can_overlap(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
+def can_overlap(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
     """True if collective matmuls can be faster on a mesh: in a JAX program without stages, where
     links work concurrently with compute, which those of simulated devices do not.
     """
@@ -278,7 +277,7 @@ def matmuls_can_overlap(workload: Workload, topology: Topology, mesh: MeshShape)
     )
 
 
-def fastest_with_collective_matmul(
+def fastest_overlapped(
     workload: Workload, topology: Topology, pins: Pins, priced: PricedSpace
 ) -> tuple[Candidate, float, float]:
     """The fastest candidate with or without collective matmuls, its step time, and a lower bound
@@ -290,16 +289,12 @@ def fastest_with_collective_matmul(
     best plan, or `MAX_COLLECTIVE_MATMUL_PLANS` have been priced.
     """
     assert priced.best.fastest is not None
-    best = with_collective_matmul(
-        workload, topology, priced.best.fastest, pins, priced.best.seconds
-    )
+    best = overlapped(workload, topology, priced.best.fastest, pins, priced.best.seconds)
     for sharded in _by_tensor(workload, topology, pins):
         assert sharded.best.fastest is not None
         best = min(
             best,
-            with_collective_matmul(
-                workload, topology, sharded.best.fastest, pins, sharded.best.seconds
-            ),
+            overlapped(workload, topology, sharded.best.fastest, pins, sharded.best.seconds),
             key=lambda pair: pair[1],
         )
     all_hidden = prepare(
@@ -312,8 +307,8 @@ def fastest_with_collective_matmul(
         if entry.seconds >= best[1] or num_priced == MAX_COLLECTIVE_MATMUL_PLANS:
             return *best, min(best[1], entry.seconds)
         candidate = hidden_space.candidate(entry)
-        if matmuls_can_overlap(workload, topology, candidate.mesh):
-            alternative = with_collective_matmul(
+        if can_overlap(workload, topology, candidate.mesh):
+            alternative = overlapped(
                 workload,
                 topology,
                 candidate,
@@ -379,14 +374,10 @@ def _fastest(
         workload, topology, priced, priced.best.fastest, priced.best.seconds
     )
     fastest = with_more_free_memory(workload, topology, pins, priced, fastest, priced_seconds)
-    candidate, step_seconds = with_collective_matmul(
-        workload, topology, fastest, pins, priced_seconds
-    )
+    candidate, step_seconds = overlapped(workload, topology, fastest, pins, priced_seconds)
     bound = min(priced_seconds, step_seconds)
     if pins.collective_matmul == "any" and workload.profile.name == XLA.name:
-        candidate, step_seconds, bound = fastest_with_collective_matmul(
-            workload, topology, pins, priced
-        )
+        candidate, step_seconds, bound = fastest_overlapped(workload, topology, pins, priced)
     seconds = time.perf_counter() - started
     return _plan(
         workload,
@@ -463,9 +454,7 @@ def _in_order(
         alternative = with_more_free_memory(
             workload, topology, pins, priced, alternative, priced_seconds
         )
-        chosen, step_seconds = with_collective_matmul(
-            workload, topology, alternative, pins, priced_seconds
-        )
+        chosen, step_seconds = overlapped(workload, topology, alternative, pins, priced_seconds)
         bound = min(priced.best.seconds, step_seconds)
         certificate = _certificate(priced, chosen, step_seconds, seconds, bound)
         return _plan(workload, topology, pins, priced, chosen, certificate)

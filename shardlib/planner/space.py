@@ -592,7 +592,7 @@ def build_space(
         splits=problem.rows.splits,
         staged=not problem.rows.by_row,
         groups=len(workload.counts),
-        abilities=workload.framework.able if workload.framework is not None else ANY_PLAN,
+        abilities=workload.framework.abilities if workload.framework is not None else ANY_PLAN,
     )
     parts = max(pins.microbatches or 1, pins.accumulation or 1)
     require_splittable(problem.rows, parts)
@@ -635,7 +635,7 @@ def spaces(
     workload that it is for.
     """
     problem, profile = workload.problem, workload.profile
-    abilities = workload.framework.able if workload.framework is not None else ANY_PLAN
+    abilities = workload.framework.abilities if workload.framework is not None else ANY_PLAN
     all_dtypes = dict.fromkeys(
         dtype_changes(dtypes, problem, profile, pins.dtypes)
         for dtypes in dtype_combinations(pins.dtypes, pins.allow)

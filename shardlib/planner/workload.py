@@ -195,13 +195,15 @@ def cost_program(
     routes: bool,
 ) -> CostProgram:
     """One way to run a step, as cost items."""
-    step, names = rewritten(problem.steps[policy], colouring.steps[policy], profile)
+    step, colours = rewritten(problem.steps[policy], colouring.steps[policy], profile)
     if routes:
-        step, names = localised(step, names, colouring.batch_colour)
-        step, names = remat_rows(step, names) if profile.routed_saves == "rows" else (step, names)
+        step, colours = localised(step, colours, colouring.batch_colour)
+        step, colours = (
+            remat_rows(step, colours) if profile.routed_saves == "rows" else (step, colours)
+        )
     facts = Facts(
         step,
-        names,
+        colours,
         stack_dims,
         _traits(vendor, profile),
         batch=(colouring.batch_colour, batch_size(problem, colouring)),
@@ -218,7 +220,7 @@ def cost_program(
         facts=facts,
         step=step,
         peak_choices=tuple(
-            _peak_choices(colouring, expert_colour(facts.graph, names) if routes else None)
+            _peak_choices(colouring, expert_colour(facts.graph, colours) if routes else None)
         ),
         profile=profile,
         can_mix_remat=can_mix_remat,

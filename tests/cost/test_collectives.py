@@ -21,7 +21,7 @@ from shardlib.cost.collectives import (
     slot_cost,
     storage_group,
 )
-from shardlib.cost.roofline import efficiency, with_reached_rates
+from shardlib.cost.roofline import vendor_efficiency, with_reached_rates
 from shardlib.layout import KINDS, MESH_AXES, MeshShape
 from shardlib.machines.chips import Chip, Tier
 from shardlib.machines.topology import Span, Topology, place, placements, topology
@@ -252,7 +252,7 @@ def test_unknown_kind_is_refused():
     )
 
 
-# Published figures. `efficiency` is taken out where the book computes with the full rate of the
+# Published figures. `vendor_efficiency` is taken out where the book computes with the full rate of the
 # links.
 
 
@@ -488,7 +488,7 @@ def test_the_network_between_slices_carries_pieces(inside: str, both: str) -> No
 @pytest.mark.parametrize(("nodes", "inside"), [(2, 8), (4, 2), (16, 1)])
 def test_each_step_of_a_ring_between_nodes_waits_for_the_network(nodes: int, inside: int):
     machine = with_reached_rates(
-        topology(f"{nodes}*h100:8"), efficiency("nvidia").with_values(RING)
+        topology(f"{nodes}*h100:8"), vendor_efficiency("nvidia").with_values(RING)
     )
     spans = (Span(0, 0, nodes), *((Span(1, 0, inside),) if inside > 1 else ()))
     for kind in ("all-gather", "reduce-scatter"):

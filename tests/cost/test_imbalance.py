@@ -75,7 +75,7 @@ def test_grouped_matmuls_and_all_to_alls_of_a_model_grow_with_the_skew() -> None
 
     def tallied(skew: float | None, kind: type[Compute] | type[Transfer]) -> np.ndarray:
         pricer = Pricer(topology("h100:4"))
-        pricer.constants = replace(pricer.constants, skew=skew)
+        pricer.efficiency = replace(pricer.efficiency, skew=skew)
         return pricer.tally_terms(
             [(0, term) for term in terms if isinstance(term, kind)], shapes, 1
         )[0]

@@ -24,11 +24,11 @@ from shardlib.cost.framework import (
 from shardlib.cost.roofline import (
     Efficiency,
     curves,
-    efficiency,
     efficiency_of,
     kernel_seconds,
     load_factor,
     matmul_seconds,
+    vendor_efficiency,
     with_reached_rates,
 )
 from shardlib.cost.terms import Amount, AttentionCore, Compute, Elements, Matmul, RoutedRows
@@ -119,7 +119,7 @@ def test_no_matmul_is_faster_than_the_roofline(
 @given(
     shape=st.tuples(SIZES, SIZES, SIZES),
     ways=st.tuples(st.integers(1, 512), st.integers(1, 512)),
-    curve=st.sampled_from([efficiency("cpu"), *CURVES]),
+    curve=st.sampled_from([vendor_efficiency("cpu"), *CURVES]),
 )
 def test_more_devices_are_never_slower_but_no_more_than_so_many_times_faster(
     shape: tuple[int, int, int], ways: tuple[int, int], curve: Efficiency
@@ -144,7 +144,7 @@ def test_the_default_is_padding_and_three_shares(
     shape: tuple[int, int, int], vendor: str, bytes_: float, simple: float, hard: float
 ) -> None:
     """The formula written out."""
-    e = efficiency(vendor)
+    e = vendor_efficiency(vendor)
     padded = 1.0
     for size in shape:
         padded *= np.ceil(size / e.tile) * e.tile / size if size >= e.tile else 1.0
@@ -270,7 +270,7 @@ def test_alignment_is_that_of_whole_numbers() -> None:
     """What is left of a dim on one device may miss a whole number by a rounding error, 2048 x (1 -
     1e-16).
     """
-    curve = replace(efficiency("nvidia"), misaligned=0.1)
+    curve = replace(vendor_efficiency("nvidia"), misaligned=0.1)
     assert seconds(matmul(4096, 4096, 2048 * (1 - 1e-12)), curve) == pytest.approx(
         seconds(matmul(4096, 4096, 2048), curve), rel=1e-9
     )
@@ -310,7 +310,7 @@ def test_the_default_stack_has_the_constants_of_the_vendor_and_matmuls_of_the_co
     assert shares == stored[1]["compiler_shares"] and 0.7 < stored[1]["factor"] < 1
     for product in CATALOG.values():
         chip = product.chip
-        found, vendor = efficiency_of(chip.name, chip.vendor, "xla"), efficiency(chip.vendor)
+        found, vendor = efficiency_of(chip.name, chip.vendor, "xla"), vendor_efficiency(chip.vendor)
         if chip.vendor == "nvidia":
             share = round(vendor.matmul * stored[2]["factor"], 4)
             ring = {"ring_step_s": found.ring_step_s}
@@ -322,7 +322,7 @@ def test_the_default_stack_has_the_constants_of_the_vendor_and_matmuls_of_the_co
             continue
         share = round(shares[chip.name] * stored[1]["factor"], 4)
         assert found == replace(vendor, matmul=share) and share < vendor.matmul
-    assert efficiency_of("unknown", "nvidia", "megatron-core") == efficiency("nvidia")
+    assert efficiency_of("unknown", "nvidia", "megatron-core") == vendor_efficiency("nvidia")
 
 
 def test_measured_figures_come_last() -> None:
@@ -336,21 +336,23 @@ def test_measured_figures_come_last() -> None:
         fitted,
     ) and fitted != efficiency_of("h100", "nvidia", "").attention
     with pytest.raises(PinError, match="'speed' is not a figure"):
-        efficiency("cpu").with_values({"speed": 1})
+        vendor_efficiency("cpu").with_values({"speed": 1})
     with pytest.raises(PinError, match=r"matmul is 1.5; it is above 0 and at most 1"):
-        efficiency("cpu").with_values({"matmul": 1.5})
+        vendor_efficiency("cpu").with_values({"matmul": 1.5})
 
 
 def test_links_of_a_stack() -> None:
     place = topology("2*h100:8")
-    assert with_reached_rates(place, efficiency("nvidia")) is place
-    slower = with_reached_rates(place, replace(efficiency("nvidia"), fast=0.5, slow=0.8))
+    assert with_reached_rates(place, vendor_efficiency("nvidia")) is place
+    slower = with_reached_rates(place, replace(vendor_efficiency("nvidia"), fast=0.5, slow=0.8))
     assert [
         after.efficiency / before.efficiency
         for before, after in zip(place.tiers, slower.tiers, strict=True)
     ] == pytest.approx([0.8, 0.5])
     assert (
-        with_reached_rates(place, replace(efficiency("nvidia"), fast=9.0)).tiers[1].efficiency
+        with_reached_rates(place, replace(vendor_efficiency("nvidia"), fast=9.0))
+        .tiers[1]
+        .efficiency
         == 1.0
     )
 

@@ -13,7 +13,7 @@ from benchmarks.published.machines import PRODUCTS
 from benchmarks.published.unseen.levels import RANGES
 from shardlib import frameworks
 from shardlib.cost.framework import XLA, FrameworkProfile
-from shardlib.cost.roofline import Curve, Efficiency, curves, efficiency, efficiency_of
+from shardlib.cost.roofline import Curve, Efficiency, curves, efficiency_of, vendor_efficiency
 from shardlib.errors import PinError
 from shardlib.frameworks import framework_profile, framework_profiles
 from shardlib.machines.catalog import CATALOG
@@ -55,7 +55,7 @@ def test_curves_name_chips_stacks_and_sources(key: tuple[str, str]) -> None:
     for name, _ in curve.values:
         assert shared.get(name, name) in text, name
     found = efficiency_of(chip, vendor, stack or "megatron-2021")
-    assert Efficiency.from_json(found.to_json()) == found != efficiency(vendor)
+    assert Efficiency.from_json(found.to_json()) == found != vendor_efficiency(vendor)
 
 
 def test_a_fitted_figure_rests_on_three_runs() -> None:

@@ -77,13 +77,13 @@ def test_every_plan_of_a_framework_is_one_that_it_can_do(name: str) -> None:
     words the framework's parser knows.
     """
     one = load(name)
-    able, known = one.framework.able, {*results()[name]["words"]}
+    abilities, known = one.framework.abilities, {*results()[name]["words"]}
     seen: list[Plan] = []
     for entry in itertools.islice(ranked(one.problem, GPUS, {}, workload=one, slack=1.6), 40):
         made = entry.build()
-        assert {*made.mesh} <= {*able.axes}
-        assert made.zero in able.zero and made.remat in able.remat
-        assert made.schedule in ("none", *able.schedules)
+        assert {*made.mesh} <= {*abilities.axes}
+        assert made.zero in abilities.zero and made.remat in abilities.remat
+        assert made.schedule in ("none", *abilities.schedules)
         assert {*words(made)} <= known | {"base_config"}
         seen.append(made)
     assert len({str(one.decisions) for one in seen}) > 10
@@ -242,11 +242,11 @@ def test_unknown_frameworks_are_said() -> None:
 
 def test_releases_can_do_what_their_framework_can() -> None:
     one = framework("megatron-core-2024", "nvidia")
-    assert (one.profile, one.able) == (
+    assert (one.profile, one.abilities) == (
         "megatron-core-2024",
-        framework("megatron-core", "nvidia").able,
+        framework("megatron-core", "nvidia").abilities,
     )
-    assert framework("alpa", "nvidia").able.free and framework("alpa", "nvidia").emits == ""
+    assert framework("alpa", "nvidia").abilities.free and framework("alpa", "nvidia").emits == ""
     named = {word for its in frameworks().values() for word in its.releases}
     assert named <= {*framework_profiles()}
 

@@ -148,7 +148,7 @@ def test_moments_take_the_bytes_of_their_dtype() -> None:
         and after.device_bytes.optimizer == 4 * elements
     )  # Adam: two numbers a parameter
     less = (
-        2 * 4 * elements / (place.chip.hbm_bytes_per_s * Pricer(place).constants.update_share)
+        2 * 4 * elements / (place.chip.hbm_bytes_per_s * Pricer(place).efficiency.update_share)
     )  # read and written
     assert before.seconds.optimizer - after.seconds.optimizer == pytest.approx(less, rel=1e-9)
     assert replace(before.device_bytes, optimizer=0) == replace(after.device_bytes, optimizer=0)

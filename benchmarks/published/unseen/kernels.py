@@ -87,7 +87,7 @@ def kernels_of(
     pricer: Pricer,
     rows: int,
 ) -> Kernels:
-    plain = replace(pricer.constants, memory=1.0, unfused=1.0, gather=None)
+    plain = replace(pricer.efficiency, memory=1.0, unfused=1.0, gather=None)
     slowed = replace(plain, misaligned=0.5)
     chip, terms = pricer.topology.chip, [one.term for one in found]
     parts = np.array(

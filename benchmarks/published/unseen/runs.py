@@ -16,7 +16,7 @@ from benchmarks.published.pricing import Bench
 from benchmarks.published.software import memory_of
 from benchmarks.published.summary import Result
 from benchmarks.published.unseen.tallies import tallied
-from shardlib.cost.roofline import curves, efficiency
+from shardlib.cost.roofline import curves, vendor_efficiency
 from shardlib.errors import ShardlibError
 from shardlib.planner.assembly import price
 
@@ -128,7 +128,7 @@ def sourced(chip: str, vendor: str) -> tuple[Figures, Figures]:
     product = PRODUCTS.get(chip, chip)
     known = next((name for name in (chip, product) if (name, "") in curves()), None)
     own = dict(curves()[known, ""].values) if known and not chip.startswith("v100") else {}
-    base = efficiency(vendor).with_values(own)
+    base = vendor_efficiency(vendor).with_values(own)
     start = {name: getattr(base, name) for name in (*FIGURES, "attention_backward")}
     start["eight_bit"] = start["eight_bit"] or start["matmul"]
     return start, {name: value for name, value in own.items() if name not in start}

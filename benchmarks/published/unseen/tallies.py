@@ -89,7 +89,7 @@ class Tallied:
             ),
             Plans(decisions=self.how, model=self.model, pricer=pricer, meshes=c),
         )
-        parts, figures = totals.seconds, pricer.constants
+        parts, figures = totals.seconds, pricer.efficiency
         slots = c.micro + self.how.accumulation * (c.stage - 1)
         return self.factor * (
             totals.step_seconds
@@ -128,7 +128,7 @@ class Tallied:
 
 def _columns(settings: Sequence[Mapping[str, Any]], pricer: Pricer) -> Columns:
     """Every figure that is fitted as an array over the settings."""
-    own = pricer.constants
+    own = pricer.efficiency
     found = {
         name: np.array([float(one.get(name, getattr(own, name)) or 0.0) for one in settings])
         for name in FITTED
@@ -211,4 +211,4 @@ def _split(
 
 def _value(measure: Measure, degrees: Degrees, pricer: Pricer) -> float:
     assert not isinstance(measure, KernelSeconds)
-    return float(evaluate(measure, degrees, pricer.constants)[0])
+    return float(evaluate(measure, degrees, pricer.efficiency)[0])
