@@ -34,7 +34,7 @@ from shardlib.frontend.model import (
 )
 from shardlib.machines.topology import TopologyLike, devices_of
 from shardlib.planner.plan import Plan
-from shardlib.tracing.layouts import ambient_mesh, freed
+from shardlib.tracing.layouts import ambient_mesh, layout_free
 
 if TYPE_CHECKING:
     from shardlib.lowering.program import Options, Program
@@ -275,7 +275,7 @@ def compile(
             evaluation=(
                 traced.model.evaluated(loss)
                 if evaluation is None
-                else freed(traced.model.evaluated(evaluation), ambient)
+                else layout_free(traced.model.evaluated(evaluation), ambient)
             ),
             evaluation_user_loss=evaluation or loss,
         )

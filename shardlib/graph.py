@@ -41,7 +41,7 @@ Dims = tuple[Dim, ...]
 
 #: A dim of an op: True if it is of a result, the index of the operand or result, the index of the
 #: dim.
-Place = tuple[bool, int, int]
+OpDim = tuple[bool, int, int]
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Window:
         size: length of the run.
     """
 
-    long: Place
-    short: Place | None
+    long: OpDim
+    short: OpDim | None
     start: int
     size: int
 
@@ -106,7 +106,7 @@ class FactorRule:
             (factor for factor in dim if self.sizes[factor] > 1 and factor not in self.outer), None
         )
 
-    def dims(self) -> Iterator[tuple[Place, Dim]]:
+    def dims(self) -> Iterator[tuple[OpDim, Dim]]:
         for result, values in ((False, self.operands), (True, self.results)):
             for position, dims in enumerate(values):
                 yield from (

@@ -40,7 +40,13 @@ from shardlib.machines.topology import Topology, devices_of
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import rare_garbage_collection
 from shardlib.propagation.colours import Colouring, colour
-from shardlib.tracing.layouts import NO_MESH, UserLayout, brings_layouts, freed, names_axes
+from shardlib.tracing.layouts import (
+    NO_MESH,
+    UserLayout,
+    brings_layouts,
+    has_mesh_or_rules,
+    layout_free,
+)
 from shardlib.tracing.trace import LayoutOfValue, Traced, abstract, trace
 from shardlib.untrusted.data import Kind, require_kinds
 
@@ -281,10 +287,7 @@ class Layouts:
         return failures
 
     def complete(
-        self,
-        pins: Mapping[str, Any],
-        pin: PinMapping | Pins | None,
-        search: Callable[[Pins], Plan],
+        self, pins: Mapping[str, Any], pin: PinMapping | Pins | None, search: Callable[[Pins], Plan]
     ) -> Pins:
         """The pins beside those of the user, with rules for the colours that no layout speaks of:
         those are sharded as the planner shards them on that mesh.
@@ -504,11 +507,7 @@ _KINDS: Mapping[str, Kind] = {
         "plan=shardlib.plan(...), or plan=shardlib.Plan.from_json(text)",
     ),
     "devices": (_devices, "a list of devices", "devices=jax.devices()"),
-    "guards": (
-        _guards,
-        "guards",
-        "guards=shardlib.Guards(clip=1.0)",
-    ),
+    "guards": (_guards, "guards", "guards=shardlib.Guards(clip=1.0)"),
     "disk": (
         lambda value: isinstance(value, (str, os.PathLike)),
         "the path of a folder",
@@ -650,7 +649,7 @@ def _read(init: Init, wrt: Filter, ambient: AbstractMesh) -> Model:
         if error.__cause__ is None:
             raise
         try:
-            return read(init, wrt, free=partial(freed, ambient=ambient))
+            return read(init, wrt, free=partial(layout_free, ambient=ambient))
         except AnnotationError:
             raise error from error.__cause__
 
@@ -711,7 +710,7 @@ def _traced(
     def run(model: Model) -> Traced:
         return trace(model, loss, batch, batch_axes=batch_axes, optimizer=optimizer, rows=rows)
 
-    if not names_axes(ambient):
+    if not has_mesh_or_rules(ambient):
         try:
             traced = run(model)
         except TracingError as error:
@@ -723,8 +722,8 @@ def _traced(
     return run(
         replace(
             model,
-            bind=lambda loss: freed(model.bind(loss), ambient),
-            init=freed(model.init, ambient),
+            bind=lambda loss: layout_free(model.bind(loss), ambient),
+            init=layout_free(model.init, ambient),
         )
     )
 

@@ -499,7 +499,7 @@ def _freeing() -> str:
     text = _code(layouts).removeprefix("from __future__ import annotations\n")
     text = re.sub(r"^from (shardlib|flax)\S* import .*$", "", text, flags=re.MULTILINE)
     text = _BESIDE + inspect.getsource(open_jaxpr) + text
-    text = textwrap.indent(f"{text}\n\nreturn lambda own: freed(own, ambient_mesh())", "    ")
+    text = textwrap.indent(f"{text}\n\nreturn lambda own: layout_free(own, ambient_mesh())", "    ")
     return f"\n\ndef _freeing() -> Any:\n{text}\n"
 
 

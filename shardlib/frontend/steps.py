@@ -83,9 +83,9 @@ from shardlib.tracing.layouts import (
     NO_MESH,
     ambient_mesh,
     brings_layouts,
-    freed,
     has_layout,
-    names_axes,
+    has_mesh_or_rules,
+    layout_free,
 )
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Walk, bind, evaluate_program
@@ -503,7 +503,7 @@ class StepEvaluation:
 
     def metrics(self, state: Tree, batch: Tree) -> tuple[Value, Metrics]:
         """The loss and the user's own metrics, to be traced; layouts of their own are left out."""
-        return loss_and_metrics(freed(self.loss, NO_MESH)(state, batch))
+        return loss_and_metrics(layout_free(self.loss, NO_MESH)(state, batch))
 
     def evaluate(self, state: Tree, batch: Tree) -> dict[str, Tree]:
         """The metrics of a batch: "loss", and the user's own. The state stays usable."""
@@ -630,7 +630,7 @@ def compile_step(
     with no_mesh():
         first, state, shapes, stacks = _state_of(init, ambient)
         machine = machine_of(topology)
-        traced = traced_freed(
+        traced = traced_layout_free(
             step,
             shapes,
             batch,
@@ -652,7 +652,7 @@ def compile_step(
         )
 
 
-def traced_freed(
+def traced_layout_free(
     step: Step,
     state: Tree,
     batch: Tree,
@@ -670,7 +670,7 @@ def traced_freed(
             step, state, batch, axes=axes, stacks=stacks, batch_axes=batch_axes, name=name
         )
 
-    if not names_axes(ambient):
+    if not has_mesh_or_rules(ambient):
         try:
             traced = run(step)
         except TracingError as error:
@@ -679,7 +679,7 @@ def traced_freed(
         else:
             if not brings_layouts(traced.closed):
                 return traced
-    return run(freed(step, ambient))
+    return run(layout_free(step, ambient))
 
 
 def stepping(
@@ -776,8 +776,8 @@ def _state_of(
     if not callable(init):
         return None, init, init, ()
     make = names_alone()(cast("Callable[..., Tree]", init))
-    if names_axes(ambient):
-        make = freed(make, ambient)
+    if has_mesh_or_rules(ambient):
+        make = layout_free(make, ambient)
     key = jax.eval_shape(lambda: jax.random.key(0))
     first = make
     try:
@@ -793,7 +793,7 @@ def _state_of(
     except Exception as error:
         raise _untraced(error) from error
     if any(map(has_layout, jax.tree.leaves(shapes))):
-        return _state_of(freed(init, NO_MESH), ambient)
+        return _state_of(layout_free(init, NO_MESH), ambient)
     return first, None, shapes, stack_dims(lambda: first(jax.random.key(0)), shapes)
 
 
@@ -870,7 +870,7 @@ class Parallel:
             def infer(params: Tree, batch: Tree) -> tuple[Tree, Tree]:
                 return params, self._function(params, batch)
 
-            traced = traced_freed(
+            traced = traced_layout_free(
                 self._function if steps else infer,
                 shapes[0],
                 shapes[1],
@@ -896,10 +896,10 @@ class Parallel:
         def results(function: Function) -> Tree:
             return found_axes(lambda names: jax.eval_shape(whole_batch(function, names), *shapes))
 
-        if not names_axes(ambient):
-            with contextlib.suppress(Exception):  # of meshes, or `freed` raises it, too
+        if not has_mesh_or_rules(ambient):
+            with contextlib.suppress(Exception):  # of meshes, or `layout_free` raises it, too
                 return results(self._function)
-        return results(freed(self._function, ambient))
+        return results(layout_free(self._function, ambient))
 
 
 @overload

@@ -45,7 +45,7 @@ from shardlib.lowering.weights import LAST_MICROBATCH, DeferredOp, GradientReduc
 from shardlib.planner.plan import Plan
 from shardlib.planner.space import require_no_row_results
 from shardlib.tracing.program import INLINED, REMAT, Equation, Program, callee, flatten
-from shardlib.tracing.rewriting import Walk, evaluate_equations, needed, strong
+from shardlib.tracing.rewriting import Walk, evaluate_equations, needed, typed
 from shardlib.tracing.row_kinds import DifferentPrograms, Draw, Kind, WholeBatchValue, draws
 from shardlib.tracing.rows import LossInputs, Proof, ResultNames, compare
 from shardlib.tracing.trace import result_names
@@ -782,9 +782,7 @@ _CONTROL_FLOW = {"scan": Evaluator._scan, "while": Evaluator._while, "cond": Eva
 
 def _strong(values: Sequence[Any], variables: Sequence[Any]) -> list[jax.Array]:
     """Initial carries as arrays of a dtype that is not weak; literals are Python numbers."""
-    return [
-        strong(value, variable.aval) for value, variable in zip(values, variables, strict=False)
-    ]
+    return [typed(value, variable.aval) for value, variable in zip(values, variables, strict=False)]
 
 
 def _bind(eqn: Eqn, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:

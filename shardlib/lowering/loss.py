@@ -16,7 +16,7 @@ from shardlib.annotation.names import PureLoss
 from shardlib.annotation.trees import Tree
 from shardlib.errors import PlanError
 from shardlib.findings import Finding
-from shardlib.graph import Graph, Op, Place
+from shardlib.graph import Graph, Op, OpDim
 from shardlib.layout import Layout, LogicalAxes
 from shardlib.lowering.contractions import (
     FusedDims,
@@ -291,7 +291,7 @@ class _InterleavingPass:
         ):
             self.refused |= {self.dims[value, dim] for dim in self._fused_dims(value)}
 
-    def _pieces_by_place(self, op: Op) -> Mapping[Place, PieceSizes]:
+    def _pieces_by_place(self, op: Op) -> Mapping[OpDim, PieceSizes]:
         places = ((place, (op.value(place[0], place[1]), place[2])) for place, _ in op.rule.dims())
         return {place: self.dims[dim][1] for place, dim in places if dim in self.dims}
 
@@ -321,14 +321,14 @@ class _InterleavingPass:
         return None
 
     @staticmethod
-    def _handled(op: Op, replacement: PieceOp | PieceReshape, place: Place) -> bool:
+    def _handled(op: Op, replacement: PieceOp | PieceReshape, place: OpDim) -> bool:
         return (
             place == op.rule.windows[0].long
             if isinstance(replacement, PieceOp)
             else place == (not replacement.splits, 0, replacement.dim)
         )
 
-    def _uneven(self, op: Op) -> set[Place]:
+    def _uneven(self, op: Op) -> set[OpDim]:
         """Interleaved dims of the op that do not match all dims of the same factor position by
         position.
         """
@@ -339,7 +339,7 @@ class _InterleavingPass:
             for place, sizes in by_place.items()
         }
 
-        def even(place: Place) -> bool:
+        def even(place: OpDim) -> bool:
             factor, sizes = dims[place][0], scaled[place]
             shared = [(neighbour, dim) for neighbour, dim in dims.items() if factor in dim]
             return (
@@ -359,7 +359,7 @@ def _scaled(sizes: PieceSizes, inner: int) -> PieceSizes:
     return () if any(size % inner for size in sizes) else tuple(size // inner for size in sizes)
 
 
-def _treats_alike(op: Op, shared: Iterable[Place], factor: int) -> bool:
+def _treats_alike(op: Op, shared: Iterable[OpDim], factor: int) -> bool:
     """True if an op treats all positions of a factor alike, unlike lookups and iotas."""
     read = sum(not result for result, _, _ in shared)
     written = sum(result for result, _, _ in shared)

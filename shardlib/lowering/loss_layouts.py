@@ -55,7 +55,7 @@ from shardlib.lowering.weights import (
 )
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.propagation.contractions import gradient_key
-from shardlib.tracing.program import CUSTOM, Equation, by_elements, has_matmul, is_element_lookup
+from shardlib.tracing.program import CUSTOM, Equation, by_masking, has_matmul, is_element_lookup
 from shardlib.tracing.rewriting import EquationGroup, Walk, bind
 
 # --------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def replaced_on_mesh(
 ) -> list[jax.Array] | None:
     """The results of an operation that is replaced on this mesh; None for all others."""
     if is_element_lookup(equation):
-        return by_elements(equation, operands)
+        return by_masking(equation, operands)
     if equation.name in INDEXED and manual_axes(mesh):
         results = bind(equation, [replicated(operand, mesh) for operand in operands])
         return [replicated(result, mesh) for result in results]

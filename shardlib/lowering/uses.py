@@ -25,7 +25,7 @@ from shardlib.graph import input_source
 from shardlib.jax_types import Aval, Eqn
 from shardlib.lowering.contractions import Use, ValueSource, View
 from shardlib.lowering.mesh import batch_path
-from shardlib.tracing.layouts import NO_MESH, brings_layouts, freed
+from shardlib.tracing.layouts import NO_MESH, brings_layouts, layout_free
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
@@ -661,7 +661,7 @@ def trace_loss(
             return jax.make_jaxpr(loss, return_shape=True)(params, state, batch)
 
     def without_layouts() -> tuple[jex.ClosedJaxpr, Tree]:
-        return traced(freed(loss, NO_MESH))
+        return traced(layout_free(loss, NO_MESH))
 
     try:
         try:

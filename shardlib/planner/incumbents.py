@@ -21,7 +21,7 @@ fastest first. Ties go to the simpler plan, as in a search.
 >>> ordered = ranking.ordered(lambda decisions, index: decisions)
 >>> [(entry.decisions, entry.index, entry.seconds) for entry in ordered]
 [('small', 1, 1.0), ('large', 0, 2.0), ('small', 0, 3.0)]
->>> [(entry.decisions, entry.seconds, entry.peak_bytes) for entry in ranking.front()]
+>>> [(entry.decisions, entry.seconds, entry.peak_bytes) for entry in ranking.pareto_front()]
 [('small', 1.0, 6.0), ('small', 3.0, 5.0)]
 """
 

@@ -50,7 +50,7 @@ from functools import cached_property, lru_cache
 from itertools import pairwise
 
 from shardlib.findings import Finding, diagnostic
-from shardlib.graph import Dim, Dims, FactorRule, Graph, Op, Place, Problem, Window
+from shardlib.graph import Dim, Dims, FactorRule, Graph, Op, OpDim, Problem, Window
 from shardlib.layout import BATCH_AXES, EXPERT, LogicalAxes, Rules
 
 # --------------------------------------------------------------------------------------------------
@@ -468,7 +468,7 @@ class _FusedDims:
             replace(op, rule=replace(rule, outer=outer, whole=rule.whole | outer)) if outer else op
         )
 
-    def _pieces_at(self, program: str, op: Op, place: Place) -> tuple[int, ...]:
+    def _pieces_at(self, program: str, op: Op, place: OpDim) -> tuple[int, ...]:
         result, position, dim = place
         return self.pieces(program, op.value(result, position), dim)
 
@@ -482,7 +482,7 @@ class _FusedDims:
         )
 
 
-def major_factors(rule: FactorRule) -> Iterator[tuple[int, Place]]:
+def major_factors(rule: FactorRule) -> Iterator[tuple[int, OpDim]]:
     """Major factors of dims with several factors, each with such a dim; among ops that keep the
     order of elements only reshapes have them.
     """
@@ -491,7 +491,7 @@ def major_factors(rule: FactorRule) -> Iterator[tuple[int, Place]]:
     )
 
 
-def _dim(rule: FactorRule, place: Place) -> Dim:
+def _dim(rule: FactorRule, place: OpDim) -> Dim:
     result, position, dim = place
     return (rule.results if result else rule.operands)[position][dim]
 
@@ -503,9 +503,9 @@ def _piecewise_rule(rule: FactorRule, piece: int) -> FactorRule:
     sizes, outer = list(rule.sizes), set[int]()
     sizes.append(piece)
     common = len(sizes) - 1
-    dims: dict[Place, Dim] = dict(rule.dims())
+    dims: dict[OpDim, Dim] = dict(rule.dims())
 
-    def split(place: Place, size: int) -> None:
+    def split(place: OpDim, size: int) -> None:
         if size > piece:
             sizes.append(size // piece)
             outer.add(len(sizes) - 1)
@@ -584,7 +584,7 @@ def _windows(graphs: Mapping[str, Graph]) -> list[tuple[str, Op, Window]]:
     ]
 
 
-def _nodes(program: str, op: Op, place: Place | None) -> list[Hashable]:
+def _nodes(program: str, op: Op, place: OpDim | None) -> list[Hashable]:
     return [] if place is None else [(program, op.value(place[0], place[1]), place[2])]
 
 

@@ -48,7 +48,7 @@ from shardlib.serve.cache import (
     product,
 )
 from shardlib.tracing.program import REMAT, CustomCall, Equation, Program
-from shardlib.tracing.rewriting import Labels, bind, carried_avals, dependence, needed, strong
+from shardlib.tracing.rewriting import Labels, bind, carried_avals, dependence, needed, typed
 
 
 @jax.tree_util.register_dataclass
@@ -414,10 +414,7 @@ def _beside(program: Program, inputs: Sequence[Labels]) -> Iterator[str]:
 def bodies(equation: Equation) -> Iterator[tuple[Program, int]]:
     """The programs inside of an equation that is walked into, and how often each runs."""
     if equation.name == "scan":
-        yield (
-            equation.inside("body"),
-            equation.params["length"],
-        )
+        yield (equation.inside("body"), equation.params["length"])
     elif equation.name in REMAT:
         yield equation.inside(), 1
 
@@ -750,7 +747,7 @@ def _scan(
 
     scanned = operands[constants + carried :]
     start = tuple(
-        strong(plain(value), aval)
+        typed(plain(value), aval)
         for value, aval in zip(
             operands[constants : constants + carried],
             carried_avals(program, constants),

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 
 from shardlib._jax_compat import scan_counts
 from shardlib.jax_types import Aval, Value
-from shardlib.tracing.program import Equation, Program, Run, by_elements, find_repeats, has_matmul
+from shardlib.tracing.program import Equation, Program, Run, by_masking, find_repeats, has_matmul
 from shardlib.tracing.rewriting import (
     Walk,
-    closed,
+    closure,
     dependence,
     evaluate_equations,
     evaluate_program,
@@ -28,7 +28,7 @@ from shardlib.tracing.rewriting import (
     positions_of,
     rematerialised,
     results_wanted,
-    strong,
+    typed,
 )
 
 #: The numbers of one value of the block in each repetition.
@@ -41,20 +41,20 @@ class Loop:
 
     Attributes:
         run: the range of equations.
-        block: the first repetition, with stacked and carried operands renumbered to their slots.
-        stacked: slot number -> the values it has in each repetition.
-        carried: slot number -> (initial value, number in the block of its next value, number of the
+        block: the first repetition, in which stacked and carried operands have new numbers.
+        stacked: new number -> the values it has in each repetition.
+        carried: new number -> (initial value, number in the block of its next value, number of the
             final value in the last repetition).
-        kept: results of the block that are read after the run, for each repetition; the first entry
-            is the number in the block.
-        read: the values of `kept` that are read after the run.
+        outputs: results of the block that are read after the run, for each repetition; the first
+            entry is the number in the block.
+        read: the values of `outputs` that are read after the run.
     """
 
     run: Run
     block: tuple[Equation, ...]
     stacked: dict[int, Column]
     carried: dict[int, tuple[int, int, int]]
-    kept: tuple[Column, ...]
+    outputs: tuple[Column, ...]
     read: frozenset[int]
 
 
@@ -92,7 +92,7 @@ class Folded:
 
     def evaluate(self, args: Sequence[Value], *, remat: str = "none") -> list[Value]:
         """The results of the program."""
-        walk = Walk(remat=remat, run=by_elements)
+        walk = Walk(remat=remat, run=by_masking)
         if not self.loops:
             return evaluate_program(self.program, args, walk)
         env: dict[int, Any] = dict(self.program.constants)
@@ -199,7 +199,7 @@ def _fold_loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
         }
         for rep in reps
     ]
-    slots: dict[tuple[Any, ...], int] = {}
+    numbers: dict[tuple[Any, ...], int] = {}
     stacked: dict[int, Column] = {}
     carried: dict[int, tuple[int, int, int]] = {}
     block: list[Equation] = []
@@ -211,13 +211,13 @@ def _fold_loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
                 inputs.append(number)
                 continue
             source = producers[0].get(column[1])
-            key = ("carried", source, number) if source is not None else ("stacked", column)
-            slot = slots.setdefault(key, len(program.avals) + len(slots))
-            inputs.append(slot)
+            origin = ("carried", source, number) if source is not None else ("stacked", column)
+            key = numbers.setdefault(origin, len(program.avals) + len(numbers))
+            inputs.append(key)
             if source is None:
-                stacked[slot] = column
+                stacked[key] = column
             else:
-                carried[slot] = (number, column[1], reps[-1][source[0]].outputs[source[1]])
+                carried[key] = (number, column[1], reps[-1][source[0]].outputs[source[1]])
         block.append(
             Equation(
                 path=equation.path,
@@ -240,13 +240,15 @@ def _fold_loop(program: Program, run: Run, last: dict[int, int]) -> Loop | None:
         for index, equation in enumerate(reps[0])
         for k in range(len(equation.outputs))
     ]
-    kept = tuple(
+    outputs = tuple(
         column
         for column in columns
         if any(last.get(n, -1) >= run.stop and n not in finals for n in column)
     )
-    read = frozenset(n for column in kept for n in column if last.get(n, -1) >= run.stop)
-    return Loop(run=run, block=tuple(block), stacked=stacked, carried=carried, kept=kept, read=read)
+    read = frozenset(n for column in outputs for n in column if last.get(n, -1) >= run.stop)
+    return Loop(
+        run=run, block=tuple(block), stacked=stacked, carried=carried, outputs=outputs, read=read
+    )
 
 
 def _same_type(a: Aval, b: Aval) -> bool:
@@ -259,13 +261,13 @@ def _fold_scan(
     """Runs a loop, and adds the values read after it to `env`."""
 
     def read(number: int) -> Value:
-        return strong(env[number], program.avals[number])
+        return typed(env[number], program.avals[number])
 
     arrays = {
-        slot: stacks[column] if column in stacks else jnp.stack([read(n) for n in column])
-        for slot, column in loop.stacked.items()
+        key: stacks[column] if column in stacks else jnp.stack([read(n) for n in column])
+        for key, column in loop.stacked.items()
     }
-    init = {slot: read(start) for slot, (start, _, _) in loop.carried.items()}
+    init = {key: read(start) for key, (start, _, _) in loop.carried.items()}
     inside = walk.layer() if walk.remat != "none" else walk
 
     def body(
@@ -273,15 +275,15 @@ def _fold_scan(
     ) -> tuple[dict[int, Value], list[Value]]:
         inner = {**env, **carry, **sliced}
         evaluate_equations(loop.block, inner, inside)
-        return {slot: inner[after] for slot, (_, after, _) in loop.carried.items()}, [
-            inner[column[0]] for column in loop.kept
+        return {key: inner[after] for key, (_, after, _) in loop.carried.items()}, [
+            inner[column[0]] for column in loop.outputs
         ]
 
     final, results = jax.lax.scan(
         rematerialised(body, walk.remat, prevent_cse=False), init, arrays, length=loop.run.count
     )
-    env.update({last: final[slot] for slot, (_, _, last) in loop.carried.items()})
-    for column, values in zip(loop.kept, results, strict=True):
+    env.update({last: final[key] for key, (_, _, last) in loop.carried.items()})
+    for column, values in zip(loop.outputs, results, strict=True):
         env.update(
             {number: values[layer] for layer, number in enumerate(column) if number in loop.read}
         )
@@ -441,7 +443,7 @@ def _split_loop(equation: Equation, early: set[int], late: set[int], fresh: int)
     """
     constants, carried = scan_counts(equation.params)
     body = equation.inside("body", remat=True)
-    first, _ = closed(equation, body, positions_of(equation, early))
+    first, _ = closure(equation, body, positions_of(equation, early))
     carries = {body.inputs[constants + k]: k for k in range(carried)}
     available = [number for number in body.inputs if carries.get(number) not in first]
     second = positions_of(equation, late) - first
@@ -531,7 +533,7 @@ def _split_scan(
         return outputs[: len(carries)], (outputs[len(carries) :], extra)
 
     init = [
-        strong(operands[constants + k], program.avals[program.inputs[constants + k]])
+        typed(operands[constants + k], program.avals[program.inputs[constants + k]])
         for k in carries
     ]
     final, (stacked, extra) = jax.lax.scan(

@@ -134,7 +134,7 @@ class UserLayout:
         spec: the user's mesh axes for each dim of the value; () for a replicated dim, None for one
             that is left open.
         mesh: sizes of all axes of the user's mesh; empty if the program only names axes.
-        by: the function that requests it, such as "with_sharding_constraint".
+        requested_by: the function that requests it, such as "with_sharding_constraint".
         line: the user's line, "model.py:12"; "" if unknown.
     """
 
@@ -233,7 +233,7 @@ def ambient_mesh() -> AbstractMesh:
     return jax.sharding.get_abstract_mesh()
 
 
-def names_axes(ambient: AbstractMesh) -> bool:
+def has_mesh_or_rules(ambient: AbstractMesh) -> bool:
     """True if a mesh or logical axis rules are set around the program."""
     return not ambient.empty or bool(nn.get_logical_axis_rules())
 
@@ -311,7 +311,7 @@ def _filled(cell: Any) -> bool:
         return False
 
 
-def freed(function: Function, ambient: AbstractMesh) -> Function:
+def layout_free(function: Function, ambient: AbstractMesh) -> Function:
     """A function without its layouts: marked, and traceable without a mesh."""
     last_setting: list[_Setting] = []
 
@@ -324,7 +324,9 @@ def freed(function: Function, ambient: AbstractMesh) -> Function:
         )
         last_setting[:] = [setting]
         jaxpr, constants = open_jaxpr(closed)
-        return results.rebuilt(_Stripped(setting, ambient).run(jaxpr, constants, leaves, _Manual()))
+        return results.rebuilt(
+            _LayoutRemoval(setting, ambient).run(jaxpr, constants, leaves, _Manual())
+        )
 
     return free
 
@@ -448,7 +450,7 @@ class _Manual:
         return results[-1]
 
 
-class _Stripped:
+class _LayoutRemoval:
     """Evaluates a traced program without layouts.
 
     Args:
@@ -539,7 +541,7 @@ class _Stripped:
         cotangents.
         """
 
-        def made(*arguments: Any) -> Any:
+        def rule_without_layouts(*arguments: Any) -> Any:
             if not any(
                 hasattr(argument, "aval") or isinstance(argument, jax.Array)
                 for argument in arguments
@@ -558,7 +560,7 @@ class _Stripped:
             jaxpr, constants = open_jaxpr(closed)
             return results.rebuilt(self.run(jaxpr, constants, arguments, manual))
 
-        return made
+        return rule_without_layouts
 
     def call(self, eqn: Eqn, operands: list[Value], manual: _Manual) -> Sequence[Value]:
         """A jitted function, under its name."""
@@ -594,7 +596,7 @@ class _Stripped:
         )(*map(_abstract, variables))
         form = replace(
             form,
-            function=freed(form.function, self.ambient),
+            function=layout_free(form.function, self.ambient),
             arrays=tuple(map(_on_host, form.arrays)),
         )
         return remarked(form, closed, operands)

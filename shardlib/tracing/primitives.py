@@ -25,7 +25,7 @@ from shardlib.tracing.program import CUSTOM, REMAT, Equation, Program
 from shardlib.tracing.row_kinds import (
     EqnPair,
     Kind,
-    RowPlace,
+    RowPosition,
     Shape,
     by_position,
     common,
@@ -46,7 +46,7 @@ from shardlib.tracing.rules import ARITHMETIC, COPIES, Describe, whole_dims
 # Element-wise operations.
 
 #: A rule: (equation, kinds of its operands) -> the kind of all its results, or one kind per result.
-Rule = Callable[[EqnPair, list[Kind]], "Kind | list[Kind]"]
+RowRule = Callable[[EqnPair, list[Kind]], "Kind | list[Kind]"]
 
 #: Reason for a mixed result that is no longer a sum over rows.
 NOT_LINEAR = "a function of a sum over rows that is not linear"
@@ -74,20 +74,20 @@ def elementwise(step: EqnPair, kinds: list[Kind]) -> Kind | list[Kind]:
 
 
 def _rows(step: EqnPair, kinds: list[Kind], row_kinds: list[Kind]) -> Kind:
-    places = {kind.rows for kind in row_kinds}
-    if len(places) > 1:
+    positions = {kind.rows for kind in row_kinds}
+    if len(positions) > 1:
         return step.mixed("rows meet other rows", kinds)
-    (place,) = places
+    (rows,) = positions
     for operand, kind in enumerate(kinds):
         dims, rank = step.batch_dims(operand), len(step.operands[operand][0])
-        if not set(dims) <= set(place.dims):
+        if not set(dims) <= set(rows.dims):
             return step.mixed("rows meet other rows", kinds)
-        if kind.family == "free" and len(place.dims) > 1 and rank and not kind.splat:
+        if kind.family == "free" and len(rows.dims) > 1 and rank and not kind.splat:
             return step.mixed("rows are weighted by their position in the batch", kinds)
     power = _power(step.name, kinds)
     if power is None or (power != 0 and step.is_lossy):
         return step.mixed("the number of rows goes into what is made of each row", kinds)
-    return row(place, power=power, **common(kinds))
+    return row(rows, power=power, **common(kinds))
 
 
 def _power(name: str, kinds: list[Kind]) -> Fraction | None:
@@ -252,27 +252,27 @@ def _dropless(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind
         or any(kind.family != "free" for kind in parameters)
     ):
         return None
-    place = row_kinds[0].rows
+    rows = row_kinds[0].rows
     if (
         any(kind.family not in ("free", "row") for kind in tokens)
-        or place.stop >= len(shapes[0][0])
-        or any(not set(differing(shape)) <= set(place.dims) for shape in shapes[:3])
+        or rows.stop >= len(shapes[0][0])
+        or any(not set(differing(shape)) <= set(rows.dims) for shape in shapes[:3])
     ):
         return None
     more = common(kinds)
-    return [row(place, **more), free(zero=True, splat=True)]
+    return [row(rows, **more), free(zero=True, splat=True)]
 
 
 def stacked(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Rows along stack dims stay independent."""
-    places = {kind.rows for kind in kinds if kind.family == "row"}
-    if len(places) != 1 or any(kind.family not in ("free", "row") for kind in kinds):
+    positions = {kind.rows for kind in kinds if kind.family == "row"}
+    if len(positions) != 1 or any(kind.family not in ("free", "row") for kind in kinds):
         return step.mixed("rows meet other rows", kinds)
-    (place,) = places
+    (rows,) = positions
     if step.name == "triangular_solve" and kinds[0].family == "free" and not step.batch_dims(0):
         column = len(step.operands[1][0]) - (1 if step.params["left_side"] else 2)
-        if list(place.dims) == [column] and kinds[0].power == kinds[1].power == 0:
-            return row(place, **common(kinds))  # the columns of the right side are rows
+        if list(rows.dims) == [column] and kinds[0].power == kinds[1].power == 0:
+            return row(rows, **common(kinds))  # the columns of the right side are rows
     stack = len(step.operands[0][0]) - whole_dims(step.name, step.params)
     dims = {
         dim
@@ -282,16 +282,16 @@ def stacked(step: EqnPair, kinds: list[Kind]) -> Kind:
         )
         for dim in shapes
     }
-    if place.stop > stack or not dims <= set(place.dims):
+    if rows.stop > stack or not dims <= set(rows.dims):
         return step.mixed("rows meet other rows", kinds)
     if any(kind.power != 0 for kind in kinds):
         return step.mixed("the number of rows goes into what is made of each row", kinds)
-    if len(place.dims) > 1 and any(
+    if len(rows.dims) > 1 and any(
         kind.family == "free" and not kind.splat and shape
         for kind, (shape, _) in zip(kinds, step.operands, strict=True)
     ):
         return step.mixed("rows are weighted by their position in the batch", kinds)
-    return row(place, **common(kinds))
+    return row(rows, **common(kinds))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def moved(kind: Kind, target_dim: Callable[[int], int | None]) -> Kind | None:
     new = [target_dim(dim) for dim in kind.rows.dims]
     if new[0] is None or new != list(range(new[0], new[0] + len(new))):
         return None
-    return kind.with_(place=replace(kind.rows, start=new[0], stop=new[0] + len(new)), tag=None)
+    return kind.with_(position=replace(kind.rows, start=new[0], stop=new[0] + len(new)), tag=None)
 
 
 def or_mixed(step: EqnPair, kinds: list[Kind], result: Kind | None) -> Kind:
@@ -355,12 +355,12 @@ def transpose(step: EqnPair, kinds: list[Kind]) -> Kind:
 def squeeze(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Removes dims of size 1."""
     rank = len(step.operands[0][0])
-    gone = {dim % rank for dim in step.params["dimensions"]}
-    left = [dim for dim in range(rank) if dim not in gone]
+    removed = {dim % rank for dim in step.params["dimensions"]}
+    remaining = [dim for dim in range(rank) if dim not in removed]
     if kinds[0].family == "sum":
         return kinds[0]
     return or_mixed(
-        step, kinds, moved(kinds[0], lambda dim: left.index(dim) if dim in left else None)
+        step, kinds, moved(kinds[0], lambda dim: remaining.index(dim) if dim in remaining else None)
     )
 
 
@@ -371,48 +371,47 @@ def reshape(step: EqnPair, kinds: list[Kind]) -> Kind:
     kind = kinds[0]
     if kind.family == "sum":
         return _of_sum(step, kinds)
-    place = kind.rows
-    if not place.dims:
-        return kind.with_(place=replace(place, start=0, stop=0))
-    if place.scans:
+    rows = kind.rows
+    if not rows.dims:
+        return kind.with_(position=replace(rows, start=0, stop=0))
+    if rows.scans:
         return _in_scan(step, kinds)
-    regrouped_place = regrouped_alike(place, step)
+    regrouped_position = regrouped_alike(rows, step)
     return (
         step.mixed("rows are regrouped in a way that depends on their number", kinds)
-        if regrouped_place is None
-        else kind.with_(place=regrouped_place, tag=None)
+        if regrouped_position is None
+        else kind.with_(position=regrouped_position, tag=None)
     )
 
 
-def regrouped_alike(place: RowPlace, step: EqnPair) -> RowPlace | None:
+def regrouped_alike(rows: RowPosition, step: EqnPair) -> RowPosition | None:
     """The place of rows after a reshape, for both numbers of rows; None if the two differ or there
     is none. With a single row any dim of size 1 could be the place: the other trace decides.
     """
-    places = [
-        regrouped(place, step.operands[0][trace], step.results[0][trace], size)
+    positions = [
+        regrouped(rows, step.operands[0][trace], step.results[0][trace], size)
         for trace, size in enumerate(step.sizes)
     ]
     many = step.sizes.index(max(step.sizes))
-    if places[0] == places[1] or step.sizes[1 - many] != 1:
-        return places[0] if places[0] == places[1] else None
-    new, (before, after) = places[many], (step.operands[0][1 - many], step.results[0][1 - many])
+    if positions[0] == positions[1] or step.sizes[1 - many] != 1:
+        return positions[0] if positions[0] == positions[1] else None
+    new, (before, after) = positions[many], (step.operands[0][1 - many], step.results[0][1 - many])
     if new is None:
         return None
     repeats = (
-        math.prod(after[new.start : new.stop]) * place.inner
-        == math.prod(before[place.start : place.stop]) * new.inner
+        math.prod(after[new.start : new.stop]) * rows.inner
+        == math.prod(before[rows.start : rows.stop]) * new.inner
     )
     same = (
         repeats
-        and math.prod(after[new.stop :]) * new.inner
-        == math.prod(before[place.stop :]) * place.inner
+        and math.prod(after[new.stop :]) * new.inner == math.prod(before[rows.stop :]) * rows.inner
     )
     return new if same else None
 
 
-def regrouped(place: RowPlace, before: Shape, after: Shape, rows: int) -> RowPlace | None:
+def regrouped(position: RowPosition, before: Shape, after: Shape, rows: int) -> RowPosition | None:
     """The place of rows after a reshape; None if no dims of the result contain exactly the rows."""
-    stride = place.inner * math.prod(before[place.stop :])
+    stride = position.inner * math.prod(before[position.stop :])
     stop = next(
         (dim for dim in range(len(after) + 1) if stride % math.prod(after[dim:]) == 0), None
     )
@@ -424,7 +423,7 @@ def regrouped(place: RowPlace, before: Shape, after: Shape, rows: int) -> RowPla
     return (
         None
         if start is None
-        else RowPlace(start=start, stop=stop, inner=stride // math.prod(after[stop:]))
+        else RowPosition(start=start, stop=stop, inner=stride // math.prod(after[stop:]))
     )
 
 
@@ -432,26 +431,26 @@ def _in_scan(step: EqnPair, kinds: list[Kind]) -> Kind:
     """In the body of a scan over rows, which rows they are is unknown: only a dim of the same size
     before and after is followed.
     """
-    place, before, after = kinds[0].rows, step.operands[0], step.results[0]
-    merged = [tuple(math.prod(shape[place.start : place.stop]) for shape in before)]
+    rows, before, after = kinds[0].rows, step.operands[0], step.results[0]
+    merged = [tuple(math.prod(shape[rows.start : rows.stop]) for shape in before)]
     same = [
         dim
         for dim in range(len(after[0]))
         if tuple(shape[dim] for shape in after) in merged
-        and math.prod(before[0][: place.start]) == math.prod(after[0][:dim])
+        and math.prod(before[0][: rows.start]) == math.prod(after[0][:dim])
     ]
     return or_mixed(
         step,
         kinds,
         (
-            kinds[0].with_(place=replace(place, start=same[0], stop=same[0] + 1))
+            kinds[0].with_(position=replace(rows, start=same[0], stop=same[0] + 1))
             if len(same) == 1
             else None
         ),
     )
 
 
-def along(dims_of: Callable[[EqnPair], list[int]], *, linear: bool) -> Rule:
+def mixing(dims_of: Callable[[EqnPair], list[int]], *, linear: bool) -> RowRule:
     """The rule of an operation that mixes elements along some dims."""
 
     def rule(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -462,14 +461,14 @@ def along(dims_of: Callable[[EqnPair], list[int]], *, linear: bool) -> Rule:
             kind.family == "sum" for kind in kinds
         ):
             return step.mixed(NOT_LINEAR, kinds)
-        place, powers = row_kinds[0].rows, {kind.power for kind in kinds if not kind.zero}
-        if any(dim in place.dims for dim in dims_of(step)):
+        rows, powers = row_kinds[0].rows, {kind.power for kind in kinds if not kind.zero}
+        if any(dim in rows.dims for dim in dims_of(step)):
             return step.mixed("rows are mixed along the batch", kinds)
         if powers != {row_kinds[0].power} or (not linear and powers != {0}):
             return step.mixed("the number of rows goes into what is made of each row", kinds)
-        if any(not set(step.batch_dims(index)) <= set(place.dims) for index in range(len(kinds))):
+        if any(not set(step.batch_dims(index)) <= set(rows.dims) for index in range(len(kinds))):
             return step.mixed("rows meet other rows", kinds)
-        return row(place, power=row_kinds[0].power, **common(kinds))
+        return row(rows, power=row_kinds[0].power, **common(kinds))
 
     return rule
 
@@ -539,16 +538,16 @@ def _components(step: EqnPair, kinds: list[Kind]) -> Kind | None:
     }
     if len(batch) != 1 or len(dims := batch.pop()) != 1 or step.params["dimension"] in dims:
         return None
-    place = RowPlace(start=dims[0], stop=dims[0] + 1)
+    rows = RowPosition(start=dims[0], stop=dims[0] + 1)
     if any(
         not (
             kind.family == "free"
-            or (kind.family == "row" and kind.place == place and not kind.descent.weighted)
+            or (kind.family == "row" and kind.position == rows and not kind.descent.weighted)
         )
         for kind in others
     ):
         return None
-    return row(place, tag=tuple(kind.tag for kind in kinds), **common(others))
+    return row(rows, tag=tuple(kind.tag for kind in kinds), **common(others))
 
 
 def gather(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -585,31 +584,31 @@ def _alongside(step: EqnPair, index: Kind) -> bool:
     with the index.
     """
     numbers = step.params["dimension_numbers"]
-    along = dict(
+    partner = dict(
         zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
     )
-    return all(along.get(dim) in index.rows.dims for dim in step.batch_dims(0))
+    return all(partner.get(dim) in index.rows.dims for dim in step.batch_dims(0))
 
 
 def _of_rows(step: EqnPair, kinds: list[Kind], to_dim: list[int], more: dict[str, object]) -> Kind:
     numbers, (source, index) = step.params["dimension_numbers"], kinds
     rows, batching = source.rows, list(numbers.operand_batching_dims)
     if not rows.dims:
-        same = index.family == "free" or index.place == rows
+        same = index.family == "free" or index.position == rows
         return (
             row(rows, power=source.power, **more)  # pyright: ignore[reportArgumentType]
             if same
             else step.mixed("rows are looked up by other rows", kinds)
         )
     if all(dim in batching for dim in rows.dims):
-        along = [numbers.start_indices_batching_dims[batching.index(dim)] for dim in rows.dims]
+        index_dims = [numbers.start_indices_batching_dims[batching.index(dim)] for dim in rows.dims]
         if index.family == "row" and (
             positional(index)
-            or list(index.rows.dims) != along
+            or list(index.rows.dims) != index_dims
             or (index.rows.inner, index.rows.scans) != (rows.inner, rows.scans)
         ):
             return step.mixed("rows are looked up by other rows", kinds)
-        return _placed(step, kinds, rows, [to_dim[dim] for dim in along], more)
+        return _placed(step, kinds, rows, [to_dim[dim] for dim in index_dims], more)
     window = [
         dim
         for dim in range(len(step.operands[0][0]))
@@ -636,7 +635,7 @@ def _of_rows(step: EqnPair, kinds: list[Kind], to_dim: list[int], more: dict[str
     return step.mixed("rows are looked up by position or content", kinds)
 
 
-def _indexing_by_position(step: EqnPair, index: Kind, mapped: list[int], rows: RowPlace) -> bool:
+def _indexing_by_position(step: EqnPair, index: Kind, mapped: list[int], rows: RowPosition) -> bool:
     """True if every row looks itself up."""
     component = mapped.index(rows.start) if rows.start in mapped else -1
     tags = index.tag if isinstance(index.tag, tuple) else (index.tag,)
@@ -650,14 +649,16 @@ def _indexing_by_position(step: EqnPair, index: Kind, mapped: list[int], rows: R
 
 
 def _placed(
-    step: EqnPair, kinds: list[Kind], rows: RowPlace, dims: list[int], more: dict[str, object]
+    step: EqnPair, kinds: list[Kind], rows: RowPosition, dims: list[int], more: dict[str, object]
 ) -> Kind:
     if dims != list(range(dims[0], dims[0] + len(dims))) or not set(step.result_dims()) <= set(
         dims
     ):
         return step.mixed("the order of the rows is lost", kinds)
-    place = RowPlace(start=dims[0], stop=dims[0] + len(dims), inner=rows.inner, scans=rows.scans)
-    return row(place, power=kinds[0].power, **more)  # pyright: ignore[reportArgumentType]
+    position = RowPosition(
+        start=dims[0], stop=dims[0] + len(dims), inner=rows.inner, scans=rows.scans
+    )
+    return row(position, power=kinds[0].power, **more)  # pyright: ignore[reportArgumentType]
 
 
 def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -678,8 +679,8 @@ def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
         ):
             return total(power=power, **more)
         return step.mixed("rows are written over each other", kinds)
-    place = _written(step, kinds)
-    if place is None:
+    dim = _written(step, kinds)
+    if dim is None:
         return step.mixed("rows are written by position or content", kinds)
     inner = {
         (kind.rows.inner, kind.rows.scans)
@@ -690,7 +691,7 @@ def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
         return step.mixed("rows meet other rows", kinds)
     ((elements, scans),) = inner
     return (
-        row(RowPlace(start=place, stop=place + 1, inner=elements, scans=scans), power=power, **more)
+        row(RowPosition(start=dim, stop=dim + 1, inner=elements, scans=scans), power=power, **more)
         if numbers is not None
         else step.mixed("", kinds)
     )
@@ -709,11 +710,9 @@ def _written(step: EqnPair, kinds: list[Kind]) -> int | None:
         return None
     (dim,) = dims
     batching = list(numbers.operand_batching_dims)
-    scattered = [
-        at for at in range(len(step.operands[2][0])) if at not in numbers.update_window_dims
-    ]
+    scattered = [i for i in range(len(step.operands[2][0])) if i not in numbers.update_window_dims]
 
-    def at(kind: Kind, row_dim: int) -> bool:
+    def fits(kind: Kind, row_dim: int) -> bool:
         return kind.family == "free" or (
             kind.family == "row" and not positional(kind) and list(kind.rows.dims) == [row_dim]
         )
@@ -722,7 +721,9 @@ def _written(step: EqnPair, kinds: list[Kind]) -> int | None:
         batching_dim = numbers.scatter_indices_batching_dims[batching.index(dim)]
         return (
             dim
-            if at(target, dim) and at(index, batching_dim) and at(updates, scattered[batching_dim])
+            if fits(target, dim)
+            and fits(index, batching_dim)
+            and fits(updates, scattered[batching_dim])
             else None
         )
     window = [
@@ -734,21 +735,21 @@ def _written(step: EqnPair, kinds: list[Kind]) -> int | None:
     if dim in to and index.family == "free":
         return (
             dim
-            if at(target, dim)
-            and at(updates, to[dim])
+            if fits(target, dim)
+            and fits(updates, to[dim])
             and step.operands[2][0][to[dim]] == step.operands[0][0][dim]
             else None
         )
     if dim in numbers.inserted_window_dims and dim in numbers.scatter_dims_to_operand_dims:
-        rows = RowPlace(start=dim, stop=dim + 1)
-        along = step.batch_dims(1)
-        in_place = (
+        rows = RowPosition(start=dim, stop=dim + 1)
+        index_dims = step.batch_dims(1)
+        looks_up_itself = (
             _indexing_by_position(step, index, list(numbers.scatter_dims_to_operand_dims), rows)
-            and len(along) == 1
-            and at(updates, scattered[along[0]])
-            and at(target, dim)
+            and len(index_dims) == 1
+            and fits(updates, scattered[index_dims[0]])
+            and fits(target, dim)
         )
-        return dim if in_place else None
+        return dim if looks_up_itself else None
     return None
 
 
@@ -761,16 +762,16 @@ def slice_(step: EqnPair, kinds: list[Kind]) -> Kind:
     kind = kinds[0]
     if kind.family == "sum":
         return kind
-    place, (before, after) = kind.rows, (step.operands[0], step.results[0])
-    if all(before[trace][dim] == after[trace][dim] for trace in (0, 1) for dim in place.dims):
+    rows, (before, after) = kind.rows, (step.operands[0], step.results[0])
+    if all(before[trace][dim] == after[trace][dim] for trace in (0, 1) for dim in rows.dims):
         return kind
-    if len(place.dims) == 1 and not place.scans and step.params["strides"] is None:
-        (dim,) = place.dims
+    if len(rows.dims) == 1 and not rows.scans and step.params["strides"] is None:
+        (dim,) = rows.dims
         bounds = [
             (
                 equation.params["start_indices"][dim],
                 equation.params["limit_indices"][dim],
-                size * place.inner,
+                size * rows.inner,
             )
             for equation, size in ((step.first, step.sizes[0]), (step.second, step.sizes[1]))
         ]
@@ -810,18 +811,18 @@ def concatenate(step: EqnPair, kinds: list[Kind]) -> Kind:
         or len(powers) > 1
     ):
         return step.mixed("rows of two orders are joined", kinds)
-    place = row_kinds[0].rows
-    if any(not set(step.batch_dims(index)) <= set(place.dims) for index in range(len(kinds))):
+    rows = row_kinds[0].rows
+    if any(not set(step.batch_dims(index)) <= set(rows.dims) for index in range(len(kinds))):
         return step.mixed("rows meet other rows", kinds)
-    result = row(place, power=next(iter(powers), row_kinds[0].power), **common(kinds))
-    if dim not in place.dims:
-        uniform = len(place.dims) == 1 or all(kind.family == "row" or kind.splat for kind in kinds)
+    result = row(rows, power=next(iter(powers), row_kinds[0].power), **common(kinds))
+    if dim not in rows.dims:
+        uniform = len(rows.dims) == 1 or all(kind.family == "row" or kind.splat for kind in kinds)
         return (
             result.with_(tag=tuple(kind.tag for kind in kinds))
             if uniform
             else step.mixed("rows are weighted by their position in the batch", kinds)
         )
-    if len(place.dims) == 1 and len(row_kinds) == len(kinds) and not place.scans:
+    if len(rows.dims) == 1 and len(row_kinds) == len(kinds) and not rows.scans:
         return result
     return step.mixed("rows are joined with others that are none", kinds)
 
@@ -841,9 +842,9 @@ def stack(step: EqnPair, kinds: list[Kind]) -> Kind:
     axis, row_kinds = step.params["axis"], [kind for kind in kinds if kind.family == "row"]
     if not row_kinds:
         return joined(step, kinds, list(range(len(kinds))))
-    place, powers = row_kinds[0].rows, {kind.power for kind in kinds if not kind.zero}
-    splat = len(place.dims) <= 1 or all(kind.family == "row" or kind.splat for kind in kinds)
-    aligned = all(set(step.batch_dims(index)) <= set(place.dims) for index in range(len(kinds)))
+    rows, powers = row_kinds[0].rows, {kind.power for kind in kinds if not kind.zero}
+    splat = len(rows.dims) <= 1 or all(kind.family == "row" or kind.splat for kind in kinds)
+    aligned = all(set(step.batch_dims(index)) <= set(rows.dims) for index in range(len(kinds)))
     if (
         len({kind.rows for kind in row_kinds}) > 1
         or any(kind.family == "sum" for kind in kinds)
@@ -852,7 +853,7 @@ def stack(step: EqnPair, kinds: list[Kind]) -> Kind:
         or not aligned
     ):
         return step.mixed("rows of two orders are joined", kinds)
-    result = row(place, power=next(iter(powers), row_kinds[0].power), **common(kinds))
+    result = row(rows, power=next(iter(powers), row_kinds[0].power), **common(kinds))
     return or_mixed(step, kinds, moved(result, lambda dim: dim + (dim >= axis)))
 
 
@@ -903,15 +904,15 @@ def dynamic_update_slice(step: EqnPair, kinds: list[Kind]) -> Kind:
         or len(powers) > 1
     ):
         return step.mixed("rows are written by their position", kinds)
-    place = row_kinds[0].rows
+    rows = row_kinds[0].rows
     same = all(
         step.operands[0][trace][dim] == step.operands[1][trace][dim]
         for trace in (0, 1)
-        for dim in place.dims
+        for dim in rows.dims
     )
     return (
-        row(place, power=next(iter(powers), row_kinds[0].power), **common(kinds))
-        if same and len(place.dims) <= 1
+        row(rows, power=next(iter(powers), row_kinds[0].power), **common(kinds))
+        if same and len(rows.dims) <= 1
         else step.mixed("rows are written by their position", kinds)
     )
 
@@ -1063,7 +1064,7 @@ _UNIFORM = frozenset(
 )
 
 #: The same for operations along one dim, if that is another dim.
-_ALONG = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
+_OVER_ONE_DIM = frozenset({"split", "cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"})
 
 
 def constant(left: Constant, right: Constant, sizes: tuple[int, int]) -> Kind:
@@ -1146,7 +1147,7 @@ def constants(step: EqnPair, kinds: list[Kind], *, learned: bool) -> Kind | list
     batch = any(step.batch_dims(index) for index in range(len(kinds))) or any(
         step.result_dims(index) for index in range(len(step.results))
     )
-    if batch and name not in _UNIFORM and not _along_others(step):
+    if batch and name not in _UNIFORM and not _over_other_dim(step):
         return step.mixed("positions in the batch", kinds)
     splat = all(kind.splat for kind in kinds) and name in (
         *ARITHMETIC,
@@ -1169,10 +1170,10 @@ def constants(step: EqnPair, kinds: list[Kind], *, learned: bool) -> Kind | list
     return [free(power=power, splat=splat, zero=zero, **more) for _ in step.results]
 
 
-def _along_others(step: EqnPair) -> bool:
+def _over_other_dim(step: EqnPair) -> bool:
     """True if an operation works along one dim that is not a dim of the batch."""
     axis = step.params.get("axis", step.params.get("dimension"))
-    return step.name in _ALONG and axis not in step.batch_dims(0)
+    return step.name in _OVER_ONE_DIM and axis not in step.batch_dims(0)
 
 
 def _reshaped(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -1191,8 +1192,8 @@ def _reshaped(step: EqnPair, kinds: list[Kind]) -> Kind:
             shape[dim] / size for shape, size in zip(step.operands[0], step.sizes, strict=True)
         ]
         if inner[0] == inner[1] == int(inner[0]):
-            place = RowPlace(start=dim, stop=dim + 1, inner=int(inner[0]))
-            regrouped = regrouped_alike(place, step)
+            rows = RowPosition(start=dim, stop=dim + 1, inner=int(inner[0]))
+            regrouped = regrouped_alike(rows, step)
             if regrouped is not None:
                 return row(regrouped, power=kind.power, **more)
     return step.mixed("rows are regrouped in a way that depends on their number", kinds)
@@ -1203,15 +1204,15 @@ def _joined(step: EqnPair, kinds: list[Kind]) -> Kind:
     power = next(iter(powers)) if len(powers) == 1 else None
     more, zero = common(kinds), all(kind.zero for kind in kinds)
     if step.name == "concatenate":
-        along = step.params["dimension"] in {
+        over_batch = step.params["dimension"] in {
             dim for index in range(len(kinds)) for dim in step.batch_dims(index)
         }
     else:
-        along = any(
+        over_batch = any(
             tuple(step.params["padding_config"][dim]) != (0, 0, 0)
             for dim in {*step.batch_dims(0), *step.result_dims()}
         )
-    if along and not zero:
+    if over_batch and not zero:
         return step.mixed("positions in the batch", kinds)
     return free(power=power, zero=zero, splat=zero, **more)
 
@@ -1219,7 +1220,7 @@ def _joined(step: EqnPair, kinds: list[Kind]) -> Kind:
 # --------------------------------------------------------------------------------------------------
 # Random numbers and their keys.
 
-_DRAWN_TOGETHER = "random numbers of all rows are drawn together"
+_DRAWN_JOINTLY = "random numbers of all rows are drawn together"
 
 
 def shaped(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -1232,31 +1233,31 @@ def shaped(step: EqnPair, kinds: list[Kind]) -> Kind:
         exact = by_position(step.first.eqn.invars[0].aval.dtype) and set(dims) <= set(
             keys.rows.dims
         )
-        return row(keys.rows, **more) if exact else step.mixed(_DRAWN_TOGETHER, kinds)
+        return row(keys.rows, **more) if exact else step.mixed(_DRAWN_JOINTLY, kinds)
     draw = draw_of(step.first.eqn, step.second.eqn, step.sizes) if keys.family == "free" else None
     if draw is None:
-        return step.mixed(_DRAWN_TOGETHER, kinds)
+        return step.mixed(_DRAWN_JOINTLY, kinds)
     if step.unchanged:
         return step.mixed(
             "random numbers are drawn inside of a function with a derivative of its own", kinds
         )
     dim = rank + draw.dim
-    return row(RowPlace(start=dim, stop=dim + 1, inner=draw.inner), **more)
+    return row(RowPosition(start=dim, stop=dim + 1, inner=draw.inner), **more)
 
 
 def by_key(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Element-wise operations on keys, and draws with one key per sample."""
     if any(kind.power != 0 for kind in kinds):
         return step.mixed("the number of rows goes into a random key", kinds)
-    places = {kind.rows for kind in kinds if kind.family == "row"}
-    if any(kind.family not in ("free", "row") for kind in kinds) or len(places) > 1:
-        return step.mixed(_DRAWN_TOGETHER, kinds)
-    if not places:
+    positions = {kind.rows for kind in kinds if kind.family == "row"}
+    if any(kind.family not in ("free", "row") for kind in kinds) or len(positions) > 1:
+        return step.mixed(_DRAWN_JOINTLY, kinds)
+    if not positions:
         return free(**common(kinds))
-    (place,), (shape, _) = places, step.results[0]
-    if place.stop <= len(shape) and set(step.result_dims()) <= set(place.dims):
-        return row(place, **common(kinds))
-    return step.mixed(_DRAWN_TOGETHER, kinds)
+    (rows,), (shape, _) = positions, step.results[0]
+    if rows.stop <= len(shape) and set(step.result_dims()) <= set(rows.dims):
+        return row(rows, **common(kinds))
+    return step.mixed(_DRAWN_JOINTLY, kinds)
 
 
 def gamma(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -1267,7 +1268,7 @@ def gamma(step: EqnPair, kinds: list[Kind]) -> Kind:
     exact = keys.family == "row" and by_position(dtype)
     rank = len(step.operands[0][0])
     if step.result_dims() and not (exact and keys.rows.stop <= rank):
-        return step.mixed(_DRAWN_TOGETHER, kinds)
+        return step.mixed(_DRAWN_JOINTLY, kinds)
     return by_key(step, kinds)
 
 
@@ -1282,7 +1283,7 @@ def reduce_sum(step: EqnPair, kinds: list[Kind]) -> Kind:
         return kind
     if kind.rows.dims and set(kind.rows.dims) <= axes:
         return total(power=kind.power, **common(kinds))
-    return _along_other_dims(step, kinds, axes, "parts of the batch are added up")
+    return _over_other_dims(step, kinds, axes, "parts of the batch are added up")
 
 
 def reduce_other(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -1292,16 +1293,16 @@ def reduce_other(step: EqnPair, kinds: list[Kind]) -> Kind:
         return step.mixed(NOT_LINEAR, kinds)
     if kind.power != 0:
         return step.mixed("the number of rows goes into what is made of each row", kinds)
-    return _along_other_dims(step, kinds, axes, "a reduction over the batch that is not a sum")
+    return _over_other_dims(step, kinds, axes, "a reduction over the batch that is not a sum")
 
 
-def _along_other_dims(step: EqnPair, kinds: list[Kind], axes: set[int], why: str) -> Kind:
+def _over_other_dims(step: EqnPair, kinds: list[Kind], axes: set[int], why: str) -> Kind:
     """A reduction along dims other than those of the rows."""
-    place = kinds[0].rows
-    if axes & set(place.dims):
+    rows = kinds[0].rows
+    if axes & set(rows.dims):
         return step.mixed(why, kinds)
-    left = [dim for dim in range(len(step.operands[0][0])) if dim not in axes]
-    result = moved(kinds[0], lambda dim: left.index(dim))
+    remaining = [dim for dim in range(len(step.operands[0][0])) if dim not in axes]
+    result = moved(kinds[0], lambda dim: remaining.index(dim))
     assert result is not None
     return result
 
@@ -1315,14 +1316,14 @@ def window(step: EqnPair, kinds: list[Kind]) -> Kind:
         or any(kind.power != 0 for kind in row_kinds)
     ):
         return step.mixed("windows over sums of rows", kinds)
-    place = row_kinds[0].rows
-    still = all(step.params["window_dimensions"][dim] == 1 for dim in place.dims)
+    rows = row_kinds[0].rows
+    still = all(step.params["window_dimensions"][dim] == 1 for dim in rows.dims)
     still = still and all(
         tuple(step.params.get("padding", ((0, 0),) * (dim + 1))[dim]) == (0, 0)
         and step.params.get("window_strides", (1,) * (dim + 1))[dim] == 1
-        for dim in place.dims
+        for dim in rows.dims
     )
-    return row(place, **common(kinds)) if still else step.mixed("windows over rows", kinds)
+    return row(rows, **common(kinds)) if still else step.mixed("windows over rows", kinds)
 
 
 def dot_general(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -1336,7 +1337,7 @@ def dot_general(step: EqnPair, kinds: list[Kind]) -> Kind:
     row_operands = [row_operands for row_operands in (0, 1) if kinds[row_operands].family == "row"]
     if len(row_operands) == 2:
         return _rows_by_rows(step, kinds)
-    row_operand, other_operand, (contracted, _, place) = (
+    row_operand, other_operand, (contracted, _, result_dim) = (
         row_operands[0],
         1 - row_operands[0],
         _dims(step),
@@ -1352,7 +1353,7 @@ def dot_general(step: EqnPair, kinds: list[Kind]) -> Kind:
         )
     if contracted[row_operand].keys() & set(rows.dims):
         return step.mixed("parts of the batch are added up", kinds)
-    result = moved(kinds[row_operand], place[row_operand].get)
+    result = moved(kinds[row_operand], result_dim[row_operand].get)
     if result is None or not set(step.result_dims()) <= set(result.rows.dims):
         return step.mixed("rows meet other rows", kinds)
     if batch and not batch <= _paired(step, other_operand, rows):
@@ -1366,7 +1367,7 @@ def dot_general(step: EqnPair, kinds: list[Kind]) -> Kind:
     return row(result.rows, power=power, **more)
 
 
-def _paired(step: EqnPair, operand: int, rows: RowPlace) -> set[int]:
+def _paired(step: EqnPair, operand: int, rows: RowPosition) -> set[int]:
     """The dims of one operand that are paired with the rows of the other."""
     pairs = step.params["dimension_numbers"][1]
     return {
@@ -1388,20 +1389,20 @@ def _with_sum(step: EqnPair, kinds: list[Kind]) -> Kind:
 
 def _rows_by_rows(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A product of rows with rows, each with itself, summed or not."""
-    contracted, batched, place = _dims(step)
+    contracted, batched, result_dim = _dims(step)
     first, second = (kind.rows for kind in kinds)
     power, more = sum_powers([kind.power for kind in kinds]), common(kinds)
     if replace(first, start=0, stop=0) != replace(second, start=0, stop=0):
         return step.mixed("rows meet other rows", kinds)
     if not first.dims and not second.dims:
         return row(first, power=power, **more)
-    together = [contracted[0].get(dim) for dim in first.dims] == list(second.dims) and bool(
+    contracts_rows = [contracted[0].get(dim) for dim in first.dims] == list(second.dims) and bool(
         first.dims
     )
-    if together:
+    if contracts_rows:
         return total(power=power, **more)
     if [batched[0].get(dim) for dim in first.dims] == list(second.dims):
-        result = moved(kinds[0], place[0].get)
+        result = moved(kinds[0], result_dim[0].get)
         if result is not None and set(step.result_dims()) <= set(result.rows.dims):
             return row(result.rows, power=power, **more)
     return step.mixed("rows meet other rows", kinds)
@@ -1488,7 +1489,7 @@ class Primitive:
     """
 
     factors: Describe | None = None
-    rows: Rule | None = None
+    rows: RowRule | None = None
     keys: bool = False
     linear: slice | str | None = None
 
@@ -1503,7 +1504,7 @@ _FIRST, _FIRST_TWO = slice(0, 1), slice(0, 2)
 _WRITTEN = slice(0, 3, 2)
 
 _REDUCED = rules.reduction("axes", partial=True)
-_RUNNING_ALONG = rules.along("axis", "reduction")
+_CUMULATIVE = rules.along("axis", "reduction")
 
 TABLE: Mapping[str, Primitive] = {
     # element-wise
@@ -1535,10 +1536,10 @@ TABLE: Mapping[str, Primitive] = {
         Primitive(factors=rules.reduction("axes", partial=False), rows=reduce_other),
     ),
     "reduce": Primitive(factors=rules.reduction("dimensions", partial=False)),
-    "cumsum": Primitive(factors=_RUNNING_ALONG, rows=along(axis, linear=True), linear=ALL),
+    "cumsum": Primitive(factors=_CUMULATIVE, rows=mixing(axis, linear=True), linear=ALL),
     **_each(
         ("cumlogsumexp", "cummax", "cummin", "cumprod"),
-        Primitive(factors=_RUNNING_ALONG, rows=along(axis, linear=False)),
+        Primitive(factors=_CUMULATIVE, rows=mixing(axis, linear=False)),
     ),
     "reduce_window_sum": Primitive(factors=rules.window_reduction, rows=window, linear=ALL),
     **_each(
@@ -1552,10 +1553,10 @@ TABLE: Mapping[str, Primitive] = {
     "select_and_scatter": Primitive(factors=rules.select_and_scatter_add),
     "sort": Primitive(
         factors=rules.along("dimension", "sort"),
-        rows=along(lambda step: [step.params["dimension"]], linear=False),
+        rows=mixing(lambda step: [step.params["dimension"]], linear=False),
     ),
     **_each(
-        ("approx_top_k", "top_k"), Primitive(factors=rules.top_k, rows=along(last, linear=False))
+        ("approx_top_k", "top_k"), Primitive(factors=rules.top_k, rows=mixing(last, linear=False))
     ),
     # movement
     "broadcast_in_dim": Primitive(
@@ -1566,7 +1567,7 @@ TABLE: Mapping[str, Primitive] = {
     "transpose": Primitive(factors=rules.transpose, rows=transpose, linear=ALL),
     "rev": Primitive(
         factors=rules.along("dimensions", "movement"),
-        rows=along(lambda step: list(step.params["dimensions"]), linear=True),
+        rows=mixing(lambda step: list(step.params["dimensions"]), linear=True),
         linear=ALL,
     ),
     "slice": Primitive(factors=rules.slice_, rows=slice_, linear=ALL),
@@ -1638,7 +1639,7 @@ TABLE: Mapping[str, Primitive] = {
     "custom_linear_solve": Primitive(factors=rules.matrices),
     "fft": Primitive(
         factors=rules.matrices,
-        rows=along(
+        rows=mixing(
             lambda step: list(
                 range(
                     len(step.operands[0][0]) - len(step.params["fft_lengths"]),
@@ -1729,9 +1730,9 @@ def _is_linear(linear: slice | str, kinds: list[int]) -> bool:
     """True if the result of an operation is linear; `linear` as in `Primitive`."""
     if isinstance(linear, str):
         return kinds.count(LINEAR) == 1
-    together = range(len(kinds))[linear]
+    joint = range(len(kinds))[linear]
     return all(
-        kind != CONSTANT if position in together else kind != LINEAR
+        kind != CONSTANT if position in joint else kind != LINEAR
         for position, kind in enumerate(kinds)
     )
 

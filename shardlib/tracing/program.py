@@ -20,7 +20,7 @@ rows for either. A masked sum over the row gives the element by element-wise ops
 sharded row, and so does its gradient:
 
 >>> import jax.numpy as jnp
->>> picked(jnp.array([[5.0, 7.0]]), jnp.array([[1]]), None)
+>>> masked_lookup(jnp.array([[5.0, 7.0]]), jnp.array([[1]]), None)
 Array([[7.]], dtype=float32)
 
 Repeated blocks, such as layers unrolled by a Python loop:
@@ -421,8 +421,8 @@ def stacking(shape: tuple[int, ...]) -> tuple[Dims, Dims]:
     return stack_dims, stack_dims[1:]
 
 
-#: Maximum number of elements picked from a row at once: each reads the whole row.
-MAX_PICKED = 8
+#: Maximum number of elements looked up in a row at once: each reads the whole row.
+MAX_LOOKUPS = 8
 
 
 def is_element_lookup(equation: Equation) -> bool:
@@ -434,18 +434,18 @@ def is_element_lookup(equation: Equation) -> bool:
     return (
         rows > 0
         and jnp.issubdtype(operand.dtype, jnp.floating)
-        and operand.shape[rows] > MAX_PICKED
+        and operand.shape[rows] > MAX_LOOKUPS
         and numbers.operand_batching_dims == tuple(range(rows))
         and numbers.start_indices_batching_dims == tuple(range(rows))
         and numbers.collapsed_slice_dims == numbers.start_index_map == (rows,)
         and not numbers.offset_dims
         and set(equation.params["slice_sizes"]) == {1}
         and indices.ndim == rows + 2
-        and indices.shape[rows] <= MAX_PICKED
+        and indices.shape[rows] <= MAX_LOOKUPS
     )
 
 
-def picked(rows: Value, indices: Value, outside: float | None) -> Value:
+def masked_lookup(rows: Value, indices: Value, outside: float | None) -> Value:
     """Elements of rows, [..., n] of [..., size].
 
     Args:
@@ -462,7 +462,7 @@ def picked(rows: Value, indices: Value, outside: float | None) -> Value:
     return jnp.where(inside, elements, jnp.asarray(outside, rows.dtype))
 
 
-def by_elements(equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
+def by_masking(equation: Equation, operands: Sequence[Value]) -> list[Value] | None:
     """Evaluates an element lookup as a masked sum over the row; None for any other equation."""
     if not is_element_lookup(equation):
         return None
@@ -473,7 +473,7 @@ def by_elements(equation: Equation, operands: Sequence[Value]) -> list[Value] | 
         if mode == jax.lax.GatherScatterMode.FILL_OR_DROP
         else None
     )
-    return [picked(jnp.asarray(rows), jnp.asarray(indices)[..., 0], outside)]
+    return [masked_lookup(jnp.asarray(rows), jnp.asarray(indices)[..., 0], outside)]
 
 
 #: Number of stretches of one range that are tried, best first.
@@ -612,14 +612,14 @@ def _consistent(tokens: EquationTokens, start: int, period: int, count: int) -> 
         begin = start + first * period
         opening = _wiring(tokens, begin, period, begin)
         later: list[Source] | None = None
-        reached = first + 1
-        while reached < count:
-            wiring = _wiring(tokens, start + reached * period, period, begin)
+        stop = first + 1
+        while stop < count:
+            wiring = _wiring(tokens, start + stop * period, period, begin)
             if not _agrees(opening, wiring) or (later is not None and wiring != later):
                 break
-            later, reached = wiring, reached + 1
-        best = max(best, (first, reached - first), key=lambda row: row[1])
-        first = max(first + 1, reached - 1)
+            later, stop = wiring, stop + 1
+        best = max(best, (first, stop - first), key=lambda row: row[1])
+        first = max(first + 1, stop - 1)
     return best
 
 

@@ -141,11 +141,11 @@ def by_mesh(params: EqnParams) -> EqnParams:
 
 
 def _by_mesh(rule: Any) -> Any:
-    def made(*flags: Any) -> Any:
+    def by_flags(*flags: Any) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
         return rule.call_wrapped(*(Flag(flag, mesh) for flag in flags))
 
-    return linear_util.wrap_init(made, debug_info=rule.debug_info)
+    return linear_util.wrap_init(by_flags, debug_info=rule.debug_info)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def bind(equation: Equation, arguments: Sequence[Value], **changed: EqnParam) ->
     return list(results) if primitive.multiple_results else [results]
 
 
-def strong(value: Value, aval: Aval) -> Value:
+def typed(value: Value, aval: Aval) -> Value:
     """An initial carry as an array of the carry's dtype; literals are Python or NumPy scalars."""
     return (
         value
@@ -230,13 +230,13 @@ def _operands(equation: Equation, results: set[int]) -> set[int]:
     if equation.name != "scan":
         return set(equation.inputs)
     body, positions = equation.inside("body", remat=True), positions_of(equation, results)
-    _, reads = closed(equation, body, positions)
+    _, reads = closure(equation, body, positions)
     return {
         number for number, inner in zip(equation.inputs, body.inputs, strict=True) if inner in reads
     }
 
 
-def closed(equation: Equation, body: Program, positions: set[int]) -> tuple[set[int], set[int]]:
+def closure(equation: Equation, body: Program, positions: set[int]) -> tuple[set[int], set[int]]:
     """The positions of results together with those of the carries they depend on, and all values of
     the body that these read.
     """
@@ -425,7 +425,7 @@ class LayerRange:
     wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def keeping(body: Function) -> Function:
+def saving_intermediates(body: Function) -> Function:
     """A layer that saves its intermediate values for the backward pass, but not the slices read
     from stacks.
 
@@ -441,7 +441,8 @@ _SAVEABLE = jax.checkpoint_policies.save_anything_except_these_names(STACK_SLICE
 
 def _saves(primitive: Any, *avals: Any, **params: Any) -> Any:
     """True if a layer without recomputation saves the result of an operation: not a slice read from
-    a stack, nor the result of a layout constraint, whose input is saved (see `keeping`).
+    a stack, nor the result of a layout constraint, whose input is saved
+    (`saving_intermediates`).
     """
     return primitive.name != "sharding_constraint" and _SAVEABLE(primitive, *avals, **params)
 
@@ -565,7 +566,7 @@ class Walk:
         run: called before every equation that is not a loop, branch or remat; its results replace
             the equation, None runs it unchanged.
         calls: replacements of custom calls, by path: operands -> results.
-        together: equations that run as one, by the path of each.
+        groups: equations that run as one, by the path of each.
         extra: by path, (operands, array) -> result of an equation that takes an extra array.
         arrays: the extra arrays, by path, with a leading dim for every scan around the equation,
             the outermost first.
@@ -686,17 +687,17 @@ def _block(
     read = sorted(
         {n for equation in equations for n in equation.inputs} - produced - program.constants.keys()
     )
-    left = sorted(number for number in produced if last.get(number, -1) >= first + length)
+    live_out = sorted(number for number in produced if last.get(number, -1) >= first + length)
 
     def block(*values: Any) -> list[Any]:
         inner = {**program.constants, **dict(zip(read, values, strict=True))}
         evaluate_equations(equations, inner, walk.layer())
-        return [inner[number] for number in left]
+        return [inner[number] for number in live_out]
 
     outputs = rematerialised(block, walk.remat, prevent_cse=True, in_pieces=bool(walk.groups))(
         *(env[number] for number in read)
     )
-    env.update(zip(left, outputs, strict=True))
+    env.update(zip(live_out, outputs, strict=True))
 
 
 def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], walk: Walk) -> None:
@@ -818,7 +819,7 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     wrap = partial(rematerialised, remat=policy, prevent_cse=False, **options)
 
     init = tuple(
-        strong(value, number)
+        typed(value, number)
         for value, number in zip(
             arguments[constants : constants + carried],
             carried_avals(program, constants),
@@ -827,7 +828,7 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     )
     sliced = tuple(arguments[constants + carried :]), arrays
     if layer and count < params["length"]:
-        wrap_others = partial(wrap, remat="none") if offloaded else keeping
+        wrap_others = partial(wrap, remat="none") if offloaded else saving_intermediates
         parts = [
             LayerRange(first=0, count=count, wrap=wrap),
             LayerRange(first=count, count=params["length"] - count, wrap=wrap_others),
@@ -842,25 +843,25 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
 
 def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
     params, path = equation.params, equation.path
-    tests, constants = params["cond_nconsts"], params["body_nconsts"]
+    conds, constants = params["cond_nconsts"], params["body_nconsts"]
     test = equation.inside("cond")
     program = equation.inside("body")
     inner = walk.as_written()
     condition = replace(inner, place=None, run=None)
 
     def continues(state: tuple[Any, ...]) -> Any:
-        return evaluate_program(test, [*arguments[:tests], *state], condition)[0]
+        return evaluate_program(test, [*arguments[:conds], *state], condition)[0]
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
         placed = [walk.put(f"{path}/carry/{k}", 0, value) for k, value in enumerate(state)]
         return tuple(
-            evaluate_program(program, [*arguments[tests : tests + constants], *placed], inner)
+            evaluate_program(program, [*arguments[conds : conds + constants], *placed], inner)
         )
 
     init = tuple(
-        strong(value, aval)
+        typed(value, aval)
         for value, aval in zip(
-            arguments[tests + constants :], carried_avals(program, constants), strict=True
+            arguments[conds + constants :], carried_avals(program, constants), strict=True
         )
     )
     final = jax.lax.while_loop(continues, body, init)

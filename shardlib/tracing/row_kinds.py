@@ -3,7 +3,7 @@
 Five families, from the least to the most entangled:
 
     free    depends on no row; along dims of the batch all elements are equal
-    row     every element depends on one row, given by `RowPlace`
+    row     every element depends on one row, given by `RowPosition`
     sum     a sum over all rows of one function of a row (with coefficients, and with values that
             depend on no row)
     data    several rows in any other way, but no parameter: computed from the batch in advance
@@ -36,7 +36,7 @@ Origin = tuple[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowPlace:
+class RowPosition:
     """Position of the rows of a value: the element at flat position f over dims start..stop depends
     on row (f // inner) % rows.
 
@@ -108,7 +108,7 @@ class Kind:
     Attributes:
         family: see the module.
         descent: properties inherited from operands.
-        place: position of the rows, of a "row".
+        position: position of the rows, of a "row".
         power: exponent of the number of rows in its scale; None if it does not scale by a power.
         zero: whether all elements are zero.
         splat: whether all elements are equal, of "free".
@@ -124,7 +124,7 @@ class Kind:
 
     family: str
     descent: Descent = Descent()
-    place: RowPlace | None = None
+    position: RowPosition | None = None
     power: Fraction | None = Fraction(0)
     zero: bool = False
     splat: bool = False
@@ -136,10 +136,10 @@ class Kind:
     declared_mean: bool = False
 
     @property
-    def rows(self) -> RowPlace:
+    def rows(self) -> RowPosition:
         """The position of the rows, of a "row"."""
-        assert self.place is not None
-        return self.place
+        assert self.position is not None
+        return self.position
 
     @property
     def precomputable(self) -> bool:
@@ -162,9 +162,9 @@ def free(**more: Trait) -> Kind:
     return Kind(family="free").with_(**more)
 
 
-def row(place: RowPlace, **more: Trait) -> Kind:
+def row(rows: RowPosition, **more: Trait) -> Kind:
     """A value whose elements depend on one row each."""
-    return Kind(family="row", place=place).with_(**more)
+    return Kind(family="row", position=rows).with_(**more)
 
 
 def total(*, power: Fraction | None = Fraction(0), **more: Trait) -> Kind:
@@ -348,7 +348,7 @@ def in_microbatch(shapes: tuple[Shape, Shape], kind: Kind, sizes: tuple[int, int
         and len(dims) == 1
         and (shapes[0][dims[0]], shapes[1][dims[0]]) == sizes
     ):
-        return row(RowPlace(start=dims[0], stop=dims[0] + 1), weighted=True)
+        return row(RowPosition(start=dims[0], stop=dims[0] + 1), weighted=True)
     return kind
 
 

@@ -30,7 +30,7 @@ from shardlib.tracing.row_kinds import (
     DifferentPrograms,
     EqnPair,
     Kind,
-    RowPlace,
+    RowPosition,
     WholeBatchValue,
     data,
     free,
@@ -176,7 +176,7 @@ class Analysis:
         if name not in primitives.LOOKUPS:
             kinds = [
                 (
-                    kind.with_(family="data", tag=None, place=None)
+                    kind.with_(family="data", tag=None, position=None)
                     if primitives.positional(kind) or kind.tag == "false"
                     else kind
                 )
@@ -241,11 +241,11 @@ class Analysis:
             return mixed(
                 f"numbers of the whole batch are made inside of a loop{reason}", step.where
             )
-        place = number.place
+        rows = number.position
         self.whole_values[step.first.path, index] = WholeBatchValue(
             origin=kind.origin,
-            dim=None if place is None else place.start,
-            inner=1 if place is None else place.inner,
+            dim=None if rows is None else rows.start,
+            inner=1 if rows is None else rows.inner,
         )
         return number
 
@@ -278,7 +278,7 @@ def _custom(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
         step.name,
         _hashable(rule),
         str(callee(step.first.eqn)),
-        tuple((kind.family, kind.place, kind.descent.learned, kind.power) for kind in kinds),
+        tuple((kind.family, kind.position, kind.descent.learned, kind.power) for kind in kinds),
         tuple(map(str, step.operands)),
     )
     if key not in walk.checked:
@@ -362,7 +362,7 @@ def _allowed(operand: Kind, gradient: Kind, power: Fraction | None, *, summed: b
     if operand.family == "row":
         return (
             gradient.family == "row"
-            and gradient.place == operand.place
+            and gradient.position == operand.position
             and (gradient.power == (power if summed else 0) or gradient.zero)
         )
     return (
@@ -460,17 +460,17 @@ def _item(step: EqnPair, index: int, kind: Kind, *, over: bool) -> Kind:
     """The kind of one slice of a scanned operand."""
     kind = replace(kind, value=None, tag=None)
     if kind.family == "row":
-        place = kind.rows
-        if 0 not in place.dims:
+        rows = kind.rows
+        if 0 not in rows.dims:
             return kind.with_(
-                place=replace(place, start=max(0, place.start - 1), stop=max(0, place.stop - 1))
+                position=replace(rows, start=max(0, rows.start - 1), stop=max(0, rows.stop - 1))
             )
         return kind.with_(
-            place=replace(
-                place,
+            position=replace(
+                rows,
                 start=0,
-                stop=place.stop - 1,
-                scans=(*place.scans, (step.first.path, place.stop, place.inner)),
+                stop=rows.stop - 1,
+                scans=(*rows.scans, (step.first.path, rows.stop, rows.inner)),
             )
         )
     if kind.family == "data" and 0 in step.batch_dims(index):
@@ -518,13 +518,13 @@ def _next_carry(step: EqnPair, before: Kind, result: Kind, *, over: bool) -> Kin
 def _stacked(step: EqnPair, kind: Kind, *, over: bool) -> Kind:
     """The kind of the results of all iterations, stacked."""
     if kind.family == "row":
-        place = kind.rows
-        if place.scans and place.scans[-1][0] == step.first.path:
+        rows = kind.rows
+        if rows.scans and rows.scans[-1][0] == step.first.path:
             return kind.with_(
-                place=replace(place, start=0, stop=place.stop + 1, scans=place.scans[:-1]), tag=None
+                position=replace(rows, start=0, stop=rows.stop + 1, scans=rows.scans[:-1]), tag=None
             )
         return kind.with_(
-            place=replace(place, start=place.start + 1, stop=place.stop + 1), tag=None
+            position=replace(rows, start=rows.start + 1, stop=rows.stop + 1), tag=None
         )
     if over and kind.family == "sum":
         return step.mixed("sums over a part of the batch", [kind])
@@ -564,7 +564,7 @@ def _join(step: EqnPair, first: Kind, second: Kind) -> Kind:
         return step.mixed("the number of rows goes into it differently", kinds)
     if families == {"free"}:
         return free(power=power, splat=first.splat and second.splat, **more)
-    if families == {"row"} and first.place == second.place:
+    if families == {"row"} and first.position == second.position:
         return row(first.rows, power=power, **more)
     if families == {"free", "row"}:
         return row((first if first.family == "row" else second).rows, power=power, **more)
@@ -658,7 +658,7 @@ class LossInputs:
         batch_kinds = [
             free()
             if dim is None
-            else row(RowPlace(start=dim, stop=dim + 1), learned=self.independent)
+            else row(RowPosition(start=dim, stop=dim + 1), learned=self.independent)
             for dim in self.dims
         ]
         assert len(program.inputs) == self.parameters + self.states + len(batch_kinds)
@@ -829,18 +829,18 @@ def _by_row(kind: Kind, aval: Aval, rows: int) -> Dependence | None:
     """The dependence of an array with one value for every row along one dim; None for all
     others.
     """
-    place = kind.place
-    if kind.family != "row" or kind.power is None or place is None or place.scans:
+    position = kind.position
+    if kind.family != "row" or kind.power is None or position is None or position.scans:
         return None
     if kind.precomputable or kind.descent.scaled:
         return None
-    if len(place.dims) != 1 or aval.shape[place.start] != rows * place.inner:
+    if len(position.dims) != 1 or aval.shape[position.start] != rows * position.inner:
         return None
     size = math.prod(aval.shape) * aval.dtype.itemsize
     return Dependence(
         kind="rows",
         notes=tuple(sorted(kind.descent.notes)),
-        rows=RowDim(dim=place.start, inner=place.inner, bytes=size),
+        rows=RowDim(dim=position.start, inner=position.inner, bytes=size),
     )
 
 

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardlib.graph import Dim, Dims, FactorRule, Place, Window, elementwise
+from shardlib.graph import Dim, Dims, FactorRule, OpDim, Window, elementwise
 
 # --------------------------------------------------------------------------------------------------
 # Input and output of a rule.
@@ -546,7 +546,7 @@ def _with_windows(description: Description, windows: Iterable[Window]) -> Descri
 
 
 def _side_by_side(
-    sizes: Iterable[int], place: Callable[[int], tuple[Place, Place | None]]
+    sizes: Iterable[int], place: Callable[[int], tuple[OpDim, OpDim | None]]
 ) -> Iterator[Window]:
     """Consecutive windows of the given lengths; `place` gives the two dims of each."""
     start = 0

@@ -182,7 +182,7 @@ class _Builder:
         self.regions.append(Region(parent=parent, kind=kind, trips=trips))
         return len(self.regions) - 1
 
-    def note(self, code: str, severity: str, message: str, location: str, hint: str = "") -> None:
+    def warn(self, code: str, severity: str, message: str, location: str, hint: str = "") -> None:
         """Adds a finding, unless the same finding exists for the same place."""
         finding = Finding(code=code, severity=severity, message=message, where=location, hint=hint)
         self.findings.setdefault((code, message, location), finding)
@@ -191,7 +191,7 @@ class _Builder:
         """The trip count of a while loop; 1 with a finding if it is unknown."""
         count = counted_trips(equation, first)
         if count is None:
-            self.note(
+            self.warn(
                 "unknown-trip-count",
                 "warning",
                 "a while loop runs an unknown number of times; its cost is counted once",
@@ -275,7 +275,7 @@ class _Builder:
         primitive = TABLE.get(call.name)
         entry = None if primitive is None else primitive.factors
         if entry is None:
-            self.note(
+            self.warn(
                 "opaque-primitive",
                 "warning",
                 f"nothing is known about the dims of {call.name!r}; its operands are gathered"
@@ -401,10 +401,10 @@ class _Builder:
             self.carry(f"{path}/carry/{k}", (init,), aval, inner, scope)
             for k, (init, aval) in enumerate(zip(initial, avals, strict=True))
         ]
-        (going,) = self.run(test, [*operands[:tests], *state], inner)
+        (continues,) = self.run(test, [*operands[:tests], *state], inner)
         outputs = self.run(program, [*operands[tests : tests + constants], *state], inner)
         return [
-            self.carry(f"{path}/final/{k}", (before, after, going), aval, inner, scope)
+            self.carry(f"{path}/final/{k}", (before, after, continues), aval, inner, scope)
             for k, (before, after, aval) in enumerate(zip(state, outputs, avals, strict=True))
         ]
 
@@ -441,7 +441,7 @@ def counted_trips(equation: Equation, first: int) -> int | None:
         return None
     starts = {var: equation.eqn.invars[first + k] for k, var in enumerate(condition.invars[tests:])}
     starts.update({var: equation.eqn.invars[k] for k, var in enumerate(condition.invars[:tests])})
-    ends = [
+    bounds = [
         getattr(starts.get(atom, atom), "val", None) if not hasattr(atom, "val") else atom.val
         for atom in condition.eqns[0].invars
     ]
@@ -453,7 +453,7 @@ def counted_trips(equation: Equation, first: int) -> int | None:
         (k for k, var in enumerate(condition.invars[tests:]) if var is condition.eqns[0].invars[1]),
         None,
     )
-    begin, end = ends
+    begin, end = bounds
     if counter is None or begin is None or end is None:
         return None
     steps = [
@@ -497,7 +497,7 @@ def describe_batch(batch: Tree, batch_axes: Tree = None) -> tuple[BatchArray, ..
     axes = (
         _by_convention(batch, leaves)
         if batch_axes is None
-        else _as_given(batch, batch_axes, leaves)
+        else _as_named(batch, batch_axes, leaves)
     )
     return tuple(
         (path, tuple(leaf.shape), leaf.dtype.name, names)
@@ -633,7 +633,7 @@ def _conventional(leaf: Any) -> LogicalAxes:
     return ("batch", second, *(None,) * len(leaf.shape))[: len(leaf.shape)]
 
 
-def _as_given(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
+def _as_named(batch: Tree, batch_axes: Tree, leaves: list[tuple[str, Any]]) -> list[LogicalAxes]:
     structure = jax.tree.structure(batch)
     try:
         names_by_leaf = structure.flatten_up_to(batch_axes)
@@ -821,9 +821,9 @@ def trace_update(optimizer: optax.GradientTransformation, params: Tree) -> Trace
     if not any(stacks.values()):
         unit_program, units = program, listed
     else:
-        of_one = jax.tree_util.tree_map_with_path(unit, params)
-        unit_program, _, unit_graph, owners = _traced_update(optimizer, of_one)
-        unit_shapes = {path: tuple(leaf.shape) for path, leaf in with_paths(of_one, "")}
+        unit_params = jax.tree_util.tree_map_with_path(unit, params)
+        unit_program, _, unit_graph, owners = _traced_update(optimizer, unit_params)
+        unit_shapes = {path: tuple(leaf.shape) for path, leaf in with_paths(unit_params, "")}
         units, _ = spans(unit_program, unit_graph.graph, unit_graph.values, owners, unit_shapes)
     pairs, others = same_as_unit(listed, units)
     return TracedUpdate(
@@ -992,7 +992,7 @@ def function_name(function: Function) -> str:
 # They are made while an initialiser is traced, and have no values when a loss uses them.
 
 
-def require_none(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
+def require_no_tracers(closed: jex.ClosedJaxpr, model: str) -> jex.ClosedJaxpr:
     """The traced loss; raises an error if it uses such arrays."""
     captured = [
         f"{constant.dtype}{list(constant.shape)}"
@@ -1251,8 +1251,8 @@ def trace(
     folded = fold(
         program,
         *(
-            {i for i, (_, role) in enumerate(inputs[:count]) if role == wanted_role}
-            for wanted_role in ("parameter", "frozen")
+            {i for i, (_, role) in enumerate(inputs[:count]) if role == own_role}
+            for own_role in ("parameter", "frozen")
         ),
     )
     repeated = bool(folded.loops) or any(
@@ -1329,7 +1329,7 @@ def _trace_loss(
             f"the loss {function_name(loss)} returned {dtype_name(value)}{list(value.shape)};"
             " a loss is one floating-point number\nTry: take the mean, jnp.mean(...)"
         )
-    return bound, mapped, require_none(closed, model.name), out_shape
+    return bound, mapped, require_no_tracers(closed, model.name), out_shape
 
 
 def _attention_calls(closed: jex.ClosedJaxpr) -> AttentionCalls:
@@ -1456,12 +1456,12 @@ class _MovedState:
 
     def after_move(self, params: Tree, state: Tree) -> tuple[Tree, Tree]:
         """The trees after the move."""
-        gone = [
+        moved_leaves = [
             (path, leaf)
             for path, leaf in jax.tree_util.tree_leaves_with_path(state)
             if path_text(path) in self.moved
         ]
-        return _grafted(params, gone), self.remaining(state)
+        return _grafted(params, moved_leaves), self.remaining(state)
 
     def remaining(self, state: Tree) -> Tree:
         """The state after the move."""
@@ -1528,19 +1528,19 @@ def _put(tree: Mapping[Any, Any], keys: KeyPath, leaf: Any) -> dict[Any, Any]:
     }
 
 
-def _without(tree: Any, gone: Collection[str], prefix: str) -> Any:
+def _without(tree: Any, removed: Collection[str], prefix: str) -> Any:
     """Nested dicts with leaves, and dicts that become empty, removed."""
     if type(tree) is not dict:
         return tree
-    left: dict[Any, Any] = {}
+    remaining: dict[Any, Any] = {}
     for key, branch in tree.items():
         path = f"{prefix}.{key}" if prefix else str(key)
-        if path in gone and type(branch) is not dict:
+        if path in removed and type(branch) is not dict:
             continue
-        inner = _without(branch, gone, path)
+        inner = _without(branch, removed, path)
         if type(branch) is not dict or inner or not branch:
-            left[key] = inner
-    return left
+            remaining[key] = inner
+    return remaining
 
 
 def _by_path(tree: Tree) -> dict[str, Any]:

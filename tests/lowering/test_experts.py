@@ -27,8 +27,8 @@ from shardlib.lowering.experts import (
     permuted,
     routed,
 )
-from shardlib.tracing.rewriting import keeping
 from shardlib.tracing.rewriting import recomputed as computed_again
+from shardlib.tracing.rewriting import saving_intermediates
 from shardlib.verification.traffic import read_traffic
 
 BATCH, SEQ, WIDTH, INNER, COUNT, CHOICES = 8, 12, 6, 8, 8, 2
@@ -338,7 +338,7 @@ def test_the_memory_of_a_device_does_not_grow_with_devices():
 
 @pytest.mark.parametrize(
     ("around", "recomputed"),
-    [(lambda run: run, False), (keeping, False), (computed_again, True)],
+    [(lambda run: run, False), (saving_intermediates, False), (computed_again, True)],
     ids=["alone", "kept", "recomputed"],
 )
 def test_what_the_backward_pass_finds(around, recomputed):

@@ -108,7 +108,7 @@ def _placed(entries: Entries, at: int, one: Candidate, software: str) -> Meshes:
     placement = place(one.mesh, where, one.decisions.axis_order)
     assert placement is not None
     c = Meshes.placed([(one.mesh, placement)], [one.decisions.microbatches], where)
-    return replace(c, degrees=entries.values.degrees, degrees_index=entries.shape[[at]])
+    return replace(c, degrees=entries.values.degrees, degrees_index=entries.degrees_index[[at]])
 
 
 @pytest.mark.long

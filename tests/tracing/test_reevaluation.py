@@ -15,7 +15,7 @@ import pytest
 
 from shardlib.errors import TracingError
 from shardlib.tracing.folding import Split, SplitLoop, split
-from shardlib.tracing.program import by_elements, flatten, is_element_lookup, subjaxprs
+from shardlib.tracing.program import by_masking, flatten, is_element_lookup, subjaxprs
 from shardlib.tracing.rewriting import Walk, evaluate, evaluate_program
 from shardlib.tracing.trace import graph_from_jaxpr
 
@@ -282,7 +282,7 @@ def test_values_and_gradients_are_those_of_the_gather(mode, shape, each):
     assert found
 
     def picked(rows):
-        return evaluate_program(program, [rows], Walk(run=by_elements))[0]
+        return evaluate_program(program, [rows], Walk(run=by_masking))[0]
 
     np.testing.assert_array_equal(picked(rows), looked_up(rows))
     gradients = [

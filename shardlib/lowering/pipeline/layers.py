@@ -45,9 +45,9 @@ from shardlib.tracing.rewriting import (
     evaluate_equations,
     evaluate_program,
     in_layer_ranges,
-    keeping,
     needed,
     rematerialised,
+    saving_intermediates,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -468,7 +468,9 @@ def as_loop(
     parts = [
         LayerRange(first=0, count=count, wrap=following),
         LayerRange(
-            first=count, count=layers - count, wrap=saving_all if remat.offloaded else keeping
+            first=count,
+            count=layers - count,
+            wrap=saving_all if remat.offloaded else saving_intermediates,
         ),
     ]
     return in_layer_ranges(
