@@ -99,7 +99,7 @@ def plain_step_text(
         ],
         plan,
     )
-    names = plain.names(plain.flatten(traced.closed))
+    names = plain.names(plain.flatten(traced.jaxpr))
     marked = {
         names[loss.path]: {
             **_loss_layouts(loss.model, loss.plan),
@@ -176,7 +176,7 @@ def _of_model(model: TracedModel, plan: Plan) -> list[str]:
 
 def _of_step(traced: TracedStep, losses: Sequence[StepLoss]) -> list[str]:
     """Returns what of a step beside its losses such a file has no form for."""
-    marks = [name for name, _ in plain.named(plain.flatten(traced.closed)) if name[:5] == "loss."]
+    marks = [name for name, _ in plain.named(plain.flatten(traced.jaxpr)) if name[:5] == "loss."]
     outside = [equation for equation in _all(traced.program) if equation.call is None]
     facts = {
         f"calls of {', '.join(sorted(traced.others))} outside of marked losses": bool(
@@ -252,7 +252,7 @@ def _loss_layouts(model: TracedModel, plan: Plan) -> dict[str, str]:
 def _step_layouts(traced: TracedStep, plan: Plan, colouring: Colouring) -> dict[str, str]:
     """The layouts of a step around its losses, as fields of `step.Layouts`."""
     step_layout = marked.layouts(traced, plan, colouring)
-    values = _values(traced.program, _names(traced.closed))
+    values = _values(traced.program, _names(traced.jaxpr))
     state = zip(plain.paths(traced.state), step_layout.state, strict=True)
     return {
         "parameters": _rows_text(

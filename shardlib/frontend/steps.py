@@ -167,7 +167,7 @@ class StepProgram:
         """The whole step as it was traced."""
         traced = self.traced
         structure = jax.tree.structure((traced.state, traced.metrics))
-        return LossJaxpr(closed_jaxpr=traced.closed, out_tree=structure)
+        return LossJaxpr(closed_jaxpr=traced.jaxpr, out_tree=structure)
 
     @property
     def loss_program(self) -> None:
@@ -677,7 +677,7 @@ def traced_layout_free(
             if error.__cause__ is None:
                 raise
         else:
-            if not brings_layouts(traced.closed):
+            if not brings_layouts(traced.jaxpr):
                 return traced
     return run(layout_free(step, ambient))
 

@@ -677,7 +677,7 @@ def _repeated_colours(workload: Workload, plan: Plan) -> list[Finding]:
     colouring, forward = workload.colouring, workload.problem.forward
     sharded = {name for name, axes in plan.rules.entries if any(axis in plan.mesh for axis in axes)}
     twice: dict[str, int] = {}
-    for value, name in colouring.conflicts(forward, colouring.forward):
+    for value, name in colouring.conflicts(colouring.forward):
         twice.setdefault(name, value)
     return [
         Finding(

@@ -425,7 +425,7 @@ def with_fused_dims(problem: Problem) -> Problem:
         for index, value in enumerate(problem.forward.values)
         for dim in range(len(value.shape))
     )
-    pieces = {place: sizes for place in dims if (sizes := fused.pieces("forward", *place))}
+    pieces = {key: sizes for key in dims if (sizes := fused.pieces("forward", *key))}
     return replace(
         problem,
         forward=changed["forward"],
@@ -456,20 +456,20 @@ class _FusedDims:
         """An op with the rule that shards every piece."""
         rule = op.rule
         windows = rule.windows
-        if windows and (sizes := self._pieces_at(program, op, windows[0].long)):
+        if windows and (sizes := self._pieces_of(program, op, windows[0].long)):
             return replace(op, rule=_piecewise_rule(rule, math.gcd(*sizes)))
         outer = frozenset(
             major
-            for major, place in major_factors(rule)
-            if len(sizes := self._pieces_at(program, op, place)) > 1
-            and self._counts_pieces(rule, major, sizes, _dim(rule, place))
+            for major, op_dim in major_factors(rule)
+            if len(sizes := self._pieces_of(program, op, op_dim)) > 1
+            and self._counts_pieces(rule, major, sizes, _factors(rule, op_dim))
         )
         return (
             replace(op, rule=replace(rule, outer=outer, whole=rule.whole | outer)) if outer else op
         )
 
-    def _pieces_at(self, program: str, op: Op, place: OpDim) -> tuple[int, ...]:
-        result, position, dim = place
+    def _pieces_of(self, program: str, op: Op, op_dim: OpDim) -> tuple[int, ...]:
+        result, position, dim = op_dim
         return self.pieces(program, op.value(result, position), dim)
 
     @staticmethod
@@ -486,13 +486,13 @@ def major_factors(rule: FactorRule) -> Iterator[tuple[int, OpDim]]:
     """Major factors of dims with several factors, each with such a dim; among ops that keep the
     order of elements only reshapes have them.
     """
-    yield from (
-        (dim[0], place) for place, dim in rule.dims() if len(dim) > 1 and dim[0] not in rule.summed
-    )
+    for op_dim, dim in rule.dims():
+        if len(dim) > 1 and dim[0] not in rule.summed:
+            yield dim[0], op_dim
 
 
-def _dim(rule: FactorRule, place: OpDim) -> Dim:
-    result, position, dim = place
+def _factors(rule: FactorRule, op_dim: OpDim) -> Dim:
+    result, position, dim = op_dim
     return (rule.results if result else rule.operands)[position][dim]
 
 
@@ -505,13 +505,13 @@ def _piecewise_rule(rule: FactorRule, piece: int) -> FactorRule:
     common = len(sizes) - 1
     dims: dict[OpDim, Dim] = dict(rule.dims())
 
-    def split(place: OpDim, size: int) -> None:
+    def split(op_dim: OpDim, size: int) -> None:
         if size > piece:
             sizes.append(size // piece)
             outer.add(len(sizes) - 1)
-            dims[place] = (len(sizes) - 1, common)
+            dims[op_dim] = (len(sizes) - 1, common)
         else:
-            dims[place] = (common,)
+            dims[op_dim] = (common,)
 
     long = rule.windows[0].long
     split(long, math.prod(rule.sizes[factor] for factor in dims[long]))
@@ -561,7 +561,7 @@ def _fused_dims(problem: Problem, graphs: Mapping[str, Graph]) -> _FusedDims:
         and divisor * MAX_PIECES >= sum(sizes)
     }
     for program, op, window in _windows(graphs):
-        long, short = (_nodes(program, op, place) for place in (window.long, window.short))
+        long, short = (_nodes(program, op, op_dim) for op_dim in (window.long, window.short))
         if any(tied.find(node) in excluded for node in (*long, *short)):
             fused.pop(same_index.find(long[0]), None)
     for program, op, window in sorted(
@@ -584,12 +584,12 @@ def _windows(graphs: Mapping[str, Graph]) -> list[tuple[str, Op, Window]]:
     ]
 
 
-def _nodes(program: str, op: Op, place: OpDim | None) -> list[Hashable]:
-    return [] if place is None else [(program, op.value(place[0], place[1]), place[2])]
+def _nodes(program: str, op: Op, op_dim: OpDim | None) -> list[Hashable]:
+    return [] if op_dim is None else [(program, op.value(op_dim[0], op_dim[1]), op_dim[2])]
 
 
 def _long_size(op: Op, window: Window) -> int:
-    return math.prod(op.rule.sizes[factor] for factor in _dim(op.rule, window.long))
+    return math.prod(op.rule.sizes[factor] for factor in _factors(op.rule, window.long))
 
 
 def _tie_positions(same_index: UnionFind, program: str, graph: Graph) -> None:
@@ -636,15 +636,15 @@ def _piece_boundaries(
         for op in graph.ops:
             if op.rule.windows:
                 continue
-            for major, place in major_factors(op.rule):
+            for major, op_dim in major_factors(op.rule):
                 counting = [
                     same_index.find((program, op.value(result, position), dim_position))
                     for (result, position, dim_position), dim in op.rule.dims()
                     if dim == (major,)
                 ]
-                inner = math.prod(op.rule.sizes[factor] for factor in _dim(op.rule, place)[1:])
+                inner = math.prod(op.rule.sizes[factor] for factor in _factors(op.rule, op_dim)[1:])
                 for positions in [boundaries[root] for root in counting if root in boundaries]:
-                    boundaries[same_index.find(_nodes(program, op, place)[0])] |= {
+                    boundaries[same_index.find(_nodes(program, op, op_dim)[0])] |= {
                         position * inner for position in positions
                     }
     return dict(boundaries)
@@ -655,7 +655,7 @@ def _piece_boundaries(
 
 
 def all_factor_colours(
-    graph: Graph, names: tuple[LogicalAxes, ...], weights: Set[int]
+    graph: Graph, colours: tuple[LogicalAxes, ...], weights: Set[int]
 ) -> tuple[LogicalAxes, ...]:
     """Colour of every factor of every op.
 
@@ -671,23 +671,23 @@ def all_factor_colours(
         if value in weights
     }
     return tuple(
-        _as_weights_are_sharded(op, factor_colours(op, names), names, weights, transposes)
+        _as_weights_are_sharded(op, factor_colours(op, colours), colours, weights, transposes)
         for op in graph.ops
     )
 
 
 def _as_weights_are_sharded(
     op: Op,
-    colours: LogicalAxes,
-    names: tuple[LogicalAxes, ...],
+    of_factors: LogicalAxes,
+    colours: tuple[LogicalAxes, ...],
     weights: Set[int],
     transposes: Mapping[int, Op],
 ) -> LogicalAxes:
     twice = {
-        colour for colour, count in Counter(colours).items() if colour is not None and count > 1
+        colour for colour, count in Counter(of_factors).items() if colour is not None and count > 1
     }
     if not twice or op.category != "matmul":
-        return colours
+        return of_factors
     for value, dims in (
         *zip(op.operands, op.rule.operands, strict=True),
         *zip(op.results, op.rule.results, strict=True),
@@ -696,13 +696,15 @@ def _as_weights_are_sharded(
             continue
         dim_order = _dims_of_parameter(value, transposes.get(value), len(dims))
         for colour in twice:
-            factors = [op.rule.major(dims[dim]) for dim in dim_order if names[value][dim] == colour]
+            factors = [
+                op.rule.major(dims[dim]) for dim in dim_order if colours[value][dim] == colour
+            ]
             if len(factors) > 1:
-                colours = tuple(
+                of_factors = tuple(
                     None if factor_colour == colour and factor != factors[0] else factor_colour
-                    for factor, factor_colour in enumerate(colours)
+                    for factor, factor_colour in enumerate(of_factors)
                 )
-    return colours
+    return of_factors
 
 
 def _dims_of_parameter(value: int, transpose: Op | None, rank: int) -> Sequence[int]:
@@ -714,7 +716,7 @@ def _dims_of_parameter(value: int, transpose: Op | None, rank: int) -> Sequence[
     return [form_dims.index(factors) for factors in parameter_dims]
 
 
-def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
+def factor_colours(op: Op, colours: tuple[LogicalAxes, ...]) -> LogicalAxes:
     """Colour of every factor of an op: the colour of a dim of which it is the major factor; None if
     no dim has one.
     """
@@ -724,7 +726,7 @@ def factor_colours(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
             for dim, factors in enumerate(dims):
                 major = op.rule.major(factors)
                 if major is not None and result[major] is None:
-                    result[major] = names[value][dim]
+                    result[major] = colours[value][dim]
     return tuple(result)
 
 
@@ -853,13 +855,11 @@ class Colouring:
             and not (c.carried and self.sequence_colour)
         )
 
-    def conflicts(
-        self, graph: Graph, names: tuple[LogicalAxes, ...]
-    ) -> tuple[tuple[int, str], ...]:
-        """(value, colour) for every value of a graph that has one colour twice."""
+    def conflicts(self, colours: tuple[LogicalAxes, ...]) -> tuple[tuple[int, str], ...]:
+        """(value, colour) for every value that has one colour twice."""
         return tuple(
             (index, name)
-            for index, axes in enumerate(names)
+            for index, axes in enumerate(colours)
             for name in sorted({a for a in axes if a and axes.count(a) > 1})
         )
 

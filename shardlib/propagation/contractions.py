@@ -1,4 +1,4 @@
-"""Layouts of the operands of a contraction while it runs, and the places of layout constraints.
+"""Layouts of the operands of a contraction while it runs, and the layout constraints of a graph.
 
 The layouts that the rules give to the operands of a contraction may conflict: of a square weight
 [a, b] with both colours on `tensor`, the rules shard one dim, while the activation and the result
@@ -87,7 +87,7 @@ def consistent_layouts(
 
 
 def operand_layouts(
-    graph: Graph, names: tuple[LogicalAxes, ...], rules: Rules, mesh: MeshShape
+    graph: Graph, colours: tuple[LogicalAxes, ...], rules: Rules, mesh: MeshShape
 ) -> Mapping[tuple[str, int], Layout]:
     """The layouts in which the contractions of a graph run.
 
@@ -100,14 +100,14 @@ def operand_layouts(
         if op.category in CONTRACTIONS and len(op.results) == 1:
             values = (*op.operands, *op.results)
             layouts = [
-                rules.resolve(names[value], graph.values[value].shape, mesh).layout
+                rules.resolve(colours[value], graph.values[value].shape, mesh).layout
                 for value in values
             ]
             for position, layout in enumerate(
                 consistent_layouts(
                     op.rule,
                     layouts,
-                    rules.resolve(index_names(op, names), op.rule.sizes, mesh).layout,
+                    rules.resolve(index_colours(op, colours), op.rule.sizes, mesh).layout,
                 )
             ):
                 layouts_by_key[use_key(op.path, position)] = _fitting(
@@ -178,13 +178,13 @@ def gradient_key(path: str) -> tuple[str, int]:
     return f"{path}/returned", 0
 
 
-def index_names(op: Op, names: tuple[LogicalAxes, ...]) -> LogicalAxes:
+def index_colours(op: Op, colours: tuple[LogicalAxes, ...]) -> LogicalAxes:
     """Colour of every index of an op that may be sharded, see `factor_colours`; None if it has no
     colour or must stay unsharded.
     """
     return tuple(
         None if factor in op.rule.whole else colour
-        for factor, colour in enumerate(factor_colours(op, names))
+        for factor, colour in enumerate(factor_colours(op, colours))
     )
 
 
@@ -217,7 +217,7 @@ _CONSTRAINED: frozenset[str] = frozenset({"matmul", "convolution", "gather"})
 
 def layout_constraints(
     graph: Graph,
-    names: tuple[LogicalAxes, ...],
+    colours: tuple[LogicalAxes, ...],
     rules: Rules,
     mesh: MeshShape,
     batch: str | None,
@@ -233,23 +233,23 @@ def layout_constraints(
         (path of the equation, index of the result) -> layout; for the carry of a loop, the path of
         the boundary op; for operands of contractions, the keys of `use_key`.
     """
-    layouts: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, names, rules, mesh))
-    gathered = _gathered(graph, names, rules, mesh, layouts)
+    layouts: dict[tuple[str, int], Layout] = dict(operand_layouts(graph, colours, rules, mesh))
+    gathered = _gathered(graph, colours, rules, mesh, layouts)
     keys_by_source: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for key, source in (operands or {}).items():
         keys_by_source.setdefault(source, []).append(key)
     for number, value in enumerate(graph.inputs):
         for key in keys_by_source.get(input_source(number), ()):
-            layouts[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
+            layouts[key] = rules.resolve(colours[value], graph.values[value].shape, mesh).layout
     for op in graph.ops:
         for position, value in enumerate(op.results):
             for key in keys_by_source.get((op.path, position), ()):
-                layouts[key] = rules.resolve(names[value], graph.values[value].shape, mesh).layout
+                layouts[key] = rules.resolve(colours[value], graph.values[value].shape, mesh).layout
         constrained = op.category in _CONSTRAINED or op.kind == "carry"
         for position, value in enumerate(op.results):
             if not constrained and value not in gathered:
                 continue
-            axes = names[value]
+            axes = colours[value]
             if batch is not None and batch in axes:
                 layouts[op.path, position] = rules.resolve(
                     axes, graph.values[value].shape, mesh
@@ -259,7 +259,7 @@ def layout_constraints(
 
 def _gathered(
     graph: Graph,
-    names: tuple[LogicalAxes, ...],
+    colours: tuple[LogicalAxes, ...],
     rules: Rules,
     mesh: MeshShape,
     operands: Mapping[tuple[str, int], Layout],
@@ -271,6 +271,6 @@ def _gathered(
         if op.category in CONTRACTIONS
         for position, value in enumerate(op.operands)
         if (read := operands.get(use_key(op.path, position))) is not None
-        and not rules.resolve(names[value], graph.values[value].shape, mesh).layout.axes
+        and not rules.resolve(colours[value], graph.values[value].shape, mesh).layout.axes
         <= read.axes
     )

@@ -40,7 +40,7 @@ from shardlib.tracing.row_kinds import (
     sum_powers,
     total,
 )
-from shardlib.tracing.rules import ARITHMETIC, COPIES, Describe, whole_dims
+from shardlib.tracing.rules import ARITHMETIC, COPIES, Describe, unit_rank
 
 # --------------------------------------------------------------------------------------------------
 # Element-wise operations.
@@ -273,7 +273,7 @@ def stacked(step: EqnPair, kinds: list[Kind]) -> Kind:
         column = len(step.operands[1][0]) - (1 if step.params["left_side"] else 2)
         if list(rows.dims) == [column] and kinds[0].power == kinds[1].power == 0:
             return row(rows, **common(kinds))  # the columns of the right side are rows
-    stack = len(step.operands[0][0]) - whole_dims(step.name, step.params)
+    stack = len(step.operands[0][0]) - unit_rank(step.name, step.params)
     dims = {
         dim
         for shapes in (
@@ -1504,7 +1504,7 @@ _FIRST, _FIRST_TWO = slice(0, 1), slice(0, 2)
 _WRITTEN = slice(0, 3, 2)
 
 _REDUCED = rules.reduction("axes", partial=True)
-_CUMULATIVE = rules.along("axis", "reduction")
+_CUMULATIVE = rules.unsharded_along("axis", "reduction")
 
 TABLE: Mapping[str, Primitive] = {
     # element-wise
@@ -1552,7 +1552,7 @@ TABLE: Mapping[str, Primitive] = {
     ),
     "select_and_scatter": Primitive(factors=rules.select_and_scatter_add),
     "sort": Primitive(
-        factors=rules.along("dimension", "sort"),
+        factors=rules.unsharded_along("dimension", "sort"),
         rows=mixing(lambda step: [step.params["dimension"]], linear=False),
     ),
     **_each(
@@ -1566,7 +1566,7 @@ TABLE: Mapping[str, Primitive] = {
     "squeeze": Primitive(factors=rules.squeeze, rows=squeeze, linear=ALL),
     "transpose": Primitive(factors=rules.transpose, rows=transpose, linear=ALL),
     "rev": Primitive(
-        factors=rules.along("dimensions", "movement"),
+        factors=rules.unsharded_along("dimensions", "movement"),
         rows=mixing(lambda step: list(step.params["dimensions"]), linear=True),
         linear=ALL,
     ),

@@ -157,23 +157,23 @@ class Kind:
         return replace(self, descent=replace(self.descent, **of_descent), **others)
 
 
-def free(**more: Trait) -> Kind:
+def free(**traits: Trait) -> Kind:
     """A value that depends on no row."""
-    return Kind(family="free").with_(**more)
+    return Kind(family="free").with_(**traits)
 
 
-def row(rows: RowPosition, **more: Trait) -> Kind:
+def row(rows: RowPosition, **traits: Trait) -> Kind:
     """A value whose elements depend on one row each."""
-    return Kind(family="row", position=rows).with_(**more)
+    return Kind(family="row", position=rows).with_(**traits)
 
 
-def total(*, power: Fraction | None = Fraction(0), **more: Trait) -> Kind:
+def total(*, power: Fraction | None = Fraction(0), **traits: Trait) -> Kind:
     """A sum over rows.
 
     Args:
         power: of the number of rows in its terms, see `Kind`.
     """
-    return Kind(family="sum", power=power).with_(**more)
+    return Kind(family="sum", power=power).with_(**traits)
 
 
 def mixed(why: str, location: str) -> Kind:

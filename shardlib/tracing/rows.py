@@ -142,12 +142,12 @@ class Analysis:
             return self.run(step.inside(), kinds, editable=editable)
         if any(kind.descent.learned for kind in kinds):
             kinds = [
-                self._passed_whole(step, index, kind, editable=editable)
+                self._whole_batch(step, index, kind, editable=editable)
                 for index, kind in enumerate(kinds)
             ]
-            bad = next((kind for kind in kinds if kind.family == "mixed"), None)
-            if bad is not None:
-                return [bad] * len(step.results)
+            coupled = next((kind for kind in kinds if kind.family == "mixed"), None)
+            if coupled is not None:
+                return [coupled] * len(step.results)
         results_or_kind = self._results(step, kinds)
         results = (
             results_or_kind
@@ -217,7 +217,7 @@ class Analysis:
                 return data(cause=cause)
         return self._by_rule(step, kinds)
 
-    def _passed_whole(self, step: EqnPair, index: int, kind: Kind, *, editable: bool) -> Kind:
+    def _whole_batch(self, step: EqnPair, index: int, kind: Kind, *, editable: bool) -> Kind:
         """The kind of an operand of an equation that has learned operands."""
         if (
             not kind.precomputable
@@ -225,10 +225,10 @@ class Analysis:
             or kind.running
         ):
             return kind
-        number = in_microbatch(step.operands[index], kind, self.sizes)
+        in_part = in_microbatch(step.operands[index], kind, self.sizes)
         reason = f": {kind.cause}" if kind.cause else ""
-        if number.family == "data" or (
-            number.family == "row" and (len(number.rows.dims) != 1 or number.rows.scans)
+        if in_part.family == "data" or (
+            in_part.family == "row" and (len(in_part.rows.dims) != 1 or in_part.rows.scans)
         ):
             return mixed(
                 f"what the whole batch says meets rows in another order{reason}", step.where
@@ -241,13 +241,13 @@ class Analysis:
             return mixed(
                 f"numbers of the whole batch are made inside of a loop{reason}", step.where
             )
-        rows = number.position
+        rows = in_part.position
         self.whole_values[step.first.path, index] = WholeBatchValue(
             origin=kind.origin,
             dim=None if rows is None else rows.start,
             inner=1 if rows is None else rows.inner,
         )
-        return number
+        return in_part
 
 
 # --------------------------------------------------------------------------------------------------
@@ -298,21 +298,22 @@ def _hashable(rule: Any) -> Any:
 
 def _fault(walk: Analysis, step: EqnPair, kinds: list[Kind], kinds_inside: list[Kind]) -> str:
     """The reason why the derivative cannot be split over microbatches; "" if it can."""
-    moving = [
+    float_operands = [
         index
         for index, variable in enumerate(step.first.eqn.invars)
         if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
     ]
-    leaving = [
+    float_results = [
         index
         for index, variable in enumerate(step.first.eqn.outvars)
         if jnp.issubdtype(variable.aval.dtype, jnp.inexact)
     ]
-    if not moving or not leaving:
+    if not float_operands or not float_results:
         return ""
     try:
         first, second = (
-            flatten(_vjp_jaxpr(equation, moving, leaving)) for equation in (step.first, step.second)
+            flatten(_vjp_jaxpr(equation, float_operands, float_results))
+            for equation in (step.first, step.second)
         )
     except (TracingError, TypeError, ValueError) as error:
         return f"its derivative cannot be taken alone ({type(error).__name__})"
@@ -329,7 +330,7 @@ def _fault(walk: Analysis, step: EqnPair, kinds: list[Kind], kinds_inside: list[
     powers = {
         kind.power
         for index, kind in enumerate(kinds_inside)
-        if index in leaving and kind.family == "sum"
+        if index in float_results and kind.family == "sum"
     } or {Fraction(0)}
     if len(powers) > 1:
         return "its results are sums that the number of rows scales differently"
@@ -338,15 +339,15 @@ def _fault(walk: Analysis, step: EqnPair, kinds: list[Kind], kinds_inside: list[
         row(kinds_inside[index].rows, learned=True)
         if kinds_inside[index].family == "row"
         else free(learned=True)
-        for index in leaving
+        for index in float_results
     ]
     gradients = walk.run((first, second), [*kinds, *cotangents], editable=False)
-    for index, gradient in zip(moving, gradients, strict=True):
+    for index, gradient in zip(float_operands, gradients, strict=True):
         if not _allowed(
             kinds[index],
             gradient,
             power,
-            summed=any(kinds_inside[k].family == "sum" for k in leaving),
+            summed=any(kinds_inside[k].family == "sum" for k in float_results),
         ):
             return (
                 "its derivative, which was written by hand, mixes"
@@ -372,18 +373,18 @@ def _allowed(operand: Kind, gradient: Kind, power: Fraction | None, *, summed: b
     )
 
 
-def _vjp_jaxpr(equation: Equation, moving: list[int], leaving: list[int]) -> Any:
+def _vjp_jaxpr(equation: Equation, float_operands: list[int], float_results: list[int]) -> Any:
     """The jaxpr of (operands, cotangents) -> gradients of the operands."""
 
     def gradients(operands: list[Any], cotangents: list[Any]) -> list[Any]:
         def run(*values: Any) -> list[Any]:
             arguments = list(operands)
-            for index, value in zip(moving, values, strict=True):
+            for index, value in zip(float_operands, values, strict=True):
                 arguments[index] = value
             outputs = bind(equation, arguments)
-            return [outputs[index] for index in leaving]
+            return [outputs[index] for index in float_results]
 
-        _, pull = jax.vjp(run, *(operands[index] for index in moving))
+        _, pull = jax.vjp(run, *(operands[index] for index in float_operands))
         return list(pull(cotangents))
 
     def abstract(variables: Any) -> list[jax.ShapeDtypeStruct]:
@@ -392,7 +393,8 @@ def _vjp_jaxpr(equation: Equation, moving: list[int], leaving: list[int]) -> Any
         ]
 
     return jax.make_jaxpr(gradients)(
-        abstract(equation.eqn.invars), abstract([equation.eqn.outvars[index] for index in leaving])
+        abstract(equation.eqn.invars),
+        abstract([equation.eqn.outvars[index] for index in float_results]),
     )
 
 
@@ -417,8 +419,8 @@ def _linear_solve(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind
 # --------------------------------------------------------------------------------------------------
 # Loops and branches.
 
-#: Maximum number of passes over a loop body until the kinds of its carry are stable.
-_MAX_PASSES = 24
+#: Maximum number of walks over a loop body until the kinds of its carry are stable.
+_MAX_ITERATIONS = 24
 
 
 def _scan(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
@@ -426,22 +428,24 @@ def _scan(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
     constants, carried = scan_counts(step.params)
     body = step.inside("body")
     scanned = kinds[constants + carried :]
-    over = any(kind.family == "row" and 0 in kind.rows.dims for kind in scanned)
+    over_rows = any(kind.family == "row" and 0 in kind.rows.dims for kind in scanned)
     items = [
-        _item(step, constants + carried + index, kind, over=over)
+        _item(step, constants + carried + index, kind, over_rows=over_rows)
         for index, kind in enumerate(scanned)
     ]
-    carry = [_entering(kind, over=over) for kind in kinds[constants : constants + carried]]
-    if over:
+    carry = [
+        _entering(kind, over_rows=over_rows) for kind in kinds[constants : constants + carried]
+    ]
+    if over_rows:
         entering = body[0].inputs[constants : constants + carried]
         carry = [
-            _loops_by_position(step, kind) if before != after else kind
+            _of_position(step, kind) if before != after else kind
             for kind, before, after in zip(carry, entering, body[0].outputs, strict=False)
         ]
-    for _ in range(_MAX_PASSES):
+    for _ in range(_MAX_ITERATIONS):
         results = walk.run(body, [*kinds[:constants], *carry, *items], editable=False)
         after = [
-            _next_carry(step, before, result, over=over)
+            _next_carry(step, before, result, over_rows=over_rows)
             for before, result in zip(carry, results, strict=False)
         ]
         if after == carry:
@@ -452,11 +456,11 @@ def _scan(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
             step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
         ] * len(results)
     return [replace(kind, running=False, value=None, tag=None) for kind in carry] + [
-        _stacked(step, kind, over=over) for kind in results[carried:]
+        _stacked(step, kind, over_rows=over_rows) for kind in results[carried:]
     ]
 
 
-def _item(step: EqnPair, index: int, kind: Kind, *, over: bool) -> Kind:
+def _item(step: EqnPair, index: int, kind: Kind, *, over_rows: bool) -> Kind:
     """The kind of one slice of a scanned operand."""
     kind = replace(kind, value=None, tag=None)
     if kind.family == "row":
@@ -476,22 +480,22 @@ def _item(step: EqnPair, index: int, kind: Kind, *, over: bool) -> Kind:
     if kind.family == "data" and 0 in step.batch_dims(index):
         return kind
     uniform = kind.splat or kind.zero or 0 in step.batch_dims(index)
-    if over and kind.family == "free" and not uniform:
+    if over_rows and kind.family == "free" and not uniform:
         return step.mixed("rows are weighted by their position in the batch", [kind])
     return kind
 
 
-def _entering(kind: Kind, *, over: bool) -> Kind:
+def _entering(kind: Kind, *, over_rows: bool) -> Kind:
     """The kind of a carry in the first iteration."""
     kind = replace(kind, value=None, tag=None)
-    if over and kind.family == "sum":
+    if over_rows and kind.family == "sum":
         return kind.with_(running=True)
-    if over and kind.family == "free" and kind.zero:
+    if over_rows and kind.family == "free" and kind.zero:
         return total(power=kind.power, learned=kind.descent.learned, zero=True, running=True)
     return kind
 
 
-def _loops_by_position(step: EqnPair, kind: Kind) -> Kind:
+def _of_position(step: EqnPair, kind: Kind) -> Kind:
     """The kind of a carry that a loop over rows changes without reading them: it depends on a row's
     position.
     """
@@ -500,13 +504,13 @@ def _loops_by_position(step: EqnPair, kind: Kind) -> Kind:
     return kind
 
 
-def _next_carry(step: EqnPair, before: Kind, result: Kind, *, over: bool) -> Kind:
+def _next_carry(step: EqnPair, before: Kind, result: Kind, *, over_rows: bool) -> Kind:
     """The kind of a carry in the next iteration."""
-    if over and result.family == "sum" and not result.running:
+    if over_rows and result.family == "sum" and not result.running:
         return step.mixed("a loop over rows carries what is not a sum over them", [result])
     joined = _join(step, before, result)
     if (
-        over
+        over_rows
         and joined.family in ("free", "row")
         and joined != before
         and not (joined.family == "free" and not joined.descent.learned)
@@ -515,7 +519,7 @@ def _next_carry(step: EqnPair, before: Kind, result: Kind, *, over: bool) -> Kin
     return joined
 
 
-def _stacked(step: EqnPair, kind: Kind, *, over: bool) -> Kind:
+def _stacked(step: EqnPair, kind: Kind, *, over_rows: bool) -> Kind:
     """The kind of the results of all iterations, stacked."""
     if kind.family == "row":
         rows = kind.rows
@@ -526,16 +530,16 @@ def _stacked(step: EqnPair, kind: Kind, *, over: bool) -> Kind:
         return kind.with_(
             position=replace(rows, start=rows.start + 1, stop=rows.stop + 1), tag=None
         )
-    if over and kind.family == "sum":
+    if over_rows and kind.family == "sum":
         return step.mixed("sums over a part of the batch", [kind])
     if (
-        over
+        over_rows
         and kind.family == "free"
         and not (kind.zero or kind.splat)
         and not kind.descent.learned
     ):
         return data()
-    if over and kind.family == "free" and kind.descent.learned:
+    if over_rows and kind.family == "free" and kind.descent.learned:
         return kind.with_(value=None, tag=None, splat=False)
     return replace(kind, value=None, tag=None, running=False)
 
@@ -552,7 +556,7 @@ def _join(step: EqnPair, first: Kind, second: Kind) -> Kind:
     power = second.power if first.zero else None
     if first.power == second.power or second.zero:
         power = first.power
-    more = {
+    traits = {
         "learned": learned,
         "weighted": first.descent.weighted or second.descent.weighted,
         "scaled": first.descent.scaled or second.descent.scaled,
@@ -563,26 +567,26 @@ def _join(step: EqnPair, first: Kind, second: Kind) -> Kind:
     if power is None and families != {"data"}:
         return step.mixed("the number of rows goes into it differently", kinds)
     if families == {"free"}:
-        return free(power=power, splat=first.splat and second.splat, **more)
+        return free(power=power, splat=first.splat and second.splat, **traits)
     if families == {"row"} and first.position == second.position:
-        return row(first.rows, power=power, **more)
+        return row(first.rows, power=power, **traits)
     if families == {"free", "row"}:
-        return row((first if first.family == "row" else second).rows, power=power, **more)
+        return row((first if first.family == "row" else second).rows, power=power, **traits)
     if families <= {"free", "sum"}:
         constant = next((kind for kind in kinds if kind.family == "free"), None)
         if constant is None or constant.zero or power == Fraction(-1):
-            return total(power=power, running=first.running or second.running, **more)
+            return total(power=power, running=first.running or second.running, **traits)
     return step.mixed("a loop or branch gives rows, or sums over them, by turns", kinds)
 
 
 def _while(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
     """A while loop, whose condition may depend on the rows."""
-    tests, constants = step.params["cond_nconsts"], step.params["body_nconsts"]
+    conds, constants = step.params["cond_nconsts"], step.params["body_nconsts"]
     body = step.inside("body")
     test = step.inside("cond")
-    state = [replace(kind, value=None, tag=None) for kind in kinds[tests + constants :]]
-    for _ in range(_MAX_PASSES):
-        results = walk.run(body, [*kinds[tests : tests + constants], *state], editable=False)
+    state = [replace(kind, value=None, tag=None) for kind in kinds[conds + constants :]]
+    for _ in range(_MAX_ITERATIONS):
+        results = walk.run(body, [*kinds[conds : conds + constants], *state], editable=False)
         after = [
             replace(_join(step, before, result), value=None, tag=None)
             for before, result in zip(state, results, strict=True)
@@ -594,10 +598,10 @@ def _while(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
         return [
             step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
         ] * len(state)
-    (going,) = walk.run(test, [*kinds[:tests], *state], editable=False)
-    if going.family == "free" and going.power == 0:
+    (cond,) = walk.run(test, [*kinds[:conds], *state], editable=False)
+    if cond.family == "free" and cond.power == 0:
         return state
-    return [step.mixed("a loop runs as long as some row wants", [kind, going]) for kind in state]
+    return [step.mixed("a loop runs as long as some row wants", [kind, cond]) for kind in state]
 
 
 def _cond(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:

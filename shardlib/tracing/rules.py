@@ -373,7 +373,7 @@ def same_bits(call: RuleInput) -> Description:
 _VECTORS = frozenset({"lu_pivots_to_permutation", "tridiagonal_solve"})
 
 
-def whole_dims(name: str, params: Mapping[str, Any]) -> int:
+def unit_rank(name: str, params: Mapping[str, Any]) -> int:
     """Number of trailing dims of the first operand that a primitive transforms as a unit; the
     leading ones are a stack.
     """
@@ -384,9 +384,9 @@ def matrices(call: RuleInput) -> Description:
     """Each matrix or vector of the stack is a unit; about n^3 operations for an n x n matrix, n for
     a vector.
     """
-    shape, whole_rank = call.operands[0], whole_dims(call.name, call.params)
-    stack = max(0, len(shape) - whole_rank)
-    flops = elements(shape) * (shape[-1] if whole_rank == 2 and call.name != "fft" else 1)
+    shape, rank = call.operands[0], unit_rank(call.name, call.params)
+    stack = max(0, len(shape) - rank)
+    flops = elements(shape) * (shape[-1] if rank == 2 and call.name != "fft" else 1)
     factors = Factors()
     common = factors.dims(call.operands[0][:stack])
 
@@ -545,13 +545,13 @@ def _with_windows(description: Description, windows: Iterable[Window]) -> Descri
     return replace(description, rule=replace(description.rule, windows=tuple(windows)))
 
 
-def _side_by_side(
-    sizes: Iterable[int], place: Callable[[int], tuple[OpDim, OpDim | None]]
+def _consecutive_windows(
+    sizes: Iterable[int], dims_of: Callable[[int], tuple[OpDim, OpDim | None]]
 ) -> Iterator[Window]:
-    """Consecutive windows of the given lengths; `place` gives the two dims of each."""
+    """Consecutive windows of the given lengths; `dims_of` gives the two dims of each."""
     start = 0
     for position, size in enumerate(sizes):
-        long, short = place(position)
+        long, short = dims_of(position)
         yield Window(long, short, start, int(size))
         start += int(size)
 
@@ -591,7 +591,7 @@ def in_parts(key: str, *, joins: bool, stacks: bool = False) -> Describe:
             (*dims[:axis], *(() if stacks else (factors.keep(shape[axis]),)), *dims[axis + 1 :])
             for shape in parts
         ]
-        windows = _side_by_side(
+        windows = _consecutive_windows(
             (1 if stacks else shape[axis] for shape in parts),
             lambda i: ((joins, 0, axis), None if stacks else (not joins, i, axis)),
         )
@@ -778,7 +778,7 @@ def reduction(key: str, *, partial: bool) -> Describe:
     return describe
 
 
-def along(key: str, category: str) -> Describe:
+def unsharded_along(key: str, category: str) -> Describe:
     """Running sums, sorts, reversals: unsharded along their dims.
 
     Args:

@@ -123,7 +123,7 @@ class StepLoss:
         """
         ratio = Fraction(2)
         try:
-            shapes = [aval.shape for aval in self._at_ratio(ratio).shapes]
+            shapes = [aval.shape for aval in self._retraced(ratio).shapes]
             pairs = zip([aval.shape for aval in self.form.shapes], shapes, strict=True)
             grown = [
                 [
@@ -151,14 +151,14 @@ class StepLoss:
         shapes = [jnp.shape(leaf) for leaf in leaves]
         form = self.form
         if shapes != [aval.shape for aval in form.shapes]:
-            form = self._at_ratio(self._ratio(shapes))
+            form = self._retraced(self._ratio(shapes))
         if shapes != [aval.shape for aval in form.shapes]:
             raise TracingError(
                 f"the loss {form.name} closes over arrays whose sizes do not follow the rows of the"
                 " batch"
             )
-        closed = jex.ClosedJaxpr(form.jaxpr, list(form.arrays))
-        value, *aux = jex.jaxpr_as_fun(closed)(*leaves)
+        jaxpr = jex.ClosedJaxpr(form.jaxpr, list(form.arrays))
+        value, *aux = jex.jaxpr_as_fun(jaxpr)(*leaves)
         return value, form.results.unflatten(aux)
 
     def _ratio(self, shapes: Sequence[tuple[int, ...]]) -> Fraction:
@@ -170,7 +170,7 @@ class StepLoss:
             if old != new
         )
 
-    def _at_ratio(self, ratio: Fraction) -> MarkedLoss:
+    def _retraced(self, ratio: Fraction) -> MarkedLoss:
         """The same loss in a trace of the step for another batch."""
         return self.retrace(ratio)[self.number]
 
@@ -193,7 +193,7 @@ def step_losses(
         for number, value in enumerate(graph.inputs[:state])
         if "float" in graph.values[value].dtype
     }
-    of_rows = {value for value, _ in rows}
+    with_rows = {value for value, _ in rows}
     forms = list(dict.fromkeys(call.form for call, _ in marked))
     losses: list[StepLoss] = []
     for call, values in marked:
@@ -204,7 +204,7 @@ def step_losses(
             _first(_root(graph, value, weight_numbers), _root(graph, value, numbers))
             if flag
             else None
-            if value in of_rows
+            if value in with_rows
             else _root(graph, value, weight_numbers)
             for value, flag in zip(operands, form.trained, strict=True)
         ]
@@ -333,13 +333,13 @@ def _split_parts(graph: Graph, op: Op, parts_by_dim: dict[tuple[int, int], int])
         return None
     full_shape = graph.values[op.operands[0]].shape
     part = graph.values[op.results[0]].shape
-    cut = [dim for dim in range(len(full_shape)) if full_shape[dim] != part[dim]]
-    parts = parts_by_dim.get((op.operands[0], cut[0]), 1) if len(cut) == 1 else 1
+    dims = [dim for dim in range(len(full_shape)) if full_shape[dim] != part[dim]]
+    parts = parts_by_dim.get((op.operands[0], dims[0]), 1) if len(dims) == 1 else 1
     if parts == 1 or any(
-        graph.values[value].shape[cut[0]] * parts != full_shape[cut[0]] for value in op.results
+        graph.values[value].shape[dims[0]] * parts != full_shape[dims[0]] for value in op.results
     ):
         return None
-    return _in_parts(op, cut[0], parts, part, joined=False)
+    return _in_parts(op, dims[0], parts, part, joined=False)
 
 
 def _in_parts(op: Op, axis: int, parts: int, shape: tuple[int, ...], *, joined: bool) -> Op:
@@ -592,7 +592,7 @@ class _Total:
                 if loss.call.path not in done:
                     done.add(loss.call.path)
                     values.append(self._value(loss, env, program))
-            elif self._around(equation):
+            elif self._contains_loss(equation):
                 values.append(self._inside(equation, env))
             elif position in needed:
                 if targets:  # no second-order gradient
@@ -606,7 +606,7 @@ class _Total:
     def _loss(self, equation: Equation) -> StepLoss | None:
         return None if equation.call is None else self.losses.get(equation.call.path)
 
-    def _around(self, equation: Equation) -> bool:
+    def _contains_loss(self, equation: Equation) -> bool:
         """True if a loss is inside of a loop or branch."""
         return any(path.startswith(f"{equation.path}/") for path in self.losses)
 
@@ -624,7 +624,7 @@ class _Total:
                     for number, root in zip(loss.call.inputs[first:], loss.roots, strict=True)
                     if root is None
                 } | {*loss.call.inputs[:first]}
-            elif self._around(equation):
+            elif self._contains_loss(equation):
                 numbers |= {*equation.inputs}
             elif not numbers.isdisjoint(equation.outputs):
                 positions.add(position)
@@ -655,10 +655,10 @@ class _Total:
         elif equation.name == "cond":
             value, results = self._cond(equation, arguments)
         elif equation.name == "while":
-            tests, first = (equation.params[f"{kind}_nconsts"] for kind in ("cond", "body"))
+            conds, constants = (equation.params[f"{kind}_nconsts"] for kind in ("cond", "body"))
             body = equation.inside("body")
-            value, _ = self._body(body, arguments[tests:])
-            results = arguments[tests + first :]
+            value, _ = self._body(body, arguments[conds:])
+            results = arguments[conds + constants :]
         else:
             assert equation.name in (*REMAT, *CUSTOM)
             body = equation.inside()
@@ -813,7 +813,7 @@ class TracedStep:
 
     Attributes:
         name: name of the step.
-        closed: its closed jaxpr.
+        jaxpr: its jaxpr, with its constants.
         program: the program over the leaves of the state, then of the batch.
         problem: the planning problem; `problem.forward` is the whole step.
         roles: roles of the state arrays.
@@ -828,7 +828,7 @@ class TracedStep:
     """
 
     name: str
-    closed: jex.ClosedJaxpr
+    jaxpr: jex.ClosedJaxpr
     program: Program
     problem: Problem
     roles: StateRoles
@@ -882,14 +882,14 @@ def trace_step(
     if not described:
         raise BatchError("the batch has no rows: it holds no arrays\nTry: at least one array")
     require_rows(described)
-    step, mapped, closed, out = _traced(step, shapes, name)
+    step, mapped, jaxpr, out = _traced(step, shapes, name)
     pair = _is_pair(shapes[0], out, name)
     new, metrics = out if pair else (out, {})
     paths = tuple(
         path_text(path) or "state" for path, _ in jax.tree_util.tree_leaves_with_path(shapes[0])
     )
     _require_same_form(shapes[0], new)
-    program = flatten(closed)
+    program = flatten(jaxpr)
     inputs = [*((path, "state") for path in paths), *((path, "batch") for path, *_ in described)]
     translation = translated(program, inputs)
     graph, calls = translation.graph, translation.calls
@@ -909,7 +909,7 @@ def trace_step(
     named, findings = of_state(shapes[0], axes, stacks, roles.weights)
     return TracedStep(
         name=name,
-        closed=closed,
+        jaxpr=jaxpr,
         program=program,
         problem=_problem(graph, roles, paths, described, named, name, mapped),
         roles=roles,
@@ -964,8 +964,8 @@ def _retrace(step: Step, shapes: tuple[Tree, Tree], described: Sequence[BatchArr
     def retrace(ratio: Fraction) -> tuple[MarkedLoss, ...]:
         pairs = zip(leaves, described, strict=True)
         batch = structure.unflatten([sized(leaf, axes, ratio) for leaf, (*_, axes) in pairs])
-        closed = jax.make_jaxpr(step)(shapes[0], batch)
-        forms = dict.fromkeys(form for form, _ in forms_of(closed) if isinstance(form, MarkedLoss))
+        jaxpr = jax.make_jaxpr(step)(shapes[0], batch)
+        forms = dict.fromkeys(form for form, _ in forms_of(jaxpr) if isinstance(form, MarkedLoss))
         return tuple(forms)
 
     return retrace
@@ -1096,6 +1096,6 @@ def _state_bytes_per_element(graph: Graph, roles: StateRoles) -> Mapping[int, fl
         for number in bytes_per_element
     )
     return {
-        number: each + (remaining / elements if elements else 0.0)
-        for number, each in bytes_per_element.items()
+        number: of_shape + (remaining / elements if elements else 0.0)
+        for number, of_shape in bytes_per_element.items()
     }

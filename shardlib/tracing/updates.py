@@ -70,10 +70,10 @@ class Span:
             parameters = ", ".join(
                 f"{key}={equation.params[key]}" for key in sorted(equation.params)
             )
-            read, made = (
-                " ".join(map(named, ends)) for ends in (equation.inputs, equation.outputs)
+            inputs, outputs = (
+                " ".join(map(named, values)) for values in (equation.inputs, equation.outputs)
             )
-            lines.append(f"{made} = {equation.name}[{parameters}] {read}")
+            lines.append(f"{outputs} = {equation.name}[{parameters}] {inputs}")
         lines.append(" ".join(map(named, self.outputs)))
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -229,9 +229,9 @@ class _Reader:
         return reached
 
     def _inputs(self, chosen: set[int]) -> list[int]:
-        made = {n for p in chosen for n in self.program.equations[p].outputs}
+        results = {n for p in chosen for n in self.program.equations[p].outputs}
         read = [n for p in sorted(chosen) for n in self.program.equations[p].inputs]
-        return [n for n in dict.fromkeys(read) if n not in made | self.program.constants.keys()]
+        return [n for n in dict.fromkeys(read) if n not in results | self.program.constants.keys()]
 
     def _outputs(self, chosen: set[int]) -> list[int]:
         results = set(self.program.outputs)
@@ -251,9 +251,9 @@ class _Reader:
         results, grown = set(self.program.outputs), set(chosen)
         best, least = chosen, self.bytes(self._inputs(chosen))
         for position in sorted(self._before(chosen) - chosen, reverse=True):
-            made = self.program.equations[position].outputs
+            outputs = self.program.equations[position].outputs
             if of_equation[position] not in (own, frozenset()) or any(
-                n in results or self.readers[n] - grown for n in made
+                n in results or self.readers[n] - grown for n in outputs
             ):
                 continue
             grown.add(position)
@@ -300,12 +300,12 @@ class _Reader:
         )
 
     def _stacks(
-        self, shape: tuple[int, ...], ops: Sequence[Op], ends: Numbers
+        self, shape: tuple[int, ...], ops: Sequence[Op], numbers: Numbers
     ) -> tuple[Numbers, tuple[Numbers, ...]] | None:
-        """The dims of a parameter that are stacks, and those of each end; None where an end has
-        some of them only, or in another order.
+        """The dims of a parameter that are stacks, and those of each input and output; None
+        where one of these has some of them only, or in another order.
         """
-        same = [n for n in ends if self.shape(n) == shape]
+        same = [n for n in numbers if self.shape(n) == shape]
         if not same:
             return None
         linked: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
@@ -313,26 +313,28 @@ class _Reader:
         for op in ops:
             by_factor: dict[int, list[tuple[int, int]]] = defaultdict(list)
             for (result, position, dim), factors in op.rule.dims():
-                place = op.value(result, position), dim
+                value_dim = op.value(result, position), dim
                 for factor in factors:
-                    by_factor[factor].append(place)
+                    by_factor[factor].append(value_dim)
                     if factor in op.rule.summed | op.rule.whole:
-                        contracted.add(place)
-            for places in by_factor.values():
-                for place in places:
-                    linked[place].update(places)
+                        contracted.add(value_dim)
+            for value_dims in by_factor.values():
+                for value_dim in value_dims:
+                    linked[value_dim].update(value_dims)
         stack: list[int] = []
         touched: dict[int, dict[int, int]] = defaultdict(dict)  # value -> dim -> stack
         for dim, size in enumerate(shape):
-            places = _reached((self.values[same[0]], dim), linked) if size > 1 else set()
-            if not places or places & contracted:
+            value_dims = _reached((self.values[same[0]], dim), linked) if size > 1 else set()
+            if not value_dims or value_dims & contracted:
                 continue
-            if all([d for value, d in places if value == self.values[n]] == [dim] for n in same):
+            if all(
+                [d for value, d in value_dims if value == self.values[n]] == [dim] for n in same
+            ):
                 stack.append(dim)
-                for value, d in places:
+                for value, d in value_dims:
                     touched[value][d] = dim
         dims: list[Numbers] = []
-        for number in ends:
+        for number in numbers:
             own = touched[self.values[number]]
             own_dims = tuple(sorted(own))
             if own_dims and [own[d] for d in own_dims] != stack:
@@ -342,7 +344,7 @@ class _Reader:
 
     def _contractions(self, ops: Iterable[Op]) -> Iterator[Contraction]:
         for op in ops:
-            if op.flops and (op.category == "matmul" or _whole(op)):
+            if op.flops and (op.category == "matmul" or _decomposes(op)):
                 yield _contraction(self.graph, op)
 
 
@@ -355,14 +357,14 @@ def _position(path: str, by_path: Mapping[str, int]) -> int | None:
     return None
 
 
-def _whole(op: Op) -> bool:
+def _decomposes(op: Op) -> bool:
     """True for decompositions, which work on whole matrices."""
     return op.category == "opaque" and bool(op.flops) and bool(op.rule.whole)
 
 
 def _product(op: Op) -> bool:
     """True if an op multiplies or decomposes matrices, and not vectors alone."""
-    if _whole(op):
+    if _decomposes(op):
         return True
     if op.category != "matmul":
         return False

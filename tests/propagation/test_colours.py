@@ -49,10 +49,7 @@ def test_gradients_have_the_colours_of_their_parameters() -> None:
 def test_attention_scores_have_the_sequence_twice_and_are_cut_once() -> None:
     problem = worlds.layers()
     colouring = colour(problem)
-    twice = {
-        colouring.forward[value]
-        for value, _ in colouring.conflicts(problem.forward, colouring.forward)
-    }
+    twice = {colouring.forward[value] for value, _ in colouring.conflicts(colouring.forward)}
     assert ("batch", "heads", "seq", "seq") in twice
     choice = Choice(tensor=(), batch="batch", sequence="seq")
     assert choice.spec(("batch", "heads", "seq", "seq")) == ("batch", None, "tensor", None)
