@@ -33,8 +33,8 @@ from shardlib.schedules import SCHEDULES
 from shardlib.untrusted.data import JsonMapping, JsonObject, construct, shown
 from shardlib.wings import required
 
-#: Legal values of the fields that are words.
-FIELD_WORDS: Mapping[str, tuple[str, ...]] = {
+#: Legal values of the fields that are strings.
+FIELD_CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "blocks", "rematerialised"),
     "saves": ("traced", "operands", "eager"),
     "routed_saves": ("as others", "rows"),
@@ -172,7 +172,7 @@ class FrameworkProfile:
         sources: sources of the facts; assumptions are marked as such.
 
     Raises:
-        PinError: a field has an illegal word or number; all of them are listed.
+        PinError: a field has an illegal value; all of them are listed.
     """
 
     name: str
@@ -220,9 +220,9 @@ class FrameworkProfile:
         for name in ("sources", "kept", "offloaded"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         failures = [
-            f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}"
-            for name, words in FIELD_WORDS.items()
-            if getattr(self, name) not in words
+            f"{name} is {getattr(self, name)!r}; it is one of {', '.join(values)}"
+            for name, values in FIELD_CHOICES.items()
+            if getattr(self, name) not in values
         ]
         failures += [
             f"{name} is {getattr(self, name)}; it is a share from 0 to 1"
@@ -235,10 +235,10 @@ class FrameworkProfile:
             if getattr(self, name) not in ("", *ITEMSIZE)
         ]
         failures += [
-            f"{name} names {word!r}; results are {', '.join(RESULTS)}"
+            f"{name} names {value!r}; results are {', '.join(RESULTS)}"
             for name in ("kept", "offloaded")
-            for word in getattr(self, name)
-            if word not in RESULTS
+            for value in getattr(self, name)
+            if value not in RESULTS
         ]
         failures += [
             f"{name} is {getattr(self, name)}; it must not be negative"
@@ -357,7 +357,7 @@ RULES: Mapping[str, str] = {
     "ZeRO or replicas": "with ZeRO there is no data axis beside it",
     "experts in sequence": "with experts, tensor shards the sequence too",
 }
-_ABILITY_WORDS: Mapping[str, tuple[str, ...]] = {
+_ABILITY_CHOICES: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel": ("never", "either", "always"),
     "tensor": ("any", "all"),
 }
@@ -409,11 +409,11 @@ class Abilities:
 
     def __post_init__(self) -> None:
         failures = [
-            f"{name} is {getattr(self, name)!r}; it is one of {', '.join(words)}"
-            for name, words in _ABILITY_WORDS.items()
-            if getattr(self, name) not in words
+            f"{name} is {getattr(self, name)!r}; it is one of {', '.join(values)}"
+            for name, values in _ABILITY_CHOICES.items()
+            if getattr(self, name) not in values
         ]
-        vocabulary: Mapping[str, tuple[Any, ...]] = {
+        legal: Mapping[str, tuple[Any, ...]] = {
             "axes": INNER_AXES,
             "schedules": tuple(SCHEDULES),
             "zero": (0, 1, 2, 3),
@@ -424,10 +424,10 @@ class Abilities:
             "rules": tuple(RULES),
         }
         failures += [
-            f"{name} names {word!r}; there are {', '.join(map(str, words))}"
-            for name, words in vocabulary.items()
-            for word in getattr(self, name)
-            if word not in words
+            f"{name} names {value!r}; there are {', '.join(map(str, values))}"
+            for name, values in legal.items()
+            for value in getattr(self, name)
+            if value not in values
         ]
         if failures:
             raise_all(PinError, "what the framework can do is not usable", failures)
@@ -452,15 +452,15 @@ class Abilities:
             if size > 1 and axis not in self.axes
         ]
         refused += [
-            f"{word}={pins[word]!r} (it has {word} {', '.join(map(str, supported)) or 'nothing'})"
-            for word, supported in (
+            f"{pin}={pins[pin]!r} (it has {pin} {', '.join(map(str, supported)) or 'nothing'})"
+            for pin, supported in (
                 ("schedule", ("none", *self.schedules)),
                 ("zero", self.zero),
                 ("remat", self.remat),
                 ("context", ("none", *self.contexts)),
                 ("gather", (*self.gathers, "any")),
             )
-            if pins.get(word) is not None and pins[word] not in supported
+            if pins.get(pin) is not None and pins[pin] not in supported
         ]
         refused += [
             f"offload of {part!r} (it has {', '.join(self.offload) or 'none'})"
@@ -474,7 +474,7 @@ class Abilities:
         pinned = pins.get("sequence_parallel")
         if pinned is not None and self.sequence_parallel == ("never" if pinned else "always"):
             refused.append(f"sequence_parallel={pinned} (it does so {self.sequence_parallel})")
-        return refused + [f"{word} ({why})" for word, why in FIXED_PINS.items() if pins.get(word)]
+        return refused + [f"{pin} ({why})" for pin, why in FIXED_PINS.items() if pins.get(pin)]
 
 
 #: The abilities of programs that shardlib lowers.

@@ -306,7 +306,7 @@ class StepProgram:
         """The step with its layouts, to be traced."""
         leaves = jax.tree.leaves((state, batch))
         results = evaluate_program(
-            self.traced.program, leaves, Walk(place=self._place, run=self._run, calls=self.calls)
+            self.traced.program, leaves, Walk(on_value=self._place, run=self._run, calls=self.calls)
         )
         count = len(self.traced.paths)
         new = [

@@ -467,7 +467,7 @@ class Interleaving:
     def wrap(self, walk: Walk) -> Walk:
         """A walk that does the same as another, on interleaved dims."""
         return (
-            replace(walk, place=self._place(walk), run=self._run(walk.run))
+            replace(walk, on_value=self._place(walk), run=self._run(walk.run))
             if self.shards > 1
             else walk
         )
@@ -476,7 +476,7 @@ class Interleaving:
         def place(path: str, index: int, value: jax.Array) -> jax.Array:
             for dim, sizes in self.results.get((path, index), {}).items():
                 value = interleaved(value, dim, sizes, self.shards)
-            return walk.put(path, index, value)
+            return walk.apply(path, index, value)
 
         return place
 

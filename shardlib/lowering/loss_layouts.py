@@ -479,7 +479,7 @@ class LossLayouts:
 
         return self.interleaving.wrap(
             Walk(
-                place=place,
+                on_value=place,
                 run=run,
                 calls=self._call_replacements(mesh),
                 groups={} if manual else self.ring_loops(mesh),

@@ -710,7 +710,7 @@ _SPELLINGS: Mapping[str, str] = {
     "dot_general": "einsum or dot(out_sharding)",
     "jit": "jit(in_shardings, out_shardings)",
     "pjit": "jit(in_shardings, out_shardings)",
-    **{word: word for word in ("reshard", "shard_map", "device_put")},
+    **{name: name for name in ("reshard", "shard_map", "device_put")},
 }
 
 

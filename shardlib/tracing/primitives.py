@@ -105,7 +105,7 @@ def _power(name: str, kinds: list[Kind]) -> Fraction | None:
 
 
 def _sums(step: EqnPair, kinds: list[Kind], sums: list[Kind]) -> Kind:
-    name, more = step.name, common(kinds)
+    name, traits = step.name, common(kinds)
     if step.is_lossy:
         return step.mixed(NOT_LINEAR, kinds)
     if name in _LINEAR_UNARY:
@@ -116,9 +116,9 @@ def _sums(step: EqnPair, kinds: list[Kind], sums: list[Kind]) -> Kind:
     if name == "select_n" and kinds[0].family == "free" and kinds[0].power == 0:
         return joined(step, kinds, list(range(1, len(kinds))))
     if name == "mul" and len(sums) == 1:
-        return _product(step, kinds, [1, 1], more)
+        return _product(step, kinds, [1, 1], traits)
     if name == "div" and kinds[1].family == "free":
-        return _product(step, kinds, [1, -1], more)
+        return _product(step, kinds, [1, -1], traits)
     if name == "div":
         return step.mixed(
             "a sum over rows is divided by one that depends on parameters;"
@@ -130,17 +130,17 @@ def _sums(step: EqnPair, kinds: list[Kind], sums: list[Kind]) -> Kind:
     return step.mixed(NOT_LINEAR, kinds)
 
 
-def _product(step: EqnPair, kinds: list[Kind], signs: list[int], more: dict[str, object]) -> Kind:
+def _product(step: EqnPair, kinds: list[Kind], signs: list[int], traits: dict[str, object]) -> Kind:
     power = sum_powers([kind.power for kind in kinds], signs)
     if power is None:
         return step.mixed("the number of rows goes into a factor", kinds)
-    return total(power=power, **more)  # pyright: ignore[reportArgumentType]
+    return total(power=power, **traits)  # pyright: ignore[reportArgumentType]
 
 
 def joined(step: EqnPair, kinds: list[Kind], positions: list[int]) -> Kind:
     """The sum or the concatenation of terms, some of which are sums over rows."""
     terms = [(index, kinds[index]) for index in positions if not kinds[index].zero]
-    more = common(kinds)
+    traits = common(kinds)
     powers = {kind.power for _, kind in terms if kind.family == "sum"}
     free_powers = {kind.power for _, kind in terms if kind.family == "free"}
     if None in powers or None in free_powers:
@@ -148,8 +148,8 @@ def joined(step: EqnPair, kinds: list[Kind], positions: list[int]) -> Kind:
     if len(powers) <= 1 and (
         not free_powers or (free_powers == {Fraction(0)} and powers == {Fraction(-1)})
     ):
-        return total(power=next(iter(powers), Fraction(0)), **more)
-    if not more["learned"] or step.scales is None:
+        return total(power=next(iter(powers), Fraction(0)), **traits)
+    if not traits["learned"] or step.scales is None:
         return step.mixed(
             "terms that the number of rows scales differently are added up in a loop", kinds
         )
@@ -157,7 +157,7 @@ def joined(step: EqnPair, kinds: list[Kind], positions: list[int]) -> Kind:
         exponent = (kind.power or Fraction(0)) + (1 if kind.family == "sum" else 0)
         if exponent:
             step.scales[step.first.path, index] = exponent
-    return total(power=Fraction(-1), **{**more, "scaled": True})
+    return total(power=Fraction(-1), **{**traits, "scaled": True})
 
 
 def _running(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -259,8 +259,8 @@ def _dropless(kinds: list[Kind], shapes: list[tuple[Shape, Shape]]) -> list[Kind
         or any(not set(differing(shape)) <= set(rows.dims) for shape in shapes[:3])
     ):
         return None
-    more = common(kinds)
-    return [row(rows, **more), free(zero=True, splat=True)]
+    traits = common(kinds)
+    return [row(rows, **traits), free(zero=True, splat=True)]
 
 
 def stacked(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -553,7 +553,7 @@ def _components(step: EqnPair, kinds: list[Kind]) -> Kind | None:
 def gather(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Slices of an array at computed positions."""
     numbers, (source, index) = step.params["dimension_numbers"], kinds
-    more = {**common(kinds), "learned": source.descent.learned or index.descent.learned}
+    traits = {**common(kinds), "learned": source.descent.learned or index.descent.learned}
     to_dim = [dim for dim in range(len(step.results[0][0])) if dim not in numbers.offset_dims]
     if index.power != 0 and index.family != "data":
         return step.mixed("the number of rows goes into a position", kinds)
@@ -572,11 +572,11 @@ def gather(step: EqnPair, kinds: list[Kind]) -> Kind:
         return (
             step.mixed("rows are looked up by position", kinds)
             if moved_rows is None or not set(step.result_dims()) <= set(moved_rows.rows.dims)
-            else row(moved_rows.rows, power=source.power, **more)
+            else row(moved_rows.rows, power=source.power, **traits)
         )
     if source.family != "row":
         return step.mixed("rows are looked up by position", kinds)
-    return _of_rows(step, kinds, to_dim, more)
+    return _of_rows(step, kinds, to_dim, traits)
 
 
 def _alongside(step: EqnPair, index: Kind) -> bool:
@@ -590,13 +590,15 @@ def _alongside(step: EqnPair, index: Kind) -> bool:
     return all(partner.get(dim) in index.rows.dims for dim in step.batch_dims(0))
 
 
-def _of_rows(step: EqnPair, kinds: list[Kind], to_dim: list[int], more: dict[str, object]) -> Kind:
+def _of_rows(
+    step: EqnPair, kinds: list[Kind], to_dim: list[int], traits: dict[str, object]
+) -> Kind:
     numbers, (source, index) = step.params["dimension_numbers"], kinds
     rows, batching = source.rows, list(numbers.operand_batching_dims)
     if not rows.dims:
         same = index.family == "free" or index.position == rows
         return (
-            row(rows, power=source.power, **more)  # pyright: ignore[reportArgumentType]
+            row(rows, power=source.power, **traits)  # pyright: ignore[reportArgumentType]
             if same
             else step.mixed("rows are looked up by other rows", kinds)
         )
@@ -608,7 +610,7 @@ def _of_rows(step: EqnPair, kinds: list[Kind], to_dim: list[int], more: dict[str
             or (index.rows.inner, index.rows.scans) != (rows.inner, rows.scans)
         ):
             return step.mixed("rows are looked up by other rows", kinds)
-        return _placed(step, kinds, rows, [to_dim[dim] for dim in index_dims], more)
+        return _placed(step, kinds, rows, [to_dim[dim] for dim in index_dims], traits)
     window = [
         dim
         for dim in range(len(step.operands[0][0]))
@@ -623,7 +625,7 @@ def _of_rows(step: EqnPair, kinds: list[Kind], to_dim: list[int], more: dict[str
     ):
         if index.family != "free":
             return step.mixed("rows meet other rows", kinds)
-        return _placed(step, kinds, rows, [to[dim] for dim in rows.dims], more)
+        return _placed(step, kinds, rows, [to[dim] for dim in rows.dims], traits)
     if (
         len(rows.dims) == 1
         and rows.start in numbers.collapsed_slice_dims
@@ -631,7 +633,7 @@ def _of_rows(step: EqnPair, kinds: list[Kind], to_dim: list[int], more: dict[str
     ):
         dims = step.batch_dims(1)
         if len(dims) == 1 and dims[0] < len(to_dim):
-            return _placed(step, kinds, rows, [to_dim[dims[0]]], more)
+            return _placed(step, kinds, rows, [to_dim[dims[0]]], traits)
     return step.mixed("rows are looked up by position or content", kinds)
 
 
@@ -649,7 +651,7 @@ def _indexing_by_position(step: EqnPair, index: Kind, mapped: list[int], rows: R
 
 
 def _placed(
-    step: EqnPair, kinds: list[Kind], rows: RowPosition, dims: list[int], more: dict[str, object]
+    step: EqnPair, kinds: list[Kind], rows: RowPosition, dims: list[int], traits: dict[str, object]
 ) -> Kind:
     if dims != list(range(dims[0], dims[0] + len(dims))) or not set(step.result_dims()) <= set(
         dims
@@ -658,7 +660,7 @@ def _placed(
     position = RowPosition(
         start=dims[0], stop=dims[0] + len(dims), inner=rows.inner, scans=rows.scans
     )
-    return row(position, power=kinds[0].power, **more)  # pyright: ignore[reportArgumentType]
+    return row(position, power=kinds[0].power, **traits)  # pyright: ignore[reportArgumentType]
 
 
 def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -669,7 +671,7 @@ def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
     powers = {kind.power for kind in (target, updates) if not kind.zero} or {Fraction(0)}
     if len(powers) > 1 or None in powers:
         return step.mixed("the number of rows goes into what is written", kinds)
-    (power,), more = powers, common(kinds)
+    (power,), traits = powers, common(kinds)
     if not step.result_dims() and not _in_rows(step, kinds):
         if (
             step.name == "scatter-add"
@@ -677,7 +679,7 @@ def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
             and (target.zero or power == -1)
             and not positional(index)
         ):
-            return total(power=power, **more)
+            return total(power=power, **traits)
         return step.mixed("rows are written over each other", kinds)
     dim = _written(step, kinds)
     if dim is None:
@@ -691,7 +693,9 @@ def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
         return step.mixed("rows meet other rows", kinds)
     ((elements, scans),) = inner
     return (
-        row(RowPosition(start=dim, stop=dim + 1, inner=elements, scans=scans), power=power, **more)
+        row(
+            RowPosition(start=dim, stop=dim + 1, inner=elements, scans=scans), power=power, **traits
+        )
         if numbers is not None
         else step.mixed("", kinds)
     )
@@ -1123,21 +1127,21 @@ def constants(step: EqnPair, kinds: list[Kind], *, learned: bool) -> Kind | list
     folded = folded_scalar(step, kinds)
     if folded is not None:
         return folded
-    more: dict[str, Any] = common(kinds)
+    traits: dict[str, Any] = common(kinds)
     if name == "reduce_sum":
         lost = len(set(step.params["axes"]) & set(step.batch_dims(0)))
         return free(
             power=None if kinds[0].power is None else kinds[0].power + lost,
             zero=kinds[0].zero,
             splat=kinds[0].splat,
-            **more,
+            **traits,
         )
     if name == "dot_general":
         (contracted, _), _ = step.params["dimension_numbers"]
         power = sum_powers([kind.power for kind in kinds])
         return free(
             power=None if power is None else power + len(set(contracted) & set(step.batch_dims(0))),
-            **more,
+            **traits,
         )
     if name in ("reshape", "broadcast_in_dim"):
         return _reshaped(step, kinds)
@@ -1167,7 +1171,7 @@ def constants(step: EqnPair, kinds: list[Kind], *, learned: bool) -> Kind | list
             and name in ("add", "sub", "add_any", "max", "min", "select_n")
         )
     )
-    return [free(power=power, splat=splat, zero=zero, **more) for _ in step.results]
+    return [free(power=power, splat=splat, zero=zero, **traits) for _ in step.results]
 
 
 def _over_other_dim(step: EqnPair) -> bool:
@@ -1180,11 +1184,14 @@ def _reshaped(step: EqnPair, kinds: list[Kind]) -> Kind:
     """Equal elements stay equal; values with a batch dim are followed like rows that are all
     equal.
     """
-    kind, more = kinds[0], common(kinds)
+    kind, traits = kinds[0], common(kinds)
     before, after = step.batch_dims(0), step.result_dims()
     if step.name == "broadcast_in_dim" or kind.splat or not (before or after):
         return free(
-            power=kind.power, zero=kind.zero, splat=kind.splat or step.operands[0][0] == (), **more
+            power=kind.power,
+            zero=kind.zero,
+            splat=kind.splat or step.operands[0][0] == (),
+            **traits,
         )
     if len(before) == 1:
         (dim,) = before
@@ -1195,14 +1202,14 @@ def _reshaped(step: EqnPair, kinds: list[Kind]) -> Kind:
             rows = RowPosition(start=dim, stop=dim + 1, inner=int(inner[0]))
             regrouped = regrouped_alike(rows, step)
             if regrouped is not None:
-                return row(regrouped, power=kind.power, **more)
+                return row(regrouped, power=kind.power, **traits)
     return step.mixed("rows are regrouped in a way that depends on their number", kinds)
 
 
 def _joined(step: EqnPair, kinds: list[Kind]) -> Kind:
     powers = {kind.power for kind in kinds if not kind.zero} or {Fraction(0)}
     power = next(iter(powers)) if len(powers) == 1 else None
-    more, zero = common(kinds), all(kind.zero for kind in kinds)
+    traits, zero = common(kinds), all(kind.zero for kind in kinds)
     if step.name == "concatenate":
         over_batch = step.params["dimension"] in {
             dim for index in range(len(kinds)) for dim in step.batch_dims(index)
@@ -1214,7 +1221,7 @@ def _joined(step: EqnPair, kinds: list[Kind]) -> Kind:
         )
     if over_batch and not zero:
         return step.mixed("positions in the batch", kinds)
-    return free(power=power, zero=zero, splat=zero, **more)
+    return free(power=power, zero=zero, splat=zero, **traits)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1226,14 +1233,14 @@ _DRAWN_JOINTLY = "random numbers of all rows are drawn together"
 def shaped(step: EqnPair, kinds: list[Kind]) -> Kind:
     """An array drawn from each key: the numbers at a row's positions belong to that row."""
     (keys,), dims, rank = kinds, step.result_dims(), len(step.operands[0][0])
-    drawn_dims, more = dims_of_draw(step.first.eqn, step.second.eqn), common(kinds)
+    drawn_dims, traits = dims_of_draw(step.first.eqn, step.second.eqn), common(kinds)
     if keys.family == "free" and not drawn_dims:
-        return free(**more)
+        return free(**traits)
     if keys.family == "row" and not drawn_dims:
         exact = by_position(step.first.eqn.invars[0].aval.dtype) and set(dims) <= set(
             keys.rows.dims
         )
-        return row(keys.rows, **more) if exact else step.mixed(_DRAWN_JOINTLY, kinds)
+        return row(keys.rows, **traits) if exact else step.mixed(_DRAWN_JOINTLY, kinds)
     draw = draw_of(step.first.eqn, step.second.eqn, step.sizes) if keys.family == "free" else None
     if draw is None:
         return step.mixed(_DRAWN_JOINTLY, kinds)
@@ -1242,7 +1249,7 @@ def shaped(step: EqnPair, kinds: list[Kind]) -> Kind:
             "random numbers are drawn inside of a function with a derivative of its own", kinds
         )
     dim = rank + draw.dim
-    return row(RowPosition(start=dim, stop=dim + 1, inner=draw.inner), **more)
+    return row(RowPosition(start=dim, stop=dim + 1, inner=draw.inner), **traits)
 
 
 def by_key(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -1333,7 +1340,7 @@ def dot_general(step: EqnPair, kinds: list[Kind]) -> Kind:
         return step.mixed("the number of rows goes into a factor", kinds)
     if any(kind.family == "sum" for kind in kinds):
         return _with_sum(step, kinds)
-    more = common(kinds)
+    traits = common(kinds)
     row_operands = [row_operands for row_operands in (0, 1) if kinds[row_operands].family == "row"]
     if len(row_operands) == 2:
         return _rows_by_rows(step, kinds)
@@ -1347,7 +1354,7 @@ def dot_general(step: EqnPair, kinds: list[Kind]) -> Kind:
         partners = {contracted[row_operand][dim] for dim in rows.dims}
         uniform = len(rows.dims) == 1 or kinds[other_operand].splat
         return (
-            total(power=power, **more)
+            total(power=power, **traits)
             if batch <= partners and uniform
             else step.mixed("rows are weighted by their position in the batch", kinds)
         )
@@ -1364,7 +1371,7 @@ def dot_general(step: EqnPair, kinds: list[Kind]) -> Kind:
         and set(rows.dims) & set(step.params["dimension_numbers"][1][row_operand])
     ):
         return step.mixed("rows are weighted by their position in the batch", kinds)
-    return row(result.rows, power=power, **more)
+    return row(result.rows, power=power, **traits)
 
 
 def _paired(step: EqnPair, operand: int, rows: RowPosition) -> set[int]:
@@ -1391,20 +1398,20 @@ def _rows_by_rows(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A product of rows with rows, each with itself, summed or not."""
     contracted, batched, result_dim = _dims(step)
     first, second = (kind.rows for kind in kinds)
-    power, more = sum_powers([kind.power for kind in kinds]), common(kinds)
+    power, traits = sum_powers([kind.power for kind in kinds]), common(kinds)
     if replace(first, start=0, stop=0) != replace(second, start=0, stop=0):
         return step.mixed("rows meet other rows", kinds)
     if not first.dims and not second.dims:
-        return row(first, power=power, **more)
+        return row(first, power=power, **traits)
     contracts_rows = [contracted[0].get(dim) for dim in first.dims] == list(second.dims) and bool(
         first.dims
     )
     if contracts_rows:
-        return total(power=power, **more)
+        return total(power=power, **traits)
     if [batched[0].get(dim) for dim in first.dims] == list(second.dims):
         result = moved(kinds[0], result_dim[0].get)
         if result is not None and set(step.result_dims()) <= set(result.rows.dims):
-            return row(result.rows, power=power, **more)
+            return row(result.rows, power=power, **traits)
     return step.mixed("rows meet other rows", kinds)
 
 
@@ -1436,7 +1443,7 @@ def _dims(step: EqnPair) -> tuple[list[dict[int, int]], list[dict[int, int]], li
 def convolution(step: EqnPair, kinds: list[Kind]) -> Kind:
     """A convolution."""
     numbers, (images, kernels) = step.params["dimension_numbers"], kinds
-    power, more = sum_powers([kind.power for kind in kinds]), common(kinds)
+    power, traits = sum_powers([kind.power for kind in kinds]), common(kinds)
     if (
         power is None
         or step.params["batch_group_count"] != 1
@@ -1445,12 +1452,12 @@ def convolution(step: EqnPair, kinds: list[Kind]) -> Kind:
         return step.mixed("rows meet in a convolution", kinds)
     if images.family == "row" and kernels.family == "free" and not step.batch_dims(1):
         if not images.rows.dims:
-            return row(images.rows, power=power, **more)
+            return row(images.rows, power=power, **traits)
         if list(images.rows.dims) == [numbers.lhs_spec[0]]:
             return row(
                 replace(images.rows, start=numbers.out_spec[0], stop=numbers.out_spec[0] + 1),
                 power=power,
-                **more,
+                **traits,
             )
     if (
         images.family == "row"
@@ -1463,7 +1470,7 @@ def convolution(step: EqnPair, kinds: list[Kind]) -> Kind:
             and images.rows.inner == kernels.rows.inner == 1
         )
     ):
-        return total(power=power, **more)  # the gradient of a kernel
+        return total(power=power, **traits)  # the gradient of a kernel
     return step.mixed("rows meet in a convolution", kinds)
 
 

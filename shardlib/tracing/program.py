@@ -132,13 +132,13 @@ class Equation:
     @property
     def programs(self) -> list[Program]:
         """All its inner programs."""
-        return [self.inside(word) for word in jaxprs(self.eqn)]
+        return [self.inside(key) for key in jaxprs(self.eqn)]
 
-    def inside(self, word: str = "", *, remat: bool = False) -> Program:
-        """One of its inner programs, by a word of `jaxprs`."""
-        prefix = f"{self.path}/{word}/" if word else f"{self.path}/"
+    def inside(self, key: str = "", *, remat: bool = False) -> Program:
+        """One of its inner programs, by its key in `jaxprs`."""
+        prefix = f"{self.path}/{key}/" if key else f"{self.path}/"
         within = (self.eqn, *self.within)
-        return flatten(jaxprs(self.eqn)[word], prefix, self.scope, remat=remat, within=within)
+        return flatten(jaxprs(self.eqn)[key], prefix, self.scope, remat=remat, within=within)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +308,7 @@ def flatten(
 
 
 def jaxprs(eqn: Eqn) -> dict[str, Jaxpr]:
-    """The inner jaxprs of an equation, by the word used in the paths of their equations: "" for the
+    """The inner jaxprs of an equation, by the name used in the paths of their equations: "" for the
     callee of a call, "body", "cond", "branch0"; numbers for those of other primitives.
     """
     name, params = eqn.primitive.name, eqn.params
@@ -320,7 +320,7 @@ def jaxprs(eqn: Eqn) -> dict[str, Jaxpr]:
         return {f"branch{number}": branch for number, branch in enumerate(params["branches"])}
     if name == "custom_linear_solve":
         solvers = params["jaxprs"]._asdict()
-        return {word: jaxpr for word, jaxpr in solvers.items() if jaxpr is not None}
+        return {key: jaxpr for key, jaxpr in solvers.items() if jaxpr is not None}
     if name in (*REMAT, *CUSTOM):
         return {"": callee(eqn)}
     return {str(number): jaxpr for number, jaxpr in enumerate(subjaxprs(eqn))}

@@ -513,7 +513,7 @@ _with_gradient_of_slice.defvjp(
 # --------------------------------------------------------------------------------------------------
 # Callbacks of a re-evaluation.
 #
-#     Walk(place=lambda path, index, value: constrain(value))      # every value, by (path, index)
+#     Walk(on_value=lambda path, index, value: constrain(value))   # every value, by (path, index)
 #     Walk(run=lambda equation, operands: [...])                   # in place of an equation
 
 #: (path of an op of the graph, index of its result, value) -> the value to continue with.
@@ -562,7 +562,7 @@ class Walk:
     """Callbacks on the values of a program that is evaluated again.
 
     Attributes:
-        place: called on every value that an op of the graph makes; None for no callback.
+        on_value: called on every value that an op of the graph makes; None for no callback.
         run: called before every equation that is not a loop, branch or remat; its results replace
             the equation, None runs it unchanged.
         calls: replacements of custom calls, by path: operands -> results.
@@ -578,7 +578,7 @@ class Walk:
             dropped.
     """
 
-    place: ValueCallback | None = None
+    on_value: ValueCallback | None = None
     run: EquationCallback | None = None
     calls: Mapping[str, Callable[..., Sequence[Value]]] = field(default_factory=dict)
     groups: Mapping[str, EquationGroup] = field(default_factory=dict)
@@ -594,22 +594,22 @@ class Walk:
         policy, count = self.layer_policies.get(path, (self.remat, layers))
         return (policy, count) if count else ("none", layers)
 
-    def put(self, path: str, index: int, value: Value) -> Value:
-        """The value after the `place` callback."""
-        return value if self.place is None else self.place(path, index, value)
+    def apply(self, path: str, index: int, value: Value) -> Value:
+        """The value after the `on_value` callback."""
+        return value if self.on_value is None else self.on_value(path, index, value)
 
-    def placed(self, equation: Equation, results: Sequence[Value]) -> Sequence[Value]:
-        """The results of an equation after the `place` callback; loops, branches and remat
+    def apply_to_results(self, equation: Equation, results: Sequence[Value]) -> Sequence[Value]:
+        """The results of an equation after the `on_value` callback; loops, branches and remat
         excluded.
         """
-        if self.place is None:
+        if self.on_value is None:
             return results
         paths = [
             result_path(equation, index) if equation.name in CUSTOM else (equation.path, index)
             for index in range(len(results))
         ]
         return [
-            value if path is None else self.put(*path, value)
+            value if path is None else self.apply(*path, value)
             for path, value in zip(paths, results, strict=True)
         ]
 
@@ -626,23 +626,23 @@ class Walk:
 # Re-evaluation of a traced program.
 #
 # The lowering evaluates the user's loss again to place sharding constraints and to choose what is
-# rematerialised. A value reaches `place` under the path that its op has in the `Graph`. Calls of
+# rematerialised. A value reaches `on_value` under the path that its op has in the `Graph`. Calls of
 # jit are inlined; loops, branches and remat are rebuilt around their re-evaluated bodies; custom
 # derivatives are kept whole, so that gradients are the user's own, and only their results reach
-# `place`.
+# `on_value`.
 
 
 def evaluate(
     closed_jaxpr: Jaxpr,
     args: Sequence[Value],
     *,
-    place: ValueCallback | None = None,
+    on_value: ValueCallback | None = None,
     run: EquationCallback | None = None,
     remat: str | None = None,
 ) -> list[Value]:
     """Evaluates a closed jaxpr with callbacks, see `Walk`."""
     return evaluate_program(
-        flatten(closed_jaxpr), args, Walk(place=place, run=run, remat=check_policy(remat))
+        flatten(closed_jaxpr), args, Walk(on_value=on_value, run=run, remat=check_policy(remat))
     )
 
 
@@ -739,7 +739,7 @@ def _run_group(
     results = group.run([[env[number] for number in member.inputs] for member in members])
     env.update(
         {
-            member.outputs[0]: walk.put(member.path, 0, value)
+            member.outputs[0]: walk.apply(member.path, 0, value)
             for member, value in zip(members, results, strict=True)
         }
     )
@@ -761,7 +761,7 @@ def _equation(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[
         results = walk.run(equation, arguments) if walk.run is not None else None
     if results is None:
         results = bind(equation, arguments)
-    return walk.placed(equation, results)
+    return walk.apply_to_results(equation, results)
 
 
 def _remat(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
@@ -791,7 +791,7 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     }
 
     def items(kind: str, values: Sequence[Any]) -> list[Any]:
-        return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
+        return [walk.apply(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
 
     def body(
         carry: tuple[Any, ...], sliced: tuple[tuple[Any, ...], dict[str, Any]]
@@ -847,15 +847,15 @@ def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
     test = equation.inside("cond")
     program = equation.inside("body")
     inner = walk.as_written()
-    condition = replace(inner, place=None, run=None)
+    condition = replace(inner, on_value=None, run=None)
 
     def continues(state: tuple[Any, ...]) -> Any:
         return evaluate_program(test, [*arguments[:conds], *state], condition)[0]
 
     def body(state: tuple[Any, ...]) -> tuple[Any, ...]:
-        placed = [walk.put(f"{path}/carry/{k}", 0, value) for k, value in enumerate(state)]
+        carry = [walk.apply(f"{path}/carry/{k}", 0, value) for k, value in enumerate(state)]
         return tuple(
-            evaluate_program(program, [*arguments[conds : conds + constants], *placed], inner)
+            evaluate_program(program, [*arguments[conds : conds + constants], *carry], inner)
         )
 
     init = tuple(
@@ -865,7 +865,7 @@ def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any
         )
     )
     final = jax.lax.while_loop(continues, body, init)
-    return [walk.put(f"{path}/final/{k}", 0, value) for k, value in enumerate(final)]
+    return [walk.apply(f"{path}/final/{k}", 0, value) for k, value in enumerate(final)]
 
 
 def _cond(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
@@ -880,4 +880,4 @@ def _cond(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
         for program in programs
     ]
     results = jax.lax.switch(index, branches, *operands)
-    return [walk.put(f"{equation.path}/join/{k}", 0, value) for k, value in enumerate(results)]
+    return [walk.apply(f"{equation.path}/join/{k}", 0, value) for k, value in enumerate(results)]

@@ -266,9 +266,9 @@ class EqnPair:
             for first, second in zip(self.first.eqn.outvars, self.second.eqn.outvars, strict=True)
         ]
 
-    def inside(self, word: str = "") -> tuple[Program, Program]:
+    def inside(self, key: str = "") -> tuple[Program, Program]:
         """Its inner programs, see `Equation.inside`."""
-        return self.first.inside(word), self.second.inside(word)
+        return self.first.inside(key), self.second.inside(key)
 
     def batch_dims(self, operand: int) -> list[int]:
         """Dims of an operand that the number of rows changes."""

@@ -421,6 +421,7 @@ def _linear_solve(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind
 
 #: Maximum number of walks over a loop body until the kinds of its carry are stable.
 _MAX_ITERATIONS = 24
+_UNSTABLE = "a loop in which rows meet more with every turn"
 
 
 def _scan(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
@@ -452,9 +453,7 @@ def _scan(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
             break
         carry = after
     else:
-        return [
-            step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
-        ] * len(results)
+        return [step.mixed(_UNSTABLE, [free(learned=True)])] * len(results)
     return [replace(kind, running=False, value=None, tag=None) for kind in carry] + [
         _stacked(step, kind, over_rows=over_rows) for kind in results[carried:]
     ]
@@ -595,9 +594,7 @@ def _while(walk: Analysis, step: EqnPair, kinds: list[Kind]) -> list[Kind]:
             break
         state = after
     else:
-        return [
-            step.mixed("a loop in which rows meet more with every turn", [free(learned=True)])
-        ] * len(state)
+        return [step.mixed(_UNSTABLE, [free(learned=True)])] * len(state)
     (cond,) = walk.run(test, [*kinds[:conds], *state], editable=False)
     if cond.family == "free" and cond.power == 0:
         return state

@@ -893,18 +893,11 @@ def trace_step(
     inputs = [*((path, "state") for path in paths), *((path, "batch") for path, *_ in described)]
     translation = translated(program, inputs)
     graph, calls = translation.graph, translation.calls
+    graph = tied_parts(graph, _rows(graph, len(paths), described))
     rows = _rows(graph, len(paths), described)
-    graph = tied_parts(graph, rows)
-    roles = state_roles(graph, len(paths), _rows(graph, len(paths), described))
-    losses = step_losses(
-        calls,
-        graph,
-        len(paths),
-        roles.weights,
-        name,
-        _rows(graph, len(paths), described),
-        _retrace(step, shapes, described),
-    )
+    roles = state_roles(graph, len(paths), rows)
+    retrace = _retrace(step, shapes, described)
+    losses = step_losses(calls, graph, len(paths), roles.weights, name, rows, retrace)
     unmarked = unmarked_gradients(program, translation.values, roles.gradients, losses, len(paths))
     named, findings = of_state(shapes[0], axes, stacks, roles.weights)
     return TracedStep(

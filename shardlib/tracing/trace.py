@@ -1173,13 +1173,13 @@ class Traced:
     rows_in: Callable[[int], Rows]
     layouts: tuple[LayoutOfValue, ...] = ()
 
-    def rewrite(self, place: ValueCallback | None = None, remat: str = "none") -> PureLoss:
+    def rewrite(self, on_value: ValueCallback | None = None, remat: str = "none") -> PureLoss:
         """The loss, evaluated again with a callback on every value.
 
         Returns:
             (params, state, batch) -> (loss, (metrics, new state)), for arrays of the traced shapes.
         """
-        walk = Walk(place=place, remat=check_policy(remat))
+        walk = Walk(on_value=on_value, remat=check_policy(remat))
 
         def rewritten(params: Tree, state: Tree, batch: Tree) -> Any:
             leaves, tree = jax.tree.flatten((params, state, batch))

@@ -16,7 +16,7 @@ from benchmarks.published.machines import PRODUCTS
 from shardlib import frameworks
 from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.framework import (
-    FIELD_WORDS,
+    FIELD_CHOICES,
     XLA,
     FrameworkProfile,
     framework_profile,
@@ -408,9 +408,9 @@ def test_all_faults_are_listed() -> None:
     )
 
 
-@pytest.mark.parametrize("field", sorted(FIELD_WORDS))
+@pytest.mark.parametrize("field", sorted(FIELD_CHOICES))
 def test_every_word_is_checked(field: str) -> None:
-    for word in FIELD_WORDS[field]:
+    for word in FIELD_CHOICES[field]:
         assert getattr(FrameworkProfile(name="mine", **{field: word}), field) == word
     with pytest.raises(PinError, match=field):
         FrameworkProfile(name="mine", **{field: "no such word"})

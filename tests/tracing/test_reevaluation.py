@@ -108,7 +108,7 @@ def test_value_and_gradient_are_unchanged(name: str, remat: str) -> None:
         return value
 
     def again(x: jax.Array, w: jax.Array) -> jax.Array:
-        return evaluate(closed, [x, w], place=place, remat=remat)[0]
+        return evaluate(closed, [x, w], on_value=place, remat=remat)[0]
 
     expected, gradients = jax.value_and_grad(program, argnums=(0, 1))(X, W)
     found, others = jax.value_and_grad(again, argnums=(0, 1))(X, W)
@@ -123,7 +123,7 @@ def test_value_and_gradient_are_unchanged(name: str, remat: str) -> None:
 def test_place_changes_a_value() -> None:
     closed = jax.make_jaxpr(lambda x: jnp.sum(jax.jit(jnp.exp)(x)))(X)
     (doubled,) = evaluate(
-        closed, [X], place=lambda path, index, value: value * 2 if path == "0/0" else value
+        closed, [X], on_value=lambda path, index, value: value * 2 if path == "0/0" else value
     )
     np.testing.assert_allclose(doubled, 2 * jnp.sum(jnp.exp(X)), rtol=1e-6)
 
@@ -133,7 +133,7 @@ def test_place_reaches_the_carry_of_a_scan() -> None:
     (stopped,) = evaluate(
         closed,
         [X, W],
-        place=lambda path, index, value: value * 0 if path.endswith("/carry/0") else value,
+        on_value=lambda path, index, value: value * 0 if path.endswith("/carry/0") else value,
     )
     assert stopped == 0
 

@@ -973,7 +973,7 @@ class Chunk:
         ) | dict(zip(roles.activations, activations[carried:], strict=False))
 
         def in_layouts(kind: str, values: Sequence[Any]) -> Arrays:
-            return [walk.put(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
+            return [walk.apply(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
 
         def body(
             carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]

@@ -223,7 +223,7 @@ class ChunkWork:
             zip(
                 sections.final,
                 (
-                    walk.put(f"{sections.loop.path}/final/{k}", 0, leaf)
+                    walk.apply(f"{sections.loop.path}/final/{k}", 0, leaf)
                     for k, leaf in enumerate(outputs[:count])
                 ),
                 strict=True,
