@@ -27,11 +27,7 @@ from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PlanError, VerificationError
 from shardlib.frontend import choice
 from shardlib.frontend.choice import machine_of, machine_of_plan
-from shardlib.frontend.model import (
-    Loss,
-    read_and_trace,
-    require_arguments,
-)
+from shardlib.frontend.model import Loss, read_and_trace, require_arguments
 from shardlib.machines.topology import TopologyLike, devices_of
 from shardlib.planner.plan import Plan
 from shardlib.tracing.layouts import ambient_mesh, layout_free

@@ -451,7 +451,7 @@ def live_spans(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int
     for value in graph.outputs:
         if value in deaths:
             deaths[value] = len(graph.ops) - 1
-    _reuse_memory(graph, fusion, births, deaths)
+    _alias(graph, fusion, births, deaths)
     return {
         value: (births[value], deaths[value])
         for value in fusion.materialised
@@ -459,9 +459,7 @@ def live_spans(graph: Graph, fusion: Fusion, ignore: frozenset[int]) -> dict[int
     }
 
 
-def _reuse_memory(
-    graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict[int, int]
-) -> None:
+def _alias(graph: Graph, fusion: Fusion, births: dict[int, int], deaths: dict[int, int]) -> None:
     """Ends the live range of an operand one op earlier if an element-wise kernel can write over it:
     same size, not read later.
     """
@@ -1001,9 +999,7 @@ def _query_factor(
     """Of several factors along the sequence (queries and keys of attention), the first one in the
     largest value; None if there is only one.
     """
-    positions = [
-        i for i, colour in enumerate(factors) if colour == sequence and i not in op.rule.whole
-    ]
+    positions = [i for i, c in enumerate(factors) if c == sequence and i not in op.rule.whole]
     if sequence is None or len(positions) < 2:
         return None
     sides = [

@@ -65,17 +65,16 @@ class Meshes(LazyTable):
 
     @classmethod
     def placed(
-        cls, places: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology
+        cls, meshes: Sequence[tuple[MeshShape, Placement]], micro: Sequence[int], topology: Topology
     ) -> Self:
         """Placed meshes with microbatch counts on a topology."""
-        distinct_places: dict[int, int] = {}
+        number_by_id: dict[int, int] = {}
         order = [
-            distinct_places.setdefault(id(placement), len(distinct_places))
-            for _, placement in places
+            number_by_id.setdefault(id(placement), len(number_by_id)) for _, placement in meshes
         ]
-        unique = list({id(placement): placement for _, placement in places}.values())
+        unique = list({id(placement): placement for _, placement in meshes}.values())
         sizes = {
-            axis: np.array([mesh[axis] for mesh, _ in places], dtype=np.int64) for axis in MESH_AXES
+            axis: np.array([mesh[axis] for mesh, _ in meshes], dtype=np.int64) for axis in MESH_AXES
         }
         numbers = np.array(micro, dtype=np.int64)
         degrees, degrees_index = distinct({**sizes, "micro": numbers})

@@ -570,10 +570,7 @@ def _of_pattern(
                 & (numbers[last] >= 1)
                 & (numbers[last] < layers[last])
             )
-            yield (
-                numbers,
-                np.where(legal, without[0] + (with_all[0] - without[0]) * share, np.inf),
-            )
+            yield numbers, np.where(legal, without[0] + (with_all[0] - without[0]) * share, np.inf)
 
 
 def _at_end(

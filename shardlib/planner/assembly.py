@@ -494,7 +494,7 @@ def assemble(
     original = workload
     workload = priced.workload
     decisions = candidate.decisions
-    overlap_saving = priced.saving()
+    overlap = priced.saving()
     problem, colouring = workload.problem, workload.colouring
     compute, stored_rules = (
         (candidate.choice.rules(), None)
@@ -519,7 +519,7 @@ def assemble(
         {**priced.bytes_once_per_step(), **_exchanges(matrix_updates)},
         decisions.mesh,
         priced.placement,
-        overlap_saving.messages if overlap_saving else {},
+        overlap.messages if overlap else {},
     )
     cost = estimate(
         priced.totals(),
@@ -559,9 +559,7 @@ def assemble(
     )
     return plan.with_findings(
         *findings.notes(workload, topology, plan, left_out, devices, pinned),
-        *findings.unused_collective_matmuls(
-            plan, len(overlap_saving.messages) if overlap_saving else 0
-        ),
+        *findings.unused_collective_matmuls(plan, len(overlap.messages) if overlap else 0),
         *findings.unpriced(plan, topology),
         *_partitioned_products(matrix_updates),
         *faster_as_programs(original, topology, candidate, plan),
@@ -645,10 +643,8 @@ def _offloaded(workload: Workload, topology: Topology, priced: PricedCandidate) 
     """
     if not priced.candidate.decisions.offload:
         return None
-    offloaded, resident = (
-        priced.totals(),
-        price(workload, topology, priced.candidate.replace(offload=())),
-    )
+    offloaded = priced.totals()
+    resident = price(workload, topology, priced.candidate.replace(offload=()))
     return Offloaded(
         device_bytes=float(resident.peak_bytes[0] - offloaded.peak_bytes[0]),
         seconds=max(0.0, float(offloaded.step_seconds[0] - resident.step_seconds[0])),

@@ -1071,13 +1071,9 @@ class StepBounds:
         least_bytes = footprint.device_bytes(offload)
         if "activations" not in offload:
             return [(seconds, least_bytes)]
+        bytes_per_s = self.pricer.topology.chip.host_bytes_per_s
         transfer_s_per_byte = (
-            2
-            * footprint.stack_fills
-            / (
-                self.pricer.topology.chip.host_bytes_per_s
-                * max(1.0, self.pricer.efficiency.overlap)
-            )
+            2 * footprint.stack_fills / (bytes_per_s * max(1.0, self.pricer.efficiency.overlap))
         )
         all_bytes = least_bytes + footprint.live - footprint.live_without_stacks
         return [
@@ -1299,9 +1295,8 @@ class Entries:
 
     def _evaluate(self, entries: Array) -> Array:
         traffic = self._traffic.least(self._mesh[entries])
-        return self._least_seconds(self.degrees_index[entries], self.sizes_of(entries), traffic)[
-            None
-        ]
+        index = self.degrees_index[entries]
+        return self._least_seconds(index, self.sizes_of(entries), traffic)[None]
 
     def seconds_on(self, meshes: Meshes) -> Array:
         """The same for placed candidates, whose links are known."""

@@ -219,8 +219,8 @@ class Ranked:
     Attributes:
         seconds: predicted step time.
         peak_bytes: predicted bytes per device.
-        build: builds the plan; its gap is the share of its step time by which it is slower than the
-            fastest plan.
+        build: builds the plan; its gap is the fraction of its step time by which it is slower than
+            the fastest plan.
     """
 
     candidate: Candidate

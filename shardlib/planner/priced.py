@@ -110,9 +110,7 @@ class PairPricer(PricingInputs):
         pair = np.repeat(np.arange(len(pairs)), [len(part) for part in candidates])
         return PlacedPairs(
             block=block,
-            candidates=np.array(
-                [candidate for part in candidates for candidate in part], dtype=np.int64
-            ),
+            candidates=np.array([row for part in candidates for row in part], dtype=np.int64),
             choices=pairs.choices[pair],
             bound=pairs.bound[pair],
             kinds={},
@@ -250,9 +248,8 @@ class PairPricer(PricingInputs):
             if int(entry) not in positions:
                 mesh = MeshShape({axis: int(entries.sizes[axis][entry]) for axis in MESH_AXES})
                 options = self._placements(mesh, usual_placement)
-                positions[int(entry)] = list(
-                    range(len(entry_numbers), len(entry_numbers) + len(options))
-                )
+                first = len(entry_numbers)
+                positions[int(entry)] = list(range(first, first + len(options)))
                 placements += [(mesh, order, placement) for order, placement in options]
                 entry_numbers += [int(entry)] * len(options)
         if not entry_numbers:
@@ -645,13 +642,11 @@ class Explorer:
 
     def _price_bounded(self, entries: Entries, order: Array, bounds: Array) -> None:
         """Prices entries that no bound excludes, on every placement."""
-        small = len(entries) <= SMALL_SPACE
+        first_block = SEED_PAIRS if len(entries) <= SMALL_SPACE else FIRST_PLACED_BLOCK
         for start, end in blocks(FIRST_PRICED_BLOCK, len(order), MAX_PLACED_ENTRIES):
             pairs = entries.pairs(order[start:end][bounds[start:end] < self.limit], self.limit)
             if (placed := self.pair_pricer.bounded_by_links(entries, pairs)) is not None:
-                for begin, until in blocks(
-                    SEED_PAIRS if small else FIRST_PLACED_BLOCK, len(placed)
-                ):
+                for begin, until in blocks(first_block, len(placed)):
                     self._price_in_order(
                         entries, placed.after(begin).first(until - begin).below(self.limit)
                     )

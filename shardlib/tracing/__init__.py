@@ -6,7 +6,8 @@ program      a jaxpr with calls of jit inlined and values numbered; a path names
 run          of a program: repetitions of one block of equations, such as unrolled layers
 walk         evaluation of a traced program with callbacks on its values (`Walk`)
 rule         of a primitive: a factor for every index, by which dims of its values are tied
-row          an example of the batch; the kind of a value says which rows it depends on (`Kind`)
+row          an example of the batch; the kind of a value says which rows it depends on (`Kind`):
+             its family, the position of the rows in its dims, and traits that results inherit
 two traces   of a loss, for two numbers of rows; what differs between them depends on that number
 learned      depends on parameters
 whole batch  of a value: it needs several rows, so that microbatches are passed it

@@ -324,9 +324,7 @@ def layout_free(function: Function, ambient: AbstractMesh) -> Function:
         )
         last_setting[:] = [setting]
         jaxpr, constants = open_jaxpr(closed)
-        return results.rebuilt(
-            _LayoutRemoval(setting, ambient).run(jaxpr, constants, leaves, _Manual())
-        )
+        return results.rebuilt(_Removal(setting, ambient).run(jaxpr, constants, leaves, _Manual()))
 
     return free
 
@@ -450,7 +448,7 @@ class _Manual:
         return results[-1]
 
 
-class _LayoutRemoval:
+class _Removal:
     """Evaluates a traced program without layouts.
 
     Args:

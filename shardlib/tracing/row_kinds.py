@@ -97,7 +97,7 @@ class Cause:
 
 #: Role of a value in jax.numpy's indexing, see `Kind`.
 Tag: TypeAlias = "str | tuple[Tag, ...] | None"
-#: The value of a field of `Kind` or of `Descent`.
+#: The value of a field of `Kind` or of `Descent`, by its name in `**traits`.
 Trait: TypeAlias = Any
 
 
@@ -151,7 +151,7 @@ class Kind:
         )
 
     def with_(self, **changed: Trait) -> Kind:
-        """The kind with some attributes changed, those of `Descent` included."""
+        """The kind with some traits changed: fields of `Kind` or of `Descent`."""
         of_descent = {name: value for name, value in changed.items() if name in _DESCENT}
         others = {name: value for name, value in changed.items() if name not in _DESCENT}
         return replace(self, descent=replace(self.descent, **of_descent), **others)

@@ -397,9 +397,7 @@ def matrices(call: RuleInput) -> Description:
         )
 
     return Description(
-        factors.rule(
-            [dims(shape) for shape in call.operands], [dims(shape) for shape in call.results]
-        ),
+        factors.rule([dims(s) for s in call.operands], [dims(s) for s in call.results]),
         "opaque",
         flops,
     )
