@@ -1044,14 +1044,9 @@ class ComponentCosts:
     """
 
     def __init__(
-        self,
-        scope: Scope,
-        tallies: ItemTallies,
-        degrees: Degrees,
-        evaluate: TallyValues,
-        count: int,
+        self, scope: Scope, tallies: ItemTallies, degrees: Degrees, values: TallyValues, count: int
     ) -> None:
-        self._scope, self._tallies, self._evaluate, self._count = scope, tallies, evaluate, count
+        self._scope, self._tallies, self._evaluate, self._count = scope, tallies, values, count
         self._tensor = degrees.tensor
         self._legal = degrees.expert >= 1 if scope.routes else degrees.expert == 1
         colours = scope.workload.colouring.colours

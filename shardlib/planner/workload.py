@@ -198,9 +198,8 @@ def cost_program(
     step, colours = rewritten(problem.steps[policy], colouring.steps[policy], profile)
     if routes:
         step, colours = localised(step, colours, colouring.batch_colour)
-        step, colours = (
-            remat_rows(step, colours) if profile.routed_saves == "rows" else (step, colours)
-        )
+        if profile.routed_saves == "rows":
+            step, colours = remat_rows(step, colours)
     facts = Facts(
         step,
         colours,

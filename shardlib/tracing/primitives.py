@@ -130,11 +130,11 @@ def _sums(step: EqnPair, kinds: list[Kind], sums: list[Kind]) -> Kind:
     return step.mixed(NOT_LINEAR, kinds)
 
 
-def _product(step: EqnPair, kinds: list[Kind], signs: list[int], traits: dict[str, object]) -> Kind:
+def _product(step: EqnPair, kinds: list[Kind], signs: list[int], traits: dict[str, Any]) -> Kind:
     power = sum_powers([kind.power for kind in kinds], signs)
     if power is None:
         return step.mixed("the number of rows goes into a factor", kinds)
-    return total(power=power, **traits)  # pyright: ignore[reportArgumentType]
+    return total(power=power, **traits)
 
 
 def joined(step: EqnPair, kinds: list[Kind], positions: list[int]) -> Kind:
@@ -590,15 +590,13 @@ def _alongside(step: EqnPair, index: Kind) -> bool:
     return all(partner.get(dim) in index.rows.dims for dim in step.batch_dims(0))
 
 
-def _of_rows(
-    step: EqnPair, kinds: list[Kind], to_dim: list[int], traits: dict[str, object]
-) -> Kind:
+def _of_rows(step: EqnPair, kinds: list[Kind], to_dim: list[int], traits: dict[str, Any]) -> Kind:
     numbers, (source, index) = step.params["dimension_numbers"], kinds
     rows, batching = source.rows, list(numbers.operand_batching_dims)
     if not rows.dims:
         same = index.family == "free" or index.position == rows
         return (
-            row(rows, power=source.power, **traits)  # pyright: ignore[reportArgumentType]
+            row(rows, power=source.power, **traits)
             if same
             else step.mixed("rows are looked up by other rows", kinds)
         )
@@ -651,16 +649,14 @@ def _indexing_by_position(step: EqnPair, index: Kind, mapped: list[int], rows: R
 
 
 def _placed(
-    step: EqnPair, kinds: list[Kind], rows: RowPosition, dims: list[int], traits: dict[str, object]
+    step: EqnPair, kinds: list[Kind], rows: RowPosition, dims: list[int], traits: dict[str, Any]
 ) -> Kind:
     if dims != list(range(dims[0], dims[0] + len(dims))) or not set(step.result_dims()) <= set(
         dims
     ):
         return step.mixed("the order of the rows is lost", kinds)
-    position = RowPosition(
-        start=dims[0], stop=dims[0] + len(dims), inner=rows.inner, scans=rows.scans
-    )
-    return row(position, power=kinds[0].power, **traits)  # pyright: ignore[reportArgumentType]
+    position = replace(rows, start=dims[0], stop=dims[0] + len(dims))
+    return row(position, power=kinds[0].power, **traits)
 
 
 def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
@@ -692,13 +688,8 @@ def scatter(step: EqnPair, kinds: list[Kind]) -> Kind:
     if len(inner) > 1:
         return step.mixed("rows meet other rows", kinds)
     ((elements, scans),) = inner
-    return (
-        row(
-            RowPosition(start=dim, stop=dim + 1, inner=elements, scans=scans), power=power, **traits
-        )
-        if numbers is not None
-        else step.mixed("", kinds)
-    )
+    position = RowPosition(start=dim, stop=dim + 1, inner=elements, scans=scans)
+    return row(position, power=power, **traits) if numbers is not None else step.mixed("", kinds)
 
 
 def _in_rows(step: EqnPair, kinds: list[Kind]) -> bool:
@@ -1187,12 +1178,8 @@ def _reshaped(step: EqnPair, kinds: list[Kind]) -> Kind:
     kind, traits = kinds[0], common(kinds)
     before, after = step.batch_dims(0), step.result_dims()
     if step.name == "broadcast_in_dim" or kind.splat or not (before or after):
-        return free(
-            power=kind.power,
-            zero=kind.zero,
-            splat=kind.splat or step.operands[0][0] == (),
-            **traits,
-        )
+        splat = kind.splat or step.operands[0][0] == ()
+        return free(power=kind.power, zero=kind.zero, splat=splat, **traits)
     if len(before) == 1:
         (dim,) = before
         inner = [
