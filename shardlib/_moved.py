@@ -36,6 +36,7 @@ MOVED = {
     "shardlib.serving.http": "shardlib.serve.http",
     "shardlib.serving.http.app": "shardlib.serve.http.app",
     "shardlib.serving.http.server": "shardlib.serve.http.server",
+    "shardlib.testing": "shardlib.diagnosis.testing",
     "shardlib.training.measures.judge": "shardlib.training.measures",
     "shardlib.training.states.average": "shardlib.training.states",
     "shardlib.training.states.rates": "shardlib.training.states",

@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from shardlib.diagnosis.report import Communication, Diagnosis
 from shardlib.diagnosis.rows import Index, Row, batch_axes, explain, read_meetings, read_rows
 from shardlib.diagnosis.source import FrameTable
 from shardlib.errors import ArgumentError, TracingError, VerificationError
+from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.processes.kin import Guard
@@ -48,7 +50,7 @@ from shardlib.verification.isolation import (
     run_child,
     target,
 )
-from shardlib.verification.traffic import read_traffic, scheduled
+from shardlib.verification.traffic import read_traffic, scheduled, wire_bytes
 
 Options = Mapping[str, str | bool | int]
 
@@ -114,9 +116,9 @@ def compile_function(
 
 
 def why(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | Program,
     *arguments: Any,
-    topology: TopologyLike,
+    topology: TopologyLike | None = None,
     mesh: AnyMesh | Mapping[str, int] | str | None = None,
     in_shardings: Any = None,
     out_shardings: Any = None,
@@ -133,7 +135,9 @@ def why(
     own. While cures are tried, JAX's caches of traced functions are cleared.
 
     Args:
-        function: plain or jitted; with axes in auto, explicit or manual mode.
+        function: plain or jitted, with axes in auto, explicit or manual mode; or a program of
+            shardlib's, whose step is diagnosed for the topology of its plan, and whose planned
+            collectives are named as such.
         arguments: arrays or `jax.ShapeDtypeStruct`s, with or without shardings, in any trees.
         topology: the machine: "v5e:4x4", "2*h100:8", "cpu:8".
         mesh: {axis: size}, "data=4,model=2", or a mesh; by default that of the arrays, of the
@@ -152,6 +156,10 @@ def why(
         MissingPackageError: the compiler of the topology is not installed.
         VerificationError: the compiler made no program; the message says what Shardy found.
     """
+    if isinstance(function, Program):
+        return _of_program(function, limits, options, cures, progress)
+    if topology is None:
+        raise ArgumentError("topology is missing\nTry: topology='v5e:4x4', or 'cpu:8'")
     if not callable(function):
         raise ArgumentError(
             f"function is {type(function).__name__}, not a function\nTry:"
@@ -260,6 +268,46 @@ def why_text(
         tried=0,
         versions={},
     )
+
+
+def _of_program(
+    program: Program,
+    limits: Limits | None,
+    options: Options | None,
+    cures: int,
+    progress: Callable[[str], None] | None,
+) -> Diagnosis:
+    """The diagnosis of a program's step."""
+    plan = program.plan
+    diagnosis = why(
+        program.step_function(),
+        program.state,
+        program.batch,
+        topology=plan.topology,
+        limits=limits,
+        options=options,
+        cures=cures,
+        progress=progress,
+    )
+    left = defaultdict[tuple[str, frozenset[str]], float](float)
+    for planned in plan.estimate.collectives:
+        degree = plan.mesh.ways(planned.axes)
+        if degree > 1:
+            key = planned.kind, frozenset(planned.axes)
+            left[key] += wire_bytes(planned.kind, planned.bytes, degree) * planned.count
+    rows = list[Row]()
+    for row in diagnosis.rows:
+        key = row.kind, frozenset(axis.partition("_")[0] for axis in row.axes)
+        is_planned = row.bytes <= 1.05 * left[key]
+        if is_planned:
+            left[key] -= row.bytes
+        rows.append(
+            replace(row, cause="planned", inherent=True, reason=f"{row.reason} (planned)")
+            if is_planned
+            else row
+        )
+    c = replace(diagnosis.communication, rows=tuple(rows))
+    return replace(diagnosis, communication=c)
 
 
 @dataclass(frozen=True, kw_only=True)

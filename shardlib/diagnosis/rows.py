@@ -511,6 +511,7 @@ CAUSES: Mapping[str, str] = {
     "partial-sums": "a contraction runs over a dim that is sharded",
     "scalar": "a number is computed from a sharded array",
     "written": "the program asks for it itself",
+    "planned": "the plan of the program has it",
     "constraint": "a sharding constraint of the program asks for another sharding",
     "operation": "an operation needs its operand in another sharding",
     "result": "a result of the program is needed in another sharding",
@@ -536,15 +537,22 @@ def explain(rows: Iterable[Row], function: TracedFunction) -> tuple[Row, ...]:
 def batch_axes(function: TracedFunction) -> frozenset[str]:
     """The mesh axes that shard the first dim of the data. Arguments that come back as results with
     the same shape are state and not data; of the others those of whole numbers say it, or, where
-    there are none, all that are not parts of a tree.
+    there are none, those that are not parts of a tree, and of them those with the first dim of a
+    result.
     """
     arguments, shapes = function.arguments, set(function.results)
-    data = [a for a in arguments if (a.shape, a.dtype) not in shapes and a.shape]
-    data = data or [a for a in arguments if a.shape]
-    chosen = [a for a in data if a.dtype.startswith(("int", "uint"))] or [
-        a for a in data if "[" not in a.name and "." not in a.name
-    ]
-    return frozenset(axis for a in chosen or data for axis in a.spec[0])
+    first_dims = {shape[0] for shape, _ in function.results if shape}
+    data = [a for a in arguments if a.shape and (a.shape, a.dtype) not in shapes]
+    for chosen in (
+        [a for a in data if a.dtype.startswith(("int", "uint"))],
+        [a for a in data if "[" not in a.name and "." not in a.name and a.shape[0] in first_dims],
+        [a for a in data if "[" not in a.name and "." not in a.name],
+        data,
+        [a for a in arguments if a.shape],
+    ):
+        if chosen:
+            return frozenset(axis for a in chosen for axis in a.spec[0])
+    return frozenset()
 
 
 def _cause(
@@ -631,28 +639,22 @@ def _reshard(
 
 
 def _parameter(meeting: Meeting, arguments: Sequence[Argument]) -> Argument | None:
-    """The argument of which a value of the backward pass is the gradient: of its shape, with the
-    layer's dim or not, in any order of dims.
+    """The argument of which a value of the backward pass is the gradient: of its shape, without the
+    layer's dim or not; one of the same order of dims, and one that the line names, before others.
     """
-    shape = sorted(n for n in meeting.value.shape if n > 1)
-    alike = [
-        argument
-        for argument in arguments
-        if argument.dtype.startswith(("float", "bfloat"))
-        and shape in (sorted(n for n in argument.shape if n > 1), sorted(argument.shape[1:]))
-    ]
-    line = text_of(frame) if (frame := meeting.source.user) else ""
-    named = [a for a in alike if re.search(rf"\b{re.escape(_last_word(a.name))}\b", line)]
-    return next(iter((*named, *alike)), None)
+    shape = [n for n in meeting.value.shape if n > 1]
+    words = set(re.findall(r"\w+", text_of(frame))) if (frame := meeting.source.user) else set()
 
+    def rank(argument: Argument) -> int:
+        shapes = [[n for n in argument.shape if n > 1], list(argument.shape[1:])]
+        if not any(sorted(shape) == sorted(other) for other in shapes):
+            return 0
+        named = sum(word in words for word in re.findall(r"\w+", argument.name))
+        return 1 + 2 * (shape in shapes) + named
 
-def _last_word(name: str) -> str:
-    """The key of an argument in its innermost tree.
-
-    >>> _last_word("params['layers']['up']")
-    'up'
-    """
-    return re.findall(r"\w+", name)[-1]
+    floats = [a for a in arguments if a.dtype.startswith(("float", "bfloat"))]
+    best = max(floats, key=rank, default=None)
+    return best if best is not None and rank(best) else None
 
 
 def spec_text(spec: Spec) -> str:

@@ -5,8 +5,8 @@ custom derivatives.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend import linear_util
+from jax.extend import linear_util, source_info_util
 from jax.extend.core import Primitive
 from jax.sharding import AxisType
 
@@ -723,9 +723,24 @@ def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], wal
             done = call
             continue
         arguments = [env[number] for number in equation.inputs]
-        with scope_of(call):
+        with scope_of(call), _line_of(equation):
             results = _equation(equation, arguments, walk)
         env.update(zip(equation.outputs, results, strict=True))
+
+
+@contextmanager
+def _line_of(equation: Equation) -> Iterator[None]:
+    """A context in which what is traced has the user's line of an equation, which compiled programs
+    and profiles then name.
+    """
+    eqns = (equation.eqn, *equation.within)
+    traceback = next((t for eqn in eqns if (t := eqn.source_info.traceback) is not None), None)
+    context = source_info_util.user_context(traceback)
+    context.__enter__()
+    try:
+        yield
+    finally:
+        context.__exit__(None, None, None)  # errors keep the causes that they have
 
 
 def _run_group(

@@ -431,7 +431,7 @@ def _unplanned(
         where=key_text(key),
         message=f"{key_text(key)} moves {bytes_text(size)} per step, {planned}{network}: {worst}.",
         hint=(
-            "look at the layouts that meet there, or pin the rule of the dim that is gathered"
+            "shardlib.why(program) names the lines and the layouts that meet there"
             if not due
             else ""
         ),
