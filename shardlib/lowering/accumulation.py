@@ -468,9 +468,9 @@ def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
             live[id(program)] = results, results | operands
         results, read = live[id(program)]
         results_read = _read_results(equation, read)
-        passed = _returned_unchanged(equation, read)
+        returned = _returned_unchanged(equation, read)
         parameters_read.update(
-            view.parameter for position, view in entry.parameter_operands if position in passed
+            view.parameter for position, view in entry.parameter_operands if position in returned
         )
         view = view_of_result(equation, list(entry.views), entry.program)
         if view is not None and equation.outputs[0] in results:
@@ -594,14 +594,12 @@ def _times_64(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
     """The products of 32-bit numbers and a factor of up to 64 bits: the high and the low 32
     bits.
     """
-    first, second = factor & 0xFFFF, (factor >> 16) & 0xFFFF
+    factor_low, factor_high = factor & 0xFFFF, (factor >> 16) & 0xFFFF
     low, high = numbers & 0xFFFF, numbers >> 16
-    low_low, low_high, high_low = low * first, low * second, high * first
+    low_low, low_high, high_low = low * factor_low, low * factor_high, high * factor_low
     middle = (low_low >> 16) + (low_high & 0xFFFF) + (high_low & 0xFFFF)
-    carried = high * second + (low_high >> 16) + (high_low >> 16) + (middle >> 16)
-    return carried + numbers * jnp.uint32((factor >> 32) & _LOW), numbers * jnp.uint32(
-        factor & _LOW
-    )
+    upper = high * factor_high + (low_high >> 16) + (high_low >> 16) + (middle >> 16)
+    return upper + numbers * jnp.uint32((factor >> 32) & _LOW), numbers * jnp.uint32(factor & _LOW)
 
 
 # --------------------------------------------------------------------------------------------------

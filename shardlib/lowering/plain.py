@@ -677,7 +677,7 @@ class _Walk:
     Attributes:
         names: path of every operation -> its name in the tables.
         remat: remat policy of the layers.
-        in_remat: whether the operations belong to a rematerialised layer.
+        in_remat: whether the operations are inside of a rematerialised layer.
         losses: name of a marked loss -> (its arrays) -> value, auxiliary results, gradients.
     """
 
@@ -717,6 +717,11 @@ class _Walk:
     def run(
         self, program: Program, values: Sequence[Any], blocks: Sequence[tuple[str, int, int]] = ()
     ) -> list[Any]:
+        """The results of a program.
+
+        Args:
+            blocks: see `Layouts`.
+        """
         env = dict(program.constants)
         env.update(zip(program.inputs, values, strict=True))
         start = 0

@@ -582,7 +582,7 @@ def chunk_programs(
         _on_host(leaf, mesh) if on_host else leaf
         for leaf, on_host in zip(forward.results[count:], forward.on_host[count:], strict=True)
     ]
-    weights, positions = _weights_program(work, avals, saved, mesh) if split else (None, ())
+    weights, positions = _weight_gradients(work, avals, saved, mesh) if split else (None, ())
     sent = [leaf.sharding for leaf in avals.entering if is_differentiable(leaf)]
     if fuse:
         run, arguments, sums = _fused(work, avals, positions, split)
@@ -639,20 +639,20 @@ def _on_host(leaf: jax.ShapeDtypeStruct, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def _gather_and_reduce(
-    work: ChunkWork, inputs: ChunkAvals, mesh: Mesh, name: str
+    work: ChunkWork, avals: ChunkAvals, mesh: Mesh, name: str
 ) -> tuple[ChunkPrograms, ChunkAvals]:
     """The programs before the first and after the last microbatch, and the inputs of the other
     programs.
     """
     if work.chunk.gathered is None:
-        return ChunkPrograms(), inputs
-    traced = _traced(work.gather, (inputs.arrays,), mesh)
+        return ChunkPrograms(), avals
+    traced = _traced(work.gather, (avals.arrays,), mesh)
     gather = traced.compiled(f"{name}_gather", mesh) if traced.sources else None
-    inputs = replace(
-        inputs,
-        arrays=replace(inputs.arrays, ready=list(on_stage(gather.results, mesh)) if gather else []),
+    avals = replace(
+        avals,
+        arrays=replace(avals.arrays, ready=list(on_stage(gather.results, mesh)) if gather else []),
     )
-    arguments = (inputs.arrays, inputs.late)
+    arguments = (avals.arrays, avals.late)
     reduce = _traced(work.reduced, arguments, mesh)
     return (
         ChunkPrograms(
@@ -661,12 +661,12 @@ def _gather_and_reduce(
                 f"{name}_reduce",
                 mesh,
                 shardings=[
-                    *(leaf.sharding for leaf in inputs.gradients),
-                    *(leaf.sharding for leaf in inputs.late.shared),
+                    *(leaf.sharding for leaf in avals.gradients),
+                    *(leaf.sharding for leaf in avals.late.shared),
                 ],
             ),
         ),
-        inputs,
+        avals,
     )
 
 
@@ -686,8 +686,8 @@ def _with_sums(
     )
 
 
-def _weights_program(
-    work: ChunkWork, inputs: ChunkAvals, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
+def _weight_gradients(
+    work: ChunkWork, avals: ChunkAvals, saved: Sequence[jax.ShapeDtypeStruct], mesh: Mesh
 ) -> tuple[TracedFunction, tuple[int, ...]]:
     """The function of the weight gradients alone, and the positions in the stash that it reads;
     shardings of these, and of the residuals, are not known yet.
@@ -705,11 +705,11 @@ def _weights_program(
 
     outputs, cotangents = _edge_arguments(work, work.activations)
     shapes = jax.eval_shape(
-        residuals, inputs.arrays, inputs.micro, outputs, list(saved), cotangents, inputs.early
+        residuals, avals.arrays, avals.micro, outputs, list(saved), cotangents, avals.early
     )
-    arguments = (inputs.arrays, inputs.micro, list(saved), shapes, inputs.late)
+    arguments = (avals.arrays, avals.micro, list(saved), shapes, avals.late)
     traced = _traced(work.backward_weights, arguments, mesh)
-    first = len(jax.tree.leaves(inputs.arrays)) + 1
+    first = len(jax.tree.leaves(avals.arrays)) + 1
     dropped = [k for k in range(first, first + len(saved)) if k not in traced.read_inputs]
     return traced.without_inputs(dropped), tuple(
         k for k in range(len(saved)) if first + k not in dropped
@@ -731,7 +731,7 @@ def _edge_arguments(
 
 def _backward(
     work: ChunkWork,
-    inputs: ChunkAvals,
+    avals: ChunkAvals,
     outputs: Sequence[jax.ShapeDtypeStruct],
     saved: Sequence[jax.ShapeDtypeStruct],
     mesh: Mesh,
@@ -739,14 +739,14 @@ def _backward(
 ) -> tuple[TracedFunction, list[Any]]:
     """The backward pass (without weight gradients if these are split off), and its sums."""
     outputs, cotangents = _edge_arguments(work, outputs)
-    sums = (inputs.early,) if split else (inputs.early, inputs.late)
-    arguments = (inputs.arrays, inputs.micro, outputs, list(saved), cotangents, *sums)
+    sums = (avals.early,) if split else (avals.early, avals.late)
+    arguments = (avals.arrays, avals.micro, outputs, list(saved), cotangents, *sums)
     run = work.backward_inputs if split else work.backward
     return _traced(run, arguments, mesh), jax.tree.leaves(sums)
 
 
 def _fused(
-    work: ChunkWork, arguments: ChunkAvals, positions: Sequence[int], split: bool
+    work: ChunkWork, avals: ChunkAvals, positions: Sequence[int], split: bool
 ) -> tuple[Callable[..., Any], Any, list[Any]]:
     """Forward and backward in one, its arguments, and its sums."""
 
@@ -756,17 +756,17 @@ def _fused(
         outputs, saved = work.forward(arrays, micro, entering)
         return work.backward(arrays, micro, outputs, saved, [], early, late)
 
-    def inputs(arrays: ChunkInputs, micro: Any, entering: Any, early: EdgeSums) -> Any:
+    def run_inputs(arrays: ChunkInputs, micro: Any, entering: Any, early: EdgeSums) -> Any:
         outputs, saved = work.forward(arrays, micro, entering)
         early, input_grads, residuals = work.backward_inputs(
             arrays, micro, outputs, saved, [], early
         )
         return early, input_grads, [saved[k] for k in positions], residuals
 
-    sums = (arguments.early,) if split else (arguments.early, arguments.late)
+    sums = (avals.early,) if split else (avals.early, avals.late)
     return (
-        inputs if split else run,
-        (arguments.arrays, arguments.micro, list(arguments.entering), *sums),
+        run_inputs if split else run,
+        (avals.arrays, avals.micro, list(avals.entering), *sums),
         jax.tree.leaves(sums),
     )
 
