@@ -582,15 +582,11 @@ def _reduction(
 ) -> tuple[str, str, bool | None]:
     over = _listed(meeting.reduced)
     contraction = meeting.contraction
-    operation = (contraction.source if contraction else meeting.source).operation
-    parameter = _parameter(meeting, function.arguments) if operation.backward else None
-    if parameter is not None and set(meeting.reduced) <= batch:
-        return (
-            "gradient",
-            f"the gradient of {_quoted(parameter.name)} is summed over the batch, which {over}"
-            " shards",
-            True,
-        )
+    parameter = _parameter(meeting, function.arguments)
+    if row.source.operation.backward and parameter is not None:
+        of_batch = "the batch, which" if set(row.axes) <= batch else "what"
+        gradient = f"the gradient of {_quoted(parameter.name)}"
+        return "gradient", f"{gradient} is summed over {of_batch} {over} shards", True
     if contraction is None:
         return "partial-sums", f"partial sums of {_quoted(meeting.value.name)} are added", None
     summed = [
@@ -621,7 +617,7 @@ def _reshard(
     place, primitive = shown(user), user.operation.primitive
     gathered = {a for d in meeting.produced for a in d} - {a for d in meeting.needed for a in d}
     name = _quoted(value.name) or "a value"
-    if value.argument is not None and primitive not in LAYOUTS:
+    if value.argument is not None and (primitive not in LAYOUTS or gathered & batch):
         stored = f"{name} is an argument sharded {produced}, and is needed as {needed}"
         reason = f"{stored} at {place}" if place else stored
         is_weight = function.arguments[value.argument].name

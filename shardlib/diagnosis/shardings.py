@@ -87,7 +87,7 @@ def read_shardings(text: str) -> JsonObject:
                     values.append(
                         {
                             "op": name,
-                            "location": _location(operation),
+                            "location": reader.location(operation),
                             "shape": shape,
                             "dtype": dtype,
                             "spec": reader.spec(result),
@@ -136,6 +136,24 @@ class _Reader:
                     callee = str(operation.attributes["callee"]).lstrip("@").strip('"')
                     self.calls.setdefault(callee, []).append((name, operation, count))
 
+    def location(self, operation: Any) -> JsonObject:
+        """The name and the frames of an operation; in a loop or a function the name follows that of
+        the loop or of the call, which say whether it is of a backward pass.
+        """
+        location = _location(operation)
+        return {**location, "op": "/".join(filter(None, (self._around(operation), location["op"])))}
+
+    def _around(self, operation: Any) -> str:
+        """The name of the loop or call that an operation is in; "" in the program itself."""
+        parent = getattr(operation.parent, "operation", operation.parent)
+        if parent is None or parent.name == "builtin.module":
+            return ""
+        if parent.name != "func.func":
+            return str(self.location(parent)["op"])
+        name = str(parent.attributes["sym_name"]).strip('"')
+        calls = self.calls.get(name, ())
+        return str(self.location(calls[0][1])["op"]) if calls else ""
+
     def count(self, function: str) -> int:
         """How often a function runs in one call of the program."""
         if function not in self.counts:
@@ -159,7 +177,7 @@ class _Reader:
         axes = _attribute(operation, "reduction_axes")
         return {
             "op": operation.name.removeprefix("sdy."),
-            "location": _location(operation),
+            "location": self.location(operation),
             "shape": shape,
             "dtype": dtype,
             "made": self.spec(value),
@@ -167,7 +185,9 @@ class _Reader:
             "reduced": re.findall(r'"([^"]+)"(?::\(\d+\)\d+)?', axes),
             "origin": self.described(value),
             "contraction": self.contraction(_origin(value)),
-            "users": [{"op": user.name, "location": _location(user)} for user in _users(result)],
+            "users": [
+                {"op": user.name, "location": self.location(user)} for user in _users(result)
+            ],
         }
 
     def described(self, value: Any) -> JsonObject:
@@ -184,7 +204,7 @@ class _Reader:
                 if operation.name.startswith("sdy.") and len(operation.operands) == 1:
                     value = operation.operands[0]
                     continue
-                described = {**entry, "op": operation.name, "location": _location(operation)}
+                described = {**entry, "op": operation.name, "location": self.location(operation)}
                 viewed = self._viewed(operation, value)
                 if viewed is None:
                     return first or described
@@ -202,7 +222,7 @@ class _Reader:
             ):
                 value = parent.operands[number]
             else:
-                return first or {**entry, "op": "carry", "location": _location(parent)}
+                return first or {**entry, "op": "carry", "location": self.location(parent)}
         return first or {**entry, "op": ""}
 
     def _viewed(self, operation: Any, value: Any) -> Any:
@@ -243,7 +263,7 @@ class _Reader:
             return None
         return {
             "op": operation.name,
-            "location": _location(operation),
+            "location": self.location(operation),
             "operands": [self.described(value) for value in operation.operands][: len(dims)],
             "dims": dims,
         }
