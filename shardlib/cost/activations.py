@@ -473,6 +473,9 @@ class LiveRange:
             None for values outside of kernels.
         all_heads: True if the value exists only if the heads do not divide among the devices, so
             that each device has all of them.
+        readers: indices of the matmuls that have the value with all rows of the sequence, if tensor
+            shards it along the sequence elsewhere: as an operand, gathered, or as partial sums of
+            their result. (): the value in its own sharding.
     """
 
     value: int
@@ -482,6 +485,7 @@ class LiveRange:
     share: float = 1.0
     kernel: int | None = None
     all_heads: bool = False
+    readers: tuple[int, ...] = ()
 
 
 def filled_shares(

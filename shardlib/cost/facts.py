@@ -59,16 +59,21 @@ class Traits:
             `softmax_rewriter_triton.cc`): such a kernel does not write over its operands, and
             writes the exponentials of a softmax once for all readers; 0 if there are no such
             kernels.
-        peels: True if the peeled first iteration of a pipelined loop overlaps with the head's whole
-            backward pass, weight gradients last.
+        peels: True if the peeled first iteration of a loop whose gathers are pipelined (ZeRO 3)
+            overlaps with the head's backward pass, weight gradients last.
+        casts_results: True if a matmul writes its result in the dtype of a cast that is all that
+            reads it, as XLA's fusions into matmuls do on TPUs and GPUs.
         shares_gathers: True if two gathers of one array become one (openxla/xla
             `all_gather_cse.cc`, which only the TPU pipeline runs).
         casts_stacks: True if casts of the layers of a stack become one cast of the stack before the
             loop, as XLA does on TPU (`benchmarks/memory_savers.py`, zero 0).
         score_bytes: bytes per score of the current block of blockwise attention, forward and
             backward: on GPUs forward the score in float32 and its exponential in 16 bits, backward
-            also the gradient of the score, and more if kernels follow each other (XLA has 11 to 14
-            bytes at the peak, on TPUs 4; `benchmarks/memory_savers.py`).
+            both gradients: score and gradient of the probability in float32, probability and
+            gradient of the score in 16 bits (on TPUs 4; `benchmarks/memory_savers.py`).
+        lanes: elements to which a kernel of attention pads the minor dim of its arrays: TPUs store
+            the two minor dims of an array in tiles of 8 x 128 (jax
+            `jax/experimental/pallas/ops/tpu/splash_attention`); 0 for none.
         adds_first: True if partial sums that are only added are reduced once (openxla/xla
             `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
         reduces_after_loops: True if partial sums that a loop accumulates are all-reduced once,
@@ -78,9 +83,11 @@ class Traits:
     fuses_operands: bool = False
     softmax_row: int = 0
     peels: bool = False
+    casts_results: bool = False
     shares_gathers: bool = False
     casts_stacks: bool = False
-    score_bytes: tuple[float, float] = (6.0, 11.0)
+    score_bytes: tuple[float, float] = (6.0, 12.0)
+    lanes: int = 0
     adds_first: bool = False
     reduces_after_loops: bool = False
 
@@ -91,9 +98,11 @@ def traits(vendor: str) -> Traits:
         fuses_operands=vendor == "google",
         softmax_row=16384 if vendor == "nvidia" else 0,
         peels=vendor == "nvidia",
+        casts_results=vendor != "cpu",
         shares_gathers=vendor == "google",
         casts_stacks=vendor == "google",
-        score_bytes=(4.0, 4.0) if vendor == "google" else (6.0, 11.0),
+        score_bytes=(4.0, 4.0) if vendor == "google" else (6.0, 12.0),
+        lanes=128 if vendor == "google" else 0,
         adds_first=vendor == "nvidia",
         reduces_after_loops=vendor != "cpu",
     )
@@ -930,6 +939,10 @@ class Facts:
             colour in heads.width and "tensor" in axes_of(part)
             for colour, part in zip(self.colours[value], spec, strict=True)
         )
+
+    def reaches_kernel(self, value: int) -> bool:
+        """True for values between a projection and an attention kernel."""
+        return value in self._head_paths.heads
 
     def widths_of(self, region: int) -> frozenset[str]:
         """The colours of all indices of the grouped matmuls of a region."""

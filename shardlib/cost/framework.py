@@ -106,7 +106,8 @@ class FrameworkProfile:
         logit_bytes: peak bytes per logit while the loss and its gradient are computed; None: as
             traced and fused.
         early_remat: True if rematerialisation of the last layer overlaps with the backward pass of
-            the head, as in loops that XLA pipelines.
+            the head, and weight gradients come last, as XLA schedules them; only with "traced"
+            saves.
         embedding_and_head_gathered: True if parameters outside of the layers stay gathered for the
             whole step under ZeRO 3.
         stage_gathers: whether a pipeline stage gathers its parameters and reduces their gradients

@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from shardlib.cost.attention import BACKWARD, FORWARD, KERNELS, KernelHeads
 from shardlib.cost.experts import GROUPED, routed_values, row_count
 from shardlib.cost.facts import Facts, Kernel, accumulators
-from shardlib.cost.memory import GatheredParameter, gathered, gathered_bytes
+from shardlib.cost.memory import (
+    GatheredParameter,
+    gathered,
+    gathered_bytes,
+    is_exchanged,
+    operand_collective,
+)
 from shardlib.cost.terms import (
     OUTSIDE_LAYERS,
     Amount,
@@ -402,9 +408,9 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
         if not sharded_by(spec, axis):
             continue
         for index in readers:
-            if axis == "tensor" and _exchanged(facts, index, value, choice):
+            if axis == "tensor" and is_exchanged(facts, index, value, choice):
                 continue
-            kind = _needs(facts, index, value, axis, choice)
+            kind = operand_collective(facts, index, value, axis, choice)
             op = facts.graph.ops[index]
             if (
                 kind and axis == "context" and op.kind in KERNELS
@@ -457,30 +463,6 @@ def _before_casts(facts: Facts, index: int, value: int) -> int:
         (value,) = graph.ops[producers[value]].operands
         size = min(size, graph.values[value].bytes)
     return size
-
-
-def _exchanged(facts: Facts, index: int, value: int, choice: Choice) -> bool:
-    """True if an attention kernel, or an op between it and a projection, gets a value by the
-    exchange of parts of the sequence, or of the width of heads, for heads.
-    """
-    return facts.shards_heads(index, choice) or facts.has_whole_heads(value, choice)
-
-
-def _needs(facts: Facts, index: int, value: int, axis: str, choice: Choice) -> str | None:
-    """The collective by which an op gets an operand that an axis shards; None if it uses it as it
-    is.
-    """
-    op, spec = facts.graph.ops[index], facts.op_spec(index, choice)
-    dims = op.rule.operands[op.operands.index(value)]
-    needed = tuple(
-        axes_of(spec[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims
-    )
-    position = next(
-        dim for dim, part in enumerate(facts.value_spec(value, choice)) if axis in axes_of(part)
-    )
-    if axis in needed[position]:
-        return None
-    return "all-to-all" if any(axis in parts for parts in needed) else "all-gather"
 
 
 def gathers_of(facts: Facts, choice: Choice) -> list[TransferOps]:

@@ -37,7 +37,7 @@ from shardlib.cost.terms import (
 )
 from shardlib.graph import BLOCK, ITEMSIZE, Graph, Op, Parameter, StepGraph
 from shardlib.layout import LogicalAxes
-from shardlib.propagation.colours import Choice
+from shardlib.propagation.colours import Choice, Spec, axes_of, sharded_by
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +124,32 @@ def gathered_bytes(facts: Facts, item: GatheredParameter) -> float:
     return facts.graph.values[item.value].bytes * narrow
 
 
+def is_exchanged(facts: Facts, index: int, value: int, choice: Choice) -> bool:
+    """True if an attention kernel, or an op between it and a projection, gets a value by the
+    exchange of parts of the sequence, or of the width of heads, for heads.
+    """
+    return facts.shards_heads(index, choice) or facts.has_whole_heads(value, choice)
+
+
+def operand_collective(
+    facts: Facts, index: int, value: int, axis: str, choice: Choice
+) -> str | None:
+    """The collective by which an op gets an operand that an axis shards; None if it uses it as it
+    is.
+    """
+    op, spec = facts.graph.ops[index], facts.op_spec(index, choice)
+    dims = op.rule.operands[op.operands.index(value)]
+    needed = tuple(
+        axes_of(spec[major]) if (major := op.rule.major(dim)) is not None else () for dim in dims
+    )
+    position = next(
+        dim for dim, part in enumerate(facts.value_spec(value, choice)) if axis in axes_of(part)
+    )
+    if axis in needed[position]:
+        return None
+    return "all-to-all" if any(axis in parts for parts in needed) else "all-gather"
+
+
 # --------------------------------------------------------------------------------------------------
 # Live buffers: which values occupy memory, from when to when.
 #
@@ -167,6 +193,8 @@ def live_ranges(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) 
                     death=min(death, birth + 1) if partial else death,
                 )
             )
+            if partial and death > birth + 1 and facts.traits.peels and profile.saves == "traced":
+                ranges.append(LiveRange(value=value, part="early", birth=birth + 2, death=death))
         else:
             ranges.append(
                 LiveRange(
@@ -176,15 +204,127 @@ def live_ranges(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) 
                     death=death,
                 )
             )
+    if profile.saves == "traced":
+        ranges = _written_narrow(facts, ranges)
     ranges = _extend_expert_ranges(facts, ranges)
+    if facts.traits.lanes and profile.attention == "fused":
+        ranges = _in_lanes(facts, ranges)
+    if profile.saves == "traced":
+        ranges += _resharded(facts)
+        if facts.traits.lanes:
+            ranges = _after_input_gradients(facts, ranges)
+        if profile.early_remat and facts.traits.peels:
+            ranges += _until_weight_gradients(facts, ranges, loss)
     return (
-        (_overlapped(facts, ranges, loss) if profile.early_remat and facts.traits.peels else ranges)
+        ranges
         + _accumulated(facts)
         + _in_use(facts, profile)
         + (_blocks(facts) if profile.attention == "blocks" else [])
         + _with_all_heads(facts)
         + _casts(facts, ranges)
     )
+
+
+def _written_narrow(facts: Facts, ranges: list[LiveRange]) -> list[LiveRange]:
+    """Live ranges where a matmul writes its result in the dtype of a cast that is all that reads
+    it: XLA fuses the cast into the matmul, so that the wider result never exists.
+    """
+    if not facts.traits.casts_results:
+        return ranges
+    graph, ratios = facts.graph, dict[int, float]()
+    for op in graph.ops:
+        if op.category != "matmul":
+            continue
+        value, wide = op.results[0], graph.values[op.results[0]].itemsize
+        while len(readers := facts.consumers.get(value, ())) == 1 and (
+            graph.ops[readers[0]].kind in ("transpose", "convert_element_type")
+        ):
+            (value,) = graph.ops[readers[0]].results
+            narrow = graph.values[value].itemsize / wide
+            ratios[op.results[0]] = min(narrow, ratios.get(op.results[0], 1.0))
+    return [
+        replace(live, share=live.share * ratios.get(live.value, 1.0))
+        if live.part == "temporary"
+        else live
+        for live in ranges
+    ]
+
+
+def _in_lanes(facts: Facts, ranges: list[LiveRange]) -> list[LiveRange]:
+    """Live ranges where kernels of attention take and make arrays whose minor dim is padded to the
+    lanes of a TPU: heads of 64 take twice their bytes, and so do their stacks; the statistic of a
+    row of queries takes all lanes until it is read or stacked.
+
+    The backward kernel also reads the result of the forward kernel. Where that is saved, it is in
+    the layout of the kernel, and once more in that of the projection, whose operand it is.
+    """
+    graph, lanes = facts.graph, facts.traits.lanes
+    padded, statistics, results = set[int](), set[int](), set[int]()
+    for op in graph.ops:
+        if op.kind in (FORWARD, BACKWARD):
+            for value in op.operands:
+                padded.update(facts.fusion.roots[value])
+            padded.update((*op.operands, *op.results))
+        if op.kind == FORWARD:
+            results.add(op.results[0])
+            statistics.update(op.results[1:])
+    stacks = {op.results[0]: op.operands[0] for op in graph.ops if op.kind == "exit"}
+    producers = facts.producers
+
+    def is_result(value: int) -> bool:
+        while value not in results and value in producers:
+            op = graph.ops[producers[value]]
+            if op.category != "movement" and op.kind != "convert_element_type":
+                break
+            value = op.operands[0]
+        return value in results
+
+    def tiled(live: LiveRange) -> LiveRange:
+        shape = graph.values[live.value].shape
+        if live.value in statistics:
+            return replace(live, share=live.share * lanes)
+        if live.value not in padded or len(shape) < 4:
+            return live
+        return replace(live, share=live.share * (-(-shape[-1] // lanes) * lanes / shape[-1]))
+
+    copied = {stack for stack, value in stacks.items() if is_result(value)}
+    padded |= copied | {
+        stack
+        for stack, value in stacks.items()
+        if value in padded - statistics or facts.reaches_kernel(value)
+    }
+    copies = [live for live in ranges if live.part == "saved" and live.value in copied]
+    return [tiled(live) for live in ranges] + copies
+
+
+def _resharded(facts: Facts) -> list[LiveRange]:
+    """Values that tensor shards along the sequence, in the other form that matmuls have them in:
+    operands of which a matmul needs all rows, gathered from the first to the last such matmul of a
+    region, and partial sums until they are reduce-scattered.
+    """
+    graph, ranges = facts.graph, list[LiveRange]()
+    for value, consumers in facts.consumers.items():
+        if facts.sequence not in facts.colours[value] or value in facts.weights:
+            continue
+        readers: dict[int, list[int]] = defaultdict(list)
+        for index in consumers:
+            if graph.ops[index].category == "matmul":
+                readers[graph.ops[index].region].append(index)
+        ranges += [
+            LiveRange(
+                value=value,
+                part="temporary",
+                birth=indices[0],
+                death=indices[-1],
+                readers=tuple(indices),
+            )
+            for indices in readers.values()
+        ]
+    return ranges + [
+        LiveRange(value=op.results[0], part="temporary", birth=index, death=index, readers=(index,))
+        for index, op in enumerate(graph.ops)
+        if op.category == "matmul" and facts.sequence in facts.colours[op.results[0]]
+    ]
 
 
 def _accumulated(facts: Facts) -> list[LiveRange]:
@@ -233,58 +373,108 @@ def _extend_expert_ranges(facts: Facts, ranges: list[LiveRange]) -> list[LiveRan
     return [table[live.value] for live in ranges]
 
 
-def _overlapped(facts: Facts, ranges: list[LiveRange], loss: int) -> list[LiveRange]:
-    """Live ranges with gathers that are pipelined through the loop over layers (ZeRO 3), of which
-    the compiler peels the first iteration.
+def _until_weight_gradients(facts: Facts, ranges: list[LiveRange], loss: int) -> list[LiveRange]:
+    """Live ranges of values from their last other use on, where weight gradients are computed last
+    (`shardlib.cost.pricing.keeps_late`).
 
-    Rematerialisation of a layer does not depend on a cotangent, so it starts while the head's
-    backward pass still keeps the logits: the largest value between the forward pass and the
-    backward loop lives for the whole iteration, at the end of which weight gradients are computed,
-    and so do their operands.
+    Of the head these are the gradient of the logits, the largest value between the forward pass and
+    the backward loop, and gathered operands of its weight gradients: they live until the loop over
+    layers has ended. Inside of a loop the operands of weight gradients live until the iteration
+    ends.
+
+    Where XLA schedules by memory, the same holds of values that are not gathered, in programs with
+    gathers that are pipelined through the loop (ZeRO 3), of which it peels the first iteration. The
+    weight gradients of routed experts in that iteration come after the loop, on any chip, so that
+    their operands live through it.
     """
     ops = facts.graph.ops
-    rematerialised = [
-        i
-        for i, op in enumerate(ops)
-        if "rematted_computation" in op.scope and facts.trips[op.region] > 1 and i > loss
-    ]
-    if not rematerialised:
-        return ranges
-    region = ops[rematerialised[0]].region
-    inside = [i for i, op in enumerate(ops) if op.region == region]
-    head = [
-        live
-        for live in ranges
-        if live.part in ("temporary", "saved") and loss < live.death < inside[0]
-    ]
-    if not head:
-        return ranges
-    last = inside[-1]
+    loops = [i for i, op in enumerate(ops) if facts.trips[op.region] > 1 and i > loss]
+    if not loops:
+        return []
+    region, last = ops[loops[0]].region, loops[-1]
+    inside = [i for i in loops if ops[i].region == region]
+    rematerialises = any("rematted_computation" in ops[i].scope for i in inside)
+    logits = max(
+        (
+            live
+            for live in ranges
+            if live.part in ("temporary", "saved") and loss < live.death < inside[0]
+        ),
+        key=lambda live: (facts.graph.values[live.value].bytes, live.death),
+        default=None,
+    )
     read = {
         root
         for i in inside
-        if ops[i].category == "matmul" and set(ops[i].results) & facts.gradients
+        if _is_weight_gradient(facts, ops[i])
         for operand in ops[i].operands
         for root in facts.fusion.roots[operand]
     }
-    extended = [
-        max(head, key=lambda live: (facts.graph.values[live.value].bytes, live.death)),
-        *(
-            live
-            for live in ranges
-            if live.value in read
-            and live.part == "temporary"
-            and inside[0] <= live.birth
-            and live.death < last
-        ),
-    ]
-    return [
-        *ranges,
-        *(
-            LiveRange(value=live.value, part="gathered", birth=live.death + 1, death=last)
-            for live in extended
-        ),
-    ]
+    grouped = {
+        root
+        for i in inside
+        if facts.routes and ops[i].kind in GROUPED and _is_weight_gradient(facts, ops[i])
+        for operand in ops[i].operands
+        for root in facts.fusion.roots[operand]
+    }
+    late: list[LiveRange] = []
+    for live in ranges:
+        gathered = any(_is_weight_gradient(facts, ops[i]) for i in live.readers)
+        in_loop = live.part == "temporary" and live.birth >= inside[0]
+        if live is logits or (gathered and loss < live.death < inside[0]):
+            end = last
+        elif in_loop and (gathered or (live.value in read and not live.readers)):
+            end = inside[-1]
+        else:
+            continue
+        if live.value in grouped and live.birth >= inside[0] and not live.readers:
+            late.append(replace(live, part="gathered", birth=inside[0], death=inside[-1]))
+        if live.death < end:
+            extended = replace(live, part="late", birth=live.death + 1, death=end)
+            late.append(extended)
+            if rematerialises and not gathered:
+                late.append(replace(extended, part="peeled"))
+    return late
+
+
+def _after_input_gradients(facts: Facts, ranges: list[LiveRange]) -> list[LiveRange]:
+    """Live ranges where the weight gradient of the head is computed after the gradient of its
+    input, the last reader of the gathered weight, so that the two never are in memory together: so
+    XLA does for TPUs but v5e, for which the weight gradient comes first
+    (`shardlib.cost.pricing.keeps_late`).
+    """
+    ops, producers, roots = facts.graph.ops, facts.producers, facts.fusion.roots
+    for item in gathered(facts):
+        last = item.uses[-1]
+        if ops[last].category != "matmul" or facts.trips[item.region] > 1:
+            continue
+        read = {root for value in ops[last].operands for root in roots[value]} - {item.value}
+        moved: list[LiveRange] = []
+        for live in ranges:
+            index = producers.get(live.value, -1)
+            op = ops[index]
+            if (
+                live.part == "temporary"
+                and op.region == item.region
+                and _is_weight_gradient(facts, op)
+                and any(read.intersection(roots[value]) for value in op.operands)
+            ):
+                moved.append(live)
+        for live in moved:
+            first, then = min(live.birth, last), max(live.birth, last + 1)
+            ranges = [
+                replace(other, death=max(other.death, then)) if other.value in read else other
+                for other in ranges
+                if other is not live
+            ] + [
+                replace(live, part="late", birth=first, death=last),
+                replace(live, birth=then, death=then),
+            ]
+    return ranges
+
+
+def _is_weight_gradient(facts: Facts, op: Op) -> bool:
+    return op.category == "matmul" and bool(set(op.results) & facts.gradients)
 
 
 def block_scores(op: Op, block: int) -> float:
@@ -322,6 +512,18 @@ def _blocks(facts: Facts) -> list[LiveRange]:
                     kernel=index if index in facts.heads else None,
                 )
             )
+        if op.kind == BACKWARD and max(op.rule.sizes[f] for f in op.rule.whole) > BLOCK:
+            blocks += [  # the loop over blocks accumulates gradients in float32
+                LiveRange(
+                    value=result,
+                    part="temporary",
+                    birth=index,
+                    death=index,
+                    share=ITEMSIZE["float32"] / facts.graph.values[result].itemsize - 1,
+                )
+                for result in op.results
+                if facts.graph.values[result].itemsize < ITEMSIZE["float32"]
+            ]
     return blocks
 
 
@@ -391,30 +593,56 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
                 )
             )
             continue
-        for use in item.uses if facts.trips[item.region] > 1 else (item.uses[0],):
-            cast = item.value != item.source and not facts.traits.fuses_operands
-            end = use if facts.trips[item.region] > 1 else item.uses[-1]
-            ranges.append(
-                LiveRange(
-                    value=item.value,
-                    part="temporary" if cast else "gathered",
-                    birth=last.get(item.region, use) if facts.trips[item.region] > 1 else use,
-                    death=end,
+        repeated = facts.trips[item.region] > 1
+        cast = item.value != item.source and not facts.traits.fuses_operands
+        for use in item.uses if repeated else item.uses[:1]:
+            birth = last.get(item.region, use) if repeated else use
+            if birth <= use:  # or else it is in use since its first one
+                ranges.append(
+                    LiveRange(
+                        value=item.value,
+                        part="temporary" if cast else "gathered",
+                        birth=birth,
+                        death=use if repeated else item.uses[-1],
+                    )
                 )
-            )
             last[item.region] = use
-    return ranges
+    return ranges + (_carried(facts) if facts.traits.peels and profile.saves == "traced" else [])
+
+
+def _carried(facts: Facts) -> list[LiveRange]:
+    """Gathered parameters of a loop whose gathers are pipelined, from which they are carried to
+    the next iteration, so that they live for a whole one.
+    """
+    spans: dict[int, list[int]] = defaultdict(list)
+    for index, op in enumerate(facts.graph.ops):
+        spans[op.region].append(index)
+    return [
+        LiveRange(
+            value=item.value,
+            part="gathered",
+            birth=spans[item.region][0],
+            death=spans[item.region][-1],
+        )
+        for item in gathered(facts)
+        if facts.trips[item.region] > 1
+    ]
 
 
 # --------------------------------------------------------------------------------------------------
 # Live buffers at the points of a step where memory may peak.
 
-#: Assumed factor by which ZeRO 2 and 3 with a large fsdp axis shrink a part, in the search for the
-#: points where memory may peak.
-_ZERO_SHARES: tuple[dict[str, float], ...] = (
-    {"gathered": 0.0},
-    {"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64},
-    {"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64},
+#: Assumed factor by which ZeRO 2 and 3 with a large fsdp axis shrink a part, and parts that a
+#: schedule does not have, in the search for the points where memory may peak.
+_ZERO_SHARES: tuple[dict[str, float], ...] = tuple(
+    {**parts, **absent}
+    for parts, schedules in (
+        ({"gathered": 0.0}, ("late", "early")),
+        ({"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64}, ("late", "")),
+        ({"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64}, ("late", "peeled")),
+    )
+    for schedule in schedules
+    for absent in [{part: 0.0 for part in ("late", "early", "peeled") if part != schedule}]
 )
 
 
@@ -439,7 +667,7 @@ def bytes_alive(
 
 #: Ops outside of loops over layers are a point of their own if they have this share of the peak of
 #: a hypothesis: the head with its logits may have more than the loops for other sizes of the mesh.
-_NEAR_PEAK = 0.75
+_NEAR_PEAK = 0.5
 
 
 def points(
@@ -537,14 +765,45 @@ def peaks(
 
 def _sizes(facts: Facts, ranges: list[LiveRange], choice: Choice) -> np.ndarray:
     """Bytes of every live range if each kind of sharding divides by 64."""
+    specs = [
+        _resharded_spec(facts, live, choice)
+        if live.readers
+        else facts.value_spec(live.value, choice)
+        for live in ranges
+    ]
     return np.array(
         [
-            facts.graph.values[live.value].bytes
+            0.0
+            if spec is None
+            else facts.graph.values[live.value].bytes
             * live.share
-            / 64.0 ** sum(part is not None for part in facts.value_spec(live.value, choice))
-            for live in ranges
+            / 64.0 ** sum(part is not None for part in spec)
+            for live, spec in zip(ranges, specs, strict=True)
         ]
     )
+
+
+def _resharded_spec(facts: Facts, live: LiveRange, choice: Choice) -> Spec | None:
+    """The sharding of a value of which tensor does not shard the sequence, as `LiveRange.readers`
+    have it; None if they have it in its own sharding.
+    """
+    spec, ops = facts.value_spec(live.value, choice), facts.graph.ops
+    if not sharded_by(spec, "tensor"):
+        return None
+
+    def gathers(index: int) -> bool:
+        if live.value in ops[index].results:  # partial sums, before they are reduce-scattered
+            factors = facts.op_spec(index, choice)
+            return any("tensor" in axes_of(factors[f]) for f in ops[index].rule.summed)
+        return (
+            not is_exchanged(facts, index, live.value, choice)
+            and operand_collective(facts, index, live.value, "tensor", choice) == "all-gather"
+        )
+
+    if not any(map(gathers, live.readers)):
+        return None
+    whole = facts.value_spec(live.value, replace(choice, sequence=None))
+    return None if whole == spec else whole
 
 
 def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: ProfileMemory) -> Item:
@@ -555,6 +814,10 @@ def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: Prof
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         spec = memory.spec(live.value, choice)
+        if live.readers:
+            spec = _resharded_spec(facts, live, choice)
+            if spec is None:
+                return ()
         resident = Resident(
             bytes=amount(value.bytes * live.share * memory.padding(live.value, choice), spec),
             part=live.part,
@@ -568,11 +831,16 @@ def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: Prof
     colours, size = facts.colours[live.value], value.bytes * live.share
     kernels = () if live.kernel is None else (live.kernel,)
     comparable = facts.follows_colours(kernels, (live.value,)) and memory.is_unchanged(live.value)
+    readers = tuple(
+        (facts.graph.ops[i].rule, facts.factors[i], facts.query[i]) for i in live.readers
+    )
     return Item(
-        colours=colours_in(colours),
+        colours=colours_in(colours).union(*(colours_in(factors) for _, factors, _ in readers)),
         terms=terms,
         segment=counted_in,
-        key=(live.part, stacked, colours, value.shape, size, counted_in) if comparable else None,
+        key=(live.part, stacked, colours, value.shape, size, counted_in, readers)
+        if comparable
+        else None,
     )
 
 

@@ -736,6 +736,24 @@ def bytes_by_part(
     return memory, np.minimum(stacks, peak.saved)
 
 
+#: Beginnings of names of the chips of which the compiler keeps values of the part "late".
+_LATE: tuple[str, ...] = ("h", "gh", "b", "gb", "v5e")
+
+
+def keeps_late(chip: str) -> bool:
+    """True if the program of a chip has values of the part "late": those that its schedule keeps
+    for weight gradients.
+
+    From Hopper on, XLA for GPUs hides latencies by default (openxla/xla
+    `xla/service/gpu/gpu_hlo_schedule.cc`), and nothing but the end of the step waits for a weight
+    gradient: those of a loop come at the end of an iteration, that of the head after the backward
+    loop, until when the gradient of the logits lives. For A100 it schedules by memory. For TPU v5e
+    it computes the weight gradient of the head before the gradient of its input, for v5p and v6e
+    after it (programs of `benchmarks/compiled_cases.json`).
+    """
+    return chip.startswith(_LATE)
+
+
 def _memory_at(
     costs: StepCosts, point: MemoryPoint, stage: _StageShares, plans: Plans
 ) -> _LiveBytes:
@@ -763,9 +781,13 @@ def _memory_at(
         )
     else:
         gathered = stage_part(point.gathered, stored)
+    has_late = keeps_late(plans.pricer.topology.chip.name)
+    late = point.late if has_late else point.peeled if zero >= 3 else 0.0
+    if zero < 2 and not has_late:
+        late = late + point.early
     return _LiveBytes(
         saved=saved,
-        temporaries=stage_part(point.temporary, stage.once),
+        temporaries=stage_part(point.temporary + late, stage.once),
         gradients=alive,
         gathered=gathered,
     )

@@ -94,6 +94,9 @@ class MemoryPoint(LazyTable):
     cast: Array
     cast_sharded: Array
     gathered: Array
+    late: Array
+    peeled: Array
+    early: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -645,6 +648,10 @@ class Quantity(IntEnum):
     #: bytes of gradients alive that are added at once to the sums over microbatches
     ADDED = 22
     ADDED_SHARDED = 23  # the same, if they are stored sharded (ZeRO 2, 3)
+    #: bytes of other values alive until weight gradients are computed last
+    LATE = 24
+    PEELED = 25  # the same in loops whose gathers are pipelined (ZeRO 3)
+    EARLY = 26  # bytes of gradients alive unless they are computed last (ZeRO 0, 1)
 
 
 #: Rows of an array of quantities: `Quantity`, then the counts and then the bytes of every slot.
@@ -654,7 +661,7 @@ ROWS = len(Quantity) + 2 * len(SLOTS)
 CORRECTED: dict[str, tuple[Quantity, ...]] = {
     "compute": (Quantity.COMPUTE, Quantity.WEIGHTS),
     "activations": (Quantity.SAVED, Quantity.COPY, Quantity.COPY_SHARDED),
-    "temporaries": (Quantity.TEMPORARY,),
+    "temporaries": (Quantity.TEMPORARY, Quantity.LATE, Quantity.PEELED, Quantity.EARLY),
     "communication": (Quantity.GATHERED,),
     "margin": (),
 }
@@ -672,6 +679,9 @@ _PART_ROWS: dict[str, Quantity] = {
     "saved": Quantity.SAVED,
     "temporary": Quantity.TEMPORARY,
     "gathered": Quantity.GATHERED,
+    "late": Quantity.LATE,
+    "peeled": Quantity.PEELED,
+    "early": Quantity.EARLY,
 }
 _SHARDED_PART_ROWS: dict[str, tuple[Quantity, Quantity]] = {
     "gradient": (Quantity.GRADIENT, Quantity.GRADIENT_SHARDED),

@@ -229,7 +229,7 @@ def _unlike(load: Workload, where: Topology, candidate: Candidate) -> Iterator[C
     for each in itertools.product(*options):
         policy, number = max(each, key=lambda one: one[1])[0], sum(layers for _, layers in each)
         one = (
-            replace(candidate.replace(remat=policy, remat_layers=number), groups=each)
+            replace(candidate.replace(remat=policy, remat_layers=number), group_policies=each)
             if number
             else candidate
         )
