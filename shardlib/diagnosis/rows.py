@@ -583,7 +583,9 @@ def _reduction(
     over = _listed(meeting.reduced)
     contraction = meeting.contraction
     parameter = _parameter(meeting, function.arguments)
-    if row.source.operation.backward and parameter is not None:
+    source = contraction.source if contraction else meeting.source
+    is_backward = row.source.operation.backward or source.operation.backward
+    if is_backward and parameter is not None:
         of_batch = "the batch, which" if set(row.axes) <= batch else "what"
         gradient = f"the gradient of {_quoted(parameter.name)}"
         return "gradient", f"{gradient} is summed over {of_batch} {over} shards", True
