@@ -6,10 +6,11 @@ nothing runs, and no compiler is loaded.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from shardlib.layout import MESH_AXES, MeshShape
 from shardlib.verification.isolation import unstable_calls
 
 AnyMesh = Mesh | AbstractMesh
+#: Frames of an operation, the innermost first, that a program keeps.
+MOST_FRAMES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,14 +76,17 @@ class TracedFunction:
 
     @property
     def shape(self) -> MeshShape:
-        """The mesh in shardlib's axes: the first axis of the user's is the first of those."""
-        sizes = [size for _, size in self.mesh]
-        return MeshShape(dict(zip(MESH_AXES, sizes, strict=False)))
+        """The mesh in shardlib's axes: the first axis of the user's is the first of those; without
+        axes of size 1.
+        """
+        sizes = dict(self.mesh)
+        return MeshShape({axis: sizes[name] for axis, name in self.axis_names.items()})
 
     @property
     def axis_names(self) -> Mapping[str, str]:
         """Axis of `shape` -> the user's axis."""
-        return {axis: name for axis, (name, _) in zip(MESH_AXES, self.mesh, strict=False)}
+        names = [name for name, size in self.mesh if size > 1]
+        return dict(zip(MESH_AXES, names, strict=False))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,21 +167,27 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
         result = call.function(*positional, **keywords)
         if call.out_shardings is not None:
             result = _constrained(result, call.out_shardings, mesh)
-        return jax.tree.leaves(result)
+        # what the function has put into its arguments, such as modules of NNX, are results, too
+        before = set(map(id, filled))
+        after = [x for x in jax.tree.leaves((positional, keywords)) if id(x) not in before]
+        return [*jax.tree.leaves(result), *after]
 
     flat.__name__ = flat.__qualname__ = name
-    with _current(mesh), edited(edits, mesh):
-        try:
-            donated = _donated(call, tree.unflatten(leaves))
-            program = export.export(
-                jax.jit(flat), platforms=[platform], disabled_checks=unstable_calls()
-            )(*(leaves[i] for i in arrays))
-            data = bytes(program.serialize())
-        except Exception as error:
-            raise TracingError(
-                f"{name} does not lower for {platform}: {type(error).__name__}:"
-                f" {str(error)[:1200]}\nTry: call it as {name}(*arguments) under jax.jit here first"
-            ) from error
+    program, data, donated = None, b"", list[int]()
+    errors = list[Exception]()
+    for context in _contexts(call, mesh):
+        with context(), edited(edits, mesh), _all_frames():
+            try:
+                donated = _donated(call, tree.unflatten(leaves))
+                program = export.export(
+                    jax.jit(flat), platforms=[platform], disabled_checks=unstable_calls()
+                )(*(leaves[i] for i in arrays))
+                data = bytes(program.serialize())
+                break
+            except Exception as error:
+                errors.append(error)
+    else:
+        raise _not_lowered(name, platform, errors[0]) from errors[0]
     if program.nr_devices == 1:
         raise _unsharded(name)
     return TracedFunction(
@@ -196,6 +208,20 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
         donated=tuple(arrays.index(i) for i in donated if i in arrays),
         kinds=tuple(kind.name for kind in mesh.axis_types),
     )
+
+
+@contextmanager
+def _all_frames() -> Iterator[None]:
+    """A context in which operations are lowered with as many frames as lie between them and the
+    user's line: a layer of Flax has more than the ten that JAX keeps.
+    """
+    name = "jax_traceback_in_locations_limit"
+    limit = getattr(jax.config, name)
+    jax.config.update(name, MOST_FRAMES)
+    try:
+        yield
+    finally:
+        jax.config.update(name, limit)
 
 
 def find_mesh(call: Call) -> AnyMesh:
@@ -247,6 +273,21 @@ def find_mesh(call: Call) -> AnyMesh:
     return mesh
 
 
+def _not_lowered(name: str, platform: str, error: Exception) -> TracingError:
+    message = str(error)
+    if "host_callbacks" in message or "require devices to be present" in message:
+        return TracingError(
+            f"{name} calls Python while it runs (jax.debug.print, jax.debug.callback,"
+            " jax.pure_callback, jax.experimental.io_callback), and such a program cannot be"
+            f" compiled in another process: {message[:200]}\nTry: a copy of {name} without its"
+            " callbacks, or with zeros of the same shape for what they return"
+        )
+    return TracingError(
+        f"{name} does not lower for {platform}: {type(error).__name__}:"
+        f" {message[:1200]}\nTry: call it as {name}(*arguments) under jax.jit here first"
+    )
+
+
 def _unsharded(name: str) -> TracingError:
     return TracingError(
         f"nothing in {name} is sharded: its arguments have no NamedSharding and it makes no"
@@ -287,9 +328,15 @@ def _context_mesh() -> AnyMesh | None:
     return None if mesh.empty else mesh
 
 
-def _current(mesh: AnyMesh) -> AbstractContextManager[object]:
-    """A context with this mesh, where the user's has none."""
-    return nullcontext() if _context_mesh() is not None else _jax_compat.in_mesh(mesh)
+def _contexts(call: Call, mesh: AnyMesh) -> list[Callable[[], AbstractContextManager[object]]]:
+    """Contexts to trace a function in, the next where it fails: that of the user, in which layers
+    of Flax put nothing anywhere where it has no mesh, and one with this mesh; the other way round
+    where the call names the mesh.
+    """
+    if _context_mesh() is not None:
+        return [nullcontext]
+    contexts = [nullcontext, functools.partial(_jax_compat.in_mesh, mesh)]
+    return contexts if call.mesh is None else contexts[::-1]
 
 
 def _structs(call: Call, mesh: AnyMesh | None) -> Tree:
@@ -364,13 +411,14 @@ def _donated(call: Call, structs: Tree) -> list[int]:
     if not hasattr(call.function, "trace"):
         return []
     positional, keywords = structs
-    info = call.function.trace(*positional, **keywords).args_info
-    flags = [leaf.donated for leaf in jax.tree.leaves(info)]
-    return (
-        [i for i, flag in enumerate(flags) if flag]
-        if len(flags) == len(jax.tree.leaves(structs))
-        else []
-    )
+    traced = call.function.trace(*positional, **keywords)
+    flags = [leaf.donated for leaf in jax.tree.leaves(getattr(traced, "args_info", ()))]
+    leaves = jax.tree.leaves(structs)
+    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    for numbers in (arrays, range(len(leaves))):  # static arguments are not in `args_info`
+        if len(flags) == len(numbers):
+            return [i for i, flag in zip(numbers, flags, strict=True) if flag]
+    return []
 
 
 def _function_name(function: Callable[..., Any]) -> str:

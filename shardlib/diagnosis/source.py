@@ -194,6 +194,9 @@ class FrameTable:
         self._functions = sections.get("FunctionNames", {})
         self._locations = sections.get("FileLocations", {})
         self._stack = sections.get("StackFrames", {})
+        # some versions write the number of a parent plus 1: there what has no parent names itself
+        own = any(entry.get("parent_frame_id") == n for n, entry in self._stack.items())
+        self._offset = 1 if own else 0
 
     def frames(self, number: int) -> tuple[Frame, ...]:
         """The frames of a number, the innermost first."""
@@ -215,10 +218,7 @@ class FrameTable:
                     self._functions.get(location.get("function_name_id", 0), ""),
                 )
             )
-            parent = entry.get("parent_frame_id", 0)
-            if parent == number:
-                break
-            number = parent
+            number = entry.get("parent_frame_id", 0) - self._offset
         return tuple(frames)
 
     def source(self, attributes: str, name: str) -> Source:

@@ -1,0 +1,116 @@
+"""Forms in which others write their functions: in-place updates, boxes, static arguments, layers of
+layers; and the frames of compiled programs.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import shardlib
+from shardlib.diagnosis.program import Call, find_mesh, trace
+from shardlib.diagnosis.source import FrameTable
+from tests.diagnosis import lookup_model as model
+
+X, W = model.array((64, 128), "data"), model.array((128, 256), None, "model")
+
+FRAMES = """HloModule f
+
+FileNames
+1 "/runner.py"
+2 "/model.py"
+
+FunctionNames
+1 "main"
+2 "layer"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=3 end_line=3 column=4 end_column=9}
+2 {file_name_id=2 function_name_id=2 line=7 end_line=7 column=4 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=PARENT1}
+2 {file_location_id=2 parent_frame_id=PARENT2}
+"""
+
+
+@pytest.mark.parametrize("parents", [(0, 1), (1, 2)])
+def test_parents_of_frames_count_from_0_or_from_1(parents: tuple[int, int]) -> None:
+    text = FRAMES.replace("PARENT1", str(parents[0])).replace("PARENT2", str(parents[1]))
+    assert [frame.place for frame in FrameTable(text).frames(2)] == ["/model.py:7", "/runner.py:3"]
+
+
+def traced(function, *arguments, **keywords):
+    call = Call(function=function, arguments=arguments, keywords=keywords)
+    return trace(call, "cpu", find_mesh(call))
+
+
+@pytest.mark.long
+def test_updates_in_place_are_results_and_layers_have_the_users_line() -> None:
+    module = nnx.Linear(128, 256, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def step(module: nnx.Linear, x: jax.Array) -> None:
+        gradient = nnx.grad(lambda module: jnp.mean(jnp.tanh(module(x))))(module)
+        nnx.update(module, jax.tree.map(lambda a, b: a - b, nnx.state(module), gradient))
+
+    rows = shardlib.why(step, module, X, topology="cpu:8", cures=0).rows
+    assert [row.kind for row in rows] == ["all-reduce"] * 2
+    assert {row.cause for row in rows} == {"gradient"}
+    assert {row.source.user.file for row in rows if row.source.user} == {__file__}
+    assert all(row.source.user for row in rows)
+
+
+def test_boxes_stay_names_where_the_user_has_no_mesh() -> None:
+    layer = nn.DenseGeneral(
+        (4, 64),
+        kernel_init=nn.with_partitioning(nn.initializers.lecun_normal(), ("data", None, None)),
+    )
+    boxed = jax.eval_shape(layer.init, jax.random.key(0), X)
+    function = traced(lambda params, x: layer.apply(params, x), boxed, X)
+    assert function.results[0][0] == (64, 4, 64)
+    wanted = traced(
+        lambda x: jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec("model")), X
+    )
+    assert wanted.results[0][0] == (64, 128)
+
+
+def test_static_and_donated_arguments() -> None:
+    @functools.partial(jax.jit, static_argnums=1, static_argnames="kind", donate_argnums=2)
+    def f(x: jax.Array, times: int, w: jax.Array, kind: str = "a") -> tuple[jax.Array, jax.Array]:
+        assert kind == "b"
+        return jnp.sum(x @ w) * times, w * 2
+
+    assert traced(f, X, 3, W, kind="b").donated == (1,)
+
+
+def test_keys_are_arguments() -> None:
+    def f(x: jax.Array, key: jax.Array) -> jax.Array:
+        return x * jax.random.bernoulli(key, 0.5, x.shape)
+
+    assert traced(f, X, jax.random.key(0)).arguments[1].dtype == "key<fry>"
+
+
+def test_callbacks_are_an_error_that_says_so() -> None:
+    def f(x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", jnp.sum(x))
+        return x * 2
+
+    with pytest.raises(shardlib.TracingError, match=r"(?s)calls Python while it runs.*Try: a copy"):
+        shardlib.why(f, X, topology="cpu:8")
+
+
+@pytest.mark.long
+def test_meshes_may_have_many_axes_of_size_1() -> None:
+    names = tuple("abcdefghijkl")
+    mesh = jax.sharding.AbstractMesh(
+        (1,) * 10 + (4, 2), names, axis_types=(jax.sharding.AxisType.Auto,) * 12
+    )
+    x, w = model.array((64, 128), "k", "l", mesh=mesh), model.array((128, 64), "l", mesh=mesh)
+    (row,) = shardlib.why(lambda x, w: x @ w, x, w, topology="cpu:8", cures=0).rows
+    assert (row.kind, row.axes) == ("all-reduce", ("l",))
