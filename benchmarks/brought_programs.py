@@ -165,6 +165,7 @@ def normal(number: int, *shape: int) -> np.ndarray:
 KEY = jax.random.key(7)
 SIZES = {"vocab_size": VOCAB, "output_vocab_size": VOCAB, "emb_dim": 32, "num_heads": 4,
          "num_layers": 2, "qkv_dim": 32, "mlp_dim": 64, "max_len": LENGTH}  # fmt: skip
+NANODO_SIZES = {"D": 32, "H": 4, "L": LENGTH, "N": 2, "F": 64}
 
 
 def lm1b(source: Source) -> Brought:
@@ -332,7 +333,7 @@ def nanodo(source: Source) -> Brought:
     from nanodo import optimizer as optimizers
 
     train = source.module("train")
-    sizes = {"D": 32, "H": 4, "L": LENGTH, "N": 2, "F": 64}
+    sizes = NANODO_SIZES
     schedule = {
         "learning_rate_schedule": "constant",
         "init_learning_rate": 0.0,
