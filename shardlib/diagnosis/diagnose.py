@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -329,8 +330,10 @@ class _Work:
         function = self.trace()
         machine = target_of(function, self.topology)
         self.say(f"compiling {function.name} for {self.topology.name}")
-        (shardings,) = propagate([function], machine, self.limits)
-        outcome = compile_function(function, machine, self.limits, self.options)
+        with ThreadPoolExecutor(1) as pool:  # both wait for processes of their own
+            propagated = pool.submit(propagate, [function], machine, self.limits)
+            outcome = compile_function(function, machine, self.limits, self.options)
+            (shardings,) = propagated.result()
         if isinstance(outcome, Failure):
             raise _not_compiled(outcome, function, shardings)
         before = self.read(function, machine, outcome, shardings)

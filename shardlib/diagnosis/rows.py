@@ -336,6 +336,11 @@ def read_rows(
     """
     scheduled = {item.name: item for item in overlaps}
     parts: dict[Any, list[Row]] = defaultdict(list)
+    by_line: dict[tuple[str, int], list[Meeting]] = defaultdict(list)
+    for meeting in meetings:
+        places = (meeting.source, meeting.value.source, *meeting.users)
+        for place in {source.key[1][:2] for source in places if source.key}:
+            by_line[place].append(meeting)
     for item in traffic.found:
         instruction, _ = index.where[item.name]
         seconds = (
@@ -367,7 +372,9 @@ def read_rows(
                 dtypes=(dtype,) if dtype else item.dtypes,
                 instructions=(item.name,),
             )
-            meeting = _match(row, size, meetings, dict(_sizes(mesh, names)))
+            key = source.key
+            nearby = () if key is None else by_line[key[1][:2]]
+            meeting = _match(row, size, nearby, dict(_sizes(mesh, names)))
             key = (
                 row.kind,
                 row.axes,

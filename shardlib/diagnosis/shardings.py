@@ -34,8 +34,7 @@ PASSES = (
 SMALLEST = 1 << 12
 
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
-_FILE = re.compile(r'"((?:[^"\\]|\\.)*)":(\d+):(\d+)(?: to (\d*):(\d+))?')
-_NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
+_NAMES = re.compile(r'"((?:[^"\\]|\\.)*)"(?::(\d+):(\d+)(?: to (\d*):(\d+))?)?')
 _DIMS = re.compile(r"\{([^{}]*)\}")
 _PER_VALUE = re.compile(r"<@\w+, \[[^\[\]]*\][^<>]*>")
 
@@ -125,6 +124,7 @@ class _Reader:
         self.functions: dict[str, Any] = {}
         self.calls: dict[str, list[tuple[str, Any, int]]] = {}
         self.counts: dict[str, int] = {}
+        self.around: dict[Any, JsonObject] = {}
         for block in module.regions[0].blocks:
             for child in block.operations:
                 operation = child.operation
@@ -138,21 +138,29 @@ class _Reader:
 
     def location(self, operation: Any) -> JsonObject:
         """The name and the frames of an operation; in a loop or a function the name follows that of
-        the loop or of the call, which say whether it is of a backward pass.
+        the loop or of the call, which say whether it is of a backward pass, and frames are those of
+        the call where it has none, as in functions that JAX lowers once.
         """
-        location = _location(operation)
-        return {**location, "op": "/".join(filter(None, (self._around(operation), location["op"])))}
+        location, around = _location(operation), self._around(operation)
+        return {
+            "op": "/".join(filter(None, (around["op"], location["op"]))),
+            "frames": location["frames"] or around["frames"],
+        }
 
-    def _around(self, operation: Any) -> str:
-        """The name of the loop or call that an operation is in; "" in the program itself."""
+    def _around(self, operation: Any) -> JsonObject:
+        """The location of the loop or call that an operation is in; empty in the program itself."""
         parent = getattr(operation.parent, "operation", operation.parent)
         if parent is None or parent.name == "builtin.module":
-            return ""
-        if parent.name != "func.func":
-            return str(self.location(parent)["op"])
-        name = str(parent.attributes["sym_name"]).strip('"')
-        calls = self.calls.get(name, ())
-        return str(self.location(calls[0][1])["op"]) if calls else ""
+            return {"op": "", "frames": []}
+        if parent not in self.around:
+            if parent.name != "func.func":
+                self.around[parent] = self.location(parent)
+            else:
+                calls = self.calls.get(str(parent.attributes["sym_name"]).strip('"'), ())
+                self.around[parent] = (
+                    self.location(calls[0][1]) if calls else {"op": "", "frames": []}
+                )
+        return self.around[parent]
 
     def count(self, function: str) -> int:
         """How often a function runs in one call of the program."""
@@ -389,22 +397,16 @@ def read_location(text: str) -> JsonObject:
     """The operation's name and its frames, the innermost first:
     [file, line, column, last line, last column, function].
     """
-    name, frames = "", list[list[Any]]()
-    position, function, depth = 0, "", 0
-    while position < len(text):
-        if match := _FILE.match(text, position):
-            line, column = int(match[2]), int(match[3])
-            last = int(match[4]) if match[4] else line
-            frames.append([match[1], line, column, last, int(match[5] or column), function])
-            position = match.end()
-        elif match := _NAME.match(text, position):
-            if not frames and not depth and not name:
-                name = match[1]
-            function = match[1]
-            depth = text[: match.start()].count("callsite(")
-            position = match.end()
-        else:
-            position += 1
+    name, function, frames = "", "", list[list[Any]]()
+    for match in _NAMES.finditer(text):
+        if match[2] is None:  # a name; the first before any frame is the operation's
+            function = match[1] or ""
+            if not frames and "callsite(" not in text[: match.start()]:
+                name = name or function
+            continue
+        line, column = int(match[2]), int(match[3])
+        last = int(match[4]) if match[4] else line
+        frames.append([match[1], line, column, last, int(match[5] or column), function])
     return {"op": name, "frames": frames}
 
 

@@ -40,6 +40,7 @@ parse is listed in `problems`, never guessed.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -311,17 +312,21 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The text of an attribute; empty where there is none."""
-        match = re.search(rf"(?:^|[,\s]){re.escape(name)}=", _blank_strings(self.rest))
+        match = re.search(rf"(?:^|[,\s]){re.escape(name)}=", self._blank)
         return _value(self.rest, match.end()) if match else ""
 
-    @property
+    @functools.cached_property
+    def _blank(self) -> str:
+        return _blank_strings(self.rest)
+
+    @functools.cached_property
     def called(self) -> Mapping[str, str]:
         """Attribute -> computation that it names."""
-        blank = _blank_strings(self.rest)
         return {
             word: match[1]
             for word in _CALLS
-            if (match := re.search(rf"\b{word}=%?([\w.\-]+)", blank))
+            if f"{word}=" in self._blank
+            and (match := re.search(rf"\b{word}=%?([\w.\-]+)", self._blank))
         }
 
     @property
