@@ -15,12 +15,15 @@ number         of a value: its variable in a flattened program (`shardlib.tracin
 enter, exit    in a path: the slice of a scan's xs ("4/enter/0"), and of its ys
 carry, final   in a path: the carry of a scan in its body, and after its last iteration
 value layouts  by path of an equation and index of its result, the layout of that value
-walk           evaluation of a traced program with a function of every value
+walk           callbacks with which a program is evaluated again (`Walk`)
 regions        manual regions of a mesh (`jax.shard_map`), and the form of their collectives
 physical axes  the names of a mesh axis in a program: one per torus dim that the axis spans
 deferred       of gradients: per-device partial sums, which are reduced after several microbatches
-pieces         of a fused dim: queries, keys and values of one weight, for example; interleaved, a
-               device has its part of every piece
+program        `tracing.program.Program` is a flattened jaxpr; `lowering.program.Program` what a
+               user gets
+pieces         of a fused dim: queries, keys and values of one weight, for example
+interleaving   the order q0 q1 k0 k1 | q2 q3 k2 k3 of pieces q and k on two devices, each of which
+               then has its part of every piece (`Interleaving`)
 contribution   the loss of a microbatch, changed so that the mean over microbatches is the loss of
                the whole batch
 draw           random numbers of one operation (`random_bits`)

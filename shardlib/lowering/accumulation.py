@@ -803,7 +803,7 @@ def microbatch_aval(aval: Aval, value: WholeBatchValue, count: int) -> jax.Shape
 
 def strided_by_rows(leaf: jax.Array, value: WholeBatchValue, count: int) -> jax.Array:
     """A value reordered so that every `count`-th element along the dim of rows forms a microbatch;
-    rows of several elements stay ring_paths.
+    rows of several elements stay together.
     """
     if value.dim is None or value.inner == 1:
         return leaf
@@ -1220,8 +1220,8 @@ def contribution(
     if not whole.rows.splits:
         raise_all(
             PinError,
-            f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
-            " before the end",
+            f"{plan.microbatches} microbatches would change the numbers: rows of the batch are"
+            " combined other than by a final sum or mean",
             list(whole.rows.reasons),
             hint="a plan with one microbatch",
         )
@@ -1242,8 +1242,8 @@ def contribution(
     if not proof.rows.splits:
         raise_all(
             PinError,
-            f"{plan.microbatches} microbatches would change the numbers: the rows of the batch meet"
-            " before the end",
+            f"{plan.microbatches} microbatches would change the numbers: rows of the batch are"
+            " combined other than by a final sum or mean",
             list(proof.rows.reasons),
             hint="another number of microbatches, or one",
         )

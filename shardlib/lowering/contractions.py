@@ -30,7 +30,7 @@ from shardlib.propagation.contractions import gather_key, use_key
 from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import EquationCallback, Walk, bind
 
-#: (path of an equation, index of its result), the arguments of `place`.
+#: (path of an equation, index of its result), as `Walk.on_value` gets them.
 ValueSource = tuple[str, int]
 #: Layouts of the values of a loss.
 ValueLayouts = Mapping[ValueSource, Layout]

@@ -235,14 +235,14 @@ class ExpertSharding:
             replicated.
         ways: number of shards of the experts: the product of the sizes of these axes.
         tensor: mesh axes that shard the hidden width of an expert.
-        every: mesh axes that shard the tokens, the major one first; must include
-            `expert`, or tokens would be multiplied twice.
+        every: the tokens' axes: every mesh axis that shards them, the major one first. It must
+            include `expert`, or tokens would be multiplied twice.
         exchange: "dense" exchanges messages of equal size (`jax.lax.all_to_all`, on every
             platform), "ragged" only the rows there are (`jax.lax.ragged_all_to_all`, on TPU and
             GPU).
         grouped: the form of the grouped matmul.
-        slack: rows that fit in a round, relative to even routing; rows beyond it take another
-            round.
+        slack: message room: the rows that fit in a round, relative to even routing. Rows beyond
+            it take another round.
 
     Raises:
         LayoutError: values that do not fit.

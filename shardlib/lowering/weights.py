@@ -1124,7 +1124,8 @@ def with_reduced_gradient(
 
 #: Time of the reduction: in each microbatch; in the backward pass of the last microbatch, for the
 #: partial sums of all; or after the last microbatch has left the pipeline.
-EVERY_MICROBATCH, LAST_MICROBATCH, AFTER_PIPELINE = "each microbatch", "in the last", "deferred"
+EVERY_MICROBATCH, LAST_MICROBATCH = "each microbatch", "in the last"
+AFTER_PIPELINE = "after the pipeline"
 
 
 @dataclass(frozen=True, kw_only=True)

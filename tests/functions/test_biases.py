@@ -17,7 +17,7 @@ import shardlib
 from shardlib.errors import ModelError, PinError
 from shardlib.functions.attention import Alibi, BiasForm, RelativeBias
 from shardlib.lowering.context.block import PositionBias, Scores
-from shardlib.lowering.context.dispatch import UlyssesAttention
+from shardlib.lowering.context.dispatch import RinglessAttention
 from shardlib.lowering.context.ring import Ring
 from shardlib.lowering.context.sequence_partition import Cut
 from tests.functions.biased import BUCKETS, FAR, GROUPS, HEADS, WIDTH, Biased, loss, written_bias
@@ -84,7 +84,7 @@ FORMS = [
 def test_over_devices_a_bias_is_that_of_one_device(way: str, kind: str, causal: bool, block: int):
     cut, scores = Cut(axis="context", ways=4), Scores(scale=WIDTH**-0.5, block=block)
     form = BiasForm(kind=kind, max_distance=FAR, both=not causal)  # type: ignore[arg-type]
-    collected = UlyssesAttention(cut=cut, scores=scores, causal=causal)
+    collected = RinglessAttention(cut=cut, scores=scores, causal=causal)
     ways: dict[str, Any] = {
         "ring": Ring(cut=cut, scores=scores, causal=causal).attention,
         "gathered": collected.all_gather,

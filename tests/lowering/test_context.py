@@ -19,7 +19,7 @@ from shardlib._jax_compat import open_jaxpr
 from shardlib.errors import LayoutError
 from shardlib.layout import MeshShape
 from shardlib.lowering.context.block import Positions, Scores
-from shardlib.lowering.context.dispatch import UlyssesAttention
+from shardlib.lowering.context.dispatch import RinglessAttention
 from shardlib.lowering.context.ring import Ring, attention
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.tracing.program import subjaxprs
@@ -68,7 +68,7 @@ def on_one_device(query, key, value, *, causal, segments, softcap, window=0):
 def on_devices(form, cut, *, causal, softcap, segments, window=0, traced=False, block=1024):
     """The same over a mesh axis, as a function of whole arrays in the order of the sequence."""
     scores = Scores(scale=1 / np.sqrt(WIDTH), softcap=softcap, block=block)
-    collected = UlyssesAttention(cut=cut, scores=scores, causal=causal)
+    collected = RinglessAttention(cut=cut, scores=scores, causal=causal)
     run = {
         "ring": Ring(cut=cut, scores=scores, causal=causal).attention,
         "gathered": collected.all_gather,
@@ -203,7 +203,7 @@ def test_a_ring_leaves_out_turns_in_which_nobody_sees_anything(zigzag, causal, w
 def compiled(form="ring", ways=4, local=64, block=1024):
     cut = Cut(axis="context", ways=ways)
     scores, spec = Scores(scale=1.0, block=block), PartitionSpec(None, "context")
-    collected = UlyssesAttention(cut=cut, scores=scores)
+    collected = RinglessAttention(cut=cut, scores=scores)
     run = {
         "ring": Ring(cut=cut, scores=scores).attention,
         "gathered": collected.all_gather,

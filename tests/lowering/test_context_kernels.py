@@ -21,7 +21,7 @@ from shardlib.lowering.context.dispatch import (
     AttentionCall,
     HeadSharding,
     Kernels,
-    UlyssesAttention,
+    RinglessAttention,
 )
 from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.verification.isolation import GPU_PLUGINS, environment
@@ -54,7 +54,7 @@ def test_splash_attention_gives_what_blocks_give(form, causal, window, packed):
     mesh = Mesh(np.array(jax.devices()[:2]), ("context",))
 
     def run(kernels):
-        collected = UlyssesAttention(cut=cut, scores=SCORES, causal=causal, kernels=kernels)
+        collected = RinglessAttention(cut=cut, scores=SCORES, causal=causal, kernels=kernels)
         attention = functools.partial(getattr(collected, form), window=window)
         region = jax.shard_map(
             attention,
@@ -231,12 +231,12 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib.lowering.context.block import Scores
 from shardlib.lowering.context.sequence_partition import Cut
-from shardlib.lowering.context.dispatch import UlyssesAttention
+from shardlib.lowering.context.dispatch import RinglessAttention
 from shardlib.lowering.context.dispatch import Kernels
 
 mesh, spec = Mesh(np.array(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices), ("context",)), PartitionSpec(None, "context")
 def program(kind):
-    collected = UlyssesAttention(cut=Cut(axis="context", ways=4), scores=Scores(scale=1.0), kernels=Kernels(kind=kind))
+    collected = RinglessAttention(cut=Cut(axis="context", ways=4), scores=Scores(scale=1.0), kernels=Kernels(kind=kind))
     run = functools.partial(collected.ulysses, window=1000)
     region = jax.shard_map(run, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     given = [jax.ShapeDtypeStruct((1, 8192, heads, 64), jnp.bfloat16, sharding=NamedSharding(mesh, spec)) for heads in (8, 4, 4)]

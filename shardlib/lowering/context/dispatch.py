@@ -370,7 +370,7 @@ BLOCK_KERNELS = Kernels()
 
 
 @dataclass(frozen=True, kw_only=True)
-class UlyssesAttention:
+class RinglessAttention:
     """Attention of a sharded sequence without a ring.
 
     Attributes:
@@ -689,7 +689,7 @@ class AttentionCall:
                 mask=AttentionMask(causal=self.form.causal, window=window, bias=bias),
             )
         if not self.ring:
-            return UlyssesAttention(
+            return RinglessAttention(
                 cut=self.cut, scores=scores, causal=self.form.causal, kernels=self.kernels
             ).ulysses(*operands, window=window, bias=bias)
         ring = Ring(cut=self.cut, scores=scores, causal=self.form.causal)

@@ -121,7 +121,7 @@ def gathered_at_use(sections: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
 # Sums are at least float32, or in the dtype of the plan, and are placed where the microbatches make
 # the gradients: gradients of layers at their stages; gradients of values that all layers use as one
 # sum per stage; those of embedding and head as the optimizer reads them. Gradients that are reduced
-# once per step are per-device partial sums until then (`Pregathered`, `EdgeGradients`).
+# once per step are per-device partial sums until then (`PregatheredWeights`, `EdgeGradients`).
 
 #: The carry of the scan over ticks, by name.
 Carry = dict[str, Any]
