@@ -409,7 +409,7 @@ class StagedGradients:
         """
         dispatch, runs = self.dispatch, dict[str, int]()
         simple = all(chunk.gather is None and chunk.reduce is None for chunk in dispatch.chunks)
-        opening = self._opening
+        whole_mesh = self._whole_mesh
         if not simple or len(dispatch.chunks) != len(dispatch.stages) or self._shared:
             return {}
         inputs = jax.tree.unflatten(dispatch.inputs_treedef, list(dispatch.opening.sources))
@@ -419,7 +419,7 @@ class StagedGradients:
             if fresh or source_index >= len(self._names):
                 return {}
             runs[self._names[source_index]] = len(dispatch.stages) if in_stack else 1
-        assert len(inputs.stacks) == len(opening.all_stacks), "a turn of each"
+        assert len(inputs.stacks) == len(whole_mesh.all_stacks), "a turn of each"
         return runs if runs.keys() >= trained(self.program).keys() else {}
 
     def begun(self, params: Tree, model_state: Tree, batch: Tree, landed: Landed) -> Sums:
@@ -429,7 +429,7 @@ class StagedGradients:
         last, outside = len(self.dispatch.chunks) - 1, self.dispatch.outside
         parts = dict[Run, tuple[jax.Array, ...]]()
         for stage in range(last + 1):
-            for number, sums in zip(self._opening.stacks, step.late[stage], strict=False):
+            for number, sums in zip(self._whole_mesh.stacks, step.late[stage], strict=False):
                 parts[self._path(number), stage] = (sums,)
         for stage in dict.fromkeys((0, last)):
             for number, sums in zip(outside[stage], step.early[stage], strict=False):
@@ -437,29 +437,29 @@ class StagedGradients:
                 parts[run] = (*parts.get(run, ()), sums)
         after = jax.tree.unflatten(jax.tree.structure(model_state), step.inputs.after)
         loss = step.early[last][len(outside[last])]
-        return Sums(loss=loss, parts=parts, count=self._opening.microbatches, model_state=after)
+        return Sums(loss=loss, parts=parts, count=self._whole_mesh.microbatches, model_state=after)
 
     def needs(self, stage: int) -> tuple[Run, ...]:
         """The runs that a stage needs."""
         names = trained(self.program)
-        numbers = [(number, stage) for number in self._opening.all_stacks]
+        numbers = [(number, stage) for number in self._whole_mesh.all_stacks]
         numbers += [(number, 0) for number in self.dispatch.once[stage]]
         runs = [(self._path(number), run) for number, run in numbers]
         return tuple(run for run in runs if run[0] in names)
 
     def _path(self, number: int) -> str:
         """The path of the parameter that a value is."""
-        return self._names[self._opening.pipeline.sections.program.inputs.index(number)]
+        return self._names[self._whole_mesh.pipeline.sections.program.inputs.index(number)]
 
     @property
-    def _opening(self) -> Any:
+    def _whole_mesh(self) -> Any:
         assert self.program.programs is not None
-        return self.program.programs.opening
+        return self.program.programs.whole_mesh
 
     @property
     def _shared(self) -> bool:
         """True if all layers use some parameter."""
-        return bool(self._opening.pipeline.sections.roles.shared)
+        return bool(self._whole_mesh.pipeline.sections.roles.shared)
 
     @cached_property
     def _names(self) -> list[str]:

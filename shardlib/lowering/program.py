@@ -318,7 +318,7 @@ def build_driver(
             contribution.dims,
             contribution.prologue,
         )
-        run = LossRun(gradients=programs.opening.gradients, timetable=run.timetable)
+        run = LossRun(gradients=programs.whole_mesh.gradients, timetable=run.timetable)
     return Driver(
         run=trained_gradients(run, model.partition).with_finish(contribution.finish),
         programs=programs,

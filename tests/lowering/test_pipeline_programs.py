@@ -137,7 +137,7 @@ def test_devices_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch):
     ):
         stage_programs(
             p.plan,
-            p.programs.opening.pipeline,
+            p.programs.whole_mesh.pipeline,
             abstract_mesh(p.plan),
             p.parts.param_shardings,
             None,
@@ -146,7 +146,7 @@ def test_devices_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(PlanError, match="that has all devices, and there are 2 processes"):
         stage_programs(
-            p.plan, p.programs.opening.pipeline, p.mesh, p.parts.param_shardings, None, {}
+            p.plan, p.programs.whole_mesh.pipeline, p.mesh, p.parts.param_shardings, None, {}
         )
 
 

@@ -59,7 +59,8 @@ from shardlib.tracing.rewriting import (
 # parameters, model state, batch), and every operand of the loop gets a role:
 #
 #     weights      from trained parameters, one slice per layer: sharded over the stages
-#     tables       from frozen parameters or constants (flags and the like), one slice per layer:
+#     layer_constants
+#                  from frozen parameters or constants (flags and the like), one slice per layer:
 #                  sharded over the stages
 #     keys         from model state, or from keys of the batch, one slice per layer: random keys;
 #                  different in every microbatch
@@ -75,13 +76,13 @@ class Roles:
     """Roles of the operands of the loop, by position.
 
     Attributes:
-        weights, tables, keys: positions among the scanned operands.
+        weights, layer_constants, keys: positions among the scanned operands.
         shared, constant, activations: positions among the constant operands; `constant` operands
             are computed from frozen parameters or constants.
     """
 
     weights: tuple[int, ...]
-    tables: tuple[int, ...]
+    layer_constants: tuple[int, ...]
     keys: tuple[int, ...]
     shared: tuple[int, ...]
     constant: tuple[int, ...]
@@ -137,7 +138,7 @@ def roles_of(loop: Equation, labels: Mapping[int, Labels], known: Collection[int
 
     return Roles(
         weights=with_role(scanned, "weights"),
-        tables=with_role(scanned, "tables"),
+        layer_constants=with_role(scanned, "constant"),
         keys=with_role(scanned, "keys"),
         shared=with_role(fixed, "shared"),
         constant=with_role(fixed, "constant"),
@@ -159,7 +160,7 @@ def _role(
             "the loop over layers runs from the last to the first, and stages take layers from the"
             " first to the last\nTry: reverse the stack of parameters instead"
         )
-    return "keys" if number not in known else "weights" if PARAMETERS in origins else "tables"
+    return "keys" if number not in known else "weights" if PARAMETERS in origins else "constant"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -204,9 +205,9 @@ class SplitLoss:
     state: tuple[int, ...]
 
     @property
-    def frozen_tables(self) -> tuple[int, ...]:
-        """The `Roles.tables` that are computed from frozen parameters."""
-        return tuple(k for k in self.roles.tables if self.labels[self.scanned[k]])
+    def frozen_layer_constants(self) -> tuple[int, ...]:
+        """The `Roles.layer_constants` that are computed from frozen parameters."""
+        return tuple(k for k in self.roles.layer_constants if self.labels[self.scanned[k]])
 
     @property
     def constants(self) -> tuple[int, ...]:
@@ -279,14 +280,14 @@ class SplitLoss:
 
 
 def results_and_gradients(
-    results_of: Callable[..., Arrays], loss: int, outputs: Arrays, *values: Tree
+    results_of: Callable[..., Arrays], loss_position: int, outputs: Arrays, *values: Tree
 ) -> tuple[Arrays, tuple[Any, ...]]:
     """(loss and metrics, gradients of the loss): those of each of the values, then those of the
     differentiable outputs of the last chunk.
 
     Args:
         results_of: (*values, outputs of the last chunk) -> loss and metrics.
-        loss: position of the loss among these.
+        loss_position: position of the loss among these.
         outputs: those of the last chunk.
     """
 
@@ -296,11 +297,11 @@ def results_and_gradients(
             *arguments[:-1],
             [next(remaining) if is_differentiable(leaf) else leaf for leaf in outputs],
         )
-        return results[loss], results
+        return results[loss_position], results
 
     differentiable = [leaf for leaf in outputs if is_differentiable(leaf)]
     _, pull, results = jax.vjp(run, *values, differentiable, has_aux=True)
-    return results, pull(jnp.ones((), results[loss].dtype))
+    return results, pull(jnp.ones((), results[loss_position].dtype))
 
 
 def split_loss(
@@ -661,7 +662,7 @@ class PregatheredWeights:
             lambda _, weights: (None, self._layer_gathered(weights)), None, list(weights)
         )[1]
 
-    def gather_over(self, weights: Sequence[Value], slots: Arrays, slot: Index) -> Arrays:
+    def gather_into_slot(self, weights: Sequence[Value], slots: Arrays, slot: Index) -> Arrays:
         """Gathers operands in place into one slot of `slots`, layer by layer: the zeros that a loop
         stacks its results into would be live from the first to the last loop.
 
@@ -695,7 +696,7 @@ class PregatheredWeights:
             lambda _, sums: (None, self._layer_reduced(weights, sums)), None, list(sums)
         )[1]
 
-    def reduce_out(
+    def reduce_slot(
         self, weights: Sequence[Value], sums: Arrays, slot: Index
     ) -> tuple[Arrays, Arrays]:
         """(gradients of weights [layers, ...] from the partial sums in one slot, sums with that
@@ -883,7 +884,7 @@ class ChunkOperands:
 
     Attributes:
         weights: the chunk's layers of each stacked parameter, [layers, ...].
-        tables: the same of each constant table.
+        layer_constants: the same of each constant with a slice per layer.
         keys: the same of each array of model state with a slice per layer, for one microbatch.
         shared: parameters that all layers use.
         constant: arrays computed from constants that all layers use.
@@ -892,7 +893,7 @@ class ChunkOperands:
     """
 
     weights: Arrays
-    tables: Arrays
+    layer_constants: Arrays
     keys: Arrays
     shared: Arrays
     constant: Arrays
@@ -908,12 +909,12 @@ class ChunkGrads:
     Attributes:
         weights: of stacked parameters, in the order of `Chunk.per_tick_weights`.
         shared: of parameters that all layers use.
-        sums: per-device partial sums for the operands that are gathered beforehand.
+        partial_sums: per-device partial sums for the operands that are gathered beforehand.
     """
 
     weights: Arrays
     shared: Arrays
-    sums: Arrays
+    partial_sums: Arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -978,10 +979,10 @@ class Chunk:
         def body(
             carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]
         ) -> tuple[tuple[Any, ...], Arrays]:
-            weights, tables, keys, number, ready, partial_sums = sliced
+            weights, layer_constants, keys, number, ready, partial_sums = sliced
             scanned = (
                 dict(zip(roles.weights, weights, strict=True))
-                | dict(zip(roles.tables, tables, strict=True))
+                | dict(zip(roles.layer_constants, layer_constants, strict=True))
                 | dict(zip(roles.keys, keys, strict=True))
             )
             values = [
@@ -1003,7 +1004,8 @@ class Chunk:
             return tuple(after), [outputs[carried + k] for k in sections.exits]
 
         numbers = operands.first_layer + jnp.arange(self.layers)
-        scanned = (operands.weights, operands.tables, operands.keys, numbers, operands.ready, sums)
+        stacks = (operands.weights, operands.layer_constants, operands.keys)
+        scanned = (*stacks, numbers, operands.ready, sums)
         final, exits = (as_unrolled if self.unrolled else as_loop)(
             body, self.remat, self.layers, tuple(activations[:carried]), scanned
         )
@@ -1022,7 +1024,7 @@ class Chunk:
         return ChunkGrads(
             weights=[operands.weights[k] for k in self.per_tick_weights],
             shared=operands.shared,
-            sums=self._zero_sums(),
+            partial_sums=self._zero_sums(),
         )
 
     def _zero_sums(self) -> Arrays:
@@ -1079,7 +1081,7 @@ class Chunk:
                 outputs = self.run(
                     replace(operands, weights=weights, shared=variables.shared),
                     entering,
-                    variables.sums,
+                    variables.partial_sums,
                 )
                 return [leaf for leaf, flag in zip(outputs, flags, strict=True) if flag], outputs
 

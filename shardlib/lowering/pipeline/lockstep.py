@@ -98,7 +98,7 @@ def gathered_at_use(sections: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
     """A finding if the plan gathers once, but layers have frozen sharded weights, which are
     gathered at every use.
     """
-    if plan.gather != "once" or plan.zero < 3 or not sections.frozen_tables:
+    if plan.gather != "once" or plan.zero < 3 or not sections.frozen_layer_constants:
         return ()
     return (
         Finding(
@@ -106,9 +106,9 @@ def gathered_at_use(sections: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
             severity="warning",
             where="gather=once",
             message=(
-                f"{len(sections.frozen_tables)} stacks of frozen weights are gathered by every"
-                " operation that uses them, for every microbatch; the price has them gathered"
-                " once."
+                f"{len(sections.frozen_layer_constants)} stacks of frozen weights are gathered by"
+                " every operation that uses them, for every microbatch; the price has them"
+                " gathered once."
             ),
             hint="zero below 3, or a mesh without stages",
         ),
@@ -128,7 +128,7 @@ Carry = dict[str, Any]
 #: The part of it that a step sums over its microbatches: gradients of stacked and shared
 #: parameters, those of finished chunks, those of values read outside of the layers, partial sums of
 #: such, loss and metrics.
-SUMMED: tuple[str, ...] = ("sums", "done", "outside", "edges", "results")
+SUMMED: tuple[str, ...] = ("sums", "done", "outside", "outside_partial_sums", "results")
 
 
 @jax.tree_util.register_dataclass
@@ -155,13 +155,13 @@ class OnceConstants:
     Attributes:
         constant: arrays that all layers use.
         ready: operands outside of the layers that are gathered beforehand, by path.
-        tables: values with a slice per layer, [stages, chunks, layers, ...].
+        layer_constants: values with a slice per layer, [stages, chunks, layers, ...].
         values: values read outside of the layers, by number of the value.
     """
 
     constant: Arrays
     ready: dict[str, Any]
-    tables: Arrays
+    layer_constants: Arrays
     values: Values
 
 
@@ -194,7 +194,7 @@ class StepSums:
                 stages.over_stages(self.zeros(derived.stacks[k]))
                 for k in stages.chunk.per_tick_weights
             ],
-            sums=stages.zero_sums(),
+            partial_sums=stages.zero_sums(),
             shared=[stages.over_stages(self.zeros(leaf, (count,))) for leaf in derived.shared],
         )
         done = (
@@ -208,12 +208,12 @@ class StepSums:
             else []
         )
         accumulator, edge_sums = self.reductions.accumulator, self.edge_gradients.zeros()
-        edges = [leaf.astype(accumulator(leaf.dtype)) for leaf in edge_sums]
+        outside_partial_sums = [leaf.astype(accumulator(leaf.dtype)) for leaf in edge_sums]
         return {
             "sums": layers,
             "done": done,
             "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(derived.outside))),
-            "edges": edges,
+            "outside_partial_sums": outside_partial_sums,
             "results": self.zero_results(),
         }
 
@@ -254,16 +254,13 @@ class StepSums:
 
     def _stacks(self, arrays: StageArrays, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
-        gathered, positions, summed = (
-            self.stages.chunk.gathered,
-            self.sections.roles.weights,
-            sums["sums"],
-        )
+        stages, positions, summed = self.stages, self.sections.roles.weights, sums["sums"]
+        gathered = stages.chunk.gathered
         totals = {
             positions[k]: total
-            for k, total in zip(self.stages.chunk.per_tick_weights, summed.weights, strict=True)
+            for k, total in zip(stages.chunk.per_tick_weights, summed.weights, strict=True)
         }
-        done = sums["done"] if self.stages.in_rounds else self.stages.reduce(arrays, summed.sums)
+        done = sums["done"] if stages.in_rounds else stages.reduce(arrays, summed.partial_sums)
         for position, gradient in zip(gathered.sources if gathered else (), done, strict=True):
             totals[position] = totals[position] + gradient if position in totals else gradient
         return [totals[position] for position in positions]
@@ -271,7 +268,7 @@ class StepSums:
     def _outside(self, sums: Carry) -> Values:
         """Gradients of values read outside of the layers."""
         totals = dict(sums["outside"])
-        for number, gradient in self.edge_gradients.reduce(sums["edges"]).items():
+        for number, gradient in self.edge_gradients.reduce(sums["outside_partial_sums"]).items():
             totals[number] = totals[number] + gradient if number in totals else gradient
         return totals
 
@@ -475,7 +472,7 @@ class Pipeline:
         """
         arrays = StageArrays(
             weights=derived.stacks,
-            tables=fixed.tables,
+            layer_constants=fixed.layer_constants,
             keys=[],
             shared=derived.shared,
             constant=fixed.constant,
@@ -520,12 +517,15 @@ class Pipeline:
             stacks = [self.by_stage(values[sections.scanned[k]]) for k in sections.roles.weights]
             outside = {number: values[number] for number in sections.read_outside & values.keys()}
             shared = [values[sections.constants[k]] for k in sections.roles.shared]
-            tables = [
-                self.by_stage(jnp.asarray(env[sections.scanned[k]])) for k in sections.roles.tables
+            layer_constants = [
+                self.by_stage(jnp.asarray(env[sections.scanned[k]]))
+                for k in sections.roles.layer_constants
             ]
             constant = [jnp.asarray(env[sections.constants[k]]) for k in sections.roles.constant]
             derived = OnceValues(stacks=stacks, shared=shared, outside=outside)
-            return derived, OnceConstants(values=fixed, tables=tables, constant=constant, ready={})
+            return derived, OnceConstants(
+                values=fixed, layer_constants=layer_constants, constant=constant, ready={}
+            )
 
         derived, pull, fixed = jax.vjp(run, leaves, has_aux=True)
         return (
@@ -542,16 +542,16 @@ def _in_dtype(average: jax.Array, dtype: Any) -> jax.Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeWork:
-    """Work at the edges of a pipeline that occurs in some ticks only.
+class EntryAndExit:
+    """Entry into a pipeline and exit from it, which occur in some ticks only.
 
     Attributes:
-        entering: whether microbatches enter the first stage (backward: the last one).
-        leaving: whether microbatches leave the last stage (backward: the first one).
+        has_entering: whether microbatches enter the first stage (backward: the last one).
+        has_leaving: whether microbatches leave the last stage (backward: the first one).
     """
 
-    entering: bool
-    leaving: bool
+    has_entering: bool
+    has_leaving: bool
 
 
 class Ticks:
@@ -592,16 +592,16 @@ class Ticks:
         """
         return {
             "outside": self.sums.as_gradients(plus(carry["outside"], more)),
-            "edges": plus(carry["edges"], sums),
+            "outside_partial_sums": plus(carry["outside_partial_sums"], sums),
         }
 
-    def _after(self, carry: Carry, tick: Any, edges: EdgeWork) -> tuple[Carry, Arrays]:
+    def _after(self, carry: Carry, tick: Any, ends: EntryAndExit) -> tuple[Carry, Arrays]:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of its
         activations.
         """
         micro, chunk, active = self.table.backward(tick, self.table.stages - 1)
         positions = [k for k in self.stages.leaving if k in self.stages.differentiable]
-        if not edges.entering:
+        if not ends.has_entering:
             return carry, [
                 jnp.zeros(self.stages.activations[k].shape, self.stages.activations[k].dtype)
                 for k in positions
@@ -640,14 +640,14 @@ class Ticks:
             **self._outside(carry, *outside),
         }, cotangents
 
-    def _entering(self, tick: Any, edges: EdgeWork) -> Arrays:
+    def _entering(self, tick: Any, ends: EntryAndExit) -> Arrays:
         """Input of the first stage at a tick, replicated over the stages; zeros if the first stage
         continues an older microbatch.
         """
-        if not edges.entering:
+        if not ends.has_entering:
             return [
                 jnp.zeros(leaf.shape, leaf.dtype)
-                for leaf in self.stages.activations[: self.stages.entering]
+                for leaf in self.stages.activations[: self.stages.entering_count]
             ]
         micro, chunk, active = self.table.forward(tick, 0)
         return self._or_zeros(
@@ -669,9 +669,9 @@ class Ticks:
 
     def _walk(self, sums: Arrays | None) -> Walk:
         """A walk outside of the layers, whose operations pass gradients to `sums`."""
-        edges = self.pipeline.edge_gradients
-        return edges.walk(
-            self.pipeline.walk(), self.fixed.ready, edges.zeros() if sums is None else sums
+        edge_gradients = self.pipeline.edge_gradients
+        return edge_gradients.walk(
+            self.pipeline.walk(), self.fixed.ready, edge_gradients.zeros() if sums is None else sums
         )
 
     def _results(
@@ -740,11 +740,11 @@ class Ticks:
                 carry: Carry,
                 tick: Any,
                 arrays: StageArrays,
-                edges: EdgeWork,
+                ends: EntryAndExit,
                 kinds: tuple[str, ...] = kinds,
             ) -> Carry:
                 for kind in kinds:
-                    carry = work[kind](carry, tick, arrays, edges)
+                    carry = work[kind](carry, tick, arrays, ends)
                 return carry
 
             carry = self._ticks(tick, carry, start, stop, forward="backward" not in kinds)
@@ -753,11 +753,11 @@ class Ticks:
     def evaluate(self, results: Arrays) -> Arrays:
         """Adds up loss and metrics over forward ticks, without gradients."""
 
-        def tick(carry: Carry, tick: Any, arrays: StageArrays, edges: EdgeWork) -> Carry:
+        def tick(carry: Carry, tick: Any, arrays: StageArrays, ends: EntryAndExit) -> Carry:
             in_flight, _, outputs = self.stages.forward(
-                tick, arrays, carry["forward"], self._entering(tick, edges), []
+                tick, arrays, carry["forward"], self._entering(tick, ends), []
             )
-            if not edges.leaving:
+            if not ends.has_leaving:
                 return {**carry, "forward": in_flight}
             micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
             results = self._or_zeros(
@@ -775,7 +775,7 @@ class Ticks:
 
     def _ticks(
         self,
-        tick: Callable[[Carry, Any, StageArrays, EdgeWork], Carry],
+        tick: Callable[[Carry, Any, StageArrays, EntryAndExit], Carry],
         carry: Carry,
         start: int,
         stop: int,
@@ -786,28 +786,29 @@ class Ticks:
         that its ticks begin, and reduces the gradients of the chunk that the last round finished.
         """
 
-        def run(carry: Carry, start: Any, count: int, edges: EdgeWork) -> Carry:
+        def run(carry: Carry, start: Any, count: int, ends: EntryAndExit) -> Carry:
             arrays = replace(self.arrays, ready=carry["ready"]) if self.in_rounds else self.arrays
             return jax.lax.scan(
-                lambda carry, number: (tick(carry, number, arrays, edges), None),
+                lambda carry, number: (tick(carry, number, arrays, ends), None),
                 carry,
                 start + jnp.arange(count),
             )[0]
 
         if not self.in_rounds:
-            return run(carry, start, stop - start, EdgeWork(entering=True, leaving=True))
+            both = EntryAndExit(has_entering=True, has_leaving=True)
+            return run(carry, start, stop - start, both)
 
-        def run_round(carry: Carry, number: Any, edges: EdgeWork) -> Carry:
+        def run_round(carry: Carry, number: Any, ends: EntryAndExit) -> Carry:
             chunk = number if forward else self.table.last_chunk - number
             slot = chunk % self.stages.ready_slots
             carry = (
                 carry
-                if forward or edges.entering
+                if forward or ends.has_entering
                 else self._reduced(
                     carry, jnp.minimum(chunk + self.stages.ready_slots, self.table.last_chunk), slot
                 )
             )
-            ready = self.stages.gather_over(
+            ready = self.stages.gather_into_slot(
                 self.arrays,
                 carry["ready"],
                 _with_dependence(
@@ -819,23 +820,23 @@ class Ticks:
                 {**carry, "ready": ready},
                 start + number * self.table.microbatches,
                 self.table.microbatches,
-                edges,
+                ends,
             )
 
         last = self.table.rounds - 1
-        carry = run_round(carry, jnp.int32(0), EdgeWork(entering=True, leaving=False))
+        carry = run_round(carry, jnp.int32(0), EntryAndExit(has_entering=True, has_leaving=False))
         if last > 1:
             carry, _ = jax.lax.scan(
                 lambda carry, number: (
-                    run_round(carry, number, EdgeWork(entering=False, leaving=False)),
+                    run_round(carry, number, EntryAndExit(has_entering=False, has_leaving=False)),
                     None,
                 ),
                 carry,
                 jnp.arange(1, last),
             )
-        carry = run_round(carry, jnp.int32(last), EdgeWork(entering=False, leaving=True))
+        leaving = EntryAndExit(has_entering=False, has_leaving=True)
+        carry = run_round(carry, jnp.int32(last), leaving)
         done = self.table.rounds * self.table.microbatches
-        leaving = EdgeWork(entering=False, leaving=True)
         carry = run(carry, start + done, stop - start - done, leaving)
         for chunk in () if forward else reversed(range(self.stages.ready_slots)):
             carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
@@ -844,7 +845,7 @@ class Ticks:
     def _reduced(self, carry: Carry, chunk: Any, slot: Any) -> Carry:
         """Adds the partial sums in one slot to the gradients of a chunk, and zeroes the slot."""
         sums: ChunkGrads = carry["sums"]
-        gradients, empty = self.stages.reduce_out(self.arrays, sums.sums, slot)
+        gradients, empty = self.stages.reduce_slot(self.arrays, sums.partial_sums, slot)
         done = [
             jax.lax.dynamic_update_index_in_dim(
                 total,
@@ -854,7 +855,7 @@ class Ticks:
             )
             for total, more in zip(carry["done"], gradients, strict=True)
         ]
-        return {**carry, "done": done, "sums": replace(sums, sums=empty)}
+        return {**carry, "done": done, "sums": replace(sums, partial_sums=empty)}
 
     def _zero_operands(self) -> Arrays:
         """Zeros for the operands that a round gathers, [stages, chunks, layers, ...]."""
@@ -925,14 +926,14 @@ class Ticks:
             "ready": self._zero_operands(),
         }
 
-    def _forward(self, carry: Carry, tick: Any, arrays: StageArrays, edges: EdgeWork) -> Carry:
+    def _forward(self, carry: Carry, tick: Any, arrays: StageArrays, ends: EntryAndExit) -> Carry:
         in_flight, stash, outputs = self.stages.forward(
-            tick, arrays, carry["forward"], self._entering(tick, edges), carry["stash"]
+            tick, arrays, carry["forward"], self._entering(tick, ends), carry["stash"]
         )
         if self.table.forward_first:
             outputs = (
                 self._collected(tick, carry["outputs"], outputs)
-                if edges.leaving
+                if ends.has_leaving
                 else carry["outputs"]
             )
         return {**carry, "forward": in_flight, "stash": stash, "outputs": outputs}
@@ -955,15 +956,15 @@ class Ticks:
             outputs,
         )
 
-    def _backward(self, carry: Carry, tick: Any, arrays: StageArrays, edges: EdgeWork) -> Carry:
-        carry, leaving = self._after(carry, tick, edges)
+    def _backward(self, carry: Carry, tick: Any, arrays: StageArrays, ends: EntryAndExit) -> Carry:
+        carry, leaving = self._after(carry, tick, ends)
         stash, sums, residuals = carry["stash"], carry["sums"], carry["residuals"]
         done = self.stages.backward(
             tick, arrays, carry["backward"], leaving, stash, sums, residuals
         )
         sums = {"sums": done.sums, "residuals": done.residuals}
         carry = {**carry, "backward": done.in_flight, **sums}
-        if not edges.leaving:
+        if not ends.has_leaving:
             return carry
         micro, chunk, active = self.table.backward(tick, 0)
 
@@ -986,10 +987,10 @@ class Ticks:
 
         return {**carry, **self._outside(carry, *self._or_zeros((chunk == 0) & active, before))}
 
-    def _weights(self, carry: Carry, tick: Any, arrays: StageArrays, _: EdgeWork) -> Carry:
+    def _weights(self, carry: Carry, tick: Any, arrays: StageArrays, _: EntryAndExit) -> Carry:
         return {
             **carry,
-            "sums": self.stages.weights(
+            "sums": self.stages.weight_gradients(
                 tick, arrays, carry["stash"], carry["sums"], carry["residuals"]
             ),
         }
@@ -1175,7 +1176,7 @@ def _stages(
         mesh=mesh,
         axis=axis,
         activations=activations,
-        entering=entering,
+        entering_count=entering,
         leaving=(*range(carried), *range(entering, len(activations))),
         stage_dims=stage_dims,
         layouts=carry_layouts,

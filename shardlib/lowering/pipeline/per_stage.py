@@ -117,13 +117,13 @@ class WeightSums:
         weights: gradients of stacked parameters, [max_layers, ...]; during the microbatches, of
             those in `Chunk.per_tick_weights` only.
         shared: gradients of parameters that all layers use, [1, ...].
-        sums: per-device partial sums for the matmul operands that are gathered beforehand,
+        partial_sums: per-device partial sums for the matmul operands that are gathered beforehand,
             [layers, ...].
     """
 
     weights: Arrays
     shared: Arrays
-    sums: Arrays
+    partial_sums: Arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +135,8 @@ class ChunkWork:
         layouts: layouts of values over the devices of the stage.
         first_layer: index of the chunk's first layer; 0 for the first chunk.
         activations: shape and dtype of everything that is sent from stage to stage.
-        entering: number of these that are computed before the layers.
-        loss: position of the loss among the results.
+        entering_count: number of these that are computed before the layers.
+        loss_position: position of the loss among the results.
         is_split: for each array of the batch, whether it is split into microbatches.
         remat: what layers save for their backward passes.
     """
@@ -147,8 +147,8 @@ class ChunkWork:
     first_layer: int
     is_last: bool
     activations: tuple[jax.ShapeDtypeStruct, ...]
-    entering: int
-    loss: int
+    entering_count: int
+    loss_position: int
     is_split: tuple[bool, ...]
     remat: StageRemat
 
@@ -202,10 +202,9 @@ class ChunkWork:
     def _entering(self, arrays: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
         if self.first_layer:
             return entering
-        return [
-            *self._before(arrays, arrays.once, micro),
-            *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
-        ]
+        before = self._before(arrays, arrays.once, micro)
+        buffers = self.activations[self.entering_count :]
+        return [*before, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in buffers)]
 
     def _before(self, arrays: ChunkInputs, derived: Values, micro: Index) -> Arrays:
         """Activations computed before the layers."""
@@ -229,7 +228,7 @@ class ChunkWork:
                 strict=True,
             )
         )
-        env.update(zip(sections.stacked, outputs[self.entering :], strict=True))
+        env.update(zip(sections.stacked, outputs[self.entering_count :], strict=True))
         evaluate_equations(sections.after, env, walk)
         return [as_array(sections.program, number, env[number]) for number in sections.results]
 
@@ -276,19 +275,19 @@ class ChunkWork:
             [leaf[k] for k in range(layers)] if self.chunk.unrolled else leaf[:layers]
             for leaf in arrays.stacks
         ]
-        stacked_tables = dict(
-            zip(sections.frozen_tables, stacks[len(sections.roles.weights) :], strict=True)
+        stacked_constants = dict(
+            zip(sections.frozen_layer_constants, stacks[len(sections.roles.weights) :], strict=True)
         )
-        tables = [
-            stacked_tables[k]
-            if k in stacked_tables
+        layer_constants = [
+            stacked_constants[k]
+            if k in stacked_constants
             else jnp.asarray(values[sections.scanned[k]])[layers_of_chunk]
-            for k in sections.roles.tables
+            for k in sections.roles.layer_constants
         ]
         values.update({number: self._used(number, arrays.once[number]) for number in self.frozen})
         return ChunkOperands(
             weights=stacks[: len(sections.roles.weights)],
-            tables=tables,
+            layer_constants=layer_constants,
             keys=[leaf[layers_of_chunk] for leaf in self._keys(arrays, micro)],
             shared=[self._used(number, arrays.once[number]) for number in self.shared],
             constant=[jnp.asarray(values[sections.constants[k]]) for k in sections.roles.constant],
@@ -390,7 +389,7 @@ class ChunkWork:
         }
         for position, gradient, stack in zip(
             gathered.sources,
-            gathered.reduce(self._sources(arrays), late.sums),
+            gathered.reduce(self._sources(arrays), late.partial_sums),
             self._sources(arrays, padded=True),
             strict=True,
         ):
@@ -398,9 +397,8 @@ class ChunkWork:
                 position, jnp.zeros(stack.shape, self.layouts.reductions.accumulator(stack.dtype))
             )
             totals[position] = total.at[: self.chunk.layers].add(gradient.astype(total.dtype))
-        return WeightSums(
-            weights=[totals[position] for position in positions], shared=late.shared, sums=[]
-        )
+        weights = [totals[position] for position in positions]
+        return WeightSums(weights=weights, shared=late.shared, partial_sums=[])
 
     def _sources(self, arrays: ChunkInputs, *, padded: bool = False) -> Arrays:
         """Stacks from which operands are gathered beforehand, for the chunk's layers or padded to
@@ -432,7 +430,7 @@ class ChunkWork:
 
         results, (outside, cotangents) = results_and_gradients(
             lambda derived, outputs: self._results(arrays, derived, micro, outputs),
-            self.loss,
+            self.loss_position,
             outputs,
             self._derived(arrays),
         )
@@ -449,7 +447,7 @@ class ChunkWork:
         """
         if self.first_layer:
             return early
-        positions = [k for k in self.differentiable if k < self.entering]
+        positions = [k for k in self.differentiable if k < self.entering_count]
 
         def run(derived: Values) -> Arrays:
             entering = self._before(arrays, derived, micro)
@@ -480,9 +478,9 @@ class ChunkWork:
                 added(total, gradient)
                 for total, gradient in zip(late.weights, gradients.weights, strict=True)
             ],
-            sums=[
+            partial_sums=[
                 added(total, gradient)
-                for total, gradient in zip(late.sums, gradients.sums, strict=True)
+                for total, gradient in zip(late.partial_sums, gradients.partial_sums, strict=True)
             ],
             shared=plus(late.shared, gradients.shared),
         )
@@ -523,14 +521,14 @@ class ChunkPrograms:
             are the gradients already.
         forward: arrays, microbatch, inputs -> outputs, stash; None with `fused`.
         backward: arrays, microbatch, outputs (last chunk), stash, cotangents (other chunks), sums
-            -> sums, cotangents of the inputs, residuals for `weights`; None with
+            -> sums, cotangents of the inputs, residuals for `weight_gradients`; None with
             `fused`.
         fused: arrays, microbatch, inputs, sums -> sums, cotangents of the inputs,
-            stash for `weights`, residuals for `weights`; None if the schedule separates them.
-        weights: arrays, microbatch, stash, residuals, sums -> sums; None if weight gradients are
-            part of `backward`.
+            stash and residuals for `weight_gradients`; None if the schedule separates them.
+        weight_gradients: arrays, microbatch, stash, residuals, sums -> sums; None if weight
+            gradients are part of `backward`.
         outputs: those of the chunk, with shardings.
-        stash_positions: positions in the stash that `weights` reads.
+        stash_positions: positions in the stash that `weight_gradients` reads.
         sent_count: number of cotangents sent to the previous stage.
     """
 
@@ -539,7 +537,7 @@ class ChunkPrograms:
     forward: Executable | None = None
     backward: Executable | None = None
     fused: Executable | None = None
-    weights: Executable | None = None
+    weight_gradients: Executable | None = None
     outputs: Avals = ()
     stash_positions: tuple[int, ...] = ()
     sent_count: int = 0
@@ -582,7 +580,7 @@ def chunk_programs(
         _on_host(leaf, mesh) if on_host else leaf
         for leaf, on_host in zip(forward.results[count:], forward.on_host[count:], strict=True)
     ]
-    weights, positions = _weight_gradients(work, avals, saved, mesh) if split else (None, ())
+    gradients, positions = _weight_gradients(work, avals, saved, mesh) if split else (None, ())
     sent = [leaf.sharding for leaf in avals.entering if is_differentiable(leaf)]
     if fuse:
         run, arguments, sums = _fused(work, avals, positions, split)
@@ -605,13 +603,13 @@ def chunk_programs(
             stash_positions=positions,
             sent_count=len(sent),
         )
-    if weights is None:
+    if gradients is None:
         return programs
     inputs = jax.tree.leaves((avals.arrays, avals.micro, list(saved), list(residuals), avals.late))
     return replace(
         programs,
-        weights=_with_sums(
-            replace(weights, inputs=tuple(inputs)),
+        weight_gradients=_with_sums(
+            replace(gradients, inputs=tuple(inputs)),
             jax.tree.leaves(avals.late),
             [],
             mesh,
@@ -999,8 +997,8 @@ class StageSums:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opening:
-    """The program before the first microbatch, over all devices.
+class WholeMeshPrograms:
+    """The programs before the first microbatch and after the last, over all devices.
 
     Attributes:
         pipeline: the loss, split into stages.
@@ -1034,7 +1032,7 @@ class Opening:
     def all_stacks(self) -> tuple[int, ...]:
         """`stacks`, followed by the same for frozen parameters."""
         sections = self.pipeline.sections
-        return (*self.stacks, *(sections.scanned[k] for k in sections.frozen_tables))
+        return (*self.stacks, *(sections.scanned[k] for k in sections.frozen_layer_constants))
 
     @cached_property
     def once(self) -> tuple[int, ...]:
@@ -1279,7 +1277,7 @@ TaskOrder = tuple[tuple[int, Task], ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Stage:
+class StageConstants:
     """The zero sums of one stage, and the indices of the microbatches.
 
     Attributes:
@@ -1313,7 +1311,7 @@ class StepPrograms:
     once: tuple[tuple[int, ...], ...]
     outside: tuple[tuple[int, ...], ...]
     chunks: tuple[ChunkPrograms, ...]
-    stages: tuple[Stage, ...]
+    stages: tuple[StageConstants, ...]
     entering_shardings: tuple[list[Any], ...]
     cotangent_shardings: tuple[list[Any], ...]
     tasks: TaskOrder
@@ -1474,7 +1472,7 @@ class StepRun:
 
     def _backward(self, chunk: int, micro: int) -> None:
         program, index = self.programs.chunks[chunk], (chunk, micro)
-        sums = [*self.early[chunk], *(self.late[chunk] if program.weights is None else ())]
+        sums = [*self.early[chunk], *(self.late[chunk] if program.weight_gradients is None else ())]
         if program.fused is not None:
             inputs = [*self._arguments(*index), *self.entering.pop(index, ())]
             results = program.fused([*inputs, *sums])
@@ -1497,7 +1495,7 @@ class StepRun:
                 results[count : count + program.sent_count],
                 self.programs.cotangent_shardings[chunk - 1],
             )
-        if program.weights is None:
+        if program.weight_gradients is None:
             self.late[chunk] = results[early:count]
         elif program.fused is not None:
             self.saved[index] = results[count + program.sent_count :]
@@ -1509,8 +1507,8 @@ class StepRun:
 
     def _weights(self, chunk: int, micro: int) -> None:
         program, index = self.programs.chunks[chunk], (chunk, micro)
-        assert program.weights is not None
-        self.late[chunk] = program.weights(
+        assert program.weight_gradients is not None
+        self.late[chunk] = program.weight_gradients(
             [*self._arguments(*index), *self.saved.pop(index), *self.late[chunk]]
         )
 
@@ -1524,12 +1522,12 @@ class StagePrograms:
     """A pipeline with one program per stage, before compilation.
 
     Attributes:
-        opening: the program over all devices before the first microbatch.
+        whole_mesh: the programs over all devices.
         order: the tasks of each stage, in order.
     """
 
     plan: Plan
-    opening: Opening
+    whole_mesh: WholeMeshPrograms
     work: tuple[ChunkWork, ...]
     order: tuple[Order, ...]
 
@@ -1540,7 +1538,7 @@ class StagePrograms:
 
     def _stage_arrays(self, chunk: int, inputs: StepInputs) -> ChunkInputs:
         """The inputs of a chunk, abstract."""
-        meshes = self.opening.meshes
+        meshes = self.whole_mesh.meshes
         local_chunk, stage = divmod(chunk, len(meshes.stages))
         return ChunkInputs(
             stacks=[meshes.stage_shard(chunks[local_chunk], stage) for chunks in inputs.stacks],
@@ -1566,13 +1564,13 @@ class StagePrograms:
             "late": WeightSums(
                 weights=[self._gradients(chunk)[k] for k in work.chunk.per_tick_weights],
                 shared=[self._sum(number, chunk) for number in work.shared],
-                sums=self._partial_sums(chunk),
+                partial_sums=self._partial_sums(chunk),
             ),
         }
 
     def _gradients(self, chunk: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Gradients of stacked parameters, abstract."""
-        return tuple(self._sum(number, chunk, layers=True) for number in self.opening.stacks)
+        return tuple(self._sum(number, chunk, layers=True) for number in self.whole_mesh.stacks)
 
     def _partial_sums(self, chunk: int) -> Arrays:
         """Per-device partial sums for the operands gathered beforehand, abstract."""
@@ -1595,7 +1593,7 @@ class StagePrograms:
             self._like(
                 (1, *aval.shape),
                 jnp.promote_types(aval.dtype, jnp.float32),
-                PartitionSpec(self.opening.meshes.axis),
+                PartitionSpec(self.whole_mesh.meshes.axis),
                 chunk,
             )
             for aval in avals
@@ -1604,25 +1602,25 @@ class StagePrograms:
     def _sum(self, number: int, chunk: int, *, layers: bool = False) -> jax.ShapeDtypeStruct:
         """The abstract sum of the gradient of a value."""
         aval = self.work[0].sections.program.avals[number]
-        shape = (self.opening.split.max_layers, *aval.shape[1:]) if layers else (1, *aval.shape)
+        shape = (self.whole_mesh.split.max_layers, *aval.shape[1:]) if layers else (1, *aval.shape)
         return self._like(
             shape,
             self._accumulator(aval.dtype),
-            self.opening.gradient(number, layers=layers).spec,
+            self.whole_mesh.gradient(number, layers=layers).spec,
             chunk,
         )
 
     def _like(
         self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec, chunk: int
     ) -> jax.ShapeDtypeStruct:
-        meshes = self.opening.meshes
+        meshes = self.whole_mesh.meshes
         return jax.ShapeDtypeStruct(
             shape, dtype, sharding=NamedSharding(meshes.stages[chunk % len(meshes.stages)], spec)
         )
 
     def _accumulator(self, dtype: Any) -> Any:
         """The dtype in which gradients of a given dtype are summed."""
-        return self.opening.pipeline.layouts.reductions.accumulator(dtype)
+        return self.whole_mesh.pipeline.layouts.reductions.accumulator(dtype)
 
     def _has_grad(self, number: int) -> bool:
         return is_differentiable(self.work[0].sections.program.avals[number])
@@ -1650,10 +1648,10 @@ class StagePrograms:
         self, state: Tree, batch: Tree, update: Callable[[UpdateInputs], Update], name: str
     ) -> StepPrograms:
         """Compiles all programs."""
-        opening, meshes = self.opening, self.opening.meshes
+        whole_mesh, meshes = self.whole_mesh, self.whole_mesh.meshes
         arguments = (state.params, state.loss_state, batch)
-        structure = jax.tree.structure(jax.eval_shape(opening.step_inputs, *arguments))
-        opening_program = _traced(opening.step_inputs, arguments, meshes.mesh).compiled(
+        structure = jax.tree.structure(jax.eval_shape(whole_mesh.step_inputs, *arguments))
+        opening_program = _traced(whole_mesh.step_inputs, arguments, meshes.mesh).compiled(
             f"{name}_opening", meshes.mesh
         )
         step_inputs: StepInputs = jax.tree.unflatten(
@@ -1686,7 +1684,7 @@ class StagePrograms:
             meshes=meshes,
             opening=opening_program,
             inputs_treedef=structure,
-            stacks=len(opening.stacks),
+            stacks=len(whole_mesh.stacks),
             once=tuple(self._read_once(number) for number in range(last + 1)),
             outside=tuple(
                 tuple(sorted(self._sums(number)["early"].outside)) for number in range(last + 1)
@@ -1706,9 +1704,10 @@ class StagePrograms:
             update=update((step_inputs.after, self._summed())),
         )
 
-    def _stage(self, stage: int) -> Stage:
+    def _stage(self, stage: int) -> StageConstants:
         """The zero sums of a stage, and the indices of its microbatches."""
-        mesh, count, last = (self.opening.meshes.stages[stage], len(self.order), len(self.work) - 1)
+        mesh, last = self.whole_mesh.meshes.stages[stage], len(self.work) - 1
+        count = len(self.order)
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
         summed_here = {number for early, _ in chunks for number in early.outside}
         edge_values = {number for end in (0, last) for number in self._sums(end)["early"].outside}
@@ -1725,7 +1724,7 @@ class StagePrograms:
             .lower()
             .compile()
         )
-        return Stage(
+        return StageConstants(
             zeros=zeros,
             indices=tuple(
                 jax.device_put(np.int32(micro), NamedSharding(mesh, PartitionSpec()))
@@ -1735,7 +1734,7 @@ class StagePrograms:
 
     def _summed(self) -> StageSums:
         """The sums of the stages after the last microbatch, abstract."""
-        opening, meshes, count = self.opening, self.opening.meshes, len(self.order)
+        whole_mesh, meshes, count = self.whole_mesh, self.whole_mesh.meshes, len(self.order)
 
         def whole(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(
@@ -1748,16 +1747,16 @@ class StagePrograms:
             WeightSums(
                 weights=[whole(leaf) for leaf in self._gradients(number)],
                 shared=[whole(leaf) for leaf in self._sums(number)["late"].shared],
-                sums=[],
+                partial_sums=[],
             )
             for number in range(0, len(self.work), count)
         ]
-        edges = [self._sums(number)["early"] for number in (0, len(self.work) - 1)]
+        ends = [self._sums(number)["early"] for number in (0, len(self.work) - 1)]
         return StageSums(
-            stacks=[[sums.weights[k] for sums in late] for k in range(len(opening.stacks))],
+            stacks=[[sums.weights[k] for sums in late] for k in range(len(whole_mesh.stacks))],
             shared=[[sums.shared[k] for sums in late] for k in range(len(late[0].shared))],
-            outside=jax.tree.map(whole, {**edges[0].outside, **edges[1].outside}),
-            results=[whole(leaf) for leaf in edges[1].results],
+            outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
+            results=[whole(leaf) for leaf in ends[1].results],
         )
 
 
@@ -1798,7 +1797,7 @@ def stage_programs(
     layer_split = LayerSplit(
         layers=pipeline.sections.layers, stages=len(meshes.stages), virtual=plan.virtual_stages
     )
-    opening = Opening(
+    whole_mesh = WholeMeshPrograms(
         pipeline=pipeline,
         meshes=meshes,
         split=layer_split,
@@ -1812,8 +1811,8 @@ def stage_programs(
         mesh=MeshShape({**plan.mesh, "stage": 1}),
         parameters=tuple(without_axes(parameter, ("stage",)) for parameter in plan.parameters),
     )
-    work = tuple(_work(number, opening, stage_plan) for number in range(layer_split.chunks))
-    return StagePrograms(plan=plan, opening=opening, work=work, order=order)
+    work = tuple(_work(number, whole_mesh, stage_plan) for number in range(layer_split.chunks))
+    return StagePrograms(plan=plan, whole_mesh=whole_mesh, work=work, order=order)
 
 
 def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
@@ -1853,12 +1852,12 @@ def _order(plan: Plan) -> tuple[tuple[Task, ...], ...]:
     )
 
 
-def _work(number: int, opening: Opening, stage_plan: Plan) -> ChunkWork:
+def _work(number: int, whole_mesh: WholeMeshPrograms, stage_plan: Plan) -> ChunkWork:
     """The work of one chunk of layers, on the mesh of its stage."""
-    pipeline, split, stages = opening.pipeline, opening.split, opening.meshes.stages
+    pipeline, split, stages = whole_mesh.pipeline, whole_mesh.split, whole_mesh.meshes.stages
     layers, mesh = split.counts[number], stages[number % len(stages)]
     sections = pipeline.sections
-    on_mesh = jax.tree.map(lambda leaf: NamedSharding(mesh, leaf.spec), vars(opening.params))
+    on_mesh = jax.tree.map(lambda leaf: NamedSharding(mesh, leaf.spec), vars(whole_mesh.params))
     layouts = LossLayouts.of(
         pipeline.traced, stage_plan, mesh, ParameterShardings(**on_mesh), pipeline.layouts.values
     )
@@ -1879,8 +1878,8 @@ def _work(number: int, opening: Opening, stage_plan: Plan) -> ChunkWork:
         first_layer=split.first_layer(number),
         is_last=number == split.chunks - 1,
         activations=pipeline.stages.activations,
-        entering=pipeline.stages.entering,
-        loss=pipeline.loss_position,
-        is_split=opening.is_split,
+        entering_count=pipeline.stages.entering_count,
+        loss_position=pipeline.loss_position,
+        is_split=whole_mesh.is_split,
         remat=pipeline.remat,
     )

@@ -54,7 +54,7 @@ class StageArrays:
 
     Attributes:
         weights: each stacked parameter, [stages, chunks, layers, ...], sharded over the stages.
-        tables: the same of each constant table.
+        layer_constants: the same of each constant with a slice per layer.
         keys: each array of model state with a slice per layer, [microbatches, stages, chunks,
             layers, ...].
         shared, constant: see `ChunkOperands`.
@@ -63,7 +63,7 @@ class StageArrays:
     """
 
     weights: Arrays
-    tables: Arrays
+    layer_constants: Arrays
     keys: Arrays
     shared: Arrays
     constant: Arrays
@@ -168,7 +168,8 @@ class Stages:
         axis: names of the stage axis in the mesh.
         activations: shape and dtype of everything sent from stage to stage: the carry, the values
             sent along with it, and buffers of the layers' stacked results.
-        entering: number of these that are computed before the layers; the buffers start as zeros.
+        entering_count: number of these that are computed before the layers; the buffers start as
+            zeros.
         leaving: positions of those that are read after the layers.
         stage_dims: for each, its dim sharded over the stages outside of the pipeline, or None.
         layouts: for each, its layout in the plan over the other axes; None if left to the compiler.
@@ -180,7 +181,7 @@ class Stages:
     mesh: Mesh | AbstractMesh
     axis: tuple[str, ...]
     activations: tuple[jax.ShapeDtypeStruct, ...]
-    entering: int
+    entering_count: int
     leaving: tuple[int, ...]
     stage_dims: tuple[int | None, ...]
     layouts: tuple[Layout | None, ...]
@@ -331,12 +332,12 @@ class Stages:
             return []
         return self._manual(self._gather, (self._specs(),), STAGE)(arrays)
 
-    def gather_over(self, arrays: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
+    def gather_into_slot(self, arrays: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
         """The operands gathered beforehand, [stages, ready_slots, layers, ...], with one chunk's
         gathered into its slot.
         """
         replicated = PartitionSpec()
-        return self._manual(self._gather_over, (self._specs(), STAGE, replicated), STAGE)(
+        return self._manual(self._gather_into_slot, (self._specs(), STAGE, replicated), STAGE)(
             arrays, ready, chunk
         )
 
@@ -348,12 +349,12 @@ class Stages:
             return []
         return self._manual(self._reduce, (self._specs(), STAGE), STAGE)(arrays, sums)
 
-    def reduce_out(self, arrays: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+    def reduce_slot(self, arrays: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         """(gradients of weights [stages, layers, ...] from the partial sums in one slot, the sums
         [stages, ready_slots, layers, ...] with that slot zeroed).
         """
         run = self._manual(
-            self._reduce_out, (self._specs(), STAGE, PartitionSpec()), (STAGE, STAGE)
+            self._reduce_slot, (self._specs(), STAGE, PartitionSpec()), (STAGE, STAGE)
         )
         return run(arrays, sums, slot)
 
@@ -374,14 +375,14 @@ class Stages:
         operands = gathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
 
-    def _gather_over(self, arrays: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
+    def _gather_into_slot(self, arrays: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
         gathered = self.chunk.gathered
         assert gathered is not None
         weights = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
             for leaf in self._sources(arrays)
         ]
-        operands = gathered.gather_over(
+        operands = gathered.gather_into_slot(
             weights, [leaf[0] for leaf in ready], chunk % self.ready_slots
         )
         return [leaf[None] for leaf in operands]
@@ -395,11 +396,11 @@ class Stages:
         )
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in gradients]
 
-    def _reduce_out(self, arrays: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
+    def _reduce_slot(self, arrays: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         gathered = self.chunk.gathered
         assert gathered is not None
         weights = [leaf[0, 0] for leaf in self._sources(arrays)]
-        gradients, emptied = gathered.reduce_out(weights, [leaf[0] for leaf in sums], slot)
+        gradients, emptied = gathered.reduce_slot(weights, [leaf[0] for leaf in sums], slot)
         return [leaf[None] for leaf in gradients], [leaf[None] for leaf in emptied]
 
     def _sources(self, arrays: StageArrays) -> Arrays:
@@ -416,7 +417,7 @@ class Stages:
         keys: Any = PartitionSpec(None, self.axis)
         return StageArrays(
             weights=per_stage,
-            tables=per_stage,
+            layer_constants=per_stage,
             keys=keys,
             shared=replicated,
             constant=replicated,
@@ -470,15 +471,14 @@ class Stages:
             in_flight=in_flight, sums=sums, residuals=residuals, input_grads=input_grads
         )
 
-    def weights(
+    def weight_gradients(
         self, tick: Index, arrays: StageArrays, stash: Arrays, sums: ChunkGrads, residuals: Arrays
     ) -> ChunkGrads:
         """Weight gradients of one tick, if these are delayed; arguments as those of `backward`,
         results as its `sums`.
         """
-        run = self._manual(
-            self._weights, (STAGE, PartitionSpec(), self._specs(), STAGE, STAGE, STAGE), STAGE
-        )
+        specs = (STAGE, PartitionSpec(), self._specs(), STAGE, STAGE, STAGE)
+        run = self._manual(self._weight_gradients, specs, STAGE)
         return run(self._stage_indices(), tick, arrays, stash, sums, residuals)
 
     def stash_avals(self, arrays: StageArrays) -> list[jax.ShapeDtypeStruct]:
@@ -536,10 +536,8 @@ class Stages:
         stage = stage_indices[0]
         micro, chunk, active = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
-        computed = [
-            *entering,
-            *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations[self.entering :]),
-        ]
+        buffers = self.activations[self.entering_count :]
+        computed = [*entering, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in buffers)]
         arrived, waiting = self._arrived(tick, in_flight, stage == 0)
         arriving = [
             self._inside(jnp.where(first, new, old), k)
@@ -614,11 +612,11 @@ class Stages:
         out = [
             only_if((stage == 0) & (chunk == 0) & active, leaf)[None]
             for k, leaf in zip(self.differentiable, input_grads, strict=True)
-            if k < self.entering
+            if k < self.entering_count
         ]
         return InFlight(next=self._hop(input_grads, -1), waiting=waiting), sums, residuals, out
 
-    def _weights(
+    def _weight_gradients(
         self,
         stage_indices: Value,
         tick: Index,
@@ -666,7 +664,9 @@ class Stages:
                 added_to_chunk(total[0], gradient, chunk, active)[None]
                 for total, gradient in zip(sums.weights, more.weights, strict=True)
             ],
-            sums=added_layer_by_layer(sums.sums, more.sums, chunk % self.ready_slots, active),
+            partial_sums=added_layer_by_layer(
+                sums.partial_sums, more.partial_sums, chunk % self.ready_slots, active
+            ),
             shared=[
                 total + jnp.where(active, gradient, 0).astype(total.dtype)[None]
                 for total, gradient in zip(sums.shared, more.shared, strict=True)
@@ -686,7 +686,7 @@ class Stages:
         ]
         return ChunkOperands(
             weights=[of_chunk(leaf[0]) for leaf in arrays.weights],
-            tables=[of_chunk(leaf[0]) for leaf in arrays.tables],
+            layer_constants=[of_chunk(leaf[0]) for leaf in arrays.layer_constants],
             keys=keys,
             shared=arrays.shared,
             constant=arrays.constant,
