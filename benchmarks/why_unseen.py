@@ -94,10 +94,9 @@ def example(name: str, sources: Path) -> Case:
     sys.path.insert(0, str(sources / program.folder))
     vars(brought).update(ROWS=64, LENGTH=256, VOCAB=8192, NANODO_SIZES=NANODO_SIZES)
     brought.SIZES.update(SIZES)
-    with jax.set_mesh(MESH) if name == "nnx fsdp" else contextlib.nullcontext():
-        made = program.brought(sources, marked=False)
-        with nnx.use_eager_sharding(False):
-            state = jax.eval_shape(made.init, jax.random.key(0))
+    made = program.brought(sources, marked=False)
+    with nnx.use_eager_sharding(False):
+        state = jax.eval_shape(made.init, jax.random.key(0))
     if program.mapped:
         return mapped(made, state, program.mapped)
     if name in AUTHORS:

@@ -180,7 +180,9 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
             try:
                 donated = _donated(call, tree.unflatten(leaves))
                 program = export.export(
-                    jax.jit(flat), platforms=[platform], disabled_checks=unstable_calls()
+                    jax.jit(flat, keep_unused=True),
+                    platforms=[platform],
+                    disabled_checks=unstable_calls(),
                 )(*(leaves[i] for i in arrays))
                 data = bytes(program.serialize())
                 break

@@ -114,3 +114,16 @@ def test_meshes_may_have_many_axes_of_size_1() -> None:
     x, w = model.array((64, 128), "k", "l", mesh=mesh), model.array((128, 64), "l", mesh=mesh)
     (row,) = shardlib.why(lambda x, w: x @ w, x, w, topology="cpu:8", cures=0).rows
     assert (row.kind, row.axes) == ("all-reduce", ("l",))
+
+
+@pytest.mark.long
+def test_arguments_that_are_not_used_keep_their_numbers() -> None:
+    def f(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return x @ params["used"]
+
+    params = {"unused": model.array((128, 256)), "used": model.array((256, 64), "model")}
+    x = model.array((64, 256), "data", "model")
+    (row,) = shardlib.why(f, params, x, topology="cpu:8", cures=0).rows
+    assert row.meeting is not None and row.meeting.contraction is not None
+    names = [operand.name for operand in row.meeting.contraction.operands]
+    assert names == ["x", "params['used']"]
