@@ -341,7 +341,7 @@ def measured(diagnosis: Diagnosis, seconds: float) -> dict[str, Any]:
                     f"{row.kind} over {', '.join(row.axes)}: {shown(row.source)}: {row.reason}"
                     for n, row in enumerate(diagnosis.rows)
                     if diagnosis.cured.get(n) == number
-                ],
+                ][:6],
             }
             for number, cure in enumerate(diagnosis.cures)
         ],

@@ -9,6 +9,7 @@ the program is differentiated, and its transpose lays out the cotangent, as it w
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,6 +75,8 @@ class Edit:
             return f"leave out the layout: {text_of(self.frame)}"
         inner, line = expression(self.frame), text_of(self.frame)
         layout = "jax.sharding.reshard" if explicit else "jax.lax.with_sharding_constraint"
+        if target := re.match(r"([\w.]+)\s*[-+*/@%&|^<>]+=\s", inner):  # an update, not a value
+            return f"{line}; {target[1]} = {layout}({target[1]}, {spec})"
         edited = f"{layout}({inner}, {spec})"
         return line.replace(inner, edited, 1) if inner in line else edited
 

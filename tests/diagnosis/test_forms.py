@@ -5,6 +5,7 @@ layers; and the frames of compiled programs.
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,9 @@ from flax import linen as nn
 from flax import nnx
 
 import shardlib
+from shardlib.diagnosis.edits import Edit
 from shardlib.diagnosis.program import Call, find_mesh, trace
-from shardlib.diagnosis.source import FrameTable
+from shardlib.diagnosis.source import Frame, FrameTable
 from tests.diagnosis import lookup_model as model
 
 X, W = model.array((64, 128), "data"), model.array((128, 256), None, "model")
@@ -127,3 +129,10 @@ def test_arguments_that_are_not_used_keep_their_numbers() -> None:
     assert row.meeting is not None and row.meeting.contraction is not None
     names = [operand.name for operand in row.meeting.contraction.operands]
     assert names == ["x", "params['used']"]
+
+
+def test_layouts_of_updates_follow_them(tmp_path: Path) -> None:
+    file = tmp_path / "layer.py"
+    file.write_text("x += y\n")
+    edit = Edit(spec=(("data",),), frame=Frame(str(file), 1, 0, 1, 6), shape=(8,))
+    assert edit.text(False) == "x += y; x = jax.lax.with_sharding_constraint(x, jax.P('data'))"
