@@ -347,8 +347,8 @@ def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
     return frameworks.framework_profile(name)
 
 
-#: Constraints between decisions, by the name of a rule.
-RULES: Mapping[str, str] = {
+#: Constraints between decisions, by the name of a restriction.
+RESTRICTIONS: Mapping[str, str] = {
     "equal stages": "every chunk of every stage has equally many layers, all of one kind",
     "microbatches in groups": "the microbatches of stages are a multiple of the stages",
     "chunked in groups": "with several chunks on a stage, so they are there",
@@ -393,7 +393,7 @@ class Abilities:
             the plan decides), "always".
         tensor: whether tensor shards "all" colours of matmuls except those of experts, or "any".
         offload: kinds of arrays that can be offloaded.
-        rules: names of the `RULES` that its plans satisfy.
+        restrictions: names of the `RESTRICTIONS` that its plans satisfy.
     """
 
     axes: tuple[str, ...] = INNER_AXES
@@ -406,7 +406,7 @@ class Abilities:
     sequence_parallel: str = "either"
     tensor: str = "any"
     offload: tuple[str, ...] = ("optimizer", "activations")
-    rules: tuple[str, ...] = ()
+    restrictions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         failures = [
@@ -422,7 +422,7 @@ class Abilities:
             "contexts": ("all-gather", "ring", "ulysses"),
             "gathers": ("use", "once"),
             "offload": ("optimizer", "activations"),
-            "rules": tuple(RULES),
+            "restrictions": tuple(RESTRICTIONS),
         }
         failures += [
             f"{name} names {value!r}; there are {', '.join(map(str, values))}"
@@ -433,10 +433,10 @@ class Abilities:
         if failures:
             raise_all(PinError, "what the framework can do is not usable", failures)
 
-    def has(self, rule: str) -> bool:
-        """True if its plans satisfy a rule."""
-        assert rule in RULES, f"{rule!r} is not a rule"
-        return rule in self.rules
+    def requires(self, restriction: str) -> bool:
+        """True if all its plans satisfy a restriction."""
+        assert restriction in RESTRICTIONS, f"{restriction!r} is not a restriction"
+        return restriction in self.restrictions
 
     @property
     def free(self) -> bool:

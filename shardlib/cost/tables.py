@@ -970,7 +970,7 @@ class Pricer:
         return index.evaluated(self.topology.chip, self.efficiency, self.outside, degrees)
 
     def tally(self, items: Iterable[Item], choice: Choice, degrees: Degrees, groups: int) -> Array:
-        """Quantities of some items under a choice: array [classes + 2, `ROWS`, degrees]; the
+        """Quantities of some items under a choice: array [groups + 2, `ROWS`, degrees]; the
         last two segments are `INSIDE_LAYER` and `OUTSIDE_LAYERS`.
         """
         terms = ((item.segment, term) for item in items for term in item.terms(choice))

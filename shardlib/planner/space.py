@@ -326,7 +326,7 @@ class Space:
             % (sizes["tensor"] * sizes["context"] if choice.sequence else sizes["context"])
             == 0
         )
-        if self.limits.abilities.has("experts in sequence") and routes and not choice.sequence:
+        if self.limits.abilities.requires("experts in sequence") and routes and not choice.sequence:
             fits &= sizes["tensor"] == 1
         if routes:
             facts = facts_of_pins(self.pins) | facts_of_decisions(self.strategy.decisions)
@@ -346,9 +346,9 @@ class Space:
         """
         abilities = self.limits.abilities
         if zero:
-            replicable = not abilities.has("ZeRO or replicas")
+            replicable = not abilities.requires("ZeRO or replicas")
             return (meshes.ways(STORED_AXES) > 1) & ((meshes.ways(("data",)) == 1) | replicable)
-        return meshes.ways(STORED_AXES) == 1 if abilities.has("ZeRO over all") else meshes.fsdp == 1
+        return meshes.ways(STORED_AXES) == 1 if abilities.requires("ZeRO over all") else meshes.fsdp == 1
 
     def zeros_and_schedules(self, policy: str, *, pipelined: bool) -> list[Decisions]:
         """Every ZeRO stage and schedule under a remat policy, whether or not a candidate allows
@@ -475,11 +475,11 @@ class Space:
         layers = self.limits.layers
         fits = meshes.stage * decisions.virtual_stages <= layers
         abilities, chunks = self.limits.abilities, decisions.virtual_stages
-        if abilities.has("equal stages"):
+        if abilities.requires("equal stages"):
             fits &= layers % (meshes.stage * chunks) == 0
-        if abilities.has("chunked in groups") and chunks > 1:
+        if abilities.requires("chunked in groups") and chunks > 1:
             fits &= meshes.micro % meshes.stage == 0
-        if abilities.has("a microbatch a chunk"):
+        if abilities.requires("a microbatch a chunk"):
             fits &= meshes.micro >= meshes.stage * chunks
         schedule = named(decisions.schedule)
         if schedule.forward_first and decisions.virtual_stages > 1 and not self.pins.virtual_stages:
@@ -827,10 +827,10 @@ def _framework_runs(limits: ModelLimits, mesh: Mapping[str, int], micro: int) ->
     replicated = mesh["data"] > 1 and math.prod(mesh.values()) > mesh["data"]
     sharded = math.prod(mesh[axis] for axis in STORED_AXES) > 1
     return not (
-        (abilities.has("equal stages") and staged and uneven)
-        or (abilities.has("microbatches in groups") and staged and micro % stages)
-        or (abilities.has("a microbatch a chunk") and staged and micro < stages)
-        or (abilities.has("replicas alone") and replicated and not sharded)
+        (abilities.requires("equal stages") and staged and uneven)
+        or (abilities.requires("microbatches in groups") and staged and micro % stages)
+        or (abilities.requires("a microbatch a chunk") and staged and micro < stages)
+        or (abilities.requires("replicas alone") and replicated and not sharded)
     )
 
 

@@ -473,7 +473,7 @@ class TallyCache:
         points: returns the memory items of each point, by the same keys.
         stored: items of stored parameters.
         groups: number of layer groups.
-        other_axes: colours other than those of a choice's tensor axis on which items may depend.
+        other_colours: colours other than those of a choice's tensor axis on which items may depend.
         sibling: a cache whose measures, and whose groups of the same lists of items, are shared.
     """
 
@@ -484,11 +484,11 @@ class TallyCache:
         stored: list[Item],
         groups: int,
         profile: FrameworkProfile,
-        other_axes: frozenset[str],
+        other_colours: frozenset[str],
         sibling: TallyCache | None = None,
     ) -> None:
         self._work, self._points, self._stored = work, points, stored
-        self._segments, self._other_axes = groups + 2, other_axes
+        self._segments, self._other_colours = groups + 2, other_colours
         self._item_entries = (
             ItemEntries(MeasureIndex(), profile, groups + 2)
             if sibling is None
@@ -512,13 +512,13 @@ class TallyCache:
             key: (remat policy, True where tokens are routed); None for stored arrays.
         """
         items = self._stored if key is None else self._work[key]
-        groups = self._grouped([items], self._other_axes)
+        groups = self._grouped([items], self._other_colours)
         return ItemTallies(lists=1, segments=self._segments, groups=groups, components=())
 
     def of_shardable(self, shardable: tuple[str, ...]) -> ModelTallies:
         """The tallies where the tensor axis may shard the given colours."""
         if shardable not in self._cache:
-            relevant = self._other_axes | set(shardable)
+            relevant = self._other_colours | set(shardable)
             points = self._points()
             lists: list[Sequence[list[Item]]] = [
                 [self._stored],
@@ -596,11 +596,11 @@ class Workload:
         ):
             sibling = self.sibling.tallies
         return TallyCache(
-            work, points, self.stored, len(self.counts), self.profile, self._other_axes, sibling
+            work, points, self.stored, len(self.counts), self.profile, self._other_colours, sibling
         )
 
     @property
-    def _other_axes(self) -> frozenset[str]:
+    def _other_colours(self) -> frozenset[str]:
         """Colours that axes other than tensor shard."""
         return frozenset({self.colouring.batch_colour or "", self.colouring.sequence_colour or ""})
 
@@ -628,8 +628,8 @@ class Workload:
         )
 
     def _of(self, points: dict[ProgramKey, tuple[list[Item], ...]]) -> TallyCache:
-        groups, other_axes = len(self.counts), self._other_axes
-        return TallyCache({}, lambda: points, [], groups, self.profile, other_axes, self.tallies)
+        groups, other_colours = len(self.counts), self._other_colours
+        return TallyCache({}, lambda: points, [], groups, self.profile, other_colours, self.tallies)
 
     @cached_property
     def can_mix_remat(self) -> bool:
