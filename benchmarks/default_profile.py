@@ -155,7 +155,7 @@ def curve(chip: str, setting: Setting, runs: list[Run], found: dict[str, Any]) -
         share = f"the vendor's share times {setting[0]}, one factor for all GPUs"
     return {
         "chip": chip,
-        "stack": XLA.name,
+        "profile": XLA.name,
         "values": told,
         "sources": [
             f"matmul: fitted to published runs, see evidence: {share}",

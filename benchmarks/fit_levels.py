@@ -66,7 +66,7 @@ def curve(runs: Sequence[Run], steps: Sequence[Fit], unseen: Mapping[str, float]
     timed = [run for run in runs if run.sample.measured_s]
     return {
         "chip": first.chip,
-        "stack": first.stack,
+        "profile": first.stack,
         "values": values,
         "sources": [
             *(source(name, moved[name], steps) for name in MEANING if name in moved),
@@ -148,7 +148,7 @@ def main() -> None:
         data = curve([run for run in runs if run.group == name], steps, unseen)
         told = {key: value for key, value in data["evidence"].items() if key != "rows"}
         print(f"{name}: {data['values']} {told}", flush=True)
-        vendor = "google" if data["stack"] == "maxtext-tpu" else "nvidia"
+        vendor = "google" if data["profile"] == "maxtext-tpu" else "nvidia"
         vendor_efficiency(vendor).with_values(data["values"])  # refuses what is not usable
         if args.write:
             path = CURVES / f"{name}.json"

@@ -74,7 +74,7 @@ class Axis:
         computes: True if arrays other than the batch are sharded over it in compute.
         collectives: kinds of collectives (`KINDS`) that run along it alone, by
             role in a step: "block" (compute waits for it), "context" (along the sequence), "keys",
-            "ring" or "exchange" (of an attention kernel: keys and values are all-gathered, or
+            "ring" or "head_exchange" (of an attention kernel: keys and values are all-gathered, or
             travel around a ring, in one collective each; or heads are exchanged), "stage" (between
             stages) and "ends" (if all stages compute embedding and head: to the first stage and
             from the last) and "deal" (layers, which are stored in order, to stages of several
@@ -169,7 +169,7 @@ CONTEXT = Axis(
         "context": _OF_VALUES,
         "keys": _OF_VALUES,
         "ring": ("collective-permute",),
-        "exchange": ("all-to-all",),
+        "head_exchange": ("all-to-all",),
     },
     waits=True,
     links=4,

@@ -21,6 +21,11 @@ segment      the layer group of an item; `OUTSIDE_LAYERS` and `INSIDE_LAYER`
 outside      of the layers: embedding, head and loss
 ends         collectives where a microbatch enters or leaves a pipeline whose stages all compute
              embedding and head
+region       the body of a loop or of a branch (`shardlib.graph.Op.region`)
+purpose      what a collective is for, in a term: `Transfer.purpose`; with the profile it gives the
+             roles of its slots
+accumulation groups  groups of microbatches that go through a pipeline one after the other; the
+             decision `accumulation` is their number
 phase        a loop over layers, or the ops between two of them, in the order of a step
 slot         a class of collectives, by kind, group of devices and role
 role         the purpose of a collective, which decides whether compute waits for it: block (it

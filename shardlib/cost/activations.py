@@ -563,7 +563,7 @@ class ProfileMemory:
                 if op.kind == FORWARD and op.region == region
             }
             inputs = (
-                set(LayerSearch(facts.graph, region, frozenset(facts.weights)).products.values())
+                set(LayerSearch(facts.graph, region, frozenset(facts.weights)).matmuls.values())
                 if profile.gathered_inputs == "kept"
                 else set[int]()
             )
@@ -591,7 +591,7 @@ class ProfileMemory:
         padded.
         """
         return (
-            self._facts.exchange.padding * self._filled_shares[value]
+            self._facts.token_exchange.padding * self._filled_shares[value]
             if choice.expert is not None and value in self._filled_shares
             else 1.0
         )
@@ -858,7 +858,7 @@ def _with_kernels(step: StepGraph, core: Core, block: int) -> StepGraph | None:
     results = {value for ops in kernels.values() for op in ops for value in op.results}
     kernel_operands = {operand for ops in kernels.values() for op in ops for operand in op.operands}
     producers = graph.producers()
-    removed_ops = {*core.products, *core.chain, *core.sinks}
+    removed_ops = {*core.activation_matmuls, *core.chain, *core.sinks}
     for value in kernel_operands:  # the exit and enter ops of the statistic stay
         while (maker := producers.get(value)) in core.chain and value not in results:
             removed_ops.discard(maker)
@@ -880,16 +880,20 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
     """The kernels of a core, by the index of the op that they replace; None if the statistic does
     not reach the gradients.
     """
-    joined = FactorClasses(graph, {*core.products, *core.chain, *core.sinks})
+    joined = FactorClasses(graph, {*core.activation_matmuls, *core.chain, *core.sinks})
     rows = joined.classes(core.sums, graph.ops[core.sums].rule.summed)
     keys = math.prod(joined.size(index) for index in rows)
     share = causal_share(keys, block, core.window) if core.causal else 1.0
-    inner = {value for i in (*core.products, *core.chain) for value in graph.ops[i].results}
+    inner = {
+        value for i in (*core.activation_matmuls, *core.chain) for value in graph.ops[i].results
+    }
     mixing, gradients = core.sinks[0], core.sinks[1:]
     statistic, statistic_read = _statistic(graph, core, {graph.ops[i].region for i in gradients})
     if statistic_read is None and gradients:
         return None
-    contracted = rows.union(*(joined.classes(i, graph.ops[i].rule.summed) for i in core.products))
+    contracted = rows.union(
+        *(joined.classes(i, graph.ops[i].rule.summed) for i in core.activation_matmuls)
+    )
 
     def kernel(
         kind: str,
@@ -933,8 +937,8 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
         op = kernel(
             BACKWARD,
             sinks[0],
-            (*(i for i in core.products if i not in core.scores), *gradients),
-            (*sinks, *(core.products if number == 0 else ())),
+            (*(i for i in core.activation_matmuls if i not in core.scores), *gradients),
+            (*sinks, *(core.activation_matmuls if number == 0 else ())),
             results,
             (statistic_read,),
             summed,

@@ -96,11 +96,11 @@ def without_tensor(part: str | None) -> str | None:
 # Cores of attention, identified in a step graph by their structure.
 #
 # The core is scores = q k^T, their softmax along the rows, and its product with v; backward, the
-# gradients of q, k and v. Its structure: *products*, matmuls of two activations; an exponential of
-# element-wise functions and views of them, followed by a sum along rows. All descendants of the
-# products up to the next matmuls, the *sinks*, are the core; one sink mixes values by the softmax,
-# the others make gradients, for which the gradient of the softmax is one more product. Nothing
-# outside may read a value that the kernels do not write.
+# gradients of q, k and v. Its structure: *activation matmuls*, of two activations; an exponential
+# of element-wise functions and views of them, followed by a sum along rows. All their descendants
+# up to the next matmuls, the *sinks*, are the core; one sink mixes values by the softmax, the
+# others make gradients, for which the gradient of the softmax is one more activation matmul.
+# Nothing outside may read a value that the kernels do not write.
 
 #: Categories of the ops between the matmuls.
 _CHAIN: frozenset[str] = frozenset({"elementwise", "reduction", "movement"})
@@ -114,8 +114,8 @@ class Core:
 
     Attributes:
         scores: matmuls whose sum is the scores.
-        products: those and the matmul that makes the gradient of the softmax.
-        chain: descendants of the products before the next matmuls.
+        activation_matmuls: those and the matmul that makes the gradient of the softmax.
+        chain: their descendants before the next matmuls.
         sinks: matmuls that read the chain; the first mixes the values.
         sums: the op that sums the exponentials of a row.
         side_inputs: values that the chain reads from outside, except for constants and functions of
@@ -126,7 +126,7 @@ class Core:
     """
 
     scores: tuple[int, ...]
-    products: tuple[int, ...]
+    activation_matmuls: tuple[int, ...]
     chain: tuple[int, ...]
     sinks: tuple[int, ...]
     sums: int
@@ -161,17 +161,17 @@ class _Search:
             for i in scores
         ):
             return None
-        products, chain, leaves = set(scores), list[int](), set[int]()
+        activation_matmuls, chain, leaves = set(scores), list[int](), set[int]()
         while True:
-            chain, tainted = self._descendants(products)
+            chain, tainted = self._descendants(activation_matmuls)
             entering = {value for i in chain for value in graph.ops[i].operands} - tainted
             more, leaves = self._origins(
                 (value for value in entering if self._elements(value) == square), None
             )
             leaves |= {value for value in entering if self._elements(value) != square}
-            if more <= products:
+            if more <= activation_matmuls:
                 break
-            products |= more
+            activation_matmuls |= more
         sums = next(
             (
                 i
@@ -182,7 +182,7 @@ class _Search:
             ),
             None,
         )
-        sinks = self._sinks(tainted, products, scores, chain, sums)
+        sinks = self._sinks(tainted, activation_matmuls, scores, chain, sums)
         masks = {value for value in leaves if self._of_positions(value)}
         side_inputs = tuple(
             sorted(value for value in leaves - masks if graph.values[value].role != "constant")
@@ -195,7 +195,7 @@ class _Search:
             return None
         return Core(
             scores=tuple(sorted(scores)),
-            products=tuple(sorted(products)),
+            activation_matmuls=tuple(sorted(activation_matmuls)),
             chain=tuple(chain),
             sinks=sinks,
             sums=sums,
@@ -237,15 +237,15 @@ class _Search:
                 leaves.add(value)
         return matmuls, leaves
 
-    def _descendants(self, products: set[int]) -> tuple[list[int], set[int]]:
-        """Ops that depend on the products, before the next matmuls; and the values that they and
-        the products make.
+    def _descendants(self, activation_matmuls: set[int]) -> tuple[list[int], set[int]]:
+        """Ops that depend on some matmuls, before the next ones; and the values that they and
+        those matmuls make.
         """
         chain = list[int]()
-        tainted = {value for i in products for value in self._graph.ops[i].results}
+        tainted = {value for i in activation_matmuls for value in self._graph.ops[i].results}
         for index, op in enumerate(self._graph.ops):
             if (
-                index not in products
+                index not in activation_matmuls
                 and (op.category in _CHAIN or op.kind in ("enter", "exit"))
                 and tainted.intersection(op.operands)
             ):
@@ -256,22 +256,24 @@ class _Search:
     def _sinks(
         self,
         tainted: set[int],
-        products: set[int],
+        activation_matmuls: set[int],
         scores: set[int],
         chain: list[int],
         sums: int | None,
     ) -> tuple[int, ...]:
-        """Matmuls that read descendants of the products, the one that mixes values first; ()
-        without that one.
+        """Matmuls that read descendants of those of activations, the one that mixes values
+        first; () without that one.
         """
         graph = self._graph
         matmuls = [
             i
             for i, op in enumerate(graph.ops)
-            if i not in products and op.category == "matmul" and tainted.intersection(op.operands)
+            if i not in activation_matmuls
+            and op.category == "matmul"
+            and tainted.intersection(op.operands)
         ]
-        _, gradients = self._descendants(products - scores)
-        joined = FactorClasses(graph, {*products, *chain, *matmuls})
+        _, gradients = self._descendants(activation_matmuls - scores)
+        joined = FactorClasses(graph, {*activation_matmuls, *chain, *matmuls})
         rows = (
             joined.classes(sums, graph.ops[sums].rule.summed)
             if sums is not None
@@ -280,7 +282,9 @@ class _Search:
         mixing = [
             i
             for i in matmuls
-            if not (gradients if products - scores else set()).intersection(graph.ops[i].operands)
+            if not (gradients if activation_matmuls - scores else set()).intersection(
+                graph.ops[i].operands
+            )
             and rows <= joined.classes(i, graph.ops[i].rule.summed)
         ]
         return (

@@ -315,7 +315,7 @@ def _permute(tiers: list[list[_Line]]) -> LinearCost:
 # The steps of gathers and scatters over mesh axes, by the links of the axes.
 
 
-def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
+def scatter_steps(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
     """The steps of a reduce-scatter over an axis, the major one first.
 
     On a torus one span after another (XLA for TPU has no other reduce-scatter); between slices
@@ -329,11 +329,11 @@ def scatter_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[S
     return (*((span,) for span in inside), *([between] if between else []))
 
 
-def gather_stages(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
+def gather_steps(spans: tuple[Span, ...], topology: Topology) -> tuple[tuple[Span, ...], ...]:
     """The steps of an all-gather over an axis, the minor one first.
 
     On a torus of more than two dims one span after another (XLA for TPU turns a gather along three
-    into an all-reduce), else a single step. Between slices first, the reverse of `scatter_stages`.
+    into an all-reduce), else a single step. Between slices first, the reverse of `scatter_steps`.
     """
     if not spans or not _on_torus(spans, topology):
         return (spans,) if spans else ()
@@ -373,7 +373,7 @@ class CollectiveStep:
 
 def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[CollectiveStep, ...]:
     """The steps of a gather or scatter of parameters."""
-    groups = (scatter_stages if kind == "reduce-scatter" else gather_stages)(spans, topology)
+    groups = (scatter_steps if kind == "reduce-scatter" else gather_steps)(spans, topology)
     degrees = [math.prod(span.ways for span in group) for group in groups]
     after = [math.prod(degrees[i + 1 :]) for i in range(len(degrees))]
     shares = [float(n) if kind == "reduce-scatter" else 1.0 / n for n in after]
@@ -441,7 +441,7 @@ def _without_expert(axes: tuple[str, ...]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Slot:
-    """A kind of collective over a group, in one role.
+    """A class of collectives: of one kind, over one group of devices, in one role.
 
     Attributes:
         role: a role of `shardlib.layout.Axis.collectives`; "block" also over the axes that split
@@ -461,8 +461,8 @@ _TOKENS = tuple(
     tokens(experts=experts, tensor=tensor) for tensor in (False, True) for experts in (False, True)
 )
 _STORED = (storage_group(), storage_group(experts=True))
-_OF_ENDS = tuple(on_all_stages(tokens(tensor=tensor)) for tensor in (False, True))
-_REPLICAS_OF_ENDS = tuple(on_all_stages(replicas(tensor=tensor)) for tensor in (False, True))
+_TOKENS_OUTSIDE = tuple(on_all_stages(tokens(tensor=tensor)) for tensor in (False, True))
+_REPLICAS_OUTSIDE = tuple(on_all_stages(replicas(tensor=tensor)) for tensor in (False, True))
 SLOTS: tuple[Slot, ...] = (
     *(
         Slot(role, axis_group(AXES[name]), kind)
@@ -475,11 +475,17 @@ SLOTS: tuple[Slot, ...] = (
     *(Slot("gather", group, "all-gather") for group in _STORED),
     *(Slot("update", group, "all-to-all") for group in (axis_group(AXES["tensor"]), _STORED[0])),
     *(Slot("update", group, "all-gather") for group in (replicas(), tokens())),
-    *(Slot("reduce", group, "all-reduce") for group in (*_TOKENS, *_OF_ENDS)),
+    *(Slot("reduce", group, "all-reduce") for group in (*_TOKENS, *_TOKENS_OUTSIDE)),
     *(Slot("scatter", group, "reduce-scatter") for group in _STORED),
     *(
         Slot("scatter", group, "all-reduce")
-        for group in (replicas(), replicas(tensor=True), *_TOKENS, *_REPLICAS_OF_ENDS, *_OF_ENDS)
+        for group in (
+            replicas(),
+            replicas(tensor=True),
+            *_TOKENS,
+            *_REPLICAS_OUTSIDE,
+            *_TOKENS_OUTSIDE,
+        )
     ),
 )
 #: Groups of devices that collectives of a step run over.
@@ -490,7 +496,7 @@ CONTEXT_ROLES: dict[str, tuple[str, ...]] = {
     "none": ("context",),
     "all-gather": ("context", "keys"),
     "ring": ("context", "ring"),
-    "ulysses": ("context", "exchange"),
+    "ulysses": ("context", "head_exchange"),
 }
 SLOT_INDEX: dict[Slot, int] = {slot: number for number, slot in enumerate(SLOTS)}
 

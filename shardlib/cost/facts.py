@@ -257,13 +257,11 @@ def named_results(
     results["context"] = search.views({value for op in kernels for value in op.results})
     for op in kernels:
         for name, operand in zip(("query", "key", "value"), op.operands, strict=False):
-            results[name] |= {
-                value for value in search.sources(operand) if value in search.products
-            }
+            results[name] |= {value for value in search.sources(operand) if value in search.matmuls}
     attended = results["query"] | results["key"] | results["value"]
     sources = {
         result: search.sources(operand)
-        for result, operand in search.products.items()
+        for result, operand in search.matmuls.items()
         if result not in attended
     }
     results["out"] = {
@@ -284,7 +282,7 @@ class LayerSearch:
     """A search for the sources of the values of one loop.
 
     Attributes:
-        products: results of weight matmuls -> the operand that is not a weight.
+        matmuls: results of weight matmuls -> the operand that is not a weight.
     """
 
     def __init__(self, graph: Graph, region: int, weights: frozenset[int]) -> None:
@@ -295,14 +293,14 @@ class LayerSearch:
             for value in op.results
         }
         self._readers: dict[int, list[Op]] = defaultdict(list)
-        self.products: dict[int, int] = {}
+        self.matmuls: dict[int, int] = {}
         for op in dict.fromkeys(self._makers.values()):
             for value in op.operands:
                 self._readers[value].append(op)
             if op.category == "matmul" or op.kind in GROUPED:
                 others = [value for value in op.operands[:2] if value not in weights]
                 if len(others) == 1:
-                    self.products[op.results[0]] = others[0]
+                    self.matmuls[op.results[0]] = others[0]
 
     def read_by(self, value: int) -> set[str]:
         """Kinds of the ops that read a value or a cast of it."""
@@ -330,7 +328,7 @@ class LayerSearch:
             if current in seen or maker is None:
                 continue
             seen.add(current)
-            if current in self.products or maker.kind in (FORWARD, "carry"):
+            if current in self.matmuls or maker.kind in (FORWARD, "carry"):
                 sources.add(current)
             else:
                 pending.extend(maker.operands)
@@ -796,7 +794,7 @@ class Facts:
         layers: layer groups.
         batch, sequence: colours of the batch and of the sequence.
         routes: True if tokens are routed between devices (`shardlib.cost.experts`).
-        exchange: how tokens are dispatched to their experts.
+        token_exchange: how tokens are dispatched to their experts.
         capped: layers of experts with a capacity, by region; only if tokens are routed.
         heads: heads of the kernels of attention, by index of the op.
         trips: number of executions of every region per microbatch.
@@ -815,12 +813,12 @@ class Facts:
         batch: tuple[str | None, int] = (None, 1),
         sequence: tuple[str | None, int] = (None, 1),
         routes: bool = False,
-        exchange: TokenExchange = EVEN_ROUTING,
+        token_exchange: TokenExchange = EVEN_ROUTING,
     ) -> None:
         self.graph = step.graph
         self._sizes = batch, sequence
         self.batch, self.sequence, self.routes = batch[0], sequence[0], routes
-        self.exchange = exchange
+        self.token_exchange = token_exchange
         self.capped = capacity_layers(step.graph) if routes else {}
         self.colours = colours = merged_colours(step.graph, colours, batch, sequence)
         self.weights, self.gradients = step.weights(), step.gradient_like()
@@ -867,7 +865,7 @@ class Facts:
             batch=batch,
             sequence=sequence,
             routes=self.routes,
-            exchange=self.exchange,
+            token_exchange=self.token_exchange,
         )
 
     def op_spec(self, index: int, choice: Choice) -> Spec:

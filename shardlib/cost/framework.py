@@ -272,7 +272,7 @@ class FrameworkProfile:
         return ("use", "once") if once else ("use",)
 
     @property
-    def ends_on_all_stages(self) -> bool:
+    def outside_on_all_stages(self) -> bool:
         """True if all stages compute embedding and head, each for a part of the sequence, as
         pipelines in one program do; False if the first and the last stage do.
         """

@@ -43,7 +43,7 @@ from shardlib.propagation.contractions import DividedHeads
 # kernel, and activations from one pipeline stage to the next.
 
 
-def exchange_item(facts: Facts, index: int) -> Item:
+def context_exchange_item(facts: Facts, index: int) -> Item:
     """The all-to-all of sequence parts for heads around an attention kernel (arXiv:2309.14509):
     forward of queries, keys, values and results, and of the gradient of the results, which the
     backward pass reads; backward of the other gradients.
@@ -54,7 +54,7 @@ def exchange_item(facts: Facts, index: int) -> Item:
         return tuple(
             Transfer(
                 kind="all-to-all",
-                group="exchange",
+                purpose="head_exchange",
                 bytes=amount(facts.graph.values[value].bytes, spec),
                 trips=times * facts.trips[op.region],
                 cause=op.scope or op.kind,
@@ -117,7 +117,7 @@ def route_items(facts: Facts) -> list[Item]:
 
     def item(index: int, value: int) -> Item:
         op, capped = facts.graph.ops[index], facts.capped.get(facts.graph.ops[index].region)
-        size = facts.graph.values[value].bytes * facts.exchange.padding
+        size = facts.graph.values[value].bytes * facts.token_exchange.padding
         if capped is not None:  # of the slots, only as many as there are assignments are sent
             size *= capped.assignments / row_count(facts.graph, value)
 
@@ -126,27 +126,27 @@ def route_items(facts: Facts) -> list[Item]:
                 return _gathered_tokens(facts, index, value, choice)
             gathered = (
                 _gathered_tokens(facts, index, value, choice)
-                if facts.exchange.sent == "whole"
+                if facts.token_exchange.sent == "whole"
                 else ()
             )
             tokens = amount(float(size), facts.value_spec(value, choice))
-            split_ranks = facts.exchange.sent != "whole" and choice.sequence is not None
+            split_ranks = facts.token_exchange.sent != "whole" and choice.sequence is not None
             sent = Transfer(
                 kind="all-to-all",
-                group="expert",
+                purpose="expert",
                 bytes=replace(tokens, tensor=tokens.tensor or split_ranks),
                 trips=facts.trips[op.region],
                 cause=op.scope or op.kind,
                 routed=routed_rows(facts, op, value, choice),
             )
-            if not split_ranks or tokens.tensor or facts.exchange.sent == "ranks":
+            if not split_ranks or tokens.tensor or facts.token_exchange.sent == "ranks":
                 return (sent, *gathered)
             # Of the rows of dispatch and combine, forward and backward, half are gathered; the
             # other half are partial sums, which `reductions` scatters.
             arrived = replace(
                 sent,
                 kind="all-gather",
-                group="tensor",
+                purpose="tensor",
                 bytes=replace(tokens, total=tokens.total / 2),
                 routed=None,
             )
@@ -179,7 +179,7 @@ def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tu
     return (
         Transfer(
             kind="all-gather",
-            group="tensor",
+            purpose="tensor",
             bytes=replace(
                 tokens, total=tokens.total / 2 / facts.experts_per_token(value), tensor=False
             ),
@@ -201,8 +201,8 @@ def boundary_items(facts: Facts) -> list[Item]:
         def terms(choice: Choice) -> tuple[Term, ...]:
             size = amount(float(facts.graph.values[value].bytes), facts.value_spec(value, choice))
             return tuple(
-                Transfer(kind=kind, group=group, bytes=size, trips=2, cause=cause)
-                for kind, group, cause in (
+                Transfer(kind=kind, purpose=purpose, bytes=size, trips=2, cause=cause)
+                for kind, purpose, cause in (
                     ("collective-permute", "stage", "between stages"),
                     ("all-gather", "ends", "into the stages"),
                     ("reduce-scatter", "ends", "out of the stages"),
@@ -283,7 +283,7 @@ def _reorderings(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
             gradient_bytes = amount(size / trips, spec)
             moved = Transfer(
                 kind="all-gather" if vector else "all-to-all",
-                group="tensor",
+                purpose="tensor",
                 bytes=gradient_bytes if not vector else amount(size / trips, (None,) * len(spec)),
                 trips=trips,
                 cause=graph.values[value].path,
@@ -419,7 +419,7 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     (op.kind, "ring", op.region, False),
                     Transfer(
                         kind="collective-permute",
-                        group="ring",
+                        purpose="ring",
                         bytes=replace(amount(size, spec), context=False),
                         trips=facts.trips[op.region],
                         cause=op.scope or op.kind,
@@ -433,12 +433,12 @@ def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> li
                     if kind == "all-to-all"
                     else replace(amount(_before_casts(facts, index, value), spec), **{axis: False})
                 )
-                group = "keys" if axis == "context" and op.kind in KERNELS else axis
+                purpose = "keys" if axis == "context" and op.kind in KERNELS else axis
                 need(
-                    (group, kind, op.region, own),
+                    (purpose, kind, op.region, own),
                     Transfer(
                         kind=kind,
-                        group=group,
+                        purpose=purpose,
                         bytes=moved,
                         trips=facts.trips[op.region],
                         cause=op.scope or op.kind,
@@ -488,7 +488,7 @@ def gathers_of(facts: Facts, choice: Choice) -> list[TransferOps]:
 #     too few heads of queries      everything is all-gathered, and devices compute the same
 
 
-def head_exchange_item(facts: Facts, index: int) -> Item:
+def tensor_exchange_item(facts: Facts, index: int) -> Item:
     """The exchange along tensor for the heads of an attention kernel."""
     op, moved = facts.graph.ops[index], exchanged_values(facts, index)
 
@@ -523,7 +523,7 @@ def _head_collectives(
     def transfer(kind: str, count: int, *shared: DividedHeads) -> Transfer:
         return Transfer(
             kind=kind,
-            group="tensor",
+            purpose="tensor",
             bytes=sharded if kind == "all-to-all" else replace(sharded, tensor=False),
             trips=count * facts.trips[op.region],
             cause=op.scope or op.kind,
@@ -606,7 +606,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
     colours = colours_in(facts.factors[kernel.op]).union(
         *(colours_in(facts.colours[value]) for value in {*values, *touched})
     )
-    weight = op.category == "matmul" and bool(facts.gradients & set(op.results))
+    is_weight_gradient = op.category == "matmul" and bool(facts.gradients & set(op.results))
     dtype = max(
         (facts.graph.values[v].dtype for v in op.operands[:2]),
         key=lambda d: ITEMSIZE.get(d, 4),
@@ -645,7 +645,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
             matmul=_matmul(op, spec),
             kind=op.kind,
             category=op.category,
-            weight=weight,
+            is_weight_gradient=is_weight_gradient,
             routed=routed_rows(facts, op, op.operands[0], choice) if op.kind in GROUPED else None,
             core=_core(op),
         )
@@ -655,7 +655,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
     comparable = op.kind not in GROUPED and facts.follows_colours((kernel.op,), (*values, *touched))
     key = (
         (op.kind, op.category, op.flops, op.rule, facts.factors[kernel.op], facts.query[kernel.op]),
-        (facts.trips[op.region], segment, weight, dtype, len(op.operands)),
+        (facts.trips[op.region], segment, is_weight_gradient, dtype, len(op.operands)),
         *(
             tuple((facts.colours[value], size) for value, size in work)
             for work in (bytes_moved, simple_work, transcendental_work)
@@ -956,12 +956,16 @@ def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[TransferO
     for index in summands.ops:
         seen = Counter[str]()  # an op may have several results
         for transfer in _reductions(facts, index, choice, looped=summands.looped):
-            seen[transfer.group] += 1
-            key = transfer.group, seen[transfer.group], 0
+            seen[transfer.purpose] += 1
+            key = transfer.purpose, seen[transfer.purpose], 0
             small, large = sorted(
                 (transfers.get(key, transfer), transfer), key=lambda pair: pair.bytes.total
             )
-            if transfer.group == "gradient" and transfer.case != "all-reduce" and key in transfers:
+            if (
+                transfer.purpose == "gradient"
+                and transfer.case != "all-reduce"
+                and key in transfers
+            ):
                 own = (*key[:2], index)  # each use scatters its own gradient
                 transfers[own], makers[own] = replace(small, case="repeated"), [index]
             transfers[key] = large
@@ -994,7 +998,7 @@ def _reductions(facts: Facts, index: int, choice: Choice, *, looped: bool) -> tu
             transfers.append(
                 Transfer(
                     kind="reduce",
-                    group="sum",
+                    purpose="sum",
                     bytes=replace(unreduced, batch=False, context=False),
                     trips=_outer_trips(facts, op) if looped else facts.trips[op.region],
                     shape=facts.graph.values[value].shape,
@@ -1013,7 +1017,7 @@ def _gradient(
     """
     reduced = Transfer(
         kind="reduce",
-        group="gradient",
+        purpose="gradient",
         bytes=replace(amount(_reduced_bytes(facts, value), spec), batch=False, context=False),
         trips=facts.trips[op.region],
         shape=facts.graph.values[value].shape,
@@ -1034,7 +1038,7 @@ def _summed_bytes(facts: Facts, op: Op, value: int) -> float | None:
     if op.category == "gather":  # a lookup is one in the dtype in which its results are used
         return _reduced_bytes(facts, value)
     size = facts.graph.values[value].bytes
-    if facts.routes and op.kind in GROUPED and facts.exchange.sent == "whole":
+    if facts.routes and op.kind in GROUPED and facts.token_exchange.sent == "whole":
         if "rematted_computation" in op.scope:
             return None  # the backward pass needs no sums
         return size / facts.experts_per_token(value)  # the results of a token are summed before
@@ -1050,14 +1054,14 @@ def _around_ring(
     size = 4 * math.prod(facts.graph.values[value].shape)
     ring = Transfer(
         kind="collective-permute",
-        group="ring",
+        purpose="ring",
         bytes=replace(amount(size, spec), context=False),
         trips=facts.trips[op.region],
         cause=_cause(op),
     )
     reduced = Transfer(
         kind="reduce-scatter" if sharded_by(spec, "context") else "all-reduce",
-        group="keys",
+        purpose="keys",
         bytes=replace(unreduced, context=False),
         trips=facts.trips[op.region],
         cause=_cause(op),
@@ -1076,7 +1080,7 @@ def _over_axis(
     )
     return Transfer(
         kind="reduce-scatter" if sharded_by(spec, axis) or scattered else "all-reduce",
-        group=axis,
+        purpose=axis,
         bytes=replace(unreduced, **{axis: False}),
         trips=facts.trips[op.region],
         cause=_cause(op),
@@ -1098,7 +1102,7 @@ def _complete_sums(facts: Facts, index: int, axis: str, choice: Choice) -> bool:
     """
     return (
         axis == "tensor"
-        and facts.exchange.sent == "ranks"
+        and facts.token_exchange.sent == "ranks"
         and facts.routes
         and choice.sequence is not None
         and facts.graph.ops[index].kind in GROUPED
@@ -1164,7 +1168,7 @@ def gather_item(facts: Facts, item: GatheredParameter) -> Item:
         return (
             Transfer(
                 kind="all-gather",
-                group="gather",
+                purpose="gather",
                 bytes=amount(gathered_bytes(facts, item), spec),
                 trips=trips,
                 shape=parameter.shape,
@@ -1190,9 +1194,9 @@ def work_items(facts: Facts) -> list[Item]:
     ]
     items += [gather_item(facts, item) for item in gathered(facts)]
     items += [
-        exchange_item(facts, index)
+        context_exchange_item(facts, index)
         for index, op in enumerate(facts.graph.ops)
         if op.kind in KERNELS
     ]
-    items += [head_exchange_item(facts, index) for index in facts.heads]
+    items += [tensor_exchange_item(facts, index) for index in facts.heads]
     return [*items, *route_items(facts), *boundary_items(facts)]

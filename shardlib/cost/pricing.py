@@ -466,7 +466,7 @@ def _head_parts(slot: Slot, segment: int, plan: Plans) -> int:
 
 def _spreads_head(plan: Plans) -> bool:
     """True if several stages all compute embedding and head."""
-    return bool(plan.meshes.stage[0] > 1) and plan.profile.ends_on_all_stages
+    return bool(plan.meshes.stage[0] > 1) and plan.profile.outside_on_all_stages
 
 
 # --------------------------------------------------------------------------------------------------
@@ -510,7 +510,7 @@ def exposed(costs: StepCosts, plans: Plans, compute: Array) -> Array:
             0.0, gathered + ring - overlap * compute * (micro - 1)
         )
         return np.where((meshes.stage > 1) | (micro == 1), combined, np.maximum(least, late))
-    gathers, reduces = (
+    gather_overlap, reduce_overlap = (
         overlap if share is None else share
         for share in (
             profile.gather_overlap,
@@ -521,11 +521,11 @@ def exposed(costs: StepCosts, plans: Plans, compute: Array) -> Array:
     )
     window = compute * micro if zero >= 3 else compute / 3
     backward = compute * (1 if profile.reduces_once(zero) else micro) * 2 / 3
-    separate = np.maximum(0.0, gathered - gathers * window) + np.maximum(
-        0.0, reduced - reduces * backward
+    separate = np.maximum(0.0, gathered - gather_overlap * window) + np.maximum(
+        0.0, reduced - reduce_overlap * backward
     )
     combined = (
-        gathered + reduced - max(gathers, reduces) * compute * micro
+        gathered + reduced - max(gather_overlap, reduce_overlap) * compute * micro
     )  # two of them cannot hide at once
     return np.maximum(separate, combined) + np.maximum(0.0, ring - overlap * compute * micro)
 
@@ -564,10 +564,10 @@ def _per_step(seconds: Array, scale: Array, times: Array, plans: Plans) -> Array
     """
     moved = seconds * scale
     total = moved.sum(0) * times
-    if not plans.profile.ends_on_all_stages:
+    if not plans.profile.outside_on_all_stages:
         return total
-    ends = moved[OUTSIDE_LAYERS] * (plans.head_gathers - times)
-    return total + np.where(plans.meshes.stage > 1, ends, 0.0)
+    outside = moved[OUTSIDE_LAYERS] * (plans.head_gathers - times)
+    return total + np.where(plans.meshes.stage > 1, outside, 0.0)
 
 
 def interleaving_seconds(costs: StepCosts, plans: Plans) -> Array:
@@ -961,7 +961,9 @@ def least_seconds(costs: StepCosts, plans: Plans) -> Array:
     does not depend on the ZeRO stage.
     """
     stages, decisions, tick = plans.meshes.stage, plans.decisions, tick_seconds(costs, plans)
-    waits = named(decisions.schedule).waiting(plans.pipelines, tick, costs.kernels.weights / stages)
+    waits = named(decisions.schedule).waiting(
+        plans.pipelines, tick, costs.kernels.weight_gradients / stages
+    )
     busy = plans.meshes.micro * (tick + costs.collectives.ends)
     return busy + np.where(stages > 1, decisions.accumulation * waits, 0.0)
 
@@ -996,14 +998,14 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
     """
     model, stages, virtual = plans.model, plans.meshes.stage, plans.chunks
     layers = [seconds[k] / count for k, count in enumerate(model.counts)]
-    ends = seconds[OUTSIDE_LAYERS]
+    outside = seconds[OUTSIDE_LAYERS]
     if plans.profile.embedding_and_head == "spread":
-        return virtual * slowest_chunk(layers, model.counts, stages * virtual) + ends / stages
-    tick = slowest_stage(layers, model.counts, ends, stages, virtual)
+        return virtual * slowest_chunk(layers, model.counts, stages * virtual) + outside / stages
+    tick = slowest_stage(layers, model.counts, outside, stages, virtual)
     if plans.profile.balance == "layers" or len(layers) != 1:
         return tick
     most, last = partition_by_work(model.counts[0], model.head_layers, stages)
-    by_work = np.maximum(most * layers[0], last * layers[0] + ends)
+    by_work = np.maximum(most * layers[0], last * layers[0] + outside)
     return np.where((stages > 1) & (virtual == 1), by_work, tick)
 
 

@@ -532,14 +532,14 @@ class Curve:
 
     Attributes:
         chip: name of the chip, or a vendor for all of its chips.
-        stack: name of the framework profile; "" for all but "xla".
+        profile: name of the framework profile; "" for all but "xla".
         values: (figure, value) pairs that replace those of `Efficiency`.
         sources: per figure a source, or a physical meaning with the word "assumed".
         evidence: measurements that values were fitted to, as plain data.
     """
 
     chip: str
-    stack: str = ""
+    profile: str = ""
     values: tuple[tuple[str, Any], ...]
     sources: tuple[str, ...]
     evidence: str = ""
@@ -572,8 +572,8 @@ def read_curves(folder: Traversable) -> Mapping[tuple[str, str], Curve]:
         if file.name.endswith(".json")
     ]
     return {
-        (curve.chip, curve.stack): curve
-        for curve in sorted(loaded, key=lambda curve: (curve.chip, curve.stack))
+        (curve.chip, curve.profile): curve
+        for curve in sorted(loaded, key=lambda curve: (curve.chip, curve.profile))
     }
 
 
@@ -584,15 +584,15 @@ def curves() -> Mapping[tuple[str, str], Curve]:
 
 
 def efficiency_of(
-    chip: str, vendor: str, stack: str, measured: JsonMapping | None = None
+    chip: str, vendor: str, profile: str, measured: JsonMapping | None = None
 ) -> Efficiency:
     """The figures of a chip under a framework profile: the vendor's, overridden by the vendor's
     under the profile, by the chip's, by those of both, and by the user's own.
     """
     figures, all_curves = vendor_efficiency(vendor), curves()
-    if stack != "xla" and (frameworks := wing_module("shardlib.frameworks")) is not None:
+    if profile != "xla" and (frameworks := wing_module("shardlib.frameworks")) is not None:
         all_curves = {**all_curves, **frameworks.curves()}
-    for key in [(vendor, stack)] + ([] if stack == "xla" else [(chip, "")]) + [(chip, stack)]:
+    for key in [(vendor, profile)] + ([] if profile == "xla" else [(chip, "")]) + [(chip, profile)]:
         if key in all_curves:
             figures = figures.with_values(dict(all_curves[key].values))
     return figures.with_values(measured or {})
@@ -763,7 +763,7 @@ def kernel_parts(
         else 1.0
     )
     traffic = traffic_ratio * sum((local(amount) for amount in term.traffic), zeros)
-    if term.weight and term.matmul is not None and efficiency.transposed:
+    if term.is_weight_gradient and term.matmul is not None and efficiency.transposed:
         elements = local(term.matmul.rows) * local(term.matmul.columns)
         if term.matmul.batches is not None:
             elements = elements * local(term.matmul.batches)

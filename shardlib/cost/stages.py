@@ -5,8 +5,8 @@ Waiting times and numbers of microbatches in flight belong to each schedule (`sh
 All schedules partition layers alike: a chain of layers is cut into S stages of v chunks as evenly
 as whole layers allow.
 
->>> layer, ends = np.array([1.0]), np.array([0.0])
->>> slowest_stage([layer], [10], ends, np.array([4]), np.array([1])).item()
+>>> layer, outside = np.array([1.0]), np.array([0.0])
+>>> slowest_stage([layer], [10], outside, np.array([4]), np.array([1])).item()
 3.0
 """
 
@@ -159,7 +159,7 @@ class ModelFacts:
         counts: layers of each layer group.
         batch_bytes: bytes of the global batch, and of results with a value per row.
         state_bytes: bytes of replicated model state.
-        largest_end: share of the largest array in the parameters outside of the layers.
+        largest_outside_share: share of the largest array in the parameters outside of the layers.
         reduction_dtype_ratio: bytes of gradients in their communication dtype over those as traced.
         compute_dtype_ratio: bytes per element in the compute dtype, over those of a parameter.
         head_layers: work of the matmuls outside of the layers, over that of a layer.
@@ -169,7 +169,7 @@ class ModelFacts:
     counts: tuple[int, ...]
     batch_bytes: float
     state_bytes: float
-    largest_end: float = 1.0
+    largest_outside_share: float = 1.0
     reduction_dtype_ratio: float = 1.0
     compute_dtype_ratio: float = 1.0
     head_layers: float = 0.0
@@ -230,7 +230,7 @@ class StepCosts(LazyTable):
         return roles.context + (
             roles.keys
             if context == "all-gather"
-            else roles.exchange
+            else roles.head_exchange
             if context == "ulysses"
             else 0.0
         )
@@ -285,23 +285,25 @@ def step_costs(
             }
         )
 
-    ends = {
+    per_candidate = {
         field: role(name)[OUTSIDE_LAYERS]
         for field, name in (("stage_sends", "stage"), ("ends", "ends"))
     }
     by_role = {
         field.name: role(field.name)
         for field in fields(CollectiveSeconds)
-        if field.name not in ("routed", *ends)
+        if field.name not in ("routed", *per_candidate)
     }
     return StepCosts(
         kernels=KernelTotals(
             compute=by_candidate(work[:, Quantity.COMPUTE]),
-            weights=by_candidate(work[:, Quantity.WEIGHTS].sum(0)),
+            weight_gradients=by_candidate(work[:, Quantity.WEIGHT_GRADIENTS].sum(0)),
             host=by_candidate(work[:, Quantity.HOST]) + _stalls(work, pricer, meshes),
             flops=by_candidate(work[:, Quantity.FLOPS].sum(0)),
         ),
-        collectives=CollectiveSeconds(**by_role, routed=role("reduce", experts=True), **ends),
+        collectives=CollectiveSeconds(
+            **by_role, routed=role("reduce", experts=True), **per_candidate
+        ),
         stored=bytes_of(StoredBytes, stored),
         points=tuple(bytes_of(MemoryPoint, pricer.corrected(tally)) for tally in points),
         buffer=np.where(meshes.context > 1, by_candidate(_context_buffer(work, model)), 0.0),
@@ -416,13 +418,13 @@ class Plans:
             ]
             unchunked = (stages > 1) & (self.chunks == 1)
             layers = [np.where(unchunked, *pair) for pair in zip(by_work, layers, strict=True)]
-        ends = (
-            np.where(stages > 1, model.largest_end, 1.0)
+        outside = (
+            np.where(stages > 1, model.largest_outside_share, 1.0)
             if self.profile.embedding_and_head == "owners"
             else 1 / stages
         )
         parts = [number / count for number, count in zip(layers, model.counts, strict=True)]
-        return np.stack([*parts, np.ones(len(self)), ends])
+        return np.stack([*parts, np.ones(len(self)), outside])
 
     @cached_property
     def shares_stored(self) -> Array:
@@ -430,7 +432,7 @@ class Plans:
         stage: as `shares`, but every stage stores all of embedding and head if their work is spread
         over the sequence.
         """
-        return self._with_ends(self.profile.embedding_and_head == "spread")
+        return self._with_outside(self.profile.embedding_and_head == "spread")
 
     @cached_property
     def shares_moved(self) -> Array:
@@ -438,9 +440,9 @@ class Plans:
         reduces: as `shares`, but all of embedding and head if each stage computes them for a part
         of the sequence.
         """
-        return self._with_ends(self.profile.ends_on_all_stages)
+        return self._with_outside(self.profile.outside_on_all_stages)
 
-    def _with_ends(self, all_stages: bool) -> Array:
+    def _with_outside(self, all_stages: bool) -> Array:
         """`shares`, with all of embedding and head on every stage or not."""
         shares = self.shares.copy()
         if all_stages:
@@ -458,7 +460,7 @@ class Plans:
             stored: bytes by segment, of all stages, [segments, candidates].
         """
         virtual, stages = self.decisions.virtual_stages, self.meshes.stage
-        if virtual == 1 or not self.profile.ends_on_all_stages:
+        if virtual == 1 or not self.profile.outside_on_all_stages:
             return np.zeros(len(self))
         moved = stored * self.shares
         layers = np.zeros(len(self))
@@ -495,7 +497,7 @@ class Plans:
         step of a pipeline whose stages all compute both: once if those of layers are (except with
         rounds of chunks), otherwise per microbatch.
         """
-        assert self.profile.ends_on_all_stages
+        assert self.profile.outside_on_all_stages
         late = self.profile.reduces_once(self.decisions.zero) or (
             self.decisions.gather == "once" and not self._breadth_first
         )
@@ -569,14 +571,14 @@ def stage_part(quantity: Array, scale: Array) -> Array:
 
 
 def slowest_stage(
-    layers: Sequence[Array], counts: Sequence[int], ends: Array, stages: Array, virtual: Array
+    layers: Sequence[Array], counts: Sequence[int], outside: Array, stages: Array, virtual: Array
 ) -> Array:
     """Seconds of the slowest stage when the last one has the head: one layer fewer than the others
     if the layers do not divide.
 
     Args:
         layers: seconds of one layer of each group.
-        ends: seconds of embedding and head, almost all of them the head's.
+        outside: seconds of embedding and head, almost all of them the head's.
     """
     chunks = stages * virtual
     without_head = virtual * slowest_chunk(layers, counts, chunks)
@@ -587,7 +589,7 @@ def slowest_stage(
         else np.zeros(len(stages), dtype=bool)
     )
     return np.maximum(
-        without_head, without_head + ends - np.where(spare, layers[-1] if layers else 0.0, 0.0)
+        without_head, without_head + outside - np.where(spare, layers[-1] if layers else 0.0, 0.0)
     )
 
 

@@ -105,14 +105,14 @@ class KernelTotals(LazyTable):
 
     Attributes:
         compute: seconds, array [segments, candidates].
-        weights: the part of `compute` that makes weight gradients, all segments, array
+        weight_gradients: the part of `compute` that makes weight gradients, all segments, array
             [candidates].
         host: host seconds to launch them, array [segments, candidates].
         flops: of all segments, array [candidates].
     """
 
     compute: Array
-    weights: Array
+    weight_gradients: Array
     host: Array
     flops: Array
 
@@ -122,7 +122,7 @@ class CollectiveSeconds(LazyTable):
     """Seconds of the collectives of a microbatch by role, arrays [segments, candidates].
 
     Attributes:
-        block, context, keys, ring, exchange, reduce, scatter, gather: of each role.
+        block, context, keys, ring, head_exchange, reduce, scatter, gather: of each role.
         routed: the part of `reduce` for gradients of experts.
         stage_sends: activations to the next stage and cotangents back, per chunk, array
             [candidates].
@@ -133,7 +133,7 @@ class CollectiveSeconds(LazyTable):
     context: Array
     keys: Array
     ring: Array
-    exchange: Array
+    head_exchange: Array
     reduce: Array
     scatter: Array
     gather: Array
@@ -621,7 +621,7 @@ class Quantity(IntEnum):
     """
 
     COMPUTE = 0  # seconds of kernels
-    WEIGHTS = 1  # the part of COMPUTE that computes weight gradients
+    WEIGHT_GRADIENTS = 1  # the part of COMPUTE that computes weight gradients
     FLOPS = 2  # executed FLOPs
     GATHERED = 3  # bytes of parameters in use, if they are stored sharded (ZeRO 3)
     PARAMETERS = 4  # bytes of trained parameters, sharded as in compute
@@ -659,7 +659,7 @@ COUNTS, BYTES = len(Quantity), len(Quantity) + len(SLOTS)
 ROWS = len(Quantity) + 2 * len(SLOTS)
 #: Quantity of a correction -> rows.
 CORRECTED: dict[str, tuple[Quantity, ...]] = {
-    "compute": (Quantity.COMPUTE, Quantity.WEIGHTS),
+    "compute": (Quantity.COMPUTE, Quantity.WEIGHT_GRADIENTS),
     "activations": (Quantity.SAVED, Quantity.COPY, Quantity.COPY_SHARDED),
     "temporaries": (Quantity.TEMPORARY, Quantity.LATE, Quantity.PEELED, Quantity.EARLY),
     "communication": (Quantity.GATHERED,),
@@ -689,13 +689,13 @@ _SHARDED_PART_ROWS: dict[str, tuple[Quantity, Quantity]] = {
     "copy": (Quantity.COPY, Quantity.COPY_SHARDED),
     "cast": (Quantity.CAST, Quantity.CAST_SHARDED),
 }
-#: Group of a transfer -> the role of its collectives, and their axis.
+#: Purpose of a transfer -> the role of its collectives, and their axis.
 _ROLES: dict[str, tuple[str, Axis]] = {
     "tensor": ("block", TENSOR),
     "context": ("context", CONTEXT),
     "keys": ("keys", CONTEXT),
     "ring": ("ring", CONTEXT),
-    "exchange": ("exchange", CONTEXT),
+    "head_exchange": ("head_exchange", CONTEXT),
     "expert": ("block", EXPERT),
     "stage": ("stage", STAGE),
 }
@@ -707,16 +707,16 @@ def transfer_measures(
     """(slot, size, count) of the collectives of a transfer per microbatch, over `term.bytes.total`
     and over `term.trips`.
     """
-    all_stages = segment == OUTSIDE_LAYERS and profile.ends_on_all_stages
+    all_stages = segment == OUTSIDE_LAYERS and profile.outside_on_all_stages
     size, once = fraction(term.bytes), Fraction().times(*_condition(term))
-    if term.group in _ROLES:
-        role, axis = _ROLES[term.group]
+    if term.purpose in _ROLES:
+        role, axis = _ROLES[term.purpose]
         sharded = term.kind == "reduce-scatter"
         moved = size.times(OverAxis(axis.name)) if sharded else size
         return [(Slot(role, axis_group(axis), term.kind), moved, once)]
-    if term.group == "ends":
+    if term.purpose == "ends":
         return [(Slot("ends", axis_group(STAGE), term.kind), size, once)] if all_stages else []
-    if term.group == "sum":
+    if term.purpose == "sum":
         role, group = ("ends", on_all_stages(tokens())) if all_stages else ("block", tokens())
         return [(Slot(role, group, "all-reduce"), size, once)]
     experts, tensor = sharded_by(term.spec, EXPERT.name), term.over_tensor
@@ -724,7 +724,7 @@ def transfer_measures(
         once.times(DividesStored(term.shape, term.spec, term.stack_dims, profile.flat, divides))
         for divides in (True, False)
     )
-    if term.group == "gather":
+    if term.purpose == "gather":
         return [(Slot("gather", storage_group(experts=experts), "all-gather"), size, sharded)]
     all_tokens = tokens(experts=experts, tensor=tensor)
     shard = size.times(OverStoredShards(experts))
@@ -768,8 +768,8 @@ def _compute(segment: int, term: Compute) -> Iterator[Coefficient]:
     )
     condition = _condition(term)
     yield Quantity.COMPUTE, kernel, term.trips
-    if term.weight:
-        yield Quantity.WEIGHTS, kernel, term.trips
+    if term.is_weight_gradient:
+        yield Quantity.WEIGHT_GRADIENTS, kernel, term.trips
     yield (Quantity.FLOPS, fraction(term.flops).times(*condition), term.flops.total * term.trips)
     yield Quantity.HOST, _LAUNCH.times(*condition), term.trips
 

@@ -140,7 +140,7 @@ class Compute:
         trips: executions per microbatch.
         elements: the vector work fused into it.
         matmul: dims of a matmul; None for other kernels.
-        weight: True if it computes a weight gradient, which only the optimizer waits for.
+        is_weight_gradient: True if it computes one, for which only the optimizer waits.
         kind: kind of the op.
         category: category of the op.
         routed: the routed rows that decide the load of the busiest device; None for even loads.
@@ -154,7 +154,7 @@ class Compute:
     trips: int
     elements: Elements = Elements()
     matmul: Matmul | None = None
-    weight: bool = False
+    is_weight_gradient: bool = False
     kind: str = ""
     category: str = ""
     routed: RoutedRows | None = None
@@ -168,10 +168,12 @@ class Transfer:
 
     Attributes:
         kind: kind of collective; "reduce" for gradients, whose kind the ZeRO stage decides.
-        group: "tensor", "context", "keys", "ring", "exchange" (also along the context axis, for an
-            attention kernel: a decision selects which one counts), "expert", "stage", "ends" (over
-            stage, before and after the layers), "gather" (a parameter over the axes that it is
-            stored over, ZeRO 3 only), "gradient" or "sum" (over all axes that shard tokens).
+        purpose: what the collective is for: to reshard along "tensor" or "context", or "expert"
+            (tokens to experts and back); "keys", "ring" or "head_exchange" (along context, for an
+            attention kernel: a decision selects which one counts); "stage" (to the next stage);
+            "ends" (over stage, before and after the layers); "gather" (a parameter over the axes
+            that it is stored over, ZeRO 3 only); "gradient"; "sum" (over all axes that shard
+            tokens).
         bytes: bytes of the array before it is sharded over the group itself.
         trips: executions per microbatch.
         shape: elements per dim, which decide whether fsdp divides the array.
@@ -186,7 +188,7 @@ class Transfer:
     """
 
     kind: str
-    group: str
+    purpose: str
     bytes: Amount
     trips: int
     shape: tuple[int, ...] = ()

@@ -145,7 +145,7 @@ def collective_matmuls(facts: Facts, choice: Choice) -> list[CollectiveMatmul]:
     ]
     listed: list[CollectiveMatmul] = []
     for transfer, ops in candidates:
-        if transfer.group != TENSOR.name or not all(
+        if transfer.purpose != TENSOR.name or not all(
             _of_weight(facts, index, choice) for index in ops
         ):
             continue

@@ -22,6 +22,8 @@ row          a placed entry under a choice
 corner       a remat policy for each layer group
 mixture      a plan between corners: each policy in some of the layers
 footprint    lower bounds on the bytes of a candidate
+accumulation groups  groups of microbatches that go through a pipeline one after the other; the
+             decision `accumulation` is their number
 bubble       waiting time of a stage, in units of its busy time per microbatch
 number       of a choice, entry or op: its index in the list of all
 routed       tokens are sent to the devices that have their experts

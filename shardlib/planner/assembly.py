@@ -465,7 +465,7 @@ def _seconds(priced: PricedCandidate, program: CostProgram) -> StageSeconds:
     roles = replace(forward.collectives, stage_sends=forward.collectives.stage_sends / 2)
     forward = replace(forward, collectives=roles)
     step_s, forward_s = (float(tick_seconds(part, priced.plans)[0]) for part in (step, forward))
-    weights = float(step.kernels.weights[0]) / priced.candidate.mesh["stage"]
+    weights = float(step.kernels.weight_gradients[0]) / priced.candidate.mesh["stage"]
     return StageSeconds(
         forward=forward_s,
         backward=step_s - forward_s - weights,

@@ -293,7 +293,7 @@ class Footprints:
         spread = profile.embedding_and_head == "spread"
         layers, outside_layers = stored.reshape(2, len(STORED) + 1, -1)
         parameters, state, gradients, *replicated, trained = layers / stages + outside_layers * (
-            1.0 if spread else np.where(stages > 1, self._model.largest_end, 1.0)
+            1.0 if spread else np.where(stages > 1, self._model.largest_outside_share, 1.0)
         )
         stacks, others, outside, everywhere, deficits = np.moveaxis(
             points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), len(stages)), 1, 0
@@ -391,7 +391,7 @@ class MicrobatchBounds(LazyTable):
 
     Attributes:
         busy: seconds of kernels and of collectives that block compute.
-        free: `busy` less the weight-gradient work with which zero-bubble schedules can fill
+        undeferrable: `busy` less the weight-gradient work with which zero-bubble schedules can fill
             bubbles.
         ring_exposed: `busy` with ring transfers in place of the compute that could hide them.
         message_count: number of messages between stages, per microbatch and chunk of layers.
@@ -402,7 +402,7 @@ class MicrobatchBounds(LazyTable):
     """
 
     busy: Array
-    free: Array
+    undeferrable: Array
     ring_exposed: Array
     message_count: Array
     message_bytes: Array
@@ -420,7 +420,7 @@ class MicrobatchBounds(LazyTable):
         return replace(
             self,
             busy=self.busy + extra_s,
-            free=self.free + extra_s,
+            undeferrable=self.undeferrable + extra_s,
             ring_exposed=self.ring_exposed + extra_s,
             blocked=blocked,
         )
@@ -555,7 +555,7 @@ class ComputeBounds:
             self._group_count + 2,
             [
                 Quantity.COMPUTE,
-                Quantity.WEIGHTS,
+                Quantity.WEIGHT_GRADIENTS,
                 *blocking_rows,
                 *(first + slot for first in (COUNTS, BYTES) for slot in (*ring, *stage)),
             ],
@@ -569,7 +569,7 @@ class ComputeBounds:
         return np.stack(
             [
                 busy,
-                busy - self._deferrable * rows[Quantity.WEIGHTS],
+                busy - self._deferrable * rows[Quantity.WEIGHT_GRADIENTS],
                 busy
                 - self._pricer.efficiency.overlap * rows[Quantity.COMPUTE]
                 + waiting(rows, ring),
@@ -612,7 +612,7 @@ def step_seconds(
     micro: Array,
     bubble: Array | None,
     layers: int,
-    accumulation: int = 1,
+    accumulation_groups: int = 1,
     message_s: Array | float = 0.0,
     overlappable: Array | float = 0.0,
     exposed_share: float = 0.0,
@@ -631,18 +631,18 @@ def step_seconds(
     imbalance = np.where(finite, bounds.layer_seconds, 0.0) * (
         np.ceil(layers / stages) / max(layers, 1) - 1 / stages
     )
-    busy, free, ring_exposed = (
+    busy, undeferrable, ring_exposed = (
         seconds / stages + imbalance + message_s
-        for seconds in (bounds.busy, bounds.free, bounds.ring_exposed)
+        for seconds in (bounds.busy, bounds.undeferrable, bounds.ring_exposed)
     )
     waiting = (
-        (stages - 1) * np.maximum(0.0, np.where(finite, free, 0.0))
+        (stages - 1) * np.maximum(0.0, np.where(finite, undeferrable, 0.0))
         if bubble is None
         else bubble * np.where(finite, busy, 0.0)
     )
     return np.maximum(
         busy * micro + exposed_share * overlappable, ring_exposed * micro + overlappable
-    ) + np.where(finite, accumulation * waiting, 0.0)
+    ) + np.where(finite, accumulation_groups * waiting, 0.0)
 
 
 def breadth_first_seconds(
@@ -651,7 +651,7 @@ def breadth_first_seconds(
     micro: Array,
     chunks: Array,
     layers: int,
-    accumulation: int,
+    accumulation_groups: int,
     message_s: Array,
     overlappable: Array | float = 0.0,
     exposed_share: float = 0.0,
@@ -662,20 +662,30 @@ def breadth_first_seconds(
     layers before the next; more chunks give a smaller bubble and more messages.
 
     Args:
-        bounds, stages, micro, layers, accumulation: see `step_seconds`.
+        bounds, stages, micro, layers, accumulation_groups: see `step_seconds`.
         message_s: seconds of the messages of one microbatch and chunk.
         overlappable, exposed_share: see `step_seconds`.
     """
     fits = chunks > 0
     if not pinned:
         with np.errstate(divide="ignore", invalid="ignore"):
-            best = np.sqrt(accumulation * (stages - 1) * bounds.busy / stages / (micro * message_s))
+            best = np.sqrt(
+                accumulation_groups * (stages - 1) * bounds.busy / stages / (micro * message_s)
+            )
         best = np.nan_to_num(best, nan=np.inf)
         chunks = np.clip(best, MIN_CHUNKS, np.maximum(chunks, MIN_CHUNKS))
     chunks = np.maximum(chunks, 1)
     bubble, message_s = (stages - 1) / chunks, message_s * chunks
     seconds = step_seconds(
-        bounds, stages, micro, bubble, layers, accumulation, message_s, overlappable, exposed_share
+        bounds,
+        stages,
+        micro,
+        bubble,
+        layers,
+        accumulation_groups,
+        message_s,
+        overlappable,
+        exposed_share,
     )
     return np.where(fits, seconds, np.inf)
 
@@ -708,11 +718,13 @@ class TrafficBounds(ArrayTable):
     blocked: Array
     gather_updated: Array
 
-    def seconds(self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather: str) -> Array:
+    def seconds(
+        self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather_time: str
+    ) -> Array:
         """Seconds per step under a ZeRO stage."""
         micro, staged, profile = sizes["micro"], sizes["stage"] > 1, pricer.profile
         if zero == 3:
-            times = np.where(staged, 0.5, micro) if gather == "once" else micro
+            times = np.where(staged, 0.5, micro) if gather_time == "once" else micro
             return self.gather * times + self.scatter * np.maximum(times, 1)
         update = self.gather_updated if zero else 0.0
         reduced = self.scatter if profile.scatters(zero) else self.reduce
@@ -750,9 +762,9 @@ class Traffic:
         # overlap that a profile states itself is not part of `MicrobatchBounds.ring_exposed`
         counts_overlap = not profile.overlaps_itself
         if profile.embedding_and_head == "owners":
-            outside_share = np.where(stages > 1, model.largest_end, 1.0)
+            outside_share = np.where(stages > 1, model.largest_outside_share, 1.0)
         else:
-            outside_share = np.ones(len(stages)) if profile.ends_on_all_stages else 1 / stages
+            outside_share = np.ones(len(stages)) if profile.outside_on_all_stages else 1 / stages
         layers = [np.ceil(count / stages) / count for count in model.counts]
         self._shares = np.stack([*layers, np.ones(len(stages)), outside_share])
         if links is None:

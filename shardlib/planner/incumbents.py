@@ -713,7 +713,7 @@ class PricingInputs:
 # mixtures; where it does not discard a row, the best mixture is computed exactly.
 
 
-def exchange_rates(seconds: Array, sizes: Array) -> Array:
+def seconds_per_byte_saved(seconds: Array, sizes: Array) -> Array:
     """Seconds that each corner costs per byte that it saves, relative to the fastest corner: array
     [corners, rows]; 0 where it saves none.
 
@@ -783,7 +783,7 @@ class GroupPricer(PricingInputs):
         quantities: Mapping[str, StepCosts],
         meshes: Meshes,
         alternatives: Sequence[Decisions],
-        best: Incumbents,
+        incumbents: Incumbents,
     ) -> dict[Decisions, Array]:
         """Rows of which a mixture may be the best plan, by ZeRO stage and time of all-gathers.
 
@@ -803,7 +803,8 @@ class GroupPricer(PricingInputs):
             ]
         )
         promising = ~no_remat_fastest | (
-            least_seconds(quantities[NO_REMAT], self.plans(alternatives[0], meshes)) < best.limit
+            least_seconds(quantities[NO_REMAT], self.plans(alternatives[0], meshes))
+            < incumbents.limit
         )
         unfit: dict[Decisions, tuple[Array, Totals]] = {}
         for decisions in alternatives:
@@ -813,7 +814,10 @@ class GroupPricer(PricingInputs):
             )
             undecided = np.flatnonzero(
                 ~no_remat_fastest[legal]
-                | ((no_remat.step_seconds < best.limit) & (no_remat.peak_bytes > self.capacity))
+                | (
+                    (no_remat.step_seconds < incumbents.limit)
+                    & (no_remat.peak_bytes > self.capacity)
+                )
             )
             unfit[decisions] = legal[undecided], no_remat.take(undecided)
         rows = np.unique(np.concatenate([positions for positions, _ in unfit.values()]))
@@ -845,7 +849,7 @@ class GroupPricer(PricingInputs):
                 no_remat_fastest[legal],
                 self.plans(decisions, meshes.take(legal)),
             )
-            promising_rows[decisions] = own_rows[bound < best.limit]
+            promising_rows[decisions] = own_rows[bound < incumbents.limit]
         return promising_rows
 
     def _additive_quantities(
@@ -952,7 +956,7 @@ class GroupPricer(PricingInputs):
         )
         best = np.zeros(seconds.shape[1])
         for multiplier in (
-            *exchange_rates(seconds, sizes),
+            *seconds_per_byte_saved(seconds, sizes),
             np.where(np.isfinite(s_per_byte), s_per_byte, 0.0),
             np.full_like(best, 2 / rate if "optimizer" in offloadable else 0.0),
         ):
@@ -1054,11 +1058,11 @@ class GroupPricer(PricingInputs):
         candidates: Array,
         meshes: Meshes,
         alternatives: Sequence[Decisions],
-        best: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records the best mixtures of some rows under one schedule."""
         if self.space.pins.remat_layers is None and not self.space.group_policies:
-            rows_by_decisions = self._promising(uniform, meshes, alternatives, best)
+            rows_by_decisions = self._promising(uniform, meshes, alternatives, incumbents)
         else:
             rows_by_decisions = {
                 decisions: np.flatnonzero(self.space.legal_zero(decisions.zero, meshes))
@@ -1071,7 +1075,7 @@ class GroupPricer(PricingInputs):
             {policy: costs.take(rows) for policy, costs in uniform.items()},
             choices[rows],
             meshes.take(rows),
-            best.choices,
+            incumbents.choices,
         )
         for decisions, own_rows in rows_by_decisions.items():
             if len(own_rows):
@@ -1086,9 +1090,9 @@ class GroupPricer(PricingInputs):
                     candidates=candidates[own_rows],
                     meshes=plans.meshes,
                 )
-                self._record_best(priced, best)
+                self._record_best(priced, incumbents)
 
-    def _record_best(self, priced: _PricedCorners, best: Incumbents) -> None:
+    def _record_best(self, priced: _PricedCorners, incumbents: Incumbents) -> None:
         """Records the best mixture of each row, without offloading and with each set of
         `offloads`.
         """
@@ -1096,15 +1100,15 @@ class GroupPricer(PricingInputs):
         for parts in [pinned] if pinned is not None else [(), *self.offloads]:
             offloaded_rows = priced.offloaded(parts, self.pricer)
             if self.space.group_policies:
-                self._record_pinned(offloaded_rows, best)
+                self._record_pinned(offloaded_rows, incumbents)
                 continue
             promising = (
-                np.flatnonzero(self._bound(offloaded_rows.corners) < best.limit)
+                np.flatnonzero(self._bound(offloaded_rows.corners) < incumbents.limit)
                 if self.space.pins.remat_layers is None
                 else np.arange(len(priced.meshes))
             )
             if len(promising):
-                self._record_fastest(offloaded_rows.take(promising), best)
+                self._record_fastest(offloaded_rows.take(promising), incumbents)
 
     def _bound(self, prices: Mapping[Corner, Totals]) -> Array:
         """Lower bound on the seconds of mixtures that fit: the largest Lagrangian bound over the
@@ -1118,13 +1122,13 @@ class GroupPricer(PricingInputs):
             np.max(
                 [
                     (seconds + rate * (sizes - self.capacity)).min(0)
-                    for rate in exchange_rates(seconds, sizes)
+                    for rate in seconds_per_byte_saved(seconds, sizes)
                 ],
                 axis=0,
             ),
         )
 
-    def _record_pinned(self, priced: _PricedCorners, best: Incumbents) -> None:
+    def _record_pinned(self, priced: _PricedCorners, incumbents: Incumbents) -> None:
         """Records the plans whose layer groups follow the pinned policies in the pinned numbers of
         layers.
         """
@@ -1143,10 +1147,15 @@ class GroupPricer(PricingInputs):
             )
         )
         corner = tuple(policy for policy, _ in self.space.group_policies)
-        self._record_mixtures(priced, corner, np.stack(numbers), legal, best)
+        self._record_mixtures(priced, corner, np.stack(numbers), legal, incumbents)
 
     def _record_mixtures(
-        self, priced: _PricedCorners, corner: Corner, numbers: Array, rows: Array, best: Incumbents
+        self,
+        priced: _PricedCorners,
+        corner: Corner,
+        numbers: Array,
+        rows: Array,
+        incumbents: Incumbents,
     ) -> None:
         """Records mixtures of some rows; `numbers` are the layers that follow the corner's
         policies, array [layer groups, rows].
@@ -1162,13 +1171,13 @@ class GroupPricer(PricingInputs):
         policies = [
             tuple((policy, int(numbers[k, i])) for k, policy in enumerate(corner)) for i in rows
         ]
-        best.record(
+        incumbents.record(
             replace(priced.decided.take(rows), group_policies=policies),
             totals,
             priced.candidates[rows],
         )
 
-    def _record_fastest(self, priced: _PricedCorners, best: Incumbents) -> None:
+    def _record_fastest(self, priced: _PricedCorners, incumbents: Incumbents) -> None:
         """Records the fastest mixture of each row that fits; with a pinned number of layers, the
         fastest one where none fits.
         """
@@ -1183,7 +1192,7 @@ class GroupPricer(PricingInputs):
                 self._patterns[int(number)].corner,
                 mixture.numbers,
                 np.flatnonzero(mixture.pattern == number),
-                best,
+                incumbents,
             )
 
 
@@ -1214,7 +1223,7 @@ class RowPricer(PricingInputs):
 
     group_pricer: GroupPricer | None = None
 
-    def price(self, rows: CandidateRows, best: Incumbents) -> None:
+    def price(self, rows: CandidateRows, incumbents: Incumbents) -> None:
         """Records every plan of some rows that no bound excludes."""
         for staged in (False, True):
             selected = np.flatnonzero((rows.meshes.stage > 1) == staged)
@@ -1230,7 +1239,7 @@ class RowPricer(PricingInputs):
                         decisions
                     )
             for (schedule, virtual), alternatives in by_schedule.items():
-                self._price_schedule(subset, schedule, virtual, alternatives, best)
+                self._price_schedule(subset, schedule, virtual, alternatives, incumbents)
 
     def _price_schedule(
         self,
@@ -1238,7 +1247,7 @@ class RowPricer(PricingInputs):
         schedule: str,
         virtual: int,
         alternatives: dict[str, list[Decisions]],
-        best: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records the plans of one schedule."""
         staged = named(schedule).staged
@@ -1252,17 +1261,17 @@ class RowPricer(PricingInputs):
                 ),
                 rows.meshes,
             )
-        best.skip(int((~legal).sum()))
+        incumbents.skip(int((~legal).sum()))
         if not legal.any():
             return
         zeros = {decisions.zero for listed in alternatives.values() for decisions in listed}
         breadth_first_options = self.space.breadth_first_options(schedule, virtual)
         gathers = {decisions.gather for listed in alternatives.values() for decisions in listed}
-        fitting = legal & rows.may_beat(zeros, breadth_first_options, gathers, best.limit)
+        fitting = legal & rows.may_beat(zeros, breadth_first_options, gathers, incumbents.limit)
         if not fitting.any() and self.group_pricer is None:
             return
         promising = {
-            policy: fitting & (self._bound(rows, policy, schedule, virtual) < best.limit)
+            policy: fitting & (self._bound(rows, policy, schedule, virtual) < incumbents.limit)
             for policy in self.space.policies
             if alternatives[policy]
         }
@@ -1273,12 +1282,16 @@ class RowPricer(PricingInputs):
                 {p: mask[selected] for p, mask in promising.items()},
                 breadth_first_options,
                 alternatives,
-                best,
+                incumbents,
             )
-        self._price_mixtures(rows, legal, alternatives[self.space.policies[-1]], best)
+        self._price_mixtures(rows, legal, alternatives[self.space.policies[-1]], incumbents)
 
     def _price_mixtures(
-        self, rows: CandidateRows, legal: Array, alternatives: list[Decisions], best: Incumbents
+        self,
+        rows: CandidateRows,
+        legal: Array,
+        alternatives: list[Decisions],
+        incumbents: Incumbents,
     ) -> None:
         """Records the plans of one schedule whose layer groups differ."""
         if self.group_pricer is None or not alternatives:
@@ -1289,7 +1302,7 @@ class RowPricer(PricingInputs):
                 self._bound(
                     rows, BEST_PER_GROUP, alternatives[0].schedule, alternatives[0].virtual_stages
                 )
-                < best.limit
+                < incumbents.limit
             )
         )
         if len(promising):
@@ -1300,7 +1313,7 @@ class RowPricer(PricingInputs):
                 subset.candidates,
                 subset.meshes,
                 alternatives,
-                best,
+                incumbents,
             )
 
     def _price_uniform(
@@ -1309,13 +1322,13 @@ class RowPricer(PricingInputs):
         promising: dict[str, Array],
         breadth_first_options: list[bool],
         alternatives: dict[str, list[Decisions]],
-        best: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records the plans of one schedule whose layer groups are alike."""
         for policy in promising:  # the same for all ZeRO stages
             plans = self.plans(alternatives[policy][0], rows.meshes)
             promising[policy] = promising[policy] & (
-                least_seconds(rows.quantities[policy], plans) < best.limit
+                least_seconds(rows.quantities[policy], plans) < incumbents.limit
             )
         for zero, gather in sorted(
             {
@@ -1325,13 +1338,13 @@ class RowPricer(PricingInputs):
             },
             key=lambda pair: (pair[0], pair[1] != "use"),
         ):
-            fitting = rows.may_beat((zero,), breadth_first_options, (gather,), best.limit)
+            fitting = rows.may_beat((zero,), breadth_first_options, (gather,), incumbents.limit)
             legal = self.space.legal_zero(zero, rows.meshes)
             selected = {policy: mask & fitting for policy, mask in promising.items()}
             if (
                 gather == "once"
                 and "use" in self.space.gathers
-                and not best.ranks
+                and not incumbents.ranks
                 and (
                     chosen := next(
                         (
@@ -1358,7 +1371,7 @@ class RowPricer(PricingInputs):
                 if chosen is None:
                     continue
                 totals = self._price_policy(
-                    rows, policy, chosen, legal, selected[policy], no_remat, best
+                    rows, policy, chosen, legal, selected[policy], no_remat, incumbents
                 )
                 no_remat = totals if policy == "none" else no_remat
 
@@ -1410,17 +1423,17 @@ class RowPricer(PricingInputs):
         legal: Array,
         promising: Array,
         no_remat: tuple[Array, Totals] | None,
-        best: Incumbents,
+        incumbents: Incumbents,
     ) -> tuple[Array, Totals] | None:
         """Records the plans of one policy with the given decisions; returns the priced rows and
         their prices.
         """
         partial = np.zeros(len(rows), dtype=bool)
         if no_remat is not None and policy != "none":
-            partial[no_remat[0]] = (no_remat[1].step_seconds < best.limit) & (
+            partial[no_remat[0]] = (no_remat[1].step_seconds < incumbents.limit) & (
                 (no_remat[1].peak_bytes > self.capacity) | bool(self.space.pins.remat_layers)
             )
-        best.skip(int(((promising | partial) & ~legal).sum()))
+        incumbents.skip(int(((promising | partial) & ~legal).sum()))
         positions = np.flatnonzero(legal & (promising | partial))
         if not len(positions):
             return None
@@ -1443,7 +1456,7 @@ class RowPricer(PricingInputs):
             totals,
             no_remat_rows,
             meshes,
-            best,
+            incumbents,
         )
         return positions, totals
 
@@ -1454,7 +1467,7 @@ class RowPricer(PricingInputs):
         totals: Totals,
         no_remat: Totals | None,
         meshes: Meshes,
-        best: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records prices; of plans that do not fit, also with arrays offloaded, and with fewer
         rematerialised layers where fewer suffice.
@@ -1466,12 +1479,12 @@ class RowPricer(PricingInputs):
             no_remat = no_remat and offloaded(no_remat, pinned, self.pricer, meshes)
             decided = decided.replace(offload=pinned)
         if not pinned_layers:
-            best.record(decided, totals, candidates)
-        self._record_partial_remat(decided, candidates, totals, no_remat, meshes, best)
+            incumbents.record(decided, totals, candidates)
+        self._record_partial_remat(decided, candidates, totals, no_remat, meshes, incumbents)
         # offloading only adds seconds
-        unfit = (totals.step_seconds < best.limit) & (totals.peak_bytes > self.capacity)
+        unfit = (totals.step_seconds < incumbents.limit) & (totals.peak_bytes > self.capacity)
         if no_remat is not None:  # with offloading, fewer layers need to rematerialise
-            unfit |= (no_remat.step_seconds < np.minimum(best.limit, totals.step_seconds)) & (
+            unfit |= (no_remat.step_seconds < np.minimum(incumbents.limit, totals.step_seconds)) & (
                 no_remat.peak_bytes > self.capacity
             )
         positions = np.flatnonzero(unfit)
@@ -1481,7 +1494,7 @@ class RowPricer(PricingInputs):
         for host_arrays in self.offloads:
             offloaded_totals = offloaded(totals.take(positions), host_arrays, self.pricer, meshes)
             offloaded_rows = unfit_rows.replace(offload=host_arrays)
-            best.record(offloaded_rows, offloaded_totals, candidates[positions])
+            incumbents.record(offloaded_rows, offloaded_totals, candidates[positions])
             if no_remat is not None:
                 self._record_partial_remat(
                     offloaded_rows,
@@ -1489,7 +1502,7 @@ class RowPricer(PricingInputs):
                     offloaded_totals,
                     offloaded(no_remat.take(positions), host_arrays, self.pricer, meshes),
                     meshes,
-                    best,
+                    incumbents,
                 )
 
     def _record_partial_remat(
@@ -1499,7 +1512,7 @@ class RowPricer(PricingInputs):
         rematerialised: Totals,
         no_remat: Totals | None,
         meshes: Meshes,
-        best: Incumbents,
+        incumbents: Incumbents,
     ) -> None:
         """Records the plans that rematerialise no more layers than memory requires."""
         pinned_layers = self.space.pins.remat_layers
@@ -1510,7 +1523,7 @@ class RowPricer(PricingInputs):
             or "partly" not in self.space.limits.abilities.remat
         ):
             return
-        legal = no_remat.step_seconds < best.limit
+        legal = no_remat.step_seconds < incumbents.limit
         legal &= lowerable(
             facts_of_decisions(decided.decisions),
             facts_of_mesh(meshes.sizes),
@@ -1545,7 +1558,7 @@ class RowPricer(PricingInputs):
         mixed = np.flatnonzero(legal & (needed >= 1) & (needed < layers))
         if len(mixed):
             share = rematerialised_share(needed, plans)[mixed]
-            best.record(
+            incumbents.record(
                 replace(decided.take(mixed), layers=needed[mixed].astype(np.int64)),
                 interpolated(no_remat.take(mixed), rematerialised.take(mixed), share),
                 candidates[mixed],

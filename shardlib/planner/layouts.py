@@ -128,7 +128,7 @@ class StepLayouts:
         """
         reductions: dict[int, list[TransferOps]] = defaultdict(list)
         for transfer, ops in reductions_of(self.facts, self.choice):
-            if transfer.group in ("tensor", "context"):
+            if transfer.purpose in ("tensor", "context"):
                 reductions[min(ops)].append((transfer, ops))
         return reductions
 
@@ -338,7 +338,7 @@ def _result(step: StepLayouts, index: int, op: Op, weight: str) -> Iterator[OpAc
     for transfer, ops in step.reductions.get(index, ()):
         of = tuple(name for number in ops if (name := step.weight(step.facts.graph.ops[number])))
         names |= dict.fromkeys(of)
-        axes = step.axes(transfer.group)
+        axes = step.axes(transfer.purpose)
         if axes:
             moves.append(Move(kind=transfer.kind, axes=axes, of=of, layout=layout, before=True))
     if is_backward and not moves:

@@ -187,8 +187,8 @@ def require_splittable(rows: Rows, microbatches: int) -> None:
             f"{microbatches} microbatches cannot be computed: the loss is written for one number of"
             " rows"
             if rows.loss.fixed
-            else f"{microbatches} microbatches would change the numbers: the rows of the batch meet"
-            " before the end",
+            else f"{microbatches} microbatches would change the numbers: the rows of the batch are"
+            " combined other than by a final sum or mean",
             list(rows.reasons),
             hint=FIXED_ROWS_HINT if rows.loss.fixed else MIXED_ROWS_HINT,
         )
@@ -348,7 +348,11 @@ class Space:
         if zero:
             replicable = not abilities.requires("ZeRO or replicas")
             return (meshes.ways(STORED_AXES) > 1) & ((meshes.ways(("data",)) == 1) | replicable)
-        return meshes.ways(STORED_AXES) == 1 if abilities.requires("ZeRO over all") else meshes.fsdp == 1
+        return (
+            meshes.ways(STORED_AXES) == 1
+            if abilities.requires("ZeRO over all")
+            else meshes.fsdp == 1
+        )
 
     def zeros_and_schedules(self, policy: str, *, pipelined: bool) -> list[Decisions]:
         """Every ZeRO stage and schedule under a remat policy, whether or not a candidate allows

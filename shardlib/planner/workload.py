@@ -208,7 +208,7 @@ def cost_program(
         batch=(colouring.batch_colour, batch_size(problem, colouring)),
         sequence=(colouring.sequence_colour, sequence_size(problem, colouring)),
         routes=routes,
-        exchange=TokenExchange(padding=profile.exchange_room, sent=profile.exchange),
+        token_exchange=TokenExchange(padding=profile.exchange_room, sent=profile.exchange),
     )
     can_mix_remat = (
         1 < len(facts.layers.counts) <= MAX_POLICY_GROUPS
@@ -738,7 +738,7 @@ def prepare(
             counts=facts.layers.counts,
             batch_bytes=batch_bytes,
             state_bytes=problem.state_bytes,
-            largest_end=_largest_end(problem, segments),
+            largest_outside_share=_largest_outside_share(problem, segments),
             reduction_dtype_ratio=_reduction(profile, problem),
             compute_dtype_ratio=_compute_dtype_ratio(problem),
             head_layers=_head_layers(facts),
@@ -747,7 +747,7 @@ def prepare(
     )
 
 
-def _largest_end(problem: Problem, segments: Mapping[str, int]) -> float:
+def _largest_outside_share(problem: Problem, segments: Mapping[str, int]) -> float:
     """The largest share of one array in the parameters outside the layers: about 1/2 with an
     embedding and a head, 1 where one array is both.
     """

@@ -40,7 +40,7 @@ def pooled(curve: Curve) -> set[str]:
 
 def evidence_of(stack: str) -> list[Curve]:
     """The curves of a framework profile that were fitted to published runs."""
-    return [curve for curve in CURVES.values() if curve.stack == stack and rows(curve)]
+    return [curve for curve in CURVES.values() if curve.profile == stack and rows(curve)]
 
 
 @pytest.mark.parametrize("key", CURVES, ids=str)
@@ -80,7 +80,7 @@ def test_figures_of_frameworks_are_in_physical_ranges() -> None:
 
 
 def test_curves_of_the_default_rest_on_enough_runs() -> None:
-    assert all(well_founded(curve) for curve in curves().values() if curve.stack == XLA.name)
+    assert all(well_founded(curve) for curve in curves().values() if curve.profile == XLA.name)
 
 
 def test_the_docs_say_how_many_runs_every_profile_rests_on() -> None:
