@@ -68,7 +68,7 @@ def plan(
             `shardlib.tree(...)`.
         loss: (model, batch) -> scalar or (scalar, metrics). It is that of the whole batch, whatever
             the plan: how it depends on the rows of the batch (a mean, a sum, a ratio of sums, or
-            rows that meet before the end) is proven from what it computes, and only what can be
+            rows combined in another way) is proven from what it computes, and only what can be
             added up part by part is worked through in parts. See `docs/concepts.md`.
         optimizer: an optax transformation.
         batch: pytree of arrays or `jax.ShapeDtypeStruct` of the global batch.

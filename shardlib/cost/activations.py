@@ -880,20 +880,17 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
     """The kernels of a core, by the index of the op that they replace; None if the statistic does
     not reach the gradients.
     """
-    joined = FactorClasses(graph, {*core.activation_matmuls, *core.chain, *core.sinks})
+    matmuls = core.activation_matmuls
+    joined = FactorClasses(graph, {*matmuls, *core.chain, *core.sinks})
     rows = joined.classes(core.sums, graph.ops[core.sums].rule.summed)
     keys = math.prod(joined.size(index) for index in rows)
     share = causal_share(keys, block, core.window) if core.causal else 1.0
-    inner = {
-        value for i in (*core.activation_matmuls, *core.chain) for value in graph.ops[i].results
-    }
+    inner = {value for i in (*matmuls, *core.chain) for value in graph.ops[i].results}
     mixing, gradients = core.sinks[0], core.sinks[1:]
     statistic, statistic_read = _statistic(graph, core, {graph.ops[i].region for i in gradients})
     if statistic_read is None and gradients:
         return None
-    contracted = rows.union(
-        *(joined.classes(i, graph.ops[i].rule.summed) for i in core.activation_matmuls)
-    )
+    contracted = rows.union(*(joined.classes(i, graph.ops[i].rule.summed) for i in matmuls))
 
     def kernel(
         kind: str,
@@ -937,8 +934,8 @@ def _kernels(graph: Graph, core: Core, block: int) -> dict[int, tuple[Op, ...]] 
         op = kernel(
             BACKWARD,
             sinks[0],
-            (*(i for i in core.activation_matmuls if i not in core.scores), *gradients),
-            (*sinks, *(core.activation_matmuls if number == 0 else ())),
+            (*(i for i in matmuls if i not in core.scores), *gradients),
+            (*sinks, *(matmuls if number == 0 else ())),
             results,
             (statistic_read,),
             summed,

@@ -268,9 +268,7 @@ class _Search:
         matmuls = [
             i
             for i, op in enumerate(graph.ops)
-            if i not in activation_matmuls
-            and op.category == "matmul"
-            and tainted.intersection(op.operands)
+            if i not in activation_matmuls and op.category == "matmul" and tainted & {*op.operands}
         ]
         _, gradients = self._descendants(activation_matmuls - scores)
         joined = FactorClasses(graph, {*activation_matmuls, *chain, *matmuls})
@@ -282,9 +280,7 @@ class _Search:
         mixing = [
             i
             for i in matmuls
-            if not (gradients if activation_matmuls - scores else set()).intersection(
-                graph.ops[i].operands
-            )
+            if not gradients.intersection(graph.ops[i].operands)
             and rows <= joined.classes(i, graph.ops[i].rule.summed)
         ]
         return (

@@ -461,7 +461,7 @@ _TOKENS = tuple(
     tokens(experts=experts, tensor=tensor) for tensor in (False, True) for experts in (False, True)
 )
 _STORED = (storage_group(), storage_group(experts=True))
-_TOKENS_OUTSIDE = tuple(on_all_stages(tokens(tensor=tensor)) for tensor in (False, True))
+_OUTSIDE = tuple(on_all_stages(tokens(tensor=tensor)) for tensor in (False, True))
 _REPLICAS_OUTSIDE = tuple(on_all_stages(replicas(tensor=tensor)) for tensor in (False, True))
 SLOTS: tuple[Slot, ...] = (
     *(
@@ -475,17 +475,11 @@ SLOTS: tuple[Slot, ...] = (
     *(Slot("gather", group, "all-gather") for group in _STORED),
     *(Slot("update", group, "all-to-all") for group in (axis_group(AXES["tensor"]), _STORED[0])),
     *(Slot("update", group, "all-gather") for group in (replicas(), tokens())),
-    *(Slot("reduce", group, "all-reduce") for group in (*_TOKENS, *_TOKENS_OUTSIDE)),
+    *(Slot("reduce", group, "all-reduce") for group in (*_TOKENS, *_OUTSIDE)),
     *(Slot("scatter", group, "reduce-scatter") for group in _STORED),
     *(
         Slot("scatter", group, "all-reduce")
-        for group in (
-            replicas(),
-            replicas(tensor=True),
-            *_TOKENS,
-            *_REPLICAS_OUTSIDE,
-            *_TOKENS_OUTSIDE,
-        )
+        for group in (replicas(), replicas(tensor=True), *_TOKENS, *_REPLICAS_OUTSIDE, *_OUTSIDE)
     ),
 )
 #: Groups of devices that collectives of a step run over.

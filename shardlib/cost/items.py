@@ -956,16 +956,13 @@ def _reduced(facts: Facts, summands: Summands, choice: Choice) -> list[TransferO
     for index in summands.ops:
         seen = Counter[str]()  # an op may have several results
         for transfer in _reductions(facts, index, choice, looped=summands.looped):
-            seen[transfer.purpose] += 1
-            key = transfer.purpose, seen[transfer.purpose], 0
+            purpose = transfer.purpose
+            seen[purpose] += 1
+            key = purpose, seen[purpose], 0
             small, large = sorted(
                 (transfers.get(key, transfer), transfer), key=lambda pair: pair.bytes.total
             )
-            if (
-                transfer.purpose == "gradient"
-                and transfer.case != "all-reduce"
-                and key in transfers
-            ):
+            if purpose == "gradient" and transfer.case != "all-reduce" and key in transfers:
                 own = (*key[:2], index)  # each use scatters its own gradient
                 transfers[own], makers[own] = replace(small, case="repeated"), [index]
             transfers[key] = large

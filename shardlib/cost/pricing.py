@@ -961,9 +961,8 @@ def least_seconds(costs: StepCosts, plans: Plans) -> Array:
     does not depend on the ZeRO stage.
     """
     stages, decisions, tick = plans.meshes.stage, plans.decisions, tick_seconds(costs, plans)
-    waits = named(decisions.schedule).waiting(
-        plans.pipelines, tick, costs.kernels.weight_gradients / stages
-    )
+    deferrable = costs.kernels.weight_gradients / stages
+    waits = named(decisions.schedule).waiting(plans.pipelines, tick, deferrable)
     busy = plans.meshes.micro * (tick + costs.collectives.ends)
     return busy + np.where(stages > 1, decisions.accumulation * waits, 0.0)
 

@@ -285,14 +285,14 @@ def step_costs(
             }
         )
 
-    per_candidate = {
+    outside = {
         field: role(name)[OUTSIDE_LAYERS]
         for field, name in (("stage_sends", "stage"), ("ends", "ends"))
     }
     by_role = {
         field.name: role(field.name)
         for field in fields(CollectiveSeconds)
-        if field.name not in ("routed", *per_candidate)
+        if field.name not in ("routed", *outside)
     }
     return StepCosts(
         kernels=KernelTotals(
@@ -301,9 +301,7 @@ def step_costs(
             host=by_candidate(work[:, Quantity.HOST]) + _stalls(work, pricer, meshes),
             flops=by_candidate(work[:, Quantity.FLOPS].sum(0)),
         ),
-        collectives=CollectiveSeconds(
-            **by_role, routed=role("reduce", experts=True), **per_candidate
-        ),
+        collectives=CollectiveSeconds(**by_role, routed=role("reduce", experts=True), **outside),
         stored=bytes_of(StoredBytes, stored),
         points=tuple(bytes_of(MemoryPoint, pricer.corrected(tally)) for tally in points),
         buffer=np.where(meshes.context > 1, by_candidate(_context_buffer(work, model)), 0.0),

@@ -675,18 +675,8 @@ def breadth_first_seconds(
         best = np.nan_to_num(best, nan=np.inf)
         chunks = np.clip(best, MIN_CHUNKS, np.maximum(chunks, MIN_CHUNKS))
     chunks = np.maximum(chunks, 1)
-    bubble, message_s = (stages - 1) / chunks, message_s * chunks
-    seconds = step_seconds(
-        bounds,
-        stages,
-        micro,
-        bubble,
-        layers,
-        accumulation_groups,
-        message_s,
-        overlappable,
-        exposed_share,
-    )
+    pipelines = bounds, stages, micro, (stages - 1) / chunks, layers, accumulation_groups
+    seconds = step_seconds(*pipelines, message_s * chunks, overlappable, exposed_share)
     return np.where(fits, seconds, np.inf)
 
 

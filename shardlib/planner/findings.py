@@ -438,7 +438,8 @@ _PER_MICROBATCH = {
 def _coupled_rows(rows: Rows, microbatches: int) -> list[Finding]:
     """Findings about a loss that mixes rows of the batch."""
     if not rows.splits:
-        why = "no part of it can be" if rows.loss.fixed else "its rows meet before the end"
+        combined = "its rows are combined other than by a final sum or mean"
+        why = "no part of it can be" if rows.loss.fixed else combined
         return [
             Finding(
                 code="rows-coupled",

@@ -348,11 +348,8 @@ class Space:
         if zero:
             replicable = not abilities.requires("ZeRO or replicas")
             return (meshes.ways(STORED_AXES) > 1) & ((meshes.ways(("data",)) == 1) | replicable)
-        return (
-            meshes.ways(STORED_AXES) == 1
-            if abilities.requires("ZeRO over all")
-            else meshes.fsdp == 1
-        )
+        axes = STORED_AXES if abilities.requires("ZeRO over all") else ("fsdp",)
+        return meshes.ways(axes) == 1
 
     def zeros_and_schedules(self, policy: str, *, pipelined: bool) -> list[Decisions]:
         """Every ZeRO stage and schedule under a remat policy, whether or not a candidate allows
