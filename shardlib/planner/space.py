@@ -187,7 +187,7 @@ def require_splittable(rows: Rows, microbatches: int) -> None:
             f"{microbatches} microbatches cannot be computed: the loss is written for one number of"
             " rows"
             if rows.loss.fixed
-            else f"{microbatches} microbatches would change the numbers: the rows of the batch are"
+            else f"{microbatches} microbatches would change the numbers: rows of the batch are"
             " combined other than by a final sum or mean",
             list(rows.reasons),
             hint=FIXED_ROWS_HINT if rows.loss.fixed else MIXED_ROWS_HINT,
