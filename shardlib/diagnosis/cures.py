@@ -10,12 +10,13 @@ step by the compiler's kernels and the links, and no more memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardlib.cost.pricing import group_seconds
 from shardlib.diagnosis.edits import LAYOUTS, Edit, Spec
-from shardlib.diagnosis.program import TracedFunction
+from shardlib.diagnosis.program import Argument, TracedFunction
 from shardlib.diagnosis.rows import Meeting, Row, ValueOrigin, read_meetings
 from shardlib.diagnosis.source import read_source
 from shardlib.machines.topology import Topology
@@ -24,8 +25,6 @@ from shardlib.verification.hlo import BITS
 
 #: A cure takes at least this share of a program's bytes away.
 LEAST = 0.02
-#: More memory than so many times what the program takes without it is no cure.
-MOST_MEMORY = 1.05
 #: Candidates that Shardy looks at in one round.
 MOST_CANDIDATES = 24
 
@@ -58,14 +57,14 @@ def candidates(
     """Edits that may remove the communication of rows that are not inherent, the most promising
     first.
     """
-    sizes = dict(function.mesh)
     edits: dict[Edit, None] = {}
     for edit in _batch_edits(shardings, function, batch):
         edits.setdefault(edit)
     for row in rows:
         if row.inherent is not True and row.meeting is not None:
-            for edit in _edits_of(row.meeting, function, sizes):
-                edits.setdefault(edit)
+            for edit in _edits_of(row.meeting, function):
+                if edit.removes or not any(":" in axis for dim in edit.spec for axis in dim):
+                    edits.setdefault(edit)
     return list(edits)[:MOST_CANDIDATES]
 
 
@@ -89,7 +88,7 @@ def _batch_edits(
         yield Edit(spec=(axes, *others), frame=source.user, shape=shape)
 
 
-def _edits_of(meeting: Meeting, function: TracedFunction, sizes: dict[str, int]) -> Iterator[Edit]:
+def _edits_of(meeting: Meeting, function: TracedFunction) -> Iterator[Edit]:
     layouts = [
         source
         for source in (meeting.source, *meeting.users)
@@ -98,45 +97,81 @@ def _edits_of(meeting: Meeting, function: TracedFunction, sizes: dict[str, int])
     for source in layouts:
         if source.user:
             yield Edit(spec=meeting.produced, frame=source.user, removes=True)
-    yield from _on(meeting.value, meeting.needed, meeting.axes, sizes)
+    user = next((user.user for user in meeting.users if not user.operation.backward), None)
+    made, sizes = meeting.result, dict(function.mesh)
+    if user and len(made) == len(meeting.needed) and _divides(made, meeting.needed, sizes):
+        yield Edit(spec=meeting.needed, frame=user, shape=made)
+        yield Edit(spec=meeting.needed, frame=user, shape=meeting.value.shape, manual=True)
+    yield from _on(meeting.value, meeting.needed, meeting.axes, function)
     for user in meeting.users[:1]:
         if user.user and not user.operation.backward and user not in layouts:
             yield Edit(spec=meeting.produced, frame=user.user, shape=meeting.value.shape)
     if meeting.contraction:
         for operand in meeting.contraction.operands:
-            yield from _on(operand, None, meeting.axes, sizes)
+            yield from _on(operand, None, meeting.axes, function)
 
 
 def _on(
-    value: ValueOrigin, needed: Spec | None, axes: frozenset[str], sizes: dict[str, int]
+    value: ValueOrigin, needed: Spec | None, axes: frozenset[str], function: TracedFunction
 ) -> Iterator[Edit]:
-    """Layouts of a value where it is made: as it is needed, without the axes, or with them on
-    another dim.
+    """Layouts of a value where it is made, of an argument where it is stored."""
+    sizes = dict(function.mesh)
+    for layout in _layouts(value, needed, axes, sizes):
+        argument = value.argument
+        if argument is not None:
+            stored = _stored(value, layout, function.arguments[argument])
+            if stored not in (None, function.arguments[argument].spec) and _divides(
+                function.arguments[argument].shape, stored, sizes
+            ):
+                yield Edit(spec=stored, argument=argument, name=value.name)
+        if value.source.user and not value.source.operation.backward:
+            yield Edit(spec=layout, frame=value.source.user, shape=value.shape)
+
+
+def _layouts(
+    value: ValueOrigin, needed: Spec | None, axes: frozenset[str], sizes: dict[str, int]
+) -> Iterator[Spec]:
+    """Layouts of a value: as it is needed, without mesh axes, or with all or one of them on another
+    dim, one that is not sharded before one that is.
     """
     spec = tuple(tuple(a for a in dim if ":" not in a) for dim in value.spec)
-    without = tuple(tuple(a for a in dim if a not in axes) for dim in spec)
-    specs = [without]
     if needed is not None and not any(":" in a for dim in needed for a in dim):
-        specs.insert(0, needed)
-    moved = tuple(sorted(axes & {a for dim in spec for a in dim}))
-    degree = 1
-    for axis in moved:
-        degree *= sizes.get(axis, 1)
-    for number, size in enumerate(value.shape):
-        if (
-            moved
-            and size % degree == 0
-            and without[number] == ()
-            and not set(moved) & set(spec[number])
-        ):
-            specs.append((*without[:number], moved, *without[number + 1 :]))
-    for layout in specs:
-        if layout == value.spec or len(layout) != len(value.shape):
-            continue
-        if value.argument is not None:
-            yield Edit(spec=layout, argument=value.argument, name=value.name)
-        elif value.source.user and not value.source.operation.backward:
-            yield Edit(spec=layout, frame=value.source.user, shape=value.shape)
+        yield needed
+    yield tuple(tuple(a for a in dim if a not in axes) for dim in spec)
+    on = [axis for axis in sizes if axis in axes and _has(value.spec, axis)]
+    for moved in dict.fromkeys((tuple(on), *((axis,) for axis in on))):
+        without = tuple(tuple(a for a in dim if a not in moved) for dim in spec)
+        dims = sorted(range(len(spec)), key=lambda dim: (len(without[dim]), dim))
+        for dim in dims:
+            layout = (*without[:dim], (*without[dim], *moved), *without[dim + 1 :])
+            if moved and layout != value.spec and _divides(value.shape, layout, sizes):
+                yield layout
+
+
+def _has(spec: Spec, axis: str) -> bool:
+    return any(a.partition(":")[0] == axis for dim in spec for a in dim)
+
+
+def _divides(shape: tuple[int, ...], spec: Spec, sizes: dict[str, int]) -> bool:
+    return all(
+        size % math.prod(sizes.get(axis, 1) for axis in axes) == 0
+        for size, axes in zip(shape, spec, strict=True)
+    )
+
+
+def _stored(value: ValueOrigin, layout: Spec, argument: Argument) -> Spec | None:
+    """The sharding of an argument with which a value that shows it has a layout."""
+    laid = {axis for dim in layout for axis in dim}
+    spec = [
+        () if dim in value.dims else tuple(a for a in axes if a not in laid)
+        for dim, axes in enumerate(argument.spec)
+    ]
+    for dim, axes in zip(value.dims, layout, strict=True):
+        if dim is None and axes:
+            return None
+        if dim is not None:
+            spec[dim] = (*spec[dim], *axes)
+    return tuple(spec)
 
 
 def propagated_seconds(
@@ -148,7 +183,7 @@ def propagated_seconds(
     mesh, names = function.shape, {v: k for k, v in function.axis_names.items()}
     sizes = dict(function.mesh)
     total = 0.0
-    for meeting in read_meetings(shardings, function.arguments):
+    for meeting in read_meetings(shardings, function):
         bits = BITS.get(meeting.value.dtype.replace("i1", "pred"), 32)
         total_bytes = bits / 8.0
         for size in meeting.value.shape:
@@ -171,7 +206,15 @@ def propagated_seconds(
         elif needed > produced:
             kind, size = "all-gather", needed
         elif needed == produced:
-            kind, size = "all-to-all", produced
+            # where axes leave more than one dim, or go to more than one, XLA replicates the value
+            pairs = list(zip(meeting.produced, meeting.needed, strict=True))
+            moves = (
+                sum(bool(set(a) - set(b)) for a, b in pairs),
+                sum(bool(set(b) - set(a)) for a, b in pairs),
+            )
+            kind, size = (
+                ("all-to-all", produced) if moves == (1, 1) else ("all-gather", total_bytes)
+            )
         else:
             continue  # each device keeps a part of what it has
         members = mesh.ways(axes)

@@ -22,7 +22,6 @@ from typing import Any
 
 from shardlib.diagnosis.cures import (
     LEAST,
-    MOST_MEMORY,
     Cure,
     candidates,
     propagated_seconds,
@@ -31,7 +30,16 @@ from shardlib.diagnosis.edits import Edit
 from shardlib.diagnosis.peak import live_values
 from shardlib.diagnosis.program import AnyMesh, Call, TracedFunction, find_mesh, mesh_of, trace
 from shardlib.diagnosis.report import Communication, Diagnosis
-from shardlib.diagnosis.rows import Index, Row, batch_axes, explain, read_meetings, read_rows
+from shardlib.diagnosis.rows import (
+    MOST_MEMORY,
+    Index,
+    Row,
+    batch_axes,
+    explain,
+    read_meetings,
+    read_rows,
+    with_warnings,
+)
 from shardlib.diagnosis.source import FrameTable
 from shardlib.errors import ArgumentError, TracingError, VerificationError
 from shardlib.lowering.program import Program
@@ -229,6 +237,7 @@ def why_text(
         arguments=(),
         donated=(),
         kinds=(),
+        kept=(),
     )
     if function.shape.devices != module.partitions:
         raise VerificationError(
@@ -365,8 +374,9 @@ class _Work:
             names=function.axis_names,
             topology=self.topology,
             cycles_per_s=machine.cycles_per_s,
-            meetings=read_meetings(shardings, function.arguments),
+            meetings=read_meetings(shardings, function),
         )
+        rows, unjoined = with_warnings(rows, outcome.log)
         temporaries, live = live_values(index, function, shardings)
         clock, problem = machine.cycles_per_s, shardings["problem"]
         return Communication(
@@ -377,7 +387,7 @@ class _Work:
             live=live,
             live_bytes=temporaries,
             compile_seconds=outcome.seconds,
-            problems=(*traffic.problems, *((problem,) if problem else ())),
+            problems=(*traffic.problems, *((problem,) if problem else ()), *unjoined),
             text=outcome.text,
         )
 
@@ -496,7 +506,7 @@ def _not_compiled(
     failure: Failure, function: TracedFunction, shardings: JsonObject
 ) -> VerificationError:
     """The error of a function that the compiler made no program of, with what is known of it."""
-    meetings = read_meetings(shardings, function.arguments)
+    meetings = read_meetings(shardings, function)
     lines = sorted({frame.place for m in meetings if (frame := m.source.user)})
     meet = f"\nShardings meet at {len(lines)} lines: {', '.join(lines[:8])}" if lines else ""
     message = (

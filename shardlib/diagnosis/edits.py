@@ -1,5 +1,6 @@
 """Edits of a user's program that are made while it is traced, as if its source had them: a layout
-around an expression, another sharding of an argument, a layout left out.
+around an expression, another sharding of an argument, a layout left out, an operation run by each
+device on its part.
 
 JAX binds a primitive for every operation that it traces. While edits are tried, `bind` looks
 whether the expression of the user's that it runs for is one of them. So a layout is there before
@@ -8,6 +9,7 @@ the program is differentiated, and its transpose lays out the cotangent, as it w
 
 from __future__ import annotations
 
+import ast
 import functools
 import re
 import sys
@@ -40,6 +42,8 @@ class Edit:
         argument: number of the argument; None for an expression.
         name: of the argument.
         removes: True for a layout that is left out; `spec` is what is there without it.
+        manual: True for an operation of one operand that each device runs on its part
+            (`jax.shard_map`); `spec` and `shape` are those of the operand.
     """
 
     spec: Spec
@@ -48,6 +52,7 @@ class Edit:
     argument: int | None = None
     name: str = ""
     removes: bool = False
+    manual: bool = False
 
     @property
     def entries(self) -> list[str | tuple[str, ...] | None]:
@@ -74,11 +79,31 @@ class Edit:
         if self.removes:
             return f"leave out the layout: {text_of(self.frame)}"
         inner, line = expression(self.frame), text_of(self.frame)
+        if self.manual:
+            return line.replace(inner, _by_part(inner, spec), 1)
         layout = "jax.sharding.reshard" if explicit else "jax.lax.with_sharding_constraint"
         if target := re.match(r"([\w.]+)\s*[-+*/@%&|^<>]+=\s", inner):  # an update, not a value
             return f"{line}; {target[1]} = {layout}({target[1]}, {spec})"
         edited = f"{layout}({inner}, {spec})"
         return line.replace(inner, edited, 1) if inner in line else edited
+
+
+def _by_part(call: str, spec: str) -> str:
+    """A call that each device makes with its part of the first argument.
+
+    >>> _by_part("top_k(x[0], 8)", "P('data')")
+    "jax.shard_map(lambda x: top_k(x, 8), mesh=mesh, in_specs=P('data'), out_specs=P('data'))(x[0])"
+    """
+    specs = f"mesh=mesh, in_specs={spec}, out_specs={spec}"
+    try:
+        tree = ast.parse(call, mode="eval").body
+    except SyntaxError:
+        tree = None
+    if not isinstance(tree, ast.Call) or not tree.args:
+        return f"jax.shard_map(lambda x: ..., {specs})  # of {call}"
+    argument = ast.unparse(tree.args[0])
+    tree.args[0] = ast.Name("x")
+    return f"jax.shard_map(lambda x: {ast.unparse(tree)}, {specs})({argument})"
 
 
 _BIND = Primitive.bind
@@ -116,11 +141,24 @@ def _bind(self: Primitive, *arguments: Any, **parameters: Any) -> Any:
         if any(edit.removes and _runs(edit) for edit in edits):
             return arguments[0]
         return _BIND(self, *arguments, **parameters)
+    for edit in edits:
+        if edit.manual and [v.shape for v in arguments] == [edit.shape] and _runs(edit):
+            spec = PartitionSpec(*edit.entries)
+            _STATE.append((mesh, ()))
+            try:
+                return jax.shard_map(
+                    lambda value: _BIND(self, value, **parameters),
+                    mesh=mesh,
+                    in_specs=spec,
+                    out_specs=spec,
+                )(*arguments)
+            finally:
+                _STATE.pop()
     result = _BIND(self, *arguments, **parameters)
     results = list(result) if isinstance(result, list | tuple) else [result]
     shapes = [getattr(value, "shape", None) for value in results]
     for edit in edits:
-        if not edit.removes and edit.shape in shapes and _runs(edit):
+        if not (edit.removes or edit.manual) and edit.shape in shapes and _runs(edit):
             _STATE.append((mesh, ()))  # the layout itself is bound as it is
             try:
                 results = [

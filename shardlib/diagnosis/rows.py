@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +18,7 @@ from shardlib.diagnosis.source import (
     NOWHERE,
     FrameTable,
     Source,
+    path,
     read_source,
     shown,
     text_of,
@@ -58,6 +59,7 @@ class ValueOrigin:
         source: the operation that makes it; `NOWHERE` for an argument.
         argument: its number among the program's arguments; None where it is not one.
         spec: how it is sharded there.
+        dims: of the argument, that its dims are; None for one that is of none.
     """
 
     name: str
@@ -66,6 +68,7 @@ class ValueOrigin:
     shape: tuple[int, ...]
     dtype: str
     spec: Spec
+    dims: tuple[int | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +96,10 @@ class Meeting:
         users: operations that take it.
         contraction: whose partial sums they are.
         count: how often they meet in one call.
+        computed: whether they meet in an operation that XLA's partitioner computes: `produced` is
+            the sharding of its operand, `needed` the same without the dims that it works along.
+        result: the shape of what that operation makes, where a device may make a part of it of a
+            part of the operand: a sort of rows; () for others.
     """
 
     value: ValueOrigin
@@ -103,6 +110,8 @@ class Meeting:
     users: tuple[Source, ...]
     contraction: Contraction | None
     count: int
+    computed: bool
+    result: tuple[int, ...]
 
     @property
     def axes(self) -> frozenset[str]:
@@ -115,7 +124,7 @@ class Meeting:
         return frozenset(axis.partition(":")[0] for axis in moved)
 
 
-def read_meetings(shardings: JsonObject, arguments: Sequence[Argument]) -> tuple[Meeting, ...]:
+def read_meetings(shardings: JsonObject, function: TracedFunction) -> tuple[Meeting, ...]:
     """The meetings that `shardings.read_shardings` listed; without those that move nothing."""
     meetings = list[Meeting]()
     for entry in shardings.get("meetings", ()):
@@ -125,17 +134,19 @@ def read_meetings(shardings: JsonObject, arguments: Sequence[Argument]) -> tuple
         contraction = entry["contraction"]
         meetings.append(
             Meeting(
-                value=_origin(entry["origin"], arguments),
+                value=_origin(entry["origin"], function),
                 produced=produced,
                 needed=needed,
                 reduced=tuple(entry["reduced"]),
                 source=read_source(entry["location"]),
                 count=entry["count"],
+                computed=entry["op"] == "computed",
+                result=tuple(entry.get("result", ())),
                 users=tuple(read_source(user["location"]) for user in entry["users"]),
                 contraction=contraction
                 and Contraction(
                     source=read_source(contraction["location"]),
-                    operands=tuple(_origin(o, arguments) for o in contraction["operands"]),
+                    operands=tuple(_origin(o, function) for o in contraction["operands"]),
                     dims=tuple(tuple(dims) for dims in contraction["dims"]),
                 ),
             )
@@ -147,14 +158,15 @@ def _spec(data: Sequence[Sequence[str]]) -> Spec:
     return tuple(tuple(axes) for axes in data)
 
 
-def _origin(entry: JsonObject, arguments: Sequence[Argument]) -> ValueOrigin:
+def _origin(entry: JsonObject, function: TracedFunction) -> ValueOrigin:
     source = read_source(entry.get("location"))
-    argument = entry.get("argument") if entry.get("op") == "argument" else None
-    listed = argument is not None and argument < len(arguments)
+    taken = entry.get("argument") if entry.get("op") == "argument" else None
+    argument = None if taken is None else function.kept[taken]
     return ValueOrigin(
-        name=arguments[argument].name if listed else _named(source),  # type: ignore[index]
+        name=_named(source) if argument is None else function.arguments[argument].name,
         source=source,
-        argument=argument if listed else None,
+        argument=argument,
+        dims=tuple(entry["dims"]),
         shape=tuple(entry["shape"]),
         dtype=entry["dtype"],
         spec=_spec(entry["spec"]),
@@ -335,6 +347,7 @@ def read_rows(
         topology: None where seconds are not priced.
     """
     scheduled = {item.name: item for item in overlaps}
+    taken = Counter[int]()
     parts: dict[Any, list[Row]] = defaultdict(list)
     by_line: dict[tuple[str, int], list[Meeting]] = defaultdict(list)
     for meeting in meetings:
@@ -373,8 +386,11 @@ def read_rows(
                 instructions=(item.name,),
             )
             key = source.key
-            nearby = () if key is None else by_line[key[1][:2]]
-            meeting = _match(row, size, nearby, dict(_sizes(mesh, names)))
+            nearby = by_line[key[1][:2]] if key is not None and source.user else meetings
+            meeting = _match(row, size, nearby, dict(_sizes(mesh, names)), taken)
+            taken[id(meeting)] += 1
+            if meeting is not None:
+                source = _place(source, meeting, row.kind)
             key = (
                 row.kind,
                 row.axes,
@@ -382,7 +398,7 @@ def read_rows(
                 source.operation,
                 id(meeting) if meeting else None,
             )
-            parts[key].append(replace(row, meeting=meeting))
+            parts[key].append(replace(row, source=source, meeting=meeting))
     return tuple(sorted(map(_joined, parts.values()), key=lambda row: -row.bytes))
 
 
@@ -414,7 +430,8 @@ def _elements(
     except HloError:
         parts = []
     sizes = [array_bytes(part) for part in parts]
-    if len(parts) < 2 or sum(sizes) != item.bytes:
+    cut = item.kind == "all-to-all" and len(parts) == item.members  # one array, cut up
+    if len(parts) < 2 or sum(sizes) != item.bytes or cut:
         yield index.source(instruction), item.bytes, 1.0, ""
         return
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
@@ -454,43 +471,89 @@ def _exposure(
 _KINDS_OF_REDUCTIONS = ("all-reduce", "reduce-scatter")
 
 
+#: Operations that XLA's partitioner computes with collectives of its own choice.
+_COMPUTED = re.compile(r"gather|scatter|sort|slice|pad|top_k|fft|window|concatenate|rev")
+
+
 def _match(
-    row: Row, size: int, meetings: Sequence[Meeting], sizes: Mapping[str, int]
+    row: Row,
+    size: int,
+    meetings: Sequence[Meeting],
+    sizes: Mapping[str, int],
+    taken: Mapping[int, int],
 ) -> Meeting | None:
-    """The meeting that a collective carries out: of the same operation, axes and size."""
+    """The meeting that a collective carries out: of the same operation, axes and size.
+
+    Args:
+        taken: by id, how many collectives were matched with each.
+    """
+    key, is_sum = row.source.key, row.kind in _KINDS_OF_REDUCTIONS
+
+    def fitting(value: ValueOrigin, *specs: Spec) -> bool:
+        dtypes = value.dtype, *row.dtypes  # compilers gather what a matmul takes in its own
+        return any(size in _device_sizes(value.shape, dtype, specs, sizes) for dtype in dtypes)
 
     def score(meeting: Meeting) -> float:
-        if set(row.axes) - meeting.axes and meeting.axes - set(row.axes):
-            return 0.0
-        key = row.source.key
+        gathered = row.kind == "all-gather" and any(
+            fitting(operand, _without(operand.spec, row.axes))
+            for operand in (meeting.contraction.operands if meeting.contraction else ())
+            if set(row.axes) <= {axis for dim in operand.spec for axis in dim}
+        )
+        fits = gathered or fitting(meeting.value, meeting.produced, meeting.needed)
+        sums = is_sum == bool(meeting.reduced) or gathered
+        if row.source.user is None:  # the compiler lost the line
+            points = 8.0 - 0.5 * bool(taken[id(meeting)])
+            return points * (set(row.axes) == meeting.axes and fits and sums)
         places = [meeting.source, meeting.value.source, *meeting.users]
+        if meeting.contraction:
+            places += [operand.source for operand in meeting.contraction.operands]
         same = key is not None and any(source.key == key for source in places)
         line = key is not None and any(
             source.key is not None and source.key[1][:2] == key[1][:2] for source in places
         )
+        if set(row.axes) - meeting.axes and meeting.axes - set(row.axes):
+            own = any(source.key == key for source in (meeting.source, *meeting.users))
+            computed = own and _COMPUTED.search(row.source.operation.primitive)
+            return 4.0 + fits - 0.5 * bool(taken[id(meeting)]) if computed else 0.0
         if not same and not line:
             return 0.0
-        reduction = row.kind in _KINDS_OF_REDUCTIONS
-        points = 4.0 * same + 1.0 * line
-        points += 2.0 * (set(row.axes) == meeting.axes)
-        points += 2.0 * (reduction == bool(meeting.reduced))
-        points += 1.0 * (
-            row.source.operation.backward
-            == (
-                meeting.contraction.source if meeting.contraction else meeting.source
-            ).operation.backward
-        )
-        points += 3.0 * (size in _device_sizes(meeting, sizes))
-        return points
+        points = 4.0 * same + 1.0 * line + 2.0 * (set(row.axes) == meeting.axes) + 2.0 * sums
+        origin = meeting.contraction.source if meeting.contraction else meeting.source
+        points += 1.0 * (row.source.operation.backward == origin.operation.backward)
+        return points + 3.0 * fits - 0.5 * bool(taken[id(meeting)])
 
     best = max(meetings, key=score, default=None)
-    return best if best is not None and score(best) >= 4.0 else None
+    if best is not None and score(best) >= 3.5:
+        return best
+    if row.source.user is None:
+        alike = [m for m in meetings if set(row.axes) == m.axes and (is_sum or not m.reduced)]
+        if len({shown(_place(row.source, meeting, row.kind)) for meeting in alike}) == 1:
+            return alike[0]
+    return None
 
 
-def _device_sizes(meeting: Meeting, sizes: Mapping[str, int]) -> set[int]:
-    """Bytes per device of the value, in either sharding."""
-    bits = BITS.get(_hlo_dtype(meeting.value.dtype), 32)
-    size = math.prod(meeting.value.shape) * bits // 8
+def _without(spec: Spec, axes: Sequence[str]) -> Spec:
+    return tuple(tuple(a for a in dim if a.partition(":")[0] not in axes) for dim in spec)
+
+
+def _place(source: Source, meeting: Meeting, kind: str) -> Source:
+    """The source of a collective: where the shardings meet, in the place of the line that the
+    compiler lost, or of the operand of a contraction that is gathered for it.
+    """
+    contraction = meeting.contraction
+    if contraction is not None and kind == "all-gather" and contraction.source.user:
+        return contraction.source
+    if source.user is not None:
+        return source
+    places = (*meeting.users, meeting.source, meeting.value.source)
+    return next((place for place in places if place.user), source)
+
+
+def _device_sizes(
+    shape: Sequence[int], dtype: str, specs: Iterable[Spec], sizes: Mapping[str, int]
+) -> set[int]:
+    """Bytes per device of a value, in any of its shardings."""
+    size = math.prod(shape) * BITS.get(_hlo_dtype(dtype), 32) // 8
 
     def part(spec: Spec) -> int:
         degree = 1
@@ -500,17 +563,60 @@ def _device_sizes(meeting: Meeting, sizes: Mapping[str, int]) -> set[int]:
                 degree *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
         return size // degree
 
-    return {part(meeting.produced), part(meeting.needed)}
+    return {part(spec) for spec in specs}
 
 
 def _hlo_dtype(dtype: str) -> str:
     """XLA's name of an element type of MLIR."""
+    if dtype.startswith("complex"):
+        return "c128" if "64" in dtype else "c64"
+    if match := re.match(r"(u?)int(\d+)|b?float(\d+)|bool", dtype):  # NumPy's
+        kind = "u" if match[1] else "s" if match[2] else "bf" if dtype[0] == "b" else "f"
+        return "pred" if dtype == "bool" else kind + (match[2] or match[3])
     return "pred" if dtype == "i1" else re.sub(r"^i(\d+)$", r"s\1", dtype).replace("ui", "u")
+
+
+# --------------------------------------------------------------------------------------------------
+# Warnings of the compiler.
+
+_LOG_LINE = re.compile(
+    r"^[WE]\d{4} \S+\s+\d+ \S*(?:spmd|shard|collective)\w*\.cc:\d+\] (.*)$", re.MULTILINE
+)
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_REMATERIALIZED = re.compile(
+    r"[Ii]nvoluntary full rematerialization.* from sharding (\{.*?\}) to (\{.*?\})"
+    r" (?:efficiently|without).*?(?:HLO operation:? %\S+ = (\w+\[[\d,]*\])|$)"
+)
+
+
+def with_warnings(rows: Iterable[Row], log: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+    """Rows with what the compiler said of their operations, and what it said of no row's.
+
+    Args:
+        log: the compiler's streams.
+    """
+    said: dict[str, list[str]] = defaultdict(list)
+    for message in dict.fromkeys(_LOG_LINE.findall(log)):
+        name = match[1] if (match := _OP_NAME.search(message)) else ""
+        if found := _REMATERIALIZED.search(message):
+            made, needed, shape = found.groups()
+            said[path(name)].append(
+                f"involuntary full rematerialization: {shape or 'a value'} is replicated on its way"
+                f" from {made} to {needed}"
+            )
+        elif name:
+            said[path(name)].append(message[:300])
+    joined = tuple(replace(row, warnings=tuple(said.get(row.source.name, ()))) for row in rows)
+    names = {row.source.name for row in joined}
+    others = [text for name, texts in said.items() if name not in names for text in texts]
+    return joined, tuple(text for text in others if "rematerialization" in text)
 
 
 # --------------------------------------------------------------------------------------------------
 # Causes.
 
+#: More memory than so many times what the program takes without it is no cure.
+MOST_MEMORY = 1.05
 #: Word -> what it means.
 CAUSES: Mapping[str, str] = {
     "gradient": "a gradient is summed over the batch",
@@ -524,6 +630,8 @@ CAUSES: Mapping[str, str] = {
     "result": "a result of the program is needed in another sharding",
     "partitioner": "the partitioner computes the operation with it",
 }
+#: What partial sums are of, by a word of the operation's name.
+_SUMS = (("dot", "contraction of"), ("scatter", "sum by index of"), ("gather", "lookup in"))
 #: Collectives that a program writes itself, in a manual region.
 _WRITTEN = (
     *("psum", "psum2", "psum_invariant", "pmax", "pmin", "psum_scatter", "reduce_scatter"),
@@ -567,6 +675,8 @@ def _cause(
 ) -> tuple[str, str, bool | None]:
     meeting, operation = row.meeting, row.source.operation
     over = _listed(row.axes)
+    if meeting is not None and not set(row.axes) & meeting.axes:  # of the partitioner's choice
+        meeting = replace(meeting, computed=True)
     if operation.primitive in _WRITTEN:
         return "written", f"the program writes {operation.primitive} over {over}", True
     if row.kind in _KINDS_OF_REDUCTIONS and meeting is not None and not meeting.value.shape:
@@ -575,12 +685,14 @@ def _cause(
     if meeting is None:
         return (
             "partitioner",
-            f"the partitioner computes {operation.primitive or 'the operation'} with a"
-            f" {row.kind} over {over}",
+            f"XLA computes {operation.primitive or 'an operation'} with"
+            f" {_with_article(row.kind)} over {over}",
             None,
         )
     if meeting.reduced:
         return _reduction(row, meeting, function, batch)
+    if meeting.computed:
+        return _computation(row, meeting)
     return _reshard(meeting, function, batch)
 
 
@@ -606,14 +718,30 @@ def _reduction(
         f"{_quoted(operand.name) or 'an operand'} {spec_text(operand.spec)}"
         for operand, _ in summed
     )
-    what = "contraction" if len(summed) > 1 else "reduction"
-    reason = f"the {what} of {operands} runs over a dim that {over} shards"
+    primitive = contraction.source.operation.primitive
+    what = next((text for word, text in _SUMS if word in primitive), "reduction of")
+    reason = f"the {what} {operands} runs over a dim that {over} shards"
     stored = any(
         operand.argument is not None and set(meeting.reduced) <= {a for d in dims for a in d}
         for operand, dims in summed
     )
     inherent = True if stored and not set(meeting.reduced) & batch else None
     return "partial-sums", reason, inherent
+
+
+def _computation(row: Row, meeting: Meeting) -> tuple[str, str, bool | None]:
+    value, user = meeting.value, next(iter(meeting.users), meeting.source)
+    primitive = user.operation.primitive
+    dims = [dim for dim, axes in enumerate(meeting.produced) if axes and not meeting.needed[dim]]
+    across = f"dim {dims[0]}" if len(dims) == 1 else f"dims {', '.join(map(str, dims))}"
+    by = _listed(dict.fromkeys(a.partition(":")[0] for dim in dims for a in meeting.produced[dim]))
+    return (
+        "partitioner",
+        f"XLA computes {primitive} across {across} of {_quoted(value.name) or 'a value'}"
+        f" {spec_text(meeting.produced)}, which {by} shards, with {_with_article(row.kind)} over"
+        f" {_listed(row.axes)}",
+        None,
+    )
 
 
 def _reshard(
@@ -627,20 +755,38 @@ def _reshard(
     gathered = {a for d in meeting.produced for a in d} - {a for d in meeting.needed for a in d}
     name = _quoted(value.name) or "a value"
     if value.argument is not None and (primitive not in LAYOUTS or gathered & batch):
-        stored = f"{name} is an argument sharded {produced}, and is needed as {needed}"
+        shown_as = _quoted(_named(value.source))
+        if shown_as and value.shape != function.arguments[value.argument].shape:
+            stored = (
+                f"{shown_as}, a form of the argument {name}, is {produced} and needed as {needed}"
+            )
+        else:
+            stored = f"{name} is an argument sharded {produced}, and is needed as {needed}"
         reason = f"{stored} at {place}" if place else stored
-        is_weight = function.arguments[value.argument].name
-        inherent = bool(gathered) and gathered <= batch and is_weight != ""
+        inherent = bool(gathered) and gathered <= batch and _is_large(value.argument, function)
         return "weights", reason, True if inherent else None
     origin = shown(value.source)
     made_at = f" where it is made at {origin}" if origin else ""
     if primitive in LAYOUTS:
         reason = f"{name} is {produced}{made_at}, and the layout at {place} asks for {needed}"
         return "constraint", reason, None
-    if primitive in ("", "return"):
+    if user.user is None and not is_layout:
         return "result", f"{name} is {produced}{made_at}, and is a result in {needed}", None
     reason = f"{name} is {produced}{made_at}, and {primitive} at {place} needs it as {needed}"
     return "operation", reason, None
+
+
+def _is_large(number: int, function: TracedFunction) -> bool:
+    """Whether an argument is a part of a tree, as parameters are, or so large that it costs more of
+    the arguments' memory than a cure may to store it whole.
+    """
+    sizes, argument = dict(function.mesh), function.arguments[number]
+    local = [
+        next(iter(_device_sizes(a.shape, a.dtype, (a.spec,), sizes))) for a in function.arguments
+    ]
+    (whole,) = _device_sizes(argument.shape, argument.dtype, ((),), sizes)
+    is_leaf = "[" in argument.name or "." in argument.name
+    return is_leaf or whole - local[number] > (MOST_MEMORY - 1) * sum(local)
 
 
 def _parameter(meeting: Meeting, arguments: Sequence[Argument]) -> Argument | None:
@@ -669,6 +815,14 @@ def spec_text(spec: Spec) -> str:
     '[data, -, model·expert]'
     """
     return "[" + ", ".join("·".join(axes) or "-" for axes in spec) + "]"
+
+
+def _with_article(kind: str) -> str:
+    """
+    >>> _with_article("all-reduce")
+    'an all-reduce'
+    """
+    return f"an {kind}" if kind.startswith("all") else f"a {kind}"
 
 
 def _listed(axes: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ PASSES = (
 #: Values of fewer elements are not listed on their own.
 SMALLEST = 1 << 12
 
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*)>")
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)([a-z]\w*(?:<\w+>)?)>")
 _NAMES = re.compile(r'"((?:[^"\\]|\\.)*)"(?::(\d+):(\d+)(?: to (\d*):(\d+))?)?')
 _DIMS = re.compile(r"\{([^{}]*)\}")
 _PER_VALUE = re.compile(r"<@\w+, \[[^\[\]]*\][^<>]*>")
@@ -79,7 +79,9 @@ def read_shardings(text: str) -> JsonObject:
             name = operation.name
             if name in _MOVES:
                 meetings.append({**reader.meeting(operation), "count": count})
-            elif name.startswith(("stablehlo.", "mhlo.")) and len(operation.results) == 1:
+                continue
+            meetings += ({**meeting, "count": count} for meeting in reader.computed(operation))
+            if name.startswith(("stablehlo.", "mhlo.")) and len(operation.results) == 1:
                 result = operation.results[0]
                 shape, dtype = _tensor(result)
                 if math.prod(shape) >= SMALLEST and name != "stablehlo.constant":
@@ -138,13 +140,14 @@ class _Reader:
 
     def location(self, operation: Any) -> JsonObject:
         """The name and the frames of an operation; in a loop or a function the name follows that of
-        the loop or of the call, which say whether it is of a backward pass, and frames are those of
-        the call where it has none, as in functions that JAX lowers once.
+        the loop or of the call, which say whether it is of a backward pass, and its frames
+        are before those.
         """
         location, around = _location(operation), self._around(operation)
+        own = location["frames"]
         return {
             "op": "/".join(filter(None, (around["op"], location["op"]))),
-            "frames": location["frames"] or around["frames"],
+            "frames": [*own, *(f for f in around["frames"] if f not in own)],
         }
 
     def _around(self, operation: Any) -> JsonObject:
@@ -182,28 +185,82 @@ class _Reader:
         """A value that is made in one sharding and needed in another, or partial sums of it."""
         value, result = operation.operands[0], operation.results[0]
         shape, dtype = _tensor(value)
-        axes = _attribute(operation, "reduction_axes")
+        axes = re.findall(r'"([^"]+)"(?::\(\d+\)\d+)?', _attribute(operation, "reduction_axes"))
+        made, needed = self.spec(value), self.spec(result)
+        if not axes and (earlier := self._resharded(value, needed)):
+            value, needed = earlier  # XLA goes from the first sharding to the last at once
+            (shape, dtype), made = _tensor(value), self.spec(value)
         return {
             "op": operation.name.removeprefix("sdy."),
             "location": self.location(operation),
             "shape": shape,
             "dtype": dtype,
-            "made": self.spec(value),
-            "needed": self.spec(result),
-            "reduced": re.findall(r'"([^"]+)"(?::\(\d+\)\d+)?', axes),
+            "made": made,
+            "needed": needed,
+            "reduced": axes,
             "origin": self.described(value),
-            "contraction": self.contraction(_origin(value)),
+            "contraction": self.contraction(_origin(value), axes),
             "users": [
                 {"op": user.name, "location": self.location(user)} for user in _users(result)
             ],
         }
 
+    def _resharded(self, value: Any, needed: list[list[str]]) -> tuple[Any, list[list[str]]] | None:
+        """What a value shows, before a reshard of that, and its sharding with which the value has
+        one that is needed; None where it is not made so.
+        """
+        dims: list[int | None] = list(range(len(needed)))
+        while hasattr(value.owner, "name"):
+            operation = getattr(value.owner, "operation", value.owner)
+            if operation.name not in ("stablehlo.reshape", "stablehlo.transpose", "sdy.reshard"):
+                return None
+            shown = operation.operands[0]
+            if operation.name == "sdy.reshard":
+                spec: list[list[str]] = [[] for _ in _tensor(shown)[0]]
+                for dim, axes in zip(dims, needed, strict=True):
+                    if axes and dim is None:
+                        return None
+                    if dim is not None:
+                        spec[dim] += axes
+                return shown, spec
+            moved = _shown_dims(operation, _tensor(value)[0], _tensor(shown)[0])
+            dims = [None if dim is None else moved[dim] for dim in dims]
+            value = shown
+        return None
+
+    def computed(self, operation: Any) -> Iterator[JsonObject]:
+        """Operands of an operation that are sharded along the dims that it works along: Shardy
+        leaves it to XLA's partitioner to compute such an operation.
+        """
+        for value, dims in _worked(operation):
+            made = self.spec(value)
+            if not any(made[dim] for dim in dims if dim < len(made)):
+                continue
+            shape, dtype = _tensor(value)
+            location = self.location(operation)
+            yield {
+                "op": "computed",
+                "location": location,
+                "shape": shape,
+                "dtype": dtype,
+                "made": made,
+                "needed": [[] if dim in dims else axes for dim, axes in enumerate(made)],
+                "reduced": [],
+                "origin": self.described(value),
+                "contraction": None,
+                "users": [{"op": operation.name, "location": location}],
+                # what it makes of a part of the other dims is that part of what it makes of all
+                "result": _tensor(operation.results[0])[0] if _by_part(operation, dims) else [],
+            }
+
     def described(self, value: Any) -> JsonObject:
         """Where a value comes from: an operation, an argument of the program, or what a loop
-        carries; "views" are those between the two, the last first.
+        carries, past what shows it in another form; "dims" are the dims there that its dims are,
+        None where one is of none.
         """
         shape, dtype = _tensor(value)
-        entry: JsonObject = {"shape": shape, "dtype": dtype, "spec": self.spec(value)}
+        dims: list[int | None] = list(range(len(shape)))
+        entry: JsonObject = {"shape": shape, "dtype": dtype, "spec": self.spec(value), "dims": dims}
         first: JsonObject | None = None
         for _ in range(256):
             owner = value.owner
@@ -212,10 +269,17 @@ class _Reader:
                 if operation.name.startswith("sdy.") and len(operation.operands) == 1:
                     value = operation.operands[0]
                     continue
-                described = {**entry, "op": operation.name, "location": self.location(operation)}
+                described = {
+                    **entry,
+                    "dims": list(dims),
+                    "op": operation.name,
+                    "location": self.location(operation),
+                }
                 viewed = self._viewed(operation, value)
                 if viewed is None:
                     return first or described
+                shown = _shown_dims(operation, _tensor(value)[0], _tensor(viewed)[0])
+                dims[:] = [None if dim is None else shown[dim] for dim in dims]
                 first, value = first or described, viewed
                 continue
             parent = getattr(owner.owner, "operation", owner.owner)  # a block's argument
@@ -256,9 +320,12 @@ class _Reader:
                 return None
         return operation.operands[inner.arg_number]
 
-    def contraction(self, operation: Any) -> JsonObject | None:
-        """Operands and contracted or reduced dims of the operation whose partial sums are added."""
+    def contraction(self, operation: Any, axes: list[str]) -> JsonObject | None:
+        """Operands and contracted or reduced dims of the operation whose partial sums are added
+        over mesh axes.
+        """
         dims: list[list[int]] = []
+        operands = list(operation.operands) if operation is not None else []
         if operation is not None and operation.name == "stablehlo.dot_general":
             text = str(operation.attributes["dot_dimension_numbers"])
             for side in ("lhs", "rhs"):
@@ -267,12 +334,19 @@ class _Reader:
         elif operation is not None and operation.name == "stablehlo.reduce":
             text = _attribute(operation, "dimensions")
             dims = [[int(n) for n in re.findall(r"-?\d+", text.partition(":")[2] or text)]]
+        elif operation is not None and operation.name == "stablehlo.scatter":
+            operands = operands[len(operands) - len(operands) // 3 :]  # the updates
+            spec = self.spec(operands[0])
+            dims = [[n for n, dim in enumerate(spec) if set(dim) & set(axes)]]
+        elif operation is not None and operation.name == "stablehlo.gather":
+            spec = self.spec(operands[0])
+            dims = [[n for n, dim in enumerate(spec) if set(dim) & set(axes)]]
         else:
             return None
         return {
             "op": operation.name,
             "location": self.location(operation),
-            "operands": [self.described(value) for value in operation.operands][: len(dims)],
+            "operands": [self.described(value) for value in operands][: len(dims)],
             "dims": dims,
         }
 
@@ -302,6 +376,90 @@ class _Reader:
         if value.arg_number < len(parent.results):
             return self._sharding(parent.results[value.arg_number])
         return ""
+
+
+def _numbers(operation: Any, name: str) -> list[int]:
+    """Whole numbers of an attribute."""
+    text = re.sub(r"array<i64:|: i64|: tensor.*", "", _attribute(operation, name))
+    return [int(n) for n in re.findall(r"-?\d+", text)]
+
+
+def _listed(operation: Any, attribute: str, name: str) -> set[int]:
+    match = re.search(rf"{name} = \[([\d, ]*)\]", _attribute(operation, attribute))
+    return {int(n) for n in match[1].split(",") if n.strip()} if match else set()
+
+
+def _worked(operation: Any) -> Iterator[tuple[Any, set[int]]]:
+    """Operands of an operation, with the dims that it works along: what it makes of one index
+    there takes other indices, and no two of them can be had by different devices.
+    """
+    name, operands = operation.name.rpartition(".")[2], list(operation.operands)
+    if name in ("sort", "concatenate"):
+        dims = set(_numbers(operation, "dimension"))
+        yield from ((value, dims) for value in operands)
+    elif name in ("slice", "dynamic_slice", "pad", "dynamic_update_slice"):
+        other = operands[1] if name == "dynamic_update_slice" else operation.results[0]
+        yield operands[0], _unlike(_tensor(operands[0])[0], _tensor(other)[0])
+    elif name == "reverse":
+        yield operands[0], set(_numbers(operation, "dimensions"))
+    elif name == "reduce_window":
+        sizes = _numbers(operation, "window_dimensions")
+        yield operands[0], {n for n, size in enumerate(sizes) if size != 1}
+    elif name == "fft":
+        rank = len(_tensor(operands[0])[0])
+        yield operands[0], set(range(rank - len(_numbers(operation, "fft_length")), rank))
+    elif _is_top_k(operation):
+        last = len(_tensor(operands[0])[0]) - 1
+        yield operands[0], {last}
+        if name == "composite":  # for which Shardy has no rule, so nothing is sharded
+            yield operands[0], set(range(last))
+    elif name == "gather":
+        shape = _tensor(operands[0])[0]
+        batch = _listed(operation, "dimension_numbers", "operand_batching_dims")
+        yield operands[0], _unlike(shape, _numbers(operation, "slice_sizes")) - batch
+    elif name == "scatter":
+        dims = _listed(operation, "scatter_dimension_numbers", "scatter_dims_to_operand_dims")
+        yield operands[0], dims
+
+
+def _is_top_k(operation: Any) -> bool:
+    names = operation.name, *(_attribute(operation, n) for n in ("name", "call_target_name"))
+    return any(re.search("top_?k", name, re.IGNORECASE) for name in names)
+
+
+def _by_part(operation: Any, dims: set[int]) -> bool:
+    name = operation.name.rpartition(".")[2]
+    rank = len(_tensor(operation.operands[0])[0])
+    return name in ("sort", "fft", "reduce_window") or (_is_top_k(operation) and rank - 1 in dims)
+
+
+def _unlike(shape: list[int], other: list[int]) -> set[int]:
+    return {n for n, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b}
+
+
+def _shown_dims(operation: Any, shape: list[int], shown: list[int]) -> list[int | None]:
+    """For each dim of a value, the dim that it is of what it shows; of a dim that was split, the
+    major part.
+    """
+    if operation.name == "stablehlo.transpose":
+        return list(_numbers(operation, "permutation"))
+    if math.prod(shape) != math.prod(shown):  # slices, and layers of what loops go over
+        return list(range(len(shown) - len(shape), len(shown)))
+    dims: list[int | None] = [None] * len(shape)
+    here = there = 0
+    while here < len(shape) and there < len(shown):
+        ends = here + 1, there + 1
+        while (a := math.prod(shape[here : ends[0]])) != (b := math.prod(shown[there : ends[1]])):
+            if a < b and ends[0] < len(shape):
+                ends = ends[0] + 1, ends[1]
+            elif b < a and ends[1] < len(shown):
+                ends = ends[0], ends[1] + 1
+            else:
+                return dims
+        majors = [n for n in range(here, ends[0]) if shape[n] > 1] or [here]
+        dims[majors[0]] = next((n for n in range(there, ends[1]) if shown[n] > 1), there)
+        here, there = ends
+    return dims
 
 
 def _place(entry: JsonObject | None) -> JsonObject:

@@ -18,6 +18,7 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,8 @@ LIBRARIES = (
 _STANDARD = sysconfig.get_paths()["stdlib"]
 #: Roots of this package, of which the models are programs like a user's.
 _OWN = str(Path(__file__).parents[1])
+#: Files that call the user's function: what called them is not in the program.
+_CALLERS = tuple(str(Path(__file__).with_name(name)) for name in ("program.py", "child.py"))
 
 
 class Operation(NamedTuple):
@@ -59,7 +62,7 @@ def operation_name(name: str) -> Operation:
 
 def path(name: str) -> str:
     """The name of an operation without what a compilation in a process of its own adds to it."""
-    return re.sub(r"^(jit\(\w+\)/)?call_exported/", "", name)
+    return re.sub(r"^(jit\(\w+\)/)?call_exported(/|$)", "", name)
 
 
 @dataclass(frozen=True, order=True)
@@ -117,6 +120,11 @@ def user_frame(frames: Iterable[Frame]) -> Frame | None:
     return next((frame for frame in frames if is_users(frame.file)), None)
 
 
+def _of_program(frames: Iterable[Frame]) -> tuple[Frame, ...]:
+    """Frames without those that called the user's function, the innermost first."""
+    return tuple(takewhile(lambda frame: frame.file not in _CALLERS, frames))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Source:
     """Where an operation of a program comes from.
@@ -157,7 +165,7 @@ def read_source(location: JsonMapping | None) -> Source:
         Frame(file, line, column, last, end, function)
         for file, line, column, last, end, function in location["frames"]
     )
-    return Source(name=path(str(location["op"])), frames=frames)
+    return Source(name=path(str(location["op"])), frames=_of_program(frames))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -232,7 +240,7 @@ class FrameTable:
         frames = self.frames(int(match[1])) if match else ()
         if not frames and (line := _LINE.search(attributes)):
             frames = (Frame(line[1], int(line[2] or 0)),)
-        return Source(name=path(name), frames=frames)
+        return Source(name=path(name), frames=_of_program(frames))
 
 
 # --------------------------------------------------------------------------------------------------

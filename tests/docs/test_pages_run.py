@@ -407,6 +407,7 @@ ELSEWHERE = {
     "coming_from": "docs/test_how_to.py",
     "does_not_fit": "docs/test_how_to.py",
     "it_is_slow": "docs/test_how_to.py",
+    "why": "diagnosis/test_causes.py",
     "your_model": "annotation/test_your_model.py",
     "server": "serve/http/test_docs.py",
     "parameter_server": "islands/servers/test_docs.py",
