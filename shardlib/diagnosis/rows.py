@@ -725,6 +725,7 @@ def _reduction(
         operand.argument is not None and set(meeting.reduced) <= {a for d in dims for a in d}
         for operand, dims in summed
     )
+    stored &= "gather" not in primitive  # a table may be sharded along its other dim as well
     inherent = True if stored and not set(meeting.reduced) & batch else None
     return "partial-sums", reason, inherent
 
