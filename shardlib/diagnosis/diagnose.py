@@ -412,17 +412,17 @@ class _Work:
             ]
             self.say(f"propagating the shardings of {len(listed)} edits")
             base = propagated_seconds(shardings, function, self.topology)
-            ranked = sorted(
-                (
-                    (seconds, number, edit, edited, layout)
-                    for number, (edit, edited, layout) in enumerate(
-                        self.propagated(accepted, listed, machine)
-                    )
-                    if (seconds := propagated_seconds(layout, edited, self.topology))
-                    < base * (1 - LEAST)
-                ),
-                key=lambda entry: entry[:2],
-            )
+            better = [
+                (seconds, number, edit, edited, layout)
+                for number, (edit, edited, layout) in enumerate(
+                    self.propagated(accepted, listed, machine)
+                )
+                if (seconds := propagated_seconds(layout, edited, self.topology))
+                < base * (1 - LEAST)
+            ]
+            # seconds before any compiler are rough: of those that are near the best, the first
+            near = 1.05 * min((entry[0] for entry in better), default=0.0)
+            ranked = sorted(better, key=lambda entry: (max(near, entry[0]), entry[1]))
             refused |= set(listed) - {entry[2] for entry in ranked}
             improved = False
             for _, _, edit, edited, layout in ranked:

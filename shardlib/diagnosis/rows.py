@@ -519,7 +519,7 @@ def _match(
             return 0.0
         points = 4.0 * same + 1.0 * line + 2.0 * (set(row.axes) == meeting.axes) + 2.0 * sums
         origin = meeting.contraction.source if meeting.contraction else meeting.source
-        points += 1.0 * (row.source.operation.backward == origin.operation.backward)
+        points += 3.0 * (row.source.operation.backward == origin.operation.backward)
         return points + 3.0 * fits - 0.5 * bool(taken[id(meeting)])
 
     best = max(meetings, key=score, default=None)

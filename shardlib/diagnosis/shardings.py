@@ -185,7 +185,9 @@ class _Reader:
         """A value that is made in one sharding and needed in another, or partial sums of it."""
         value, result = operation.operands[0], operation.results[0]
         shape, dtype = _tensor(value)
-        axes = re.findall(r'"([^"]+)"(?::\(\d+\)\d+)?', _attribute(operation, "reduction_axes"))
+        listed = _attribute(operation, "reduction_axes")
+        listed = listed or _attribute(operation, "reduce_scatter_axes")
+        axes = re.findall(r'"([^"]+)"(?::\(\d+\)\d+)?', listed)
         made, needed = self.spec(value), self.spec(result)
         if not axes and (earlier := self._resharded(value, needed)):
             value, needed = earlier  # XLA goes from the first sharding to the last at once

@@ -414,7 +414,7 @@ CASES = (
     Case(
         name="transposition-gradient",
         function=transposition_gradient,
-        arguments=(array((128, 128), "data"),) * 2,
+        arguments=(array((512, 512), "data"),) * 2,
         results=P("data"),
         line="return x + x.T",
         backward=True,
