@@ -480,6 +480,8 @@ CASES = (
         backward=True,
         made="[data, -]",
         avoidable=True,
+        # taken for the gradient of a parameter, which is inherent
+        misses={"cpu": ("cure",), "v5e": ("cure",), "h100": ("cure",)},
     ),
     Case(
         name="carry",
@@ -576,6 +578,7 @@ CASES = (
         line="return jnp.abs(jnp.fft.fft(x, axis=0))",
         made="[-, data]",
         avoidable=True,
+        misses={"cpu": ("cure",)},  # with JAX 0.10.2
         report="https://github.com/jax-ml/jax/issues/15680",
     ),
     Case(
