@@ -351,7 +351,9 @@ def read_rows(
     parts: dict[Any, list[Row]] = defaultdict(list)
     by_line: dict[tuple[str, int], list[Meeting]] = defaultdict(list)
     for meeting in meetings:
-        places = (meeting.source, meeting.value.source, *meeting.users)
+        operands = meeting.contraction.operands if meeting.contraction else ()
+        sources = (operand.source for operand in operands)
+        places = (meeting.source, meeting.value.source, *meeting.users, *sources)
         for place in {source.key[1][:2] for source in places if source.key}:
             by_line[place].append(meeting)
     for item in traffic.found:
