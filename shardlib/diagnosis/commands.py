@@ -132,9 +132,12 @@ def _simulate(devices: int) -> None:
     """Gives this process as many simulated devices as the topology has, before JAX starts, so that
     a function may make its mesh of `jax.devices()`.
     """
-    if "jax" not in sys.modules:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(devices))
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:
+        os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", devices)
 
 
 def _load(
@@ -156,7 +159,10 @@ def _load(
     try:
         result = make()
     except Exception as error:
-        raise TracingError(f"{program} fails: {type(error).__name__}: {error}") from error
+        raise TracingError(
+            f"{program} fails: {type(error).__name__}: {error}\nTry: call it in Python first;"
+            " a mesh of absent devices is a jax.sharding.AbstractMesh"
+        ) from error
     if not isinstance(result, tuple) or not result or not callable(result[0]):
         raise ArgumentError(
             f"{program} returns {type(result).__name__}, not a function and its arguments\nTry:"

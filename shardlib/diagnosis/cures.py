@@ -27,6 +27,8 @@ from shardlib.verification.hlo import BITS
 LEAST = 0.02
 #: Candidates that Shardy looks at in one round.
 MOST_CANDIDATES = 24
+#: Layouts of the program that are left out one by one.
+MOST_LAYOUTS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,9 @@ def candidates(
             for edit in _edits_of(row.meeting, function):
                 if edit.removes or not any(":" in axis for dim in edit.spec for axis in dim):
                     edits.setdefault(edit)
+    written = dict.fromkeys(read_source(place).user for place in shardings.get("layouts", ()))
+    for frame in list(filter(None, written))[:MOST_LAYOUTS]:
+        edits.setdefault(Edit(spec=(), frame=frame, removes=True))
     return list(edits)[:MOST_CANDIDATES]
 
 
@@ -96,7 +101,7 @@ def _edits_of(meeting: Meeting, function: TracedFunction) -> Iterator[Edit]:
     ]
     for source in layouts:
         if source.user:
-            yield Edit(spec=meeting.produced, frame=source.user, removes=True)
+            yield Edit(spec=(), frame=source.user, removes=True)
     user = next((user.user for user in meeting.users if not user.operation.backward), None)
     made, sizes = meeting.result, dict(function.mesh)
     if user and len(made) == len(meeting.needed) and _divides(made, meeting.needed, sizes):

@@ -41,7 +41,7 @@ from shardlib.diagnosis.rows import (
     with_warnings,
 )
 from shardlib.diagnosis.source import FrameTable
-from shardlib.errors import ArgumentError, TracingError, VerificationError
+from shardlib.errors import ArgumentError, TopologyError, TracingError, VerificationError
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
@@ -70,7 +70,19 @@ def target_of(function: TracedFunction, topology: Topology) -> Target:
     Raises:
         TopologyError: the mesh does not fit the topology.
     """
-    return target(topology, function.shape, tuple(function.axis_names))
+    axes = " x ".join(f"{axis} {size}" for axis, size in function.mesh)
+    if function.shape.devices > topology.devices:
+        raise TopologyError(
+            f"the mesh {axes} has {function.shape.devices} devices, and {topology.name} has"
+            f" {topology.devices}\nTry: a larger topology, or mesh= for fewer devices"
+        )
+    try:
+        return target(topology, function.shape, tuple(function.axis_names))
+    except TopologyError as error:
+        raise TopologyError(
+            f"the mesh {axes} does not fit {topology.name}\nTry: axes whose sizes divide the"
+            " dims of the topology"
+        ) from error
 
 
 @contextmanager
@@ -176,6 +188,16 @@ def why(
         )
     if isinstance(cures, bool) or not isinstance(cures, int) or cures < 0:
         raise ArgumentError(f"cures is {cures!r}, not a number of compilations\nTry: cures=4")
+    for name, value, kind in (
+        ("keywords", keywords, Mapping),
+        ("options", options, Mapping),
+        ("limits", limits, Limits),
+        ("progress", progress, Callable),
+    ):
+        if value is not None and not isinstance(value, kind):
+            raise ArgumentError(
+                f"{name} is {type(value).__name__}, not a {kind.__name__}\nTry: leave {name} out"
+            )
     machine = parse_topology(topology)
     platform = PLATFORMS[machine.chip.vendor]
     require_compiler(platform)
@@ -356,6 +378,7 @@ class _Work:
             cured=_removed(before.rows, [after for _, after in cures]),
             tried=tried,
             versions=outcome.versions,
+            searched=limit > 0,
         )
 
     def read(
@@ -483,14 +506,20 @@ def _cure(edit: Edit, explicit: bool, before: Communication, after: Communicatio
 
 
 def _removed(rows: Sequence[Row], after: Sequence[Communication]) -> dict[int, int]:
-    """Row -> the first cure that takes at least half of its bytes away."""
+    """Row -> the first cure that takes at least half of its bytes away: what is left of it has its
+    kind and axes, and its line or its size.
+    """
 
     def left(row: Row, communication: Communication) -> float:
+        line = row.source.user and (row.source.user.file, row.source.user.line)
         return sum(
             entry.bytes
             for entry in communication.rows
-            if (entry.kind, entry.axes, entry.source.key, entry.source.operation)
-            == (row.kind, row.axes, row.source.key, row.source.operation)
+            if (entry.kind, entry.axes) == (row.kind, row.axes)
+            and (
+                line == (entry.source.user and (entry.source.user.file, entry.source.user.line))
+                or abs(entry.bytes - row.bytes) <= 0.02 * row.bytes
+            )
         )
 
     removed: dict[int, int] = {}
@@ -512,7 +541,15 @@ def _not_compiled(
     message = (
         out_of_memory_text(failure.message) if failure.kind == "out-of-memory" else failure.message
     )
+    remedy = (
+        "the compiler's own names of options, or none"
+        if "compile option" in message
+        else {
+            "out-of-memory": "a larger topology, or smaller shapes",
+            "compile-timeout": "limits=Limits(seconds=...) with more of them",
+            "compiler-memory": "limits=Limits(memory_bytes=...), or smaller shapes",
+        }.get(failure.kind, "compile it here first: jax.jit(f).lower(...).compile()")
+    )
     return VerificationError(
-        f"{function.name} was not compiled: {failure.kind}: {message}{meet}\nTry: a larger"
-        " topology or smaller shapes; limits=Limits(seconds=...) for a compilation that takes long"
+        f"{function.name} was not compiled: {failure.kind}: {message}{meet}\nTry: {remedy}"
     )

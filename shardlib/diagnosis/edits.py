@@ -76,9 +76,9 @@ class Edit:
         spec = f"jax.P({', '.join(map(repr, self.entries))})"
         if self.frame is None:
             return f"{self.name}: {spec}"
-        if self.removes:
-            return f"leave out the layout: {text_of(self.frame)}"
         inner, line = expression(self.frame), text_of(self.frame)
+        if self.removes:
+            return line.replace(inner, _first_argument(inner), 1)
         if self.manual:
             return line.replace(inner, _by_part(inner, spec), 1)
         layout = "jax.sharding.reshard" if explicit else "jax.lax.with_sharding_constraint"
@@ -86,6 +86,21 @@ class Edit:
             return f"{line}; {target[1]} = {layout}({target[1]}, {spec})"
         edited = f"{layout}({inner}, {spec})"
         return line.replace(inner, edited, 1) if inner in line else edited
+
+
+def _first_argument(call: str) -> str:
+    """The value that a call lays out.
+
+    >>> _first_argument("jax.lax.with_sharding_constraint(x @ w, spec)")
+    'x @ w'
+    """
+    try:
+        tree = ast.parse(call, mode="eval").body
+    except SyntaxError:
+        return f"...  # without {call}"
+    if isinstance(tree, ast.Call) and tree.args:
+        return ast.unparse(tree.args[0])
+    return f"...  # without {call}"
 
 
 def _by_part(call: str, spec: str) -> str:

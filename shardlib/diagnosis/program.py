@@ -270,7 +270,7 @@ def find_mesh(call: Call) -> AnyMesh:
     except Exception as error:
         raise TracingError(
             f"{_function_name(call.function)} does not trace: {type(error).__name__}:"
-            f" {str(error)[:1200]}"
+            f" {str(error)[:1200]}\nTry: call it with these arguments under jax.eval_shape first"
         ) from error
     mesh = next(_meshes(traced.jaxpr), None)
     if mesh is None:
@@ -379,6 +379,11 @@ def _struct(leaf: Any, asked: Any, mesh: AnyMesh | None) -> Any:
     """The shape of an array; what is not an array stays."""
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         return leaf
+    if asked is not None and not _is_sharding(asked):
+        raise ArgumentError(
+            f"in_shardings has {asked!r}, not a sharding\nTry: jax.P('data'), a NamedSharding, or"
+            " None, one per argument or in trees like theirs"
+        )
     sharding = asked if asked is not None else getattr(leaf, "sharding", None)
     if isinstance(sharding, PartitionSpec):
         if mesh is None:
@@ -386,7 +391,13 @@ def _struct(leaf: Any, asked: Any, mesh: AnyMesh | None) -> Any:
                 f"in_shardings has the PartitionSpec {sharding}, and there is no mesh\nTry:"
                 " mesh='data=4,model=2'"
             )
-        sharding = NamedSharding(mesh, sharding)
+        try:
+            sharding = NamedSharding(mesh, sharding)
+        except ValueError as error:
+            raise ArgumentError(
+                f"in_shardings has {sharding}, and the mesh is {dict(mesh.shape)}: {error}\nTry:"
+                f" axes of the mesh: {', '.join(map(str, mesh.shape))}"
+            ) from error
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         sharding = None
     return jax.ShapeDtypeStruct(

@@ -70,6 +70,7 @@ class Diagnosis:
         cures: edits that help, in the order in which they were tried, each on top of those before.
         cured: row -> the number of the cure that removes it, counted from 0.
         tried: how many programs were compiled to find cures.
+        searched: whether cures were looked for.
         versions: package -> version of the compiler.
     """
 
@@ -81,6 +82,7 @@ class Diagnosis:
     cured: Mapping[int, int]
     tried: int
     versions: Mapping[str, str]
+    searched: bool = False
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -112,16 +114,24 @@ class Diagnosis:
         return tuple(row for row in self.rows if row.inherent is not True)
 
 
+#: What the line of a cure needs to run.
+CONTEXT = (
+    "jax.P(...) is for calls in `with jax.set_mesh(mesh)`; elsewhere write"
+    " jax.NamedSharding(mesh, jax.P(...))."
+)
+
+
 def headline(diagnosis: Diagnosis) -> str:
     """One sentence with the sums."""
     c = diagnosis.communication
+    count = sum(row.count for row in c.rows)
     mesh = " x ".join(f"{axis} {size}" for axis, size in diagnosis.mesh)
     machine = f" on {diagnosis.topology}" if diagnosis.topology else ""
     seconds = f", {seconds_text(c.seconds)} on the links" if c.seconds else ""
     peak = f"; peak memory {bytes_text(c.memory['peak'])}" if c.memory else ""
     return (
         f"{diagnosis.function}{machine} ({mesh}): {bytes_text(c.wire_bytes)} sent per device and"
-        f" call in {sum(row.count for row in c.rows)} collectives{seconds}{peak}"
+        f" call in {count} collective{'s' * (count != 1)}{seconds}{peak}"
     )
 
 
@@ -132,7 +142,7 @@ def verdict(diagnosis: Diagnosis, number: int) -> str:
         return "inherent"
     if number in diagnosis.cured:
         return f"avoidable: cure {diagnosis.cured[number] + 1}"
-    return "no cure found" if diagnosis.tried else "no cure was tried"
+    return "no cure found" if diagnosis.searched else "no cure was looked for"
 
 
 def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
@@ -146,6 +156,8 @@ def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
         lines.append("Cures, compiled and measured, each on top of those before:")
         for number, cure in enumerate(diagnosis.cures):
             lines += _cure_lines(number, cure)
+        if any("with_sharding_constraint(" in cure.text for cure in diagnosis.cures):
+            lines.append("  " + CONTEXT)
         lines.append("")
     for number, row in enumerate(diagnosis.rows[:limit]):
         exposed = "" if row.exposed is None else f", {seconds_text(row.exposed)} exposed"

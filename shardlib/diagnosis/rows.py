@@ -708,7 +708,7 @@ def _reduction(
     is_backward = row.source.operation.backward or source.operation.backward
     if is_backward and parameter is not None:
         of_batch = "the batch, which" if set(row.axes) <= batch else "what"
-        gradient = f"the gradient of {_quoted(parameter.name)}"
+        gradient = f"the gradient of {_quoted(parameter.name) or 'a parameter'}"
         return "gradient", f"{gradient} is summed over {of_batch} {over} shards", True
     if contraction is None:
         return "partial-sums", f"partial sums of {_quoted(meeting.value.name)} are added", None
@@ -792,23 +792,34 @@ def _is_large(number: int, function: TracedFunction) -> bool:
     return is_leaf or whole - local[number] > (MOST_MEMORY - 1) * sum(local)
 
 
+#: Words in names of what an optimizer keeps, which has the shapes of parameters.
+_MOMENTS = {"opt_state", "mu", "nu", "trace", "optimizer", "opt"}
+
+
 def _parameter(meeting: Meeting, arguments: Sequence[Argument]) -> Argument | None:
     """The argument of which a value of the backward pass is the gradient: of its shape, without the
     layer's dim or not; one of the same order of dims, and one that the line names, before others.
     """
     shape = [n for n in meeting.value.shape if n > 1]
     words = set(re.findall(r"\w+", text_of(frame))) if (frame := meeting.source.user) else set()
+    alike = [
+        argument
+        for argument in arguments
+        if argument.dtype.startswith(("float", "bfloat"))
+        and sorted(shape)
+        in (sorted(n for n in argument.shape if n > 1), sorted(argument.shape[1:]))
+    ]
 
-    def rank(argument: Argument) -> int:
-        shapes = [[n for n in argument.shape if n > 1], list(argument.shape[1:])]
-        if not any(sorted(shape) == sorted(other) for other in shapes):
-            return 0
-        named = sum(word in words for word in re.findall(r"\w+", argument.name))
-        return 1 + 2 * (shape in shapes) + named
+    def rank(argument: Argument) -> tuple[int, int]:
+        keys = re.findall(r"\w+", argument.name)
+        in_order = shape in ([n for n in argument.shape if n > 1], list(argument.shape[1:]))
+        return sum(key in words for key in keys) - 2 * bool(_MOMENTS & {*keys}), in_order
 
-    floats = [a for a in arguments if a.dtype.startswith(("float", "bfloat"))]
-    best = max(floats, key=rank, default=None)
-    return best if best is not None and rank(best) else None
+    ranks = sorted(map(rank, alike), reverse=True)
+    best = max(alike, key=rank, default=None)
+    if best is not None and len(alike) > 1 and (ranks[0] == ranks[1] or ranks[0][0] <= 0):
+        return replace(best, name="")  # which of them, the line does not say
+    return best
 
 
 def spec_text(spec: Spec) -> str:

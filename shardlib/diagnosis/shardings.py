@@ -57,7 +57,8 @@ def read_shardings(text: str) -> JsonObject:
 
     Returns:
         "meetings": one entry per reshard or reduction (`_Reader.meeting`); "values": the larger
-        values with their shardings; "problem": what Shardy could not do, "" where it did.
+        values with their shardings; "layouts": where the program lays out values; "problem": what
+        Shardy could not do, "" where it did.
     """
     try:
         import jax
@@ -67,11 +68,16 @@ def read_shardings(text: str) -> JsonObject:
         context = empty.context  # which knows the dialects of JAX's programs
         with context:
             module = type(empty).parse(text)
+            layouts = [
+                _location(operation)
+                for operation, _ in _walk(module.operation, 1)
+                if operation.name == "sdy.sharding_constraint"
+            ]
             for passes in PASSES:
                 passmanager.PassManager.parse(passes).run(module.operation)
     except Exception as error:
         message = f"Shardy did not propagate the shardings: {str(error).splitlines()[0][:300]}"
-        return {"meetings": [], "values": [], "problem": message}
+        return {"meetings": [], "values": [], "layouts": [], "problem": message}
     meetings, values = list[JsonObject](), list[JsonObject]()
     with context:
         reader = _Reader(module.operation)
@@ -94,7 +100,7 @@ def read_shardings(text: str) -> JsonObject:
                             "spec": reader.spec(result),
                         }
                     )
-    return {"meetings": meetings, "values": values, "problem": ""}
+    return {"meetings": meetings, "values": values, "layouts": layouts, "problem": ""}
 
 
 #: Operations of Shardy that communicate.

@@ -1,0 +1,109 @@
+"""Calls of `shardlib.why` that are wrong, and programs whose diagnosis was."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+import shardlib
+from tests.diagnosis import lookup_model as model
+
+pytestmark = pytest.mark.long
+X = model.array((64, 64), "data")
+
+
+def product(a):
+    return a @ a.T
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"in_shardings": "data"}, "in_shardings has 'data', not a sharding"),
+        ({"in_shardings": (7,)}, "in_shardings has 7, not a sharding"),
+        ({"in_shardings": (PartitionSpec("b"),)}, "axes of the mesh: data, model"),
+        ({"keywords": 3}, "keywords is int"),
+        ({"limits": 3}, "limits is int"),
+        ({"options": 3}, "options is int"),
+        ({"progress": 3}, "progress is int"),
+        ({"topology": "cpu:4"}, "the mesh data 4 x model 2 has 8 devices, and cpu:4 has 4"),
+        ({"options": {"xla_nope": 1}}, "the compiler's own names of options"),
+        ({"topology": None}, "topology is missing"),
+    ],
+)
+def test_wrong_arguments_are_named(options, message: str) -> None:
+    with pytest.raises(shardlib.ShardlibError, match=message) as refusal:
+        shardlib.why(product, X, **{"topology": "cpu:8", "cures": 0, **options})
+    assert "Try:" in str(refusal.value)
+
+
+def test_gradients_are_those_of_the_parameter_that_the_line_names() -> None:
+    def loss(params, x):
+        h = jax.nn.gelu(x @ params["up"])
+        y = h @ params["down"]
+        return jnp.mean(y**2)
+
+    params = {"up": model.array((64, 256)), "down": model.array((256, 64))}
+    diagnosis = shardlib.why(jax.grad(loss), params, X, topology="cpu:8", cures=0)
+    for row in diagnosis.rows:
+        if row.cause == "gradient":
+            line = Path(__file__).read_text().splitlines()[row.source.user.line - 1]
+            assert ("up" in line) == ("['up']" in row.reason)
+            assert ("down" in line) == ("['down']" in row.reason)
+    assert sum(row.cause == "gradient" for row in diagnosis.rows) == 2
+
+
+def test_a_layout_that_costs_is_left_out() -> None:
+    def f(x, w):
+        q = jnp.einsum("bsd,dhk->bshk", x, w)
+        q = jax.lax.with_sharding_constraint(q, PartitionSpec("data", None, None, "model"))
+        return jnp.einsum("bshk,bthk->bhst", q, q)
+
+    x = model.array((16, 32, 64), "data")
+    w = model.array((64, 4, 32), None, "model")
+    diagnosis = shardlib.why(f, x, w, topology="cpu:8")
+    text = "q = q"
+    assert [cure.text for cure in diagnosis.cures] == [text]
+    assert diagnosis.cures[0].bytes[1] == 0
+
+
+def test_what_a_cure_leaves_is_not_called_avoidable() -> None:
+    def f(x, w):
+        y = jax.lax.with_sharding_constraint(x @ w, PartitionSpec(None, "data"))
+        return y * 2
+
+    x, w = model.array((256, 512), "data", "model"), model.array((512, 128), "model")
+    diagnosis = shardlib.why(f, x, w, topology="cpu:8")
+    reduction = next(n for n, row in enumerate(diagnosis.rows) if row.kind == "all-reduce")
+    left = diagnosis.cures[-1].bytes[1]
+    assert diagnosis.cures and left == pytest.approx(diagnosis.rows[reduction].bytes)
+    assert reduction not in diagnosis.cured
+
+
+def test_the_command_simulates_the_devices_of_a_mesh(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import jax, jax.numpy as jnp\n"
+        "from jax.sharding import NamedSharding, PartitionSpec as P\n"
+        "def case():\n"
+        "    mesh = jax.make_mesh((4, 2), ('data', 'model'))\n"
+        "    x = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P('data')))\n"
+        "    return lambda a: a.sum(0), (x,)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k != "JAX_NUM_CPU_DEVICES"}
+    run = subprocess.run(
+        [sys.executable, "-m", "shardlib", "why", "mine:case", "-t", "cpu:8", "--cures", "0"],
+        cwd=tmp_path,
+        env={**env, "PYTHONPATH": str(Path(shardlib.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "mine.py:6" in run.stdout and "all-reduce over data" in run.stdout
