@@ -188,15 +188,15 @@ def why(
         )
     if isinstance(cures, bool) or not isinstance(cures, int) or cures < 0:
         raise ArgumentError(f"cures is {cures!r}, not a number of compilations\nTry: cures=4")
-    for name, value, kind in (
-        ("keywords", keywords, Mapping),
-        ("options", options, Mapping),
-        ("limits", limits, Limits),
-        ("progress", progress, Callable),
+    for name, value, what, fits in (
+        ("keywords", keywords, "mapping", isinstance(keywords, Mapping)),
+        ("options", options, "mapping", isinstance(options, Mapping)),
+        ("limits", limits, "Limits", isinstance(limits, Limits)),
+        ("progress", progress, "function", callable(progress)),
     ):
-        if value is not None and not isinstance(value, kind):
+        if value is not None and not fits:
             raise ArgumentError(
-                f"{name} is {type(value).__name__}, not a {kind.__name__}\nTry: leave {name} out"
+                f"{name} is {type(value).__name__}, not a {what}\nTry: leave {name} out"
             )
     machine = parse_topology(topology)
     platform = PLATFORMS[machine.chip.vendor]
