@@ -32,7 +32,13 @@ role         the purpose of a collective, which decides whether compute waits fo
              does), gather and scatter (of parameters and gradients), ring, stage ...
 measure      a function of the degrees, such as the seconds of one kernel; a local fraction is the
              part of an amount that one device has
-tally        coefficients of measures, by `Quantity` of a step and by slot
+tally        coefficients of measures, by `Quantity` of a step and by slot; a `Pricer` tallies the
+             terms of a program, and what is in `pricing` makes seconds and bytes of them
+plans        candidates that share their decisions and differ in degrees and placement (`Plans`)
+curve        figures of a chip under a framework profile (`Curve`), from published runs
+collected    collectives of one kind that a compiler merges: "together", or "apart" where not
+micro        the number of microbatches (in `shardlib.lowering` the index of one)
+tick         one microbatch in one stage (in `shardlib.lowering` one chunk of layers of it)
 stack        the slices of a value for all layers of a loop, in one array
 corner       a remat policy for each layer group, for all of its layers
 

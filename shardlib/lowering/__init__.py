@@ -44,7 +44,10 @@ tick, table    the time of one chunk's work on one microbatch; the schedule of a
 outside, edges computed before or after the layers: embedding, head, loss
 once           of values: computed once per step, from parameters or constants alone
 arrays         those of a stage that stay the same through a step (`StageArrays`, `ChunkInputs`)
-ready          operands of matmuls that are gathered before the ticks
+ready          operands of matmuls that are gathered before the ticks; also "pregathered",
+               "gathered beforehand", and `gather="once"` in a plan
+residuals      [stages, slots, ...]: what forward passes keep for backward ones; a stage has as many
+               slots as there are stages
 entering       activations that the first stage or a chunk gets; `leaving` are read after the layers
 micro          index of a microbatch
 early, late    sums updated with input gradients; with weight gradients
