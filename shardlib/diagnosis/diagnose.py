@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shardlib.diagnosis.cures import (
     LEAST,
@@ -42,7 +42,6 @@ from shardlib.diagnosis.rows import (
 )
 from shardlib.diagnosis.source import FrameTable
 from shardlib.errors import ArgumentError, TopologyError, TracingError, VerificationError
-from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.processes.kin import Guard
@@ -60,6 +59,9 @@ from shardlib.verification.isolation import (
     target,
 )
 from shardlib.verification.traffic import read_traffic, scheduled, wire_bytes
+
+if TYPE_CHECKING:
+    from shardlib.lowering.program import Program
 
 Options = Mapping[str, str | bool | int]
 
@@ -159,7 +161,8 @@ def why(
         function: plain or jitted, with axes in auto, explicit or manual mode; or a program of
             shardlib's, whose step is diagnosed for the topology of its plan, and whose planned
             collectives are named as such.
-        arguments: arrays or `jax.ShapeDtypeStruct`s, with or without shardings, in any trees.
+        arguments: arrays or shapes (`jax.ShapeDtypeStruct`), with or without shardings, in any
+            trees.
         topology: the machine: "v5e:4x4", "2*h100:8", "cpu:8".
         mesh: {axis: size}, "data=4,model=2", or a mesh; by default that of the arrays, of the
             context, or of the function's own layouts.
@@ -177,8 +180,8 @@ def why(
         MissingPackageError: the compiler of the topology is not installed.
         VerificationError: the compiler made no program; the message says what Shardy found.
     """
-    if isinstance(function, Program):
-        return _of_program(function, limits, options, cures, progress)
+    if hasattr(function, "step_function"):
+        return _of_program(cast("Program", function), limits, options, cures, progress)
     if topology is None:
         raise ArgumentError("topology is missing\nTry: topology='v5e:4x4', or 'cpu:8'")
     if not callable(function):

@@ -23,7 +23,6 @@ corner       a remat policy for each layer group
 mixture      a plan between corners: each policy in some of the layers
 footprint    lower bounds on the bytes of a candidate
 certificate  what proves that no plan of the space is faster (`Search`)
-at rest      as stored between steps (`ParameterLayout.rest`)
 accumulation groups  groups of microbatches that go through a pipeline one after the other; the
              decision `accumulation` is their number
 bubble       waiting time of a stage, in units of its busy time per microbatch
