@@ -114,8 +114,8 @@ class Call:
 def mesh_of(request: AnyMesh | Mapping[str, int] | str) -> AnyMesh:
     """A mesh of a call; one without devices where only sizes are known.
 
-    >>> mesh_of("data=4,model=2").shape
-    OrderedDict({'data': 4, 'model': 2})
+    >>> dict(mesh_of("data=4,model=2").shape)
+    {'data': 4, 'model': 2}
     """
     if isinstance(request, Mesh | AbstractMesh):
         return request

@@ -158,7 +158,7 @@ def test_a_gradient_of_a_weight_pays_for_transposed_copies():
             traffic=(),
             trips=1,
             matmul=Matmul(rows=rows, columns=columns, depth=depth),
-            weight=weight,
+            is_weight_gradient=weight,
             category="matmul",
         )
         return float(kernel_parts(term, _local, machine.chip, constants)[2][0])
