@@ -172,7 +172,8 @@ def levanter(sources: Path) -> Case:
     )
     sys.path.insert(0, str(sources / "levanter/src"))
     # haliax 1.4 takes a type alias from JAX that JAX 0.10 no longer has
-    vars(importlib.import_module("jax._src.tree_util")).setdefault("BuiltInKeyEntry", typing.Any)
+    module = sys.modules[jax.tree_util.keystr.__module__]
+    vars(module).setdefault("BuiltInKeyEntry", typing.Any)
     import equinox as eqx
     import haliax as hax
     import optax

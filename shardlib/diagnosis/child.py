@@ -12,19 +12,8 @@ import time
 from pathlib import Path
 
 from shardlib.untrusted.data import JsonObject
-from shardlib.verification.child import compile_devices, versions
+from shardlib.verification.child import compile_devices, main, versions
 from shardlib.verification.isolation import Target
-
-
-def main(folder: Path) -> None:
-    """Compiles one job."""
-    try:
-        result = run_job(folder)
-    except Exception as error:
-        result = {"error": {"kind": type(error).__name__, "message": str(error)}}
-    draft = folder / "result.json.tmp"
-    draft.write_text(json.dumps(result), encoding="utf-8")
-    draft.replace(folder / "result.json")
 
 
 def run_job(folder: Path) -> JsonObject:
@@ -64,4 +53,4 @@ def run_job(folder: Path) -> JsonObject:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), run_job)

@@ -262,7 +262,6 @@ def why_text(
         arguments=(),
         donated=(),
         kinds=(),
-        kept=(),
     )
     if function.shape.devices != module.partitions:
         raise VerificationError(

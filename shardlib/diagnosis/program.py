@@ -58,7 +58,6 @@ class TracedFunction:
         arguments: in the order of the program.
         donated: numbers of the arguments that are donated.
         kinds: "Auto", "Explicit" or "Manual" of every axis.
-        kept: numbers of the arguments that the module takes; it has none that it does not use.
     """
 
     name: str
@@ -69,7 +68,6 @@ class TracedFunction:
     arguments: tuple[Argument, ...]
     donated: tuple[int, ...]
     kinds: tuple[str, ...]
-    kept: tuple[int, ...]
 
     @property
     def explicit(self) -> bool:
@@ -211,7 +209,6 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
         ),
         donated=tuple(arrays.index(i) for i in donated if i in arrays),
         kinds=tuple(kind.name for kind in mesh.axis_types),
-        kept=tuple(program.module_kept_var_idx),
     )
 
 

@@ -160,8 +160,7 @@ def _spec(data: Sequence[Sequence[str]]) -> Spec:
 
 def _origin(entry: JsonObject, function: TracedFunction) -> ValueOrigin:
     source = read_source(entry.get("location"))
-    taken = entry.get("argument") if entry.get("op") == "argument" else None
-    argument = None if taken is None else function.kept[taken]
+    argument = entry.get("argument") if entry.get("op") == "argument" else None
     return ValueOrigin(
         name=_named(source) if argument is None else function.arguments[argument].name,
         source=source,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import jax
 
 
-def main(folder: Path) -> None:
-    """Compiles one job."""
+def main(folder: Path, run: Callable[[Path], JsonObject]) -> None:
+    """Runs the job of a folder, and writes what it returns or raises there."""
     try:
-        result = compile_job(folder)
+        result = run(folder)
     except Exception as error:
         result = {"error": {"kind": type(error).__name__, "message": str(error)}}
     draft = folder / "result.json.tmp"
@@ -147,4 +147,4 @@ def versions() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), compile_job)
