@@ -953,13 +953,13 @@ class Timetable:
         """Stash slot that the weight gradients of a tick read."""
         return self._unit(*self.weights(tick)[:2]) % self.slots
 
-    def passing_slot(self, tick: Number, stage: Number) -> Number:
+    def residual_slot_written(self, tick: Number, stage: Number) -> Number:
         """Slot, of S, that the backward work of a tick writes its cotangents to, for the weight
         gradients.
         """
         return (tick - self.turn - (self.stages - 1 - stage)) % self.stages
 
-    def passed_slot(self, tick: Number) -> Number:
+    def residual_slot_read(self, tick: Number) -> Number:
         """Slot of cotangents that the weight gradients of a tick read."""
         return (tick - self.weights_turn) % self.stages
 

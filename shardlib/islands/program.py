@@ -412,9 +412,9 @@ class StagedGradients:
         whole_mesh = self._whole_mesh
         if not simple or len(dispatch.chunks) != len(dispatch.stages) or self._shared:
             return {}
-        inputs = jax.tree.unflatten(dispatch.inputs_treedef, list(dispatch.opening.sources))
+        inputs = jax.tree.unflatten(dispatch.inputs_treedef, list(dispatch.setup.sources))
         sources = [(True, source) for stack in inputs.stacks for source in stack]
-        sources += [(False, source) for source in inputs.once.values()]
+        sources += [(False, source) for source in inputs.per_step.values()]
         for in_stack, (fresh, source_index) in sources:
             if fresh or source_index >= len(self._names):
                 return {}
@@ -429,21 +429,21 @@ class StagedGradients:
         last, outside = len(self.dispatch.chunks) - 1, self.dispatch.outside
         parts = dict[Run, tuple[jax.Array, ...]]()
         for stage in range(last + 1):
-            for number, sums in zip(self._whole_mesh.stacks, step.late[stage], strict=False):
+            for number, sums in zip(self._whole_mesh.stacks, step.weight_sums[stage], strict=False):
                 parts[self._path(number), stage] = (sums,)
         for stage in dict.fromkeys((0, last)):
-            for number, sums in zip(outside[stage], step.early[stage], strict=False):
+            for number, sums in zip(outside[stage], step.outside_sums[stage], strict=False):
                 run = (self._path(number), 0)
                 parts[run] = (*parts.get(run, ()), sums)
         after = jax.tree.unflatten(jax.tree.structure(model_state), step.inputs.after)
-        loss = step.early[last][len(outside[last])]
+        loss = step.outside_sums[last][len(outside[last])]
         return Sums(loss=loss, parts=parts, count=self._whole_mesh.microbatches, model_state=after)
 
     def needs(self, stage: int) -> tuple[Run, ...]:
         """The runs that a stage needs."""
         names = trained(self.program)
         numbers = [(number, stage) for number in self._whole_mesh.all_stacks]
-        numbers += [(number, 0) for number in self.dispatch.once[stage]]
+        numbers += [(number, 0) for number in self.dispatch.per_step[stage]]
         runs = [(self._path(number), run) for number, run in numbers]
         return tuple(run for run in runs if run[0] in names)
 

@@ -41,16 +41,13 @@ chunk, slot    consecutive layers that a stage runs at once; storage of one chun
 stack          the layers of a parameter, [layers, ...]; also their gradients
 stash          residuals of a chunk that wait for its backward pass
 tick, table    the time of one chunk's work on one microbatch; the schedule of all ticks
-outside, edges computed before or after the layers: embedding, head, loss
-once           of values: computed once per step, from parameters or constants alone
+outside        computed before or after the layers: embedding, head, loss
+per step       of values: computed once per step, from parameters or constants alone
 arrays         those of a stage that stay the same through a step (`StageArrays`, `ChunkInputs`)
-ready          operands of matmuls that are gathered before the ticks; also "pregathered",
-               "gathered beforehand", and `gather="once"` in a plan
+pregathered    of operands of matmuls: all-gathered before the ticks (`gather="once"` in a plan)
 residuals      [stages, slots, ...]: what forward passes keep for backward ones; a stage has as many
                slots as there are stages
 entering       activations that the first stage or a chunk gets; `leaving` are read after the layers
-micro          index of a microbatch
-early, late    sums updated with input gradients; with weight gradients
 piece          of a step with state on disk: the update of some arrays, compiled by itself
 
 accumulation.py       gradient accumulation over microbatches, and the contribution of each to the

@@ -92,8 +92,8 @@ def _equations(program: Program) -> Iterator[Equation]:
 def propagated_layouts(
     plan: Plan,
     traced: LossJaxpr,
-    order: Sequence[int],
-    states: int,
+    plan_indices: Sequence[int],
+    num_state: int,
     whole_value_layouts: Sequence[Layout] = (),
 ) -> ValueLayouts:
     """Layouts propagated from the parameters and the batch, for a loss whose equations are not
@@ -101,9 +101,10 @@ def propagated_layouts(
     """
     program = traced.program
     ranks = [len(program.avals[number].shape) for number in program.inputs]
-    input_layouts = [plan.parameters[i].compute for i in order]
+    input_layouts = [plan.parameters[i].compute for i in plan_indices]
     input_layouts += [
-        Layout.replicated(rank) for rank in ranks[len(input_layouts) : len(input_layouts) + states]
+        Layout.replicated(rank)
+        for rank in ranks[len(input_layouts) : len(input_layouts) + num_state]
     ]
     input_layouts += [*(layout for _, layout in plan.batch_layouts), *whole_value_layouts]
     inputs = [

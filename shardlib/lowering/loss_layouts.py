@@ -269,7 +269,7 @@ class LossLayouts:
         trained = {
             i for i, number in enumerate(self.plan_indices) if self.plan.parameters[number].trained
         }
-        return frozenset(trained - gathered if self.reductions.explicit else ())
+        return frozenset(trained - gathered if self.reductions.manual else ())
 
     @cached_property
     def _outer(self) -> Mapping[str, Callable[..., Any]]:
@@ -335,9 +335,9 @@ class LossLayouts:
     def _replacements(self, mesh: Mesh | AbstractMesh) -> dict[str, Callable[..., Any]]:
         """Replacements of operations that use parameters, by path.
 
-        Empty if the compiler reduces gradients (`GradientReductions.explicit`).
+        Empty if the compiler reduces gradients (`GradientReductions.manual`).
         """
-        if not self.reductions.explicit:
+        if not self.reductions.manual:
             return {}
         regions = self.regions(mesh)
         reductions = {
@@ -405,12 +405,12 @@ class LossLayouts:
     ) -> LossLayouts:
         """The layouts of a traced loss under a plan."""
         gradient, compute = jax.tree.leaves(params.gradient), jax.tree.leaves(params.compute)
-        facts, order = traced.facts(len(gradient)), plan_indices(plan, params.compute)
+        facts, indices = traced.facts(len(gradient)), plan_indices(plan, params.compute)
         uses = _in_plan_dtypes(facts.uses, Precision.of(plan))
         matmuls_of_weights = weight_matmuls(facts) if plan.collective_matmul == "loop" else ()
         regions = regions_of(plan, mesh)
         loops = _ring_loops(
-            matmuls_of_weights, [plan.parameters[i] for i in order], value_layouts, regions
+            matmuls_of_weights, [plan.parameters[i] for i in indices], value_layouts, regions
         )
         return LossLayouts(
             plan=plan,
@@ -418,12 +418,12 @@ class LossLayouts:
             values=value_layouts,
             compute=compute,
             gradient=gradient,
-            plan_indices=order,
+            plan_indices=indices,
             facts=facts,
             uses=uses,
             reductions=gradient_reductions(
                 plan,
-                order,
+                indices,
                 uses,
                 value_layouts,
                 regions,

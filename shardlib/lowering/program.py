@@ -921,7 +921,7 @@ def build_program(
     )
     dims = with_folds(dims, shapes, microbatch.traced.program)
     require_functions(
-        plan, microbatch.traced.facts(store.parameters), layouts_lost=microbatch.layouts_lost
+        plan, microbatch.traced.facts(store.num_parameters), layouts_lost=microbatch.layouts_lost
     )
     contribution = _contribution(
         plan,
@@ -1050,8 +1050,11 @@ def _with_loss_scale(loss: MicrobatchLoss, model: Model, guards: Guards | None) 
     """The loss of a microbatch, multiplied by the loss scale of the state if there is one."""
     if guards is None or guards.scale is None:
         return loss
-    params, states = len(jax.tree.leaves(model.params)), len(jax.tree.leaves(model.state))
-    return replace(loss, traced=with_loss_scale(loss.traced, params, states))
+    num_parameters, num_state = (
+        len(jax.tree.leaves(model.params)),
+        len(jax.tree.leaves(model.state)),
+    )
+    return replace(loss, traced=with_loss_scale(loss.traced, num_parameters, num_state))
 
 
 def arrays_by_path(state: TrainState) -> dict[str, jax.Array]:
@@ -1123,11 +1126,11 @@ def lost_layouts(count: int) -> Finding:
 # microbatches, and in both forms of pipelines.
 
 
-def with_loss_scale(traced: LossJaxpr, parameters: int, states: int) -> LossJaxpr:
+def with_loss_scale(traced: LossJaxpr, num_parameters: int, num_state: int) -> LossJaxpr:
     """The loss of (params, state, batch) as one of (params, {"model": state, "scale": scale},
     batch), multiplied by the scale in float32 at least.
     """
-    leading = parameters + states
+    leading = num_parameters + num_state
     avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in traced.closed_jaxpr.in_avals]
 
     def run(params_and_state: list[Any], scale: Any, batch: list[Any]) -> Any:

@@ -749,7 +749,7 @@ class StateStorage:
     findings: tuple[Finding, ...]
 
     @property
-    def parameters(self) -> int:
+    def num_parameters(self) -> int:
         """Number of parameter arrays."""
         return len(jax.tree.leaves(self.param_shardings.compute))
 

@@ -120,7 +120,7 @@ def gather_updated(
     Returns:
         (updated, old) parameters -> the updated ones in their stored sharding.
     """
-    regions, order = regions_of(plan, mesh), plan_indices(plan, trained)
+    regions, indices = regions_of(plan, mesh), plan_indices(plan, trained)
     loops = not _on_cpu(mesh)
 
     def function(parameter: ParameterLayout) -> Callable[[Value, Value], Value]:
@@ -137,7 +137,7 @@ def gather_updated(
         )
         return partial(_gather_stack, gathering) if stacked else lambda leaf, old: gathering(leaf)
 
-    functions = [function(plan.parameters[i]) for i in order]
+    functions = [function(plan.parameters[i]) for i in indices]
 
     def gather(params: Tree, old_params: Tree) -> Tree:
         leaves, structure = jax.tree.flatten(params)
@@ -1156,13 +1156,14 @@ class GradientReductions:
     Attributes:
         parameters: for every parameter of the loss, in its order; None for frozen ones.
         when: the time of those reductions that can be deferred.
-        explicit: whether operations reduce the gradients of their weights themselves; otherwise
-            this is left to the compiler, except for reductions in the last microbatch.
+        manual: whether gradients of weights are reduced in manual regions, by the operations that
+            use them; otherwise this is left to the compiler, except for reductions in the last
+            microbatch.
     """
 
     parameters: tuple[GradientReduction | None, ...]
     when: str
-    explicit: bool
+    manual: bool
     precision: Precision
 
     def accumulator(self, dtype: np.dtype) -> np.dtype:
@@ -1212,7 +1213,7 @@ def gradient_reductions(
     return GradientReductions(
         parameters=tuple(reduction(index, layout) for index, layout in enumerate(layouts)),
         when=when,
-        explicit=regions.reduction_dtype is not None or not _shares_memory(plan),
+        manual=regions.reduction_dtype is not None or not _shares_memory(plan),
         precision=Precision.of(plan),
     )
 

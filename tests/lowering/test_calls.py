@@ -355,7 +355,7 @@ def test_what_cannot_be_cut_is_an_error(name, pin, message):
 
 
 class Written(nnx.Module):
-    """Four equal layers, written out one by one."""
+    """Four equal layers, unrolled."""
 
     def __init__(self, rngs: nnx.Rngs):
         self.layers = nnx.List([Reader(rngs) for _ in range(4)])
@@ -378,7 +378,7 @@ def test_a_ring_in_a_pipeline_needs_layers_under_a_scan():
             "context": "ring",
         },
     )
-    with pytest.raises(PlanError, match="written out one by one"):
+    with pytest.raises(PlanError, match="are unrolled"):
         shardlib.compile(
             Written,
             lambda model, data: jnp.mean(model(data["x"]) ** 2),

@@ -133,7 +133,7 @@ def test_what_is_refused():
 def test_devices_that_are_not_here_are_refused(monkeypatch: pytest.MonkeyPatch):
     p = program({"stage": 2}, 4, "1f1b", **PROGRAMS)
     with pytest.raises(
-        PlanError, match="runs from one process that has all devices, and here are none"
+        PlanError, match="runs from one process that has all devices, and there are none here"
     ):
         stage_programs(
             p.plan,

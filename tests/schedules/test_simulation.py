@@ -317,12 +317,12 @@ def _has_what_is_put_off(table):
             if tick < table.forward_ticks:
                 slots[table.forward_slot(tick, stage)] = table.forward(tick, stage)
             if tick >= table.turn:
-                places[table.passing_slot(tick, stage)] = table.backward(tick, stage)
+                places[table.residual_slot_written(tick, stage)] = table.backward(tick, stage)
             micro, chunk, works = table.weights(tick)
             if works and tick >= table.weights_turn:
                 assert (
                     slots[table.weights_slot(tick)]
-                    == places[table.passed_slot(tick)]
+                    == places[table.residual_slot_read(tick)]
                     == (micro, chunk, True)
                 )
                 done.append((micro, stage))

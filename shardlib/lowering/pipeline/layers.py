@@ -151,9 +151,9 @@ def _role(
 ) -> str:
     if number not in known and not origins <= {STATE, KEY}:
         raise PlanError(
-            f"the loop over layers at {loop.scope or loop.path} takes a slice of something made"
-            f" from the batch for every layer (operand {position}); a pipeline hands the same"
-            " values to all its stages\nTry: pass it to the layers whole, or a plan without stages"
+            f"the loop over layers at {loop.scope or loop.path} slices a value computed from"
+            f" the batch for every layer (operand {position}); a pipeline gives the same values to"
+            " all its stages\nTry: pass it to the layers whole, or a plan without stages"
         )
     if loop.params["reverse"]:
         raise PlanError(
@@ -182,8 +182,8 @@ class SplitLoss:
         loop: the scan over layers.
         labels: what each value is computed from.
         exits: positions among the stacked results of the loop that are read after it.
-        once_equations: equations that depend on parameters alone, run once per step.
-        once: values computed from parameters or constants that the rest of the loss reads.
+        per_step_equations: equations that depend on parameters alone, run once per step.
+        per_step: values computed from parameters or constants that the rest of the loss reads.
         before: equations of a microbatch that the loop needs.
         after: equations of a microbatch that loss and metrics need, including those of `before`
             that they read; the loop is in neither.
@@ -197,8 +197,8 @@ class SplitLoss:
     labels: Mapping[int, Labels]
     roles: Roles
     exits: tuple[int, ...]
-    once_equations: tuple[Equation, ...]
-    once: tuple[int, ...]
+    per_step_equations: tuple[Equation, ...]
+    per_step: tuple[int, ...]
     before: tuple[Equation, ...]
     after: tuple[Equation, ...]
     results: tuple[int, ...]
@@ -257,7 +257,7 @@ class SplitLoss:
             for position, number in enumerate(self.program.inputs)
             if self.labels[number] in (frozenset({PARAMETERS}), frozenset({FROZEN}))
         }
-        for equation in self.once_equations:
+        for equation in self.per_step_equations:
             if equation.name == "convert_element_type" and equation.inputs[0] in positions:
                 positions[equation.outputs[0]] = positions[equation.inputs[0]]
         return positions
@@ -307,27 +307,27 @@ def results_and_gradients(
 def split_loss(
     program: Program,
     num_parameters: int,
-    state: int,
-    results: int,
+    num_state: int,
+    num_results: int,
     keys: Collection[int] = (),
     frozen: Collection[int] = (),
 ) -> SplitLoss:
     """Splits a loss around its loop over layers.
 
     Args:
-        num_parameters, state, results: number of parameters, of arrays of model state, and of the
-            loss and metrics.
+        num_parameters, num_state, num_results: number of parameters, of arrays of model state, and
+            of the loss and metrics.
         keys, frozen: positions of random keys and of frozen parameters among the inputs.
     """
     labels = dependence(
-        program, _input_labels(len(program.inputs), num_parameters, state, keys, frozen)
+        program, _input_labels(len(program.inputs), num_parameters, num_state, keys, frozen)
     )
     loop = loop_over_layers(program, labels)
     constants, carried = scan_counts(loop.params)
-    outputs, after_state = program.outputs[:results], program.outputs[results:]
+    outputs, after_state = program.outputs[:num_results], program.outputs[num_results:]
     _require_independent_state(labels, after_state)
-    once_equations, known = _once_equations(program, loop, num_parameters)
-    excluded = {loop.path, *(equation.path for equation in once_equations)}
+    per_step_equations, known = _per_step_equations(program, loop, num_parameters)
+    excluded = {loop.path, *(equation.path for equation in per_step_equations)}
     others = [equation for equation in program.equations if equation.path not in excluded]
     roles = roles_of(loop, labels, known)
     entering = [
@@ -344,8 +344,8 @@ def split_loss(
         labels=labels,
         roles=roles,
         exits=tuple(k for k, number in enumerate(loop.outputs[carried:]) if number in reads_after),
-        once_equations=tuple(once_equations),
-        once=tuple(
+        per_step_equations=tuple(per_step_equations),
+        per_step=tuple(
             sorted(
                 number for number in reads if number in known and number not in program.constants
             )
@@ -358,20 +358,24 @@ def split_loss(
 
 
 def _input_labels(
-    inputs: int, parameters: int, state: int, keys: Collection[int], frozen: Collection[int]
+    num_inputs: int,
+    num_parameters: int,
+    num_state: int,
+    keys: Collection[int],
+    frozen: Collection[int],
 ) -> list[Labels]:
     """The label of each input of a loss; arguments as those of `split_loss`."""
 
     def label(position: int) -> str:
         if position in frozen:
             return FROZEN
-        if position < parameters:
+        if position < num_parameters:
             return PARAMETERS
-        if position < parameters + state:
+        if position < num_parameters + num_state:
             return STATE
         return KEY if position in keys else BATCH
 
-    return [frozenset({label(position)}) for position in range(inputs)]
+    return [frozenset({label(position)}) for position in range(num_inputs)]
 
 
 def _require_independent_state(labels: Mapping[int, Labels], state: Sequence[int]) -> None:
@@ -379,18 +383,18 @@ def _require_independent_state(labels: Mapping[int, Labels], state: Sequence[int
     origins = frozenset[str]().union(*(labels[number] for number in state))
     if not origins <= {STATE}:
         raise PlanError(
-            "the model state that a step leaves is made from"
-            f" {' and '.join(sorted(origins - {STATE}))}, and microbatches of a pipeline are"
-            " under way together\nTry: a plan without stages (mesh axis stage=1), or a model whose"
-            " state depends on nothing but itself, random streams for example"
+            f"the model state after a step depends on {' and '.join(sorted(origins - {STATE}))},"
+            " and microbatches of a pipeline are in flight at the same time\nTry: a plan without"
+            " stages (mesh axis stage=1), or a model whose state depends on nothing but itself,"
+            " random streams for example"
         )
 
 
-def _once_equations(
-    program: Program, loop: Equation, parameters: int
+def _per_step_equations(
+    program: Program, loop: Equation, num_parameters: int
 ) -> tuple[list[Equation], set[int]]:
     """The equations that depend on parameters alone, and all values known after them."""
-    values = {*program.constants, *program.inputs[:parameters]}
+    values = {*program.constants, *program.inputs[:num_parameters]}
     equations: list[Equation] = []
     for equation in program.equations:
         if equation is not loop and values.issuperset(equation.inputs):
@@ -603,10 +607,10 @@ def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
 # A weight that is stored sharded over fsdp is normally all-gathered by every operation that uses
 # it, forward and backward, for every microbatch, and its gradient is reduce-scattered as often.
 # Where the plan gathers once, the operands that matmuls make of weights (casts, transpositions and
-# reshapes of them) are computed and all-gathered beforehand and used by all ticks; each device sums
-# its partial gradients, and the sums are reduced after the backward pass of the last microbatch.
-# Traffic falls by the number of microbatches, at the cost of memory for gathered weights and
-# unreduced gradients.
+# reshapes of them) are computed and all-gathered once (pregathered) and used by all ticks; each
+# device sums its partial gradients, and the sums are reduced after the backward pass of the last
+# microbatch. Traffic falls by the number of microbatches, at the cost of memory for gathered
+# weights and unreduced gradients.
 #
 # Gradients that are stored replicated (ZeRO 0 and 1) are summed and reduced in the same way, with
 # nothing to gather.
@@ -761,12 +765,12 @@ def with_partial_sums(
     uses: Mapping[str, DeferredOp],
     walk: Walk,
     sums: Sequence[Value],
-    ready: Mapping[str, Value] | None = None,
+    gathered_operands: Mapping[str, Value] | None = None,
 ) -> Walk:
     """A walk whose operations give partial sums as the gradients of `sums`, not of their weights;
-    `ready` replaces weights by gathered ones, by path of the operation.
+    `gathered_operands` replaces weights by gathered ones, by path of the operation.
     """
-    sums_by_path, gathered_by_path = dict(zip(uses, sums, strict=True)), ready or {}
+    sums_by_path, gathered_by_path = dict(zip(uses, sums, strict=True)), gathered_operands or {}
 
     def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
         if equation.path in sums_by_path:
@@ -807,10 +811,10 @@ def weight_operand(use: DeferredOp) -> int:
     return use.use.equation.inputs[use.use.position]
 
 
-def pregathered(
+def pregathered_weights(
     layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh
 ) -> PregatheredWeights | None:
-    """The weights that can be gathered beforehand; None if there are none, or if gradients are not
+    """The weights that can be pregathered; None if there are none, or if gradients are not
     reduced at the end of the step.
     """
     if layouts.reductions.when != AFTER_PIPELINE:
@@ -888,7 +892,7 @@ class ChunkOperands:
         keys: the same of each array of model state with a slice per layer, for one microbatch.
         shared: parameters that all layers use.
         constant: arrays computed from constants that all layers use.
-        ready: matmul operands that are gathered beforehand (`PregatheredWeights`), [layers, ...].
+        gathered_operands: pregathered matmul operands (`PregatheredWeights`), [layers, ...].
         first_layer: index of the chunk's first layer.
     """
 
@@ -897,7 +901,7 @@ class ChunkOperands:
     keys: Arrays
     shared: Arrays
     constant: Arrays
-    ready: Arrays
+    gathered_operands: Arrays
     first_layer: Any
 
 
@@ -909,7 +913,7 @@ class ChunkGrads:
     Attributes:
         weights: of stacked parameters, in the order of `Chunk.per_tick_weights`.
         shared: of parameters that all layers use.
-        partial_sums: per-device partial sums for the operands that are gathered beforehand.
+        partial_sums: per-device partial sums for pregathered operands.
     """
 
     weights: Arrays
@@ -926,7 +930,7 @@ class Chunk:
         padded: whether the layers do not fill all chunks; those after the last layer are then
             identities.
         walk: makes the walk of a trace, which belongs to the mesh of that trace.
-        gathered: weights that are gathered beforehand; None if there are none.
+        pregathered: weights that are pregathered; None if there are none.
         unrolled: whether layers are unrolled; weights and their gradients may then be lists by
             layer.
     """
@@ -936,7 +940,7 @@ class Chunk:
     padded: bool
     remat: LayerRemat
     walk: Callable[[], Walk]
-    gathered: PregatheredWeights | None = None
+    pregathered: PregatheredWeights | None = None
     unrolled: bool = False
 
     @property
@@ -945,7 +949,7 @@ class Chunk:
         return tuple(
             k
             for k, position in enumerate(self.sections.roles.weights)
-            if self.gathered is None or position not in self.gathered.fully_deferred
+            if self.pregathered is None or position not in self.pregathered.fully_deferred
         )
 
     def run(
@@ -955,11 +959,11 @@ class Chunk:
         buffers of the layers' stacked results, [all layers, ...].
 
         Args:
-            sums: arrays whose gradients are the partial sums for operands gathered beforehand,
+            sums: arrays whose gradients are the partial sums for pregathered operands,
                 [layers, ...]; by default these are discarded.
         """
         sections, roles, walk = self.sections, self.sections.roles, self.walk()
-        gathered = self.gathered
+        pregathered = self.pregathered
         sums = self._zero_sums() if sums is None else sums
         constants, carried = scan_counts(sections.loop.params)
         path = sections.loop.path
@@ -979,7 +983,7 @@ class Chunk:
         def body(
             carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]
         ) -> tuple[tuple[Any, ...], Arrays]:
-            weights, layer_constants, keys, number, ready, partial_sums = sliced
+            weights, layer_constants, keys, number, gathered_operands, partial_sums = sliced
             scanned = (
                 dict(zip(roles.weights, weights, strict=True))
                 | dict(zip(roles.layer_constants, layer_constants, strict=True))
@@ -992,8 +996,10 @@ class Chunk:
             ]
             outputs = (
                 evaluate_program(body_program, values, inner)
-                if gathered is None
-                else _layer_results(gathered, values, ready, gathered.walk(inner, partial_sums))
+                if pregathered is None
+                else _layer_results(
+                    pregathered, values, gathered_operands, pregathered.walk(inner, partial_sums)
+                )
             )
             after = outputs[:carried]
             if self.padded:
@@ -1005,7 +1011,7 @@ class Chunk:
 
         numbers = operands.first_layer + jnp.arange(self.layers)
         stacks = (operands.weights, operands.layer_constants, operands.keys)
-        scanned = (*stacks, numbers, operands.ready, sums)
+        scanned = (*stacks, numbers, operands.gathered_operands, sums)
         final, exits = (as_unrolled if self.unrolled else as_loop)(
             body, self.remat, self.layers, tuple(activations[:carried]), scanned
         )
@@ -1029,12 +1035,12 @@ class Chunk:
 
     def _zero_sums(self) -> Arrays:
         """Zeros for the partial sums of one microbatch, [layers, ...] or a list by layer."""
-        if self.gathered is None:
+        if self.pregathered is None:
             return []
         return (
-            [[leaf] * self.layers for leaf in self.gathered.zeros(())]
+            [[leaf] * self.layers for leaf in self.pregathered.zeros(())]
             if self.unrolled
-            else self.gathered.zeros((self.layers,))
+            else self.pregathered.zeros((self.layers,))
         )
 
     def forward(self, operands: ChunkOperands, activations: Arrays) -> tuple[Arrays, Arrays]:
@@ -1111,16 +1117,16 @@ class Chunk:
 
 
 def _layer_results(
-    gathered: PregatheredWeights, values: Arrays, ready: Arrays, walk: Walk
+    pregathered: PregatheredWeights, values: Arrays, gathered_operands: Arrays, walk: Walk
 ) -> Arrays:
     """Results of a layer, given its gathered operands."""
     env = {
-        **gathered.body.constants,
-        **dict(zip(gathered.body.inputs, values, strict=True)),
-        **dict(zip(gathered.operands, ready, strict=True)),
+        **pregathered.body.constants,
+        **dict(zip(pregathered.body.inputs, values, strict=True)),
+        **dict(zip(pregathered.operands, gathered_operands, strict=True)),
     }
-    evaluate_equations(gathered.other_equations, env, walk)
-    return [env[number] for number in gathered.body.outputs]
+    evaluate_equations(pregathered.other_equations, env, walk)
+    return [env[number] for number in pregathered.body.outputs]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1130,7 +1136,7 @@ def _layer_results(
 
 
 @dataclass(frozen=True, kw_only=True)
-class EdgeGradients:
+class OutsideGradients:
     """Operations outside of the layers whose weight gradients are reduced after all ticks.
 
     Attributes:
@@ -1143,15 +1149,17 @@ class EdgeGradients:
     fully_deferred: frozenset[int]
 
     @staticmethod
-    def of(layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh) -> EdgeGradients:
+    def of(
+        layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh
+    ) -> OutsideGradients:
         """The operations outside of the layers whose gradients can be reduced after all ticks."""
-        once = set(sections.once)
+        per_step = set(sections.per_step)
         equations = {equation.path: equation for equation in (*sections.before, *sections.after)}
         uses: dict[str, DeferredOp] = {}
         for path, use in layouts.uses.items():
             if (
                 path in equations
-                and use.equation.inputs[use.position] in once
+                and use.equation.inputs[use.position] in per_step
                 and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
             ):
                 uses[path] = deferral
@@ -1165,14 +1173,14 @@ class EdgeGradients:
             | set(sections.entering)
             | set(sections.results)
         )
-        return EdgeGradients(
+        return OutsideGradients(
             mesh=mesh,
             uses=uses,
             fully_deferred=frozenset(weight_operand(use) for use in uses.values()) - others,
         )
 
-    def ready(self, outside: Values) -> dict[str, Value]:
-        """The operands that are gathered beforehand, by path of the operation."""
+    def gathered_operands(self, outside: Values) -> dict[str, Value]:
+        """The pregathered operands, by path of the operation."""
         return {
             path: use.gather(outside[weight_operand(use)])
             for path, use in self.uses.items()
@@ -1183,9 +1191,11 @@ class EdgeGradients:
         """Zeros for the partial sums, sharded so that each device has its own."""
         return zero_sums(self.uses, self.mesh)
 
-    def walk(self, walk: Walk, ready: Mapping[str, Value], sums: Sequence[Value]) -> Walk:
+    def walk(
+        self, walk: Walk, gathered_operands: Mapping[str, Value], sums: Sequence[Value]
+    ) -> Walk:
         """A walk whose operations use gathered operands and pass gradients to `sums`."""
-        return with_partial_sums(self.uses, walk, sums, ready)
+        return with_partial_sums(self.uses, walk, sums, gathered_operands)
 
     def reduce(self, sums: Sequence[Value]) -> Values:
         """Gradients of weight operands, from partial sums in the order of `uses`."""

@@ -26,12 +26,12 @@ from shardlib.lowering.pipeline.layers import (
     Arrays,
     Chunk,
     ChunkGrads,
-    EdgeGradients,
+    OutsideGradients,
     SplitLoss,
     StageRemat,
     Values,
     is_differentiable,
-    pregathered,
+    pregathered_weights,
     results_and_gradients,
     split_loss,
 )
@@ -49,7 +49,7 @@ from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, neede
 
 
 @diagnostic
-def repeated_edges(stages: Stages) -> tuple[Finding, ...]:
+def repeated_outside_work(stages: Stages) -> tuple[Finding, ...]:
     """A finding if work before and after the layers cannot be sharded over the stages."""
     if any(dim is not None for dim in stages.stage_dims):
         return ()
@@ -59,7 +59,7 @@ def repeated_edges(stages: Stages) -> tuple[Finding, ...]:
             severity="warning",
             where=f"stage={stages.table.stages}",
             message=(
-                "no dim of what passes between the layers and the ends of the model divides by the"
+                "no dim of what passes between the layers and the rest of the model divides by the"
                 " stages: every stage computes embedding, head and loss."
             ),
             hint=(
@@ -72,9 +72,9 @@ def repeated_edges(stages: Stages) -> tuple[Finding, ...]:
 
 @diagnostic
 def nothing_gathered(stages: Stages, plan: Plan) -> tuple[Finding, ...]:
-    """A finding if the plan gathers once, but no weight can be gathered beforehand."""
-    gathered = stages.chunk.gathered
-    if plan.gather != "once" or (gathered is not None and gathered.operands):
+    """A finding if the plan gathers once, but no weight can be pregathered."""
+    pregathered = stages.chunk.pregathered
+    if plan.gather != "once" or (pregathered is not None and pregathered.operands):
         return ()
     return (
         Finding(
@@ -107,8 +107,8 @@ def gathered_at_use(sections: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
             where="gather=once",
             message=(
                 f"{len(sections.frozen_layer_constants)} stacks of frozen weights are gathered by"
-                " every operation that uses them, for every microbatch; the price has them"
-                " gathered once."
+                " every operation that uses them, for every microbatch; the cost"
+                " estimate assumes that they are gathered once."
             ),
             hint="zero below 3, or a mesh without stages",
         ),
@@ -121,19 +121,19 @@ def gathered_at_use(sections: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
 # Sums are at least float32, or in the dtype of the plan, and are placed where the microbatches make
 # the gradients: gradients of layers at their stages; gradients of values that all layers use as one
 # sum per stage; those of embedding and head as the optimizer reads them. Gradients that are reduced
-# once per step are per-device partial sums until then (`PregatheredWeights`, `EdgeGradients`).
+# once per step are per-device partial sums until then (`PregatheredWeights`, `OutsideGradients`).
 
 #: The carry of the scan over ticks, by name.
 Carry = dict[str, Any]
 #: The part of it that a step sums over its microbatches: gradients of stacked and shared
 #: parameters, those of finished chunks, those of values read outside of the layers, partial sums of
 #: such, loss and metrics.
-SUMMED: tuple[str, ...] = ("sums", "done", "outside", "outside_partial_sums", "results")
+SUMMED: tuple[str, ...] = ("sums", "finished_chunks", "outside", "outside_partial_sums", "results")
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class OnceValues:
+class PerStepValues:
     """Values that the loss computes once per step from trained parameters, or their gradients.
 
     Attributes:
@@ -149,18 +149,18 @@ class OnceValues:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class OnceConstants:
+class PerStepConstants:
     """Values that the loss computes once per step and that have no gradient.
 
     Attributes:
         constant: arrays that all layers use.
-        ready: operands outside of the layers that are gathered beforehand, by path.
+        gathered_operands: pregathered operands outside of the layers, by path.
         layer_constants: values with a slice per layer, [stages, chunks, layers, ...].
         values: values read outside of the layers, by number of the value.
     """
 
     constant: Arrays
-    ready: dict[str, Any]
+    gathered_operands: dict[str, Any]
     layer_constants: Arrays
     values: Values
 
@@ -170,13 +170,13 @@ class StepSums:
     """Initial values, reductions and results of the sums of a step.
 
     Attributes:
-        edge_gradients: operations outside of the layers, with gradients reduced after all ticks.
+        outside_gradients: operations outside of the layers, with gradients reduced after all ticks.
         gradient: sharding of gradients of parameters, by position of the parameter.
     """
 
     sections: SplitLoss
     stages: Stages
-    edge_gradients: EdgeGradients
+    outside_gradients: OutsideGradients
     gradient: Sequence[NamedSharding]
     reductions: GradientReductions
 
@@ -184,11 +184,15 @@ class StepSums:
         """Zeros for the gradient sum of an array, [*lead, ...]."""
         return jnp.zeros((*lead, *leaf.shape), self.reductions.accumulator(leaf.dtype))
 
-    def zeros_for_all(self, derived: OnceValues) -> Carry:
+    def zeros_for_all(self, derived: PerStepValues) -> Carry:
         """Zeros for all sums, by the names of `SUMMED`, given the values computed from
         parameters.
         """
-        stages, count, gathered = self.stages, self.stages.table.stages, self.stages.chunk.gathered
+        stages, count, pregathered = (
+            self.stages,
+            self.stages.table.stages,
+            self.stages.chunk.pregathered,
+        )
         layers = ChunkGrads(
             weights=[
                 stages.over_stages(self.zeros(derived.stacks[k]))
@@ -197,21 +201,21 @@ class StepSums:
             partial_sums=stages.zero_sums(),
             shared=[stages.over_stages(self.zeros(leaf, (count,))) for leaf in derived.shared],
         )
-        done = (
+        finished_chunks = (
             [
                 stages.over_stages(
                     self.zeros(derived.stacks[self.sections.roles.weights.index(position)])
                 )
-                for position in gathered.sources
+                for position in pregathered.sources
             ]
-            if gathered and stages.in_rounds
+            if pregathered and stages.in_rounds
             else []
         )
-        accumulator, edge_sums = self.reductions.accumulator, self.edge_gradients.zeros()
-        outside_partial_sums = [leaf.astype(accumulator(leaf.dtype)) for leaf in edge_sums]
+        accumulator, zero_sums = self.reductions.accumulator, self.outside_gradients.zeros()
+        outside_partial_sums = [leaf.astype(accumulator(leaf.dtype)) for leaf in zero_sums]
         return {
             "sums": layers,
-            "done": done,
+            "finished_chunks": finished_chunks,
             "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(derived.outside))),
             "outside_partial_sums": outside_partial_sums,
             "results": self.zero_results(),
@@ -227,11 +231,11 @@ class StepSums:
         return {
             number: leaf
             for number, leaf in outside.items()
-            if number not in self.edge_gradients.fully_deferred
+            if number not in self.outside_gradients.fully_deferred
         }
 
     def as_gradients(self, outside: Values) -> Values:
-        """Gradients of values computed once from parameters, in the sharding that the optimizer
+        """Gradients of per-step values, in the sharding that the optimizer
         reads if the value is a parameter or a cast of one.
         """
         owners = self.sections.owners
@@ -244,9 +248,9 @@ class StepSums:
             for number, leaf in outside.items()
         }
 
-    def gradients(self, arrays: StageArrays, sums: Carry) -> OnceValues:
+    def gradients(self, arrays: StageArrays, sums: Carry) -> PerStepValues:
         """Gradients of the values computed from parameters, from the sums over all microbatches."""
-        return OnceValues(
+        return PerStepValues(
             stacks=self._stacks(arrays, sums),
             shared=[total.sum(0) for total in sums["sums"].shared],
             outside=self._outside(sums),
@@ -255,20 +259,26 @@ class StepSums:
     def _stacks(self, arrays: StageArrays, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
         stages, positions, summed = self.stages, self.sections.roles.weights, sums["sums"]
-        gathered = stages.chunk.gathered
+        pregathered = stages.chunk.pregathered
         totals = {
             positions[k]: total
             for k, total in zip(stages.chunk.per_tick_weights, summed.weights, strict=True)
         }
-        done = sums["done"] if stages.in_rounds else stages.reduce(arrays, summed.partial_sums)
-        for position, gradient in zip(gathered.sources if gathered else (), done, strict=True):
+        finished_chunks = (
+            sums["finished_chunks"]
+            if stages.in_rounds
+            else stages.reduce(arrays, summed.partial_sums)
+        )
+        for position, gradient in zip(
+            pregathered.sources if pregathered else (), finished_chunks, strict=True
+        ):
             totals[position] = totals[position] + gradient if position in totals else gradient
         return [totals[position] for position in positions]
 
     def _outside(self, sums: Carry) -> Values:
         """Gradients of values read outside of the layers."""
         totals = dict(sums["outside"])
-        for number, gradient in self.edge_gradients.reduce(sums["outside_partial_sums"]).items():
+        for number, gradient in self.outside_gradients.reduce(sums["outside_partial_sums"]).items():
             totals[number] = totals[number] + gradient if number in totals else gradient
         return totals
 
@@ -286,7 +296,7 @@ def plus(sums: Tree, more: Tree) -> Tree:
 # per run of ticks with the same kinds of work (forward only, both, backward only). Each tick runs
 # the equations before the layers for the microbatch that enters the first stage, and those after
 # the layers, with their gradients, for the one that leaves the last. At the end the summed
-# gradients are back-propagated through the values computed once.
+# gradients are back-propagated through the per-step values.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +308,7 @@ class Pipeline:
         outside_layouts: the same before and after them, where the stages may shard values too.
         layouts_known: whether all layouts outside of the layers are known; otherwise they, and
             those of gradients, are left to the compiler where the plan gives none.
-        edge_gradients: operations outside of the layers, with gradients reduced after all ticks.
+        outside_gradients: operations outside of the layers, with gradients reduced after all ticks.
         traced: the loss.
         remat: remat policy of the layers.
         groups: number of groups of microbatches, which go through the stages one after the other;
@@ -311,7 +321,7 @@ class Pipeline:
     layouts: LossLayouts
     outside_layouts: LossLayouts
     layouts_known: bool
-    edge_gradients: EdgeGradients
+    outside_gradients: OutsideGradients
     traced: LossJaxpr
     remat: StageRemat
     groups: int = 1
@@ -333,7 +343,7 @@ class Pipeline:
         return StepSums(
             sections=self.sections,
             stages=self.stages,
-            edge_gradients=self.edge_gradients,
+            outside_gradients=self.outside_gradients,
             gradient=self.layouts.gradient,
             reductions=self.layouts.reductions,
         )
@@ -410,7 +420,7 @@ class Pipeline:
             join: slices of these -> the batch of one microbatch.
         """
         leaves, structure = jax.tree.flatten(params)
-        (derived, fixed), pull = self._once(leaves)
+        (derived, fixed), pull = self._per_step(leaves)
         states, after = self.states(state)
         arrays = self._stage_arrays(derived, fixed)
         sums = self._in_groups(
@@ -448,7 +458,7 @@ class Pipeline:
         """(loss, (metrics, state)), averaged over the microbatches, with forward ticks only;
         arguments as those of `gradients`.
         """
-        (derived, fixed), _ = self._once(jax.tree.leaves(params))
+        (derived, fixed), _ = self._per_step(jax.tree.leaves(params))
         states, after = self.states(state)
         arrays = self._stage_arrays(derived, fixed)
         results = self._in_groups(
@@ -466,7 +476,7 @@ class Pipeline:
         ]
         return self.results(outputs, state, after)
 
-    def _stage_arrays(self, derived: OnceValues, fixed: OnceConstants) -> StageArrays:
+    def _stage_arrays(self, derived: PerStepValues, fixed: PerStepConstants) -> StageArrays:
         """Arrays of the stages that stay the same through all ticks, without those of
         microbatches.
         """
@@ -476,10 +486,12 @@ class Pipeline:
             keys=[],
             shared=derived.shared,
             constant=fixed.constant,
-            ready=[],
+            gathered_operands=[],
         )
         return (
-            arrays if self.stages.in_rounds else replace(arrays, ready=self.stages.gather(arrays))
+            arrays
+            if self.stages.in_rounds
+            else replace(arrays, gathered_operands=self.stages.gather(arrays))
         )
 
     def _in_groups(
@@ -496,24 +508,24 @@ class Pipeline:
         ]
         return jax.lax.scan(lambda sums, group: (run(sums, *group), None), sums, grouped)[0]
 
-    def _once(self, leaves: Arrays) -> tuple[Any, Callable[[Any], Arrays]]:
+    def _per_step(self, leaves: Arrays) -> tuple[Any, Callable[[Any], Arrays]]:
         """((values with gradients, values without), function from gradients of the first to
         gradients of the parameters).
         """
         sections = self.sections
 
-        def run(leaves: Arrays) -> tuple[OnceValues, OnceConstants]:
+        def run(leaves: Arrays) -> tuple[PerStepValues, PerStepConstants]:
             env: Values = {
                 **sections.program.constants,
                 **dict(zip(sections.program.inputs, self.layouts.parameters(leaves), strict=False)),
             }
-            evaluate_equations(sections.once_equations, env, self.walk())
+            evaluate_equations(sections.per_step_equations, env, self.walk())
             values = {
                 number: env[number]
-                for number in sections.once
+                for number in sections.per_step
                 if PARAMETERS in sections.labels[number] and is_differentiable(env[number])
             }
-            fixed = {number: env[number] for number in sections.once if number not in values}
+            fixed = {number: env[number] for number in sections.per_step if number not in values}
             stacks = [self.by_stage(values[sections.scanned[k]]) for k in sections.roles.weights]
             outside = {number: values[number] for number in sections.read_outside & values.keys()}
             shared = [values[sections.constants[k]] for k in sections.roles.shared]
@@ -522,15 +534,20 @@ class Pipeline:
                 for k in sections.roles.layer_constants
             ]
             constant = [jnp.asarray(env[sections.constants[k]]) for k in sections.roles.constant]
-            derived = OnceValues(stacks=stacks, shared=shared, outside=outside)
-            return derived, OnceConstants(
-                values=fixed, layer_constants=layer_constants, constant=constant, ready={}
+            derived = PerStepValues(stacks=stacks, shared=shared, outside=outside)
+            return derived, PerStepConstants(
+                values=fixed,
+                layer_constants=layer_constants,
+                constant=constant,
+                gathered_operands={},
             )
 
         derived, pull, fixed = jax.vjp(run, leaves, has_aux=True)
         return (
             derived,
-            replace(fixed, ready=self.edge_gradients.ready(derived.outside)),
+            replace(
+                fixed, gathered_operands=self.outside_gradients.gathered_operands(derived.outside)
+            ),
         ), lambda cotangents: pull(cotangents)[0]
 
 
@@ -561,8 +578,8 @@ class Ticks:
         self,
         pipeline: Pipeline,
         arrays: StageArrays,
-        derived: OnceValues,
-        fixed: OnceConstants,
+        derived: PerStepValues,
+        fixed: PerStepConstants,
         states: Arrays,
         batch: Arrays,
         join: Callable[[Arrays], Tree],
@@ -595,13 +612,13 @@ class Ticks:
             "outside_partial_sums": plus(carry["outside_partial_sums"], sums),
         }
 
-    def _after(self, carry: Carry, tick: Any, ends: EntryAndExit) -> tuple[Carry, Arrays]:
+    def _after(self, carry: Carry, tick: Any, entry_exit: EntryAndExit) -> tuple[Carry, Arrays]:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of its
         activations.
         """
-        micro, chunk, active = self.table.backward(tick, self.table.stages - 1)
+        microbatch, chunk, active = self.table.backward(tick, self.table.stages - 1)
         positions = [k for k in self.stages.leaving if k in self.stages.differentiable]
-        if not ends.has_entering:
+        if not entry_exit.has_entering:
             return carry, [
                 jnp.zeros(self.stages.activations[k].shape, self.stages.activations[k].dtype)
                 for k in positions
@@ -611,17 +628,18 @@ class Ticks:
             outputs = carry["outputs"]
             if self.table.forward_first:
                 outputs = [
-                    jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in outputs
+                    jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)
+                    for leaf in outputs
                 ]
             else:
                 outputs = self._from_last_stage(outputs)
 
             results, (outside, sums, cotangents) = results_and_gradients(
-                lambda outside, sums, outputs: self._results(outside, micro, outputs, sums),
+                lambda outside, sums, outputs: self._results(outside, microbatch, outputs, sums),
                 self.pipeline.loss_position,
                 outputs,
                 self.unreduced,
-                self.pipeline.edge_gradients.zeros(),
+                self.pipeline.outside_gradients.zeros(),
             )
             return (
                 results,
@@ -640,27 +658,27 @@ class Ticks:
             **self._outside(carry, *outside),
         }, cotangents
 
-    def _entering(self, tick: Any, ends: EntryAndExit) -> Arrays:
+    def _entering(self, tick: Any, entry_exit: EntryAndExit) -> Arrays:
         """Input of the first stage at a tick, replicated over the stages; zeros if the first stage
         continues an older microbatch.
         """
-        if not ends.has_entering:
+        if not entry_exit.has_entering:
             return [
                 jnp.zeros(leaf.shape, leaf.dtype)
                 for leaf in self.stages.activations[: self.stages.entering_count]
             ]
-        micro, chunk, active = self.table.forward(tick, 0)
+        microbatch, chunk, active = self.table.forward(tick, 0)
         return self._or_zeros(
             (chunk == 0) & active,
             lambda: [
                 self.stages.inside_layout(leaf, k)
-                for k, leaf in enumerate(self._before(self.derived.outside, micro))
+                for k, leaf in enumerate(self._before(self.derived.outside, microbatch))
             ],
         )
 
-    def _before(self, outside: Values, micro: Any, sums: Arrays | None = None) -> Arrays:
+    def _before(self, outside: Values, microbatch: Any, sums: Arrays | None = None) -> Arrays:
         """Input of the first stage for a microbatch; partial sums are discarded by default."""
-        env = self._env(outside, micro)
+        env = self._env(outside, microbatch)
         evaluate_equations(self.sections.before, env, self._walk(sums))
         return [
             self.stages.outside_layout(jnp.asarray(env[number]), k)
@@ -669,16 +687,18 @@ class Ticks:
 
     def _walk(self, sums: Arrays | None) -> Walk:
         """A walk outside of the layers, whose operations pass gradients to `sums`."""
-        edge_gradients = self.pipeline.edge_gradients
-        return edge_gradients.walk(
-            self.pipeline.walk(), self.fixed.ready, edge_gradients.zeros() if sums is None else sums
+        outside_gradients = self.pipeline.outside_gradients
+        return outside_gradients.walk(
+            self.pipeline.walk(),
+            self.fixed.gathered_operands,
+            outside_gradients.zeros() if sums is None else sums,
         )
 
     def _results(
-        self, outside: Values, micro: Any, outputs: Arrays, sums: Arrays | None = None
+        self, outside: Values, microbatch: Any, outputs: Arrays, sums: Arrays | None = None
     ) -> Arrays:
         """Loss and metrics from the last stage's outputs; partial sums are discarded by default."""
-        sections, env = self.sections, self._env(outside, micro)
+        sections, env = self.sections, self._env(outside, microbatch)
         values = [
             self.stages.outside_layout(leaf, k)
             for leaf, k in zip(outputs, self.stages.leaving, strict=True)
@@ -689,21 +709,25 @@ class Ticks:
         evaluate_equations(sections.after, env, self._walk(sums))
         return [as_array(sections.program, number, env[number]) for number in sections.results]
 
-    def _env(self, outside: Values, micro: Any) -> Values:
+    def _env(self, outside: Values, microbatch: Any) -> Values:
         return {
             **self.sections.program.constants,
             **self.fixed.values,
             **self.derived.outside,
             **outside,
-            **self._inputs(self._slices(self.states, micro), self._slices(self.batch, micro)),
+            **self._inputs(
+                self._slices(self.states, microbatch), self._slices(self.batch, microbatch)
+            ),
         }
 
     def _inputs(self, state: Arrays, part: Arrays) -> Values:
         """Model state and batch of a microbatch, by value."""
         return self.sections.of_microbatch(state, jax.tree.leaves(self.join(part)))
 
-    def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
-        return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
+    def _slices(self, arrays: Sequence[Any], microbatch: Any) -> Arrays:
+        return [
+            jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False) for leaf in arrays
+        ]
 
     def _keys(self) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, [microbatches, stages,
@@ -740,11 +764,11 @@ class Ticks:
                 carry: Carry,
                 tick: Any,
                 arrays: StageArrays,
-                ends: EntryAndExit,
+                entry_exit: EntryAndExit,
                 kinds: tuple[str, ...] = kinds,
             ) -> Carry:
                 for kind in kinds:
-                    carry = work[kind](carry, tick, arrays, ends)
+                    carry = work[kind](carry, tick, arrays, entry_exit)
                 return carry
 
             carry = self._ticks(tick, carry, start, stop, forward="backward" not in kinds)
@@ -753,23 +777,25 @@ class Ticks:
     def evaluate(self, results: Arrays) -> Arrays:
         """Adds up loss and metrics over forward ticks, without gradients."""
 
-        def tick(carry: Carry, tick: Any, arrays: StageArrays, ends: EntryAndExit) -> Carry:
+        def tick(carry: Carry, tick: Any, arrays: StageArrays, entry_exit: EntryAndExit) -> Carry:
             in_flight, _, outputs = self.stages.forward(
-                tick, arrays, carry["forward"], self._entering(tick, ends), []
+                tick, arrays, carry["forward"], self._entering(tick, entry_exit), []
             )
-            if not ends.has_leaving:
+            if not entry_exit.has_leaving:
                 return {**carry, "forward": in_flight}
-            micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
+            microbatch, chunk, active = self.table.forward(tick, self.table.stages - 1)
             results = self._or_zeros(
                 (chunk == self.table.last_chunk) & active,
-                lambda: self._results(self.derived.outside, micro, self._from_last_stage(outputs)),
+                lambda: self._results(
+                    self.derived.outside, microbatch, self._from_last_stage(outputs)
+                ),
             )
             return {**carry, "forward": in_flight, "results": plus(carry["results"], results)}
 
         start = {
             "forward": self._activations(range(len(self.stages.activations))),
             "results": results,
-            "ready": self._zero_operands(),
+            "gathered_operands": self._zero_operands(),
         }
         return self._ticks(tick, start, 0, self.table.forward_ticks, forward=True)["results"]
 
@@ -786,10 +812,14 @@ class Ticks:
         that its ticks begin, and reduces the gradients of the chunk that the last round finished.
         """
 
-        def run(carry: Carry, start: Any, count: int, ends: EntryAndExit) -> Carry:
-            arrays = replace(self.arrays, ready=carry["ready"]) if self.in_rounds else self.arrays
+        def run(carry: Carry, start: Any, count: int, entry_exit: EntryAndExit) -> Carry:
+            arrays = (
+                replace(self.arrays, gathered_operands=carry["gathered_operands"])
+                if self.in_rounds
+                else self.arrays
+            )
             return jax.lax.scan(
-                lambda carry, number: (tick(carry, number, arrays, ends), None),
+                lambda carry, number: (tick(carry, number, arrays, entry_exit), None),
                 carry,
                 start + jnp.arange(count),
             )[0]
@@ -798,29 +828,31 @@ class Ticks:
             both = EntryAndExit(has_entering=True, has_leaving=True)
             return run(carry, start, stop - start, both)
 
-        def run_round(carry: Carry, number: Any, ends: EntryAndExit) -> Carry:
+        def run_round(carry: Carry, number: Any, entry_exit: EntryAndExit) -> Carry:
             chunk = number if forward else self.table.last_chunk - number
-            slot = chunk % self.stages.ready_slots
+            slot = chunk % self.stages.gathered_slots
             carry = (
                 carry
-                if forward or ends.has_entering
+                if forward or entry_exit.has_entering
                 else self._reduced(
-                    carry, jnp.minimum(chunk + self.stages.ready_slots, self.table.last_chunk), slot
+                    carry,
+                    jnp.minimum(chunk + self.stages.gathered_slots, self.table.last_chunk),
+                    slot,
                 )
             )
-            ready = self.stages.gather_into_slot(
+            gathered_operands = self.stages.gather_into_slot(
                 self.arrays,
-                carry["ready"],
+                carry["gathered_operands"],
                 _with_dependence(
                     chunk,
                     carry["results"] if forward else (carry["outputs"], carry["backward"].next),
                 ),
             )
             return run(
-                {**carry, "ready": ready},
+                {**carry, "gathered_operands": gathered_operands},
                 start + number * self.table.microbatches,
                 self.table.microbatches,
-                ends,
+                entry_exit,
             )
 
         last = self.table.rounds - 1
@@ -836,9 +868,9 @@ class Ticks:
             )
         leaving = EntryAndExit(has_entering=False, has_leaving=True)
         carry = run_round(carry, jnp.int32(last), leaving)
-        done = self.table.rounds * self.table.microbatches
-        carry = run(carry, start + done, stop - start - done, leaving)
-        for chunk in () if forward else reversed(range(self.stages.ready_slots)):
+        in_rounds = self.table.rounds * self.table.microbatches
+        carry = run(carry, start + in_rounds, stop - start - in_rounds, leaving)
+        for chunk in () if forward else reversed(range(self.stages.gathered_slots)):
             carry = self._reduced(carry, jnp.int32(chunk), jnp.int32(chunk))
         return carry
 
@@ -846,16 +878,20 @@ class Ticks:
         """Adds the partial sums in one slot to the gradients of a chunk, and zeroes the slot."""
         sums: ChunkGrads = carry["sums"]
         gradients, empty = self.stages.reduce_slot(self.arrays, sums.partial_sums, slot)
-        done = [
+        finished_chunks = [
             jax.lax.dynamic_update_index_in_dim(
                 total,
                 jax.lax.dynamic_index_in_dim(total, chunk, 1, keepdims=False) + more,
                 chunk,
                 1,
             )
-            for total, more in zip(carry["done"], gradients, strict=True)
+            for total, more in zip(carry["finished_chunks"], gradients, strict=True)
         ]
-        return {**carry, "done": done, "sums": replace(sums, partial_sums=empty)}
+        return {
+            **carry,
+            "finished_chunks": finished_chunks,
+            "sums": replace(sums, partial_sums=empty),
+        }
 
     def _zero_operands(self) -> Arrays:
         """Zeros for the operands that a round gathers, [stages, chunks, layers, ...]."""
@@ -864,7 +900,7 @@ class Ticks:
         shapes = jax.eval_shape(lambda: self.stages.gather(self.arrays))
         return [
             self.stages.over_stages(
-                jnp.zeros((leaf.shape[0], self.stages.ready_slots, *leaf.shape[2:]), leaf.dtype)
+                jnp.zeros((leaf.shape[0], self.stages.gathered_slots, *leaf.shape[2:]), leaf.dtype)
             )
             for leaf in shapes
         ]
@@ -892,8 +928,12 @@ class Ticks:
     def _start(self) -> Carry:
         """The initial carry of the ticks, without the sums."""
         stages, count = self.stages, self.table.stages
-        ready = self._zero_operands()
-        arrays = replace(self.arrays, ready=ready) if self.in_rounds else self.arrays
+        gathered_operands = self._zero_operands()
+        arrays = (
+            replace(self.arrays, gathered_operands=gathered_operands)
+            if self.in_rounds
+            else self.arrays
+        )
 
         def zeros(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
@@ -923,28 +963,30 @@ class Ticks:
             "stash": stash,
             "residuals": residuals,
             "outputs": leaving,
-            "ready": self._zero_operands(),
+            "gathered_operands": self._zero_operands(),
         }
 
-    def _forward(self, carry: Carry, tick: Any, arrays: StageArrays, ends: EntryAndExit) -> Carry:
+    def _forward(
+        self, carry: Carry, tick: Any, arrays: StageArrays, entry_exit: EntryAndExit
+    ) -> Carry:
         in_flight, stash, outputs = self.stages.forward(
-            tick, arrays, carry["forward"], self._entering(tick, ends), carry["stash"]
+            tick, arrays, carry["forward"], self._entering(tick, entry_exit), carry["stash"]
         )
         if self.table.forward_first:
             outputs = (
                 self._collected(tick, carry["outputs"], outputs)
-                if ends.has_leaving
+                if entry_exit.has_leaving
                 else carry["outputs"]
             )
         return {**carry, "forward": in_flight, "stash": stash, "outputs": outputs}
 
     def _collected(self, tick: Any, collected: Arrays, outputs: Arrays) -> Arrays:
         """The outputs of the last stage, [microbatches, ...], updated after a tick."""
-        micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
+        microbatch, chunk, active = self.table.forward(tick, self.table.stages - 1)
 
         def with_outputs(collected: Arrays, outputs: Arrays) -> Arrays:
             return [
-                jax.lax.dynamic_update_index_in_dim(buffer, leaf, micro, 0)
+                jax.lax.dynamic_update_index_in_dim(buffer, leaf, microbatch, 0)
                 for buffer, leaf in zip(collected, self._from_last_stage(outputs), strict=True)
             ]
 
@@ -956,33 +998,35 @@ class Ticks:
             outputs,
         )
 
-    def _backward(self, carry: Carry, tick: Any, arrays: StageArrays, ends: EntryAndExit) -> Carry:
-        carry, leaving = self._after(carry, tick, ends)
+    def _backward(
+        self, carry: Carry, tick: Any, arrays: StageArrays, entry_exit: EntryAndExit
+    ) -> Carry:
+        carry, leaving = self._after(carry, tick, entry_exit)
         stash, sums, residuals = carry["stash"], carry["sums"], carry["residuals"]
-        done = self.stages.backward(
+        result = self.stages.backward(
             tick, arrays, carry["backward"], leaving, stash, sums, residuals
         )
-        sums = {"sums": done.sums, "residuals": done.residuals}
-        carry = {**carry, "backward": done.in_flight, **sums}
-        if not ends.has_leaving:
+        sums = {"sums": result.sums, "residuals": result.residuals}
+        carry = {**carry, "backward": result.in_flight, **sums}
+        if not entry_exit.has_leaving:
             return carry
-        micro, chunk, active = self.table.backward(tick, 0)
+        microbatch, chunk, active = self.table.backward(tick, 0)
 
         def before() -> tuple[Values, Arrays]:
             def run(outside: Values, sums: Arrays) -> Arrays:
                 return [
                     leaf
-                    for k, leaf in enumerate(self._before(outside, micro, sums))
+                    for k, leaf in enumerate(self._before(outside, microbatch, sums))
                     if k in self.stages.differentiable
                 ]
 
             input_grads = [
                 self.stages.from_stages(leaf, k)
-                for leaf, k in zip(done.input_grads, self.stages.differentiable, strict=False)
+                for leaf, k in zip(result.input_grads, self.stages.differentiable, strict=False)
             ]
-            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.edge_gradients.zeros())[1](
-                input_grads
-            )
+            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.outside_gradients.zeros())[
+                1
+            ](input_grads)
             return self.sums.as_gradients(outside), sums
 
         return {**carry, **self._outside(carry, *self._or_zeros((chunk == 0) & active, before))}
@@ -1036,8 +1080,8 @@ def pipeline(
     fixed_state: frozenset[int] = frozenset(),
 ) -> tuple[Pipeline, tuple[Finding, ...]]:
     """Partitions a loss into the stages of a plan."""
-    original, states = traced, len(jax.tree.leaves(state))
-    traced, staged, findings = _with_loop(plan, traced, states, params, staged)
+    original, num_state = traced, len(jax.tree.leaves(state))
+    traced, staged, findings = _with_loop(plan, traced, num_state, params, staged)
     value_layouts, outside_values = staged.layers, staged.outside_values
     program = traced.program
     parameters = [plan.parameters[number] for number in plan_indices(plan, params.compute)]
@@ -1045,8 +1089,8 @@ def pipeline(
     sections = split_loss(
         program,
         len(jax.tree.leaves(params.compute)),
-        states,
-        len(program.outputs) - states,
+        num_state,
+        len(program.outputs) - num_state,
         keys,
         frozen,
     )
@@ -1063,10 +1107,10 @@ def pipeline(
         layout is not None for layout in stages.outside[: len(sections.carry)]
     )
     outside_layouts = replace(layouts, values=outside_values)
-    edge_gradients = (
-        EdgeGradients.of(outside_layouts, sections, mesh)
+    outside_gradients = (
+        OutsideGradients.of(outside_layouts, sections, mesh)
         if layouts_known and layouts.reductions.when == AFTER_PIPELINE and not stages.in_rounds
-        else EdgeGradients(mesh=mesh, uses={}, fully_deferred=frozenset())
+        else OutsideGradients(mesh=mesh, uses={}, fully_deferred=frozenset())
     )
     pipeline = Pipeline(
         sections=sections,
@@ -1074,7 +1118,7 @@ def pipeline(
         layouts=layouts,
         outside_layouts=outside_layouts if layouts_known else layouts,
         layouts_known=layouts_known,
-        edge_gradients=edge_gradients,
+        outside_gradients=outside_gradients,
         traced=traced,
         remat=remat,
         groups=plan.accumulation,
@@ -1082,14 +1126,18 @@ def pipeline(
     )
     return pipeline, (
         *findings,
-        *repeated_edges(stages),
+        *repeated_outside_work(stages),
         *nothing_gathered(stages, plan),
         *gathered_at_use(sections, plan),
     )
 
 
 def _with_loop(
-    plan: Plan, traced: LossJaxpr, states: int, params: ParameterShardings, layouts: StagedLayouts
+    plan: Plan,
+    traced: LossJaxpr,
+    num_state: int,
+    params: ParameterShardings,
+    layouts: StagedLayouts,
 ) -> tuple[LossJaxpr, StagedLayouts, tuple[Finding, ...]]:
     """The loss with a loop over its layers, and the layouts of its activations."""
     folded, findings = _with_folded_layers(traced, len(jax.tree.leaves(params.compute)))
@@ -1097,12 +1145,12 @@ def _with_loop(
         return traced, layouts, findings
     if plan.context in ("ring", "ulysses") or plan.experts != "none":
         raise PlanError(
-            "attention and experts on their devices need layers under a scan, and those of the loss"
-            " are written out one by one\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh"
-            " without stages"
+            "sharded attention and expert parallelism need layers under a scan, and those of the"
+            " loss are unrolled\nTry: nnx.scan or jax.lax.scan over the layers, or a mesh without"
+            " stages"
         )
-    order = plan_indices(plan, params.compute)
-    layers = propagated_layouts(plan, folded, order, states, layouts.whole_value_layouts)
+    indices = plan_indices(plan, params.compute)
+    layers = propagated_layouts(plan, folded, indices, num_state, layouts.whole_value_layouts)
     return folded, replace(layouts, layers=layers, outside_values={}), findings
 
 
@@ -1153,7 +1201,7 @@ def _stages(
         padded=layers * chunks > sections.layers,
         remat=remat.of_every_chunk,
         walk=lambda: layouts.walk(jax.sharding.get_abstract_mesh()),
-        gathered=pregathered(layouts, sections, inside(mesh, axis)),
+        pregathered=pregathered_weights(layouts, sections, manual_mesh(mesh, axis)),
     )
     activations = stage_activations(sections, chunks * layers)
     entering = len(sections.entering)
@@ -1187,7 +1235,7 @@ def _stages(
     )
 
 
-def inside(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
+def manual_mesh(mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> AbstractMesh:
     """The mesh inside a region that is manual over some axes."""
     return (mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh).update_axis_types(
         dict.fromkeys(axes, AxisType.Manual)
@@ -1216,9 +1264,9 @@ def _with_folded_layers(
         severity="warning",
         where=f"{sum(loop.run.count for loop in folded.loops)} layers",
         message=(
-            "the layers are written out one by one: every stage holds all of them between steps,"
-            " they are stacked in every step, and the layouts of activations inside of them are"
-            " left to the compiler."
+            "the layers are unrolled: every stage holds all of them between steps, they are stacked"
+            " in every step, and the layouts of activations inside of them are left to the"
+            " compiler."
         ),
         hint="one stacked module: nnx.vmap over the constructor, and a scan over the result",
     )

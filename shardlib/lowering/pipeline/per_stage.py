@@ -52,7 +52,7 @@ from shardlib.lowering.pipeline.layers import (
     StageRemat,
     Values,
     is_differentiable,
-    pregathered,
+    pregathered_weights,
     results_and_gradients,
 )
 from shardlib.lowering.pipeline.lockstep import Pipeline, plus
@@ -76,27 +76,27 @@ class ChunkInputs:
 
     Attributes:
         stacks: the chunk's layers of each stacked parameter, trained ones first, [max_layers, ...].
-        once: other values that the loss computes from parameters.
+        per_step: other values that the loss computes from parameters.
         states: model state before each microbatch, [microbatches, ...].
         batch: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
-        ready: matmul operands that are gathered before the first microbatch, [layers, ...].
+        gathered_operands: pregathered matmul operands, [layers, ...].
     """
 
     stacks: Arrays
-    once: Values
+    per_step: Values
     states: Arrays
     batch: Arrays
-    ready: Arrays
+    gathered_operands: Arrays
 
 
-def microbatch_slice(leaf: Value, micro: Index) -> Value:
+def microbatch_slice(leaf: Value, microbatch: Index) -> Value:
     """One microbatch of an array [microbatches, ...]."""
-    return jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class EdgeSums:
+class OutsideSums:
     """Sums that are updated with the input-gradient half of the backward pass.
 
     Attributes:
@@ -117,7 +117,7 @@ class WeightSums:
         weights: gradients of stacked parameters, [max_layers, ...]; during the microbatches, of
             those in `Chunk.per_tick_weights` only.
         shared: gradients of parameters that all layers use, [1, ...].
-        partial_sums: per-device partial sums for the matmul operands that are gathered beforehand,
+        partial_sums: per-device partial sums for pregathered matmul operands,
             [layers, ...].
     """
 
@@ -169,7 +169,7 @@ class ChunkWork:
         """
         return tuple(
             number
-            for number in self.sections.once
+            for number in self.sections.per_step
             if number in self._reads and PARAMETERS in self.sections.labels[number]
         )
 
@@ -179,7 +179,7 @@ class ChunkWork:
         reads = self._reads | {self.sections.constants[k] for k in self.sections.roles.constant}
         return tuple(
             number
-            for number in self.sections.once
+            for number in self.sections.per_step
             if number in reads
             and self.sections.labels[number]
             and PARAMETERS not in self.sections.labels[number]
@@ -199,24 +199,24 @@ class ChunkWork:
     def _walk(self) -> Walk:
         return replace(self.layouts.walk(), layer_policies=self.remat.loops)
 
-    def _entering(self, arrays: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
+    def _entering(self, arrays: ChunkInputs, microbatch: Index, entering: Arrays) -> Arrays:
         if self.first_layer:
             return entering
-        before = self._before(arrays, arrays.once, micro)
+        before = self._before(arrays, arrays.per_step, microbatch)
         buffers = self.activations[self.entering_count :]
         return [*before, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in buffers)]
 
-    def _before(self, arrays: ChunkInputs, derived: Values, micro: Index) -> Arrays:
+    def _before(self, arrays: ChunkInputs, derived: Values, microbatch: Index) -> Arrays:
         """Activations computed before the layers."""
-        env = self._env(arrays, derived, micro)
+        env = self._env(arrays, derived, microbatch)
         evaluate_equations(self.sections.before, env, self._walk())
         return [jnp.asarray(env[number]) for number in self.sections.entering]
 
     def _results(
-        self, arrays: ChunkInputs, derived: Values, micro: Index, outputs: Arrays
+        self, arrays: ChunkInputs, derived: Values, microbatch: Index, outputs: Arrays
     ) -> Arrays:
         """Loss and metrics from the outputs of the last chunk."""
-        sections, env, walk = self.sections, self._env(arrays, derived, micro), self._walk()
+        sections, env, walk = self.sections, self._env(arrays, derived, microbatch), self._walk()
         count = len(sections.final)
         env.update(
             zip(
@@ -232,23 +232,24 @@ class ChunkWork:
         evaluate_equations(sections.after, env, walk)
         return [as_array(sections.program, number, env[number]) for number in sections.results]
 
-    def _env(self, arrays: ChunkInputs, derived: Values, micro: Index) -> Values:
+    def _env(self, arrays: ChunkInputs, derived: Values, microbatch: Index) -> Values:
         """Values that the equations of a microbatch read."""
         used = {
-            number: self._used(number, leaf) for number, leaf in {**arrays.once, **derived}.items()
+            number: self._used(number, leaf)
+            for number, leaf in {**arrays.per_step, **derived}.items()
         }
         return {
             **self.sections.program.constants,
             **self._constants(),
             **used,
-            **self._inputs(arrays, micro),
+            **self._inputs(arrays, microbatch),
         }
 
-    def _inputs(self, arrays: ChunkInputs, micro: Index) -> Values:
+    def _inputs(self, arrays: ChunkInputs, microbatch: Index) -> Values:
         """Model state and batch of a microbatch."""
-        states = [microbatch_slice(leaf, micro) for leaf in arrays.states]
+        states = [microbatch_slice(leaf, microbatch) for leaf in arrays.states]
         batch = [
-            microbatch_slice(leaf, micro) if split else leaf
+            microbatch_slice(leaf, microbatch) if split else leaf
             for leaf, split in zip(arrays.batch, self.is_split, strict=True)
         ]
         return self.sections.of_microbatch(states, batch)
@@ -261,12 +262,12 @@ class ChunkWork:
     def _constants(self) -> Values:
         """Values computed without any input."""
         sections = self.sections
-        numbers = [number for number in sections.once if not sections.labels[number]]
+        numbers = [number for number in sections.per_step if not sections.labels[number]]
         env: Values = dict(sections.program.constants)
-        evaluate_equations(needed(sections.once_equations, numbers)[0], env, Walk())
+        evaluate_equations(needed(sections.per_step_equations, numbers)[0], env, Walk())
         return {number: env[number] for number in numbers}
 
-    def _operands(self, arrays: ChunkInputs, micro: Index) -> ChunkOperands:
+    def _operands(self, arrays: ChunkInputs, microbatch: Index) -> ChunkOperands:
         sections = self.sections
         values = {**self.sections.program.constants, **self._constants()}
         layers = self.chunk.layers
@@ -284,74 +285,82 @@ class ChunkWork:
             else jnp.asarray(values[sections.scanned[k]])[layers_of_chunk]
             for k in sections.roles.layer_constants
         ]
-        values.update({number: self._used(number, arrays.once[number]) for number in self.frozen})
+        values.update(
+            {number: self._used(number, arrays.per_step[number]) for number in self.frozen}
+        )
         return ChunkOperands(
             weights=stacks[: len(sections.roles.weights)],
             layer_constants=layer_constants,
-            keys=[leaf[layers_of_chunk] for leaf in self._keys(arrays, micro)],
-            shared=[self._used(number, arrays.once[number]) for number in self.shared],
+            keys=[leaf[layers_of_chunk] for leaf in self._keys(arrays, microbatch)],
+            shared=[self._used(number, arrays.per_step[number]) for number in self.shared],
             constant=[jnp.asarray(values[sections.constants[k]]) for k in sections.roles.constant],
-            ready=arrays.ready,
+            gathered_operands=arrays.gathered_operands,
             first_layer=self.first_layer,
         )
 
-    def _keys(self, arrays: ChunkInputs, micro: Index) -> Arrays:
+    def _keys(self, arrays: ChunkInputs, microbatch: Index) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, for all layers."""
         if not self.sections.roles.keys:
             return []
-        return self.sections.keys(self._inputs(arrays, micro), self._walk())
+        return self.sections.keys(self._inputs(arrays, microbatch), self._walk())
 
     def _zeros(self) -> Arrays:
         """Zeros with the shapes of the activations that are sent between stages."""
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
-    def forward(self, arrays: ChunkInputs, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
+    def forward(
+        self, arrays: ChunkInputs, microbatch: Index, entering: Arrays
+    ) -> tuple[Arrays, Arrays]:
         """(outputs of the chunk, its stash for the backward pass); the first chunk computes its own
         inputs.
         """
         return self.chunk.forward(
-            self._operands(arrays, micro), self._entering(arrays, micro, entering)
+            self._operands(arrays, microbatch), self._entering(arrays, microbatch, entering)
         )
 
     def backward(
         self,
         arrays: ChunkInputs,
-        micro: Index,
+        microbatch: Index,
         outputs: Arrays,
         stash: Arrays,
         cotangents: Arrays,
-        early: EdgeSums,
-        late: WeightSums,
-    ) -> tuple[EdgeSums, WeightSums, Arrays]:
+        outside_sums: OutsideSums,
+        weight_sums: WeightSums,
+    ) -> tuple[OutsideSums, WeightSums, Arrays]:
         """The whole backward pass."""
-        early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
+        outside_sums, cotangents = self._after_layers(
+            arrays, microbatch, outputs, cotangents, outside_sums
+        )
         gradients, input_grads = self.chunk.backward(
-            self._operands(arrays, micro), self._zeros(), stash, cotangents
+            self._operands(arrays, microbatch), self._zeros(), stash, cotangents
         )
         return (
-            self._before_layers(arrays, micro, early, input_grads),
-            self._summed(late, gradients),
+            self._before_layers(arrays, microbatch, outside_sums, input_grads),
+            self._summed(weight_sums, gradients),
             self._sent(input_grads),
         )
 
     def backward_inputs(
         self,
         arrays: ChunkInputs,
-        micro: Index,
+        microbatch: Index,
         outputs: Arrays,
         stash: Arrays,
         cotangents: Arrays,
-        early: EdgeSums,
-    ) -> tuple[EdgeSums, Arrays, Arrays]:
+        outside_sums: OutsideSums,
+    ) -> tuple[OutsideSums, Arrays, Arrays]:
         """The input-gradient half of the backward pass, which the previous stage waits for; also
         gives the residuals that `backward_weights` needs besides the stash.
         """
-        early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
+        outside_sums, cotangents = self._after_layers(
+            arrays, microbatch, outputs, cotangents, outside_sums
+        )
         input_grads, residuals = self.chunk.backward_inputs(
-            self._operands(arrays, micro), self._zeros(), stash, cotangents
+            self._operands(arrays, microbatch), self._zeros(), stash, cotangents
         )
         return (
-            self._before_layers(arrays, micro, early, input_grads),
+            self._before_layers(arrays, microbatch, outside_sums, input_grads),
             self._sent(input_grads),
             residuals,
         )
@@ -359,37 +368,37 @@ class ChunkWork:
     def backward_weights(
         self,
         arrays: ChunkInputs,
-        micro: Index,
+        microbatch: Index,
         stash: Arrays,
         residuals: Arrays,
-        late: WeightSums,
+        weight_sums: WeightSums,
     ) -> WeightSums:
         """The weight-gradient half of the backward pass, which no stage waits for."""
         return self._summed(
-            late,
+            weight_sums,
             self.chunk.backward_weights(
-                self._operands(arrays, micro), self._zeros(), stash, residuals
+                self._operands(arrays, microbatch), self._zeros(), stash, residuals
             ),
         )
 
     def gather(self, arrays: ChunkInputs) -> Arrays:
-        """The operands in `ChunkInputs.ready`."""
-        gathered = self.chunk.gathered
-        return [] if gathered is None else gathered.gather(self._sources(arrays))
+        """The operands in `ChunkInputs.gathered_operands`."""
+        pregathered = self.chunk.pregathered
+        return [] if pregathered is None else pregathered.gather(self._sources(arrays))
 
-    def reduced(self, arrays: ChunkInputs, late: WeightSums) -> WeightSums:
+    def reduced(self, arrays: ChunkInputs, weight_sums: WeightSums) -> WeightSums:
         """Gradients of all stacked parameters after the last microbatch, with the partial sums
         reduced into them.
         """
-        gathered, positions = self.chunk.gathered, self.sections.roles.weights
-        assert gathered is not None
+        pregathered, positions = self.chunk.pregathered, self.sections.roles.weights
+        assert pregathered is not None
         totals = {
             positions[k]: total
-            for k, total in zip(self.chunk.per_tick_weights, late.weights, strict=True)
+            for k, total in zip(self.chunk.per_tick_weights, weight_sums.weights, strict=True)
         }
         for position, gradient, stack in zip(
-            gathered.sources,
-            gathered.reduce(self._sources(arrays), late.partial_sums),
+            pregathered.sources,
+            pregathered.reduce(self._sources(arrays), weight_sums.partial_sums),
             self._sources(arrays, padded=True),
             strict=True,
         ):
@@ -398,16 +407,16 @@ class ChunkWork:
             )
             totals[position] = total.at[: self.chunk.layers].add(gradient.astype(total.dtype))
         weights = [totals[position] for position in positions]
-        return WeightSums(weights=weights, shared=late.shared, partial_sums=[])
+        return WeightSums(weights=weights, shared=weight_sums.shared, partial_sums=[])
 
     def _sources(self, arrays: ChunkInputs, *, padded: bool = False) -> Arrays:
-        """Stacks from which operands are gathered beforehand, for the chunk's layers or padded to
+        """Stacks that pregathered operands are computed from, for the chunk's layers or padded to
         `LayerSplit.max_layers`.
         """
-        assert self.chunk.gathered is not None
+        assert self.chunk.pregathered is not None
         stacks = [
             arrays.stacks[self.sections.roles.weights.index(position)]
-            for position in self.chunk.gathered.sources
+            for position in self.chunk.pregathered.sources
         ]
         return stacks if padded else [leaf[: self.chunk.layers] for leaf in stacks]
 
@@ -417,54 +426,59 @@ class ChunkWork:
     def _after_layers(
         self,
         arrays: ChunkInputs,
-        micro: Index,
+        microbatch: Index,
         outputs: Arrays,
         cotangents: Arrays,
-        early: EdgeSums,
-    ) -> tuple[EdgeSums, Arrays]:
+        outside_sums: OutsideSums,
+    ) -> tuple[OutsideSums, Arrays]:
         """Loss and metrics, and the cotangents of the last chunk's outputs; does nothing for other
         chunks.
         """
         if not self.is_last:
-            return early, cotangents
+            return outside_sums, cotangents
 
         results, (outside, cotangents) = results_and_gradients(
-            lambda derived, outputs: self._results(arrays, derived, micro, outputs),
+            lambda derived, outputs: self._results(arrays, derived, microbatch, outputs),
             self.loss_position,
             outputs,
             self._derived(arrays),
         )
         return (
-            EdgeSums(outside=plus(early.outside, outside), results=plus(early.results, results)),
+            OutsideSums(
+                outside=plus(outside_sums.outside, outside),
+                results=plus(outside_sums.results, results),
+            ),
             cotangents,
         )
 
     def _before_layers(
-        self, arrays: ChunkInputs, micro: Index, early: EdgeSums, input_grads: Arrays
-    ) -> EdgeSums:
+        self, arrays: ChunkInputs, microbatch: Index, outside_sums: OutsideSums, input_grads: Arrays
+    ) -> OutsideSums:
         """Gradients of the values that the first chunk reads before the layers; does nothing for
         other chunks.
         """
         if self.first_layer:
-            return early
+            return outside_sums
         positions = [k for k in self.differentiable if k < self.entering_count]
 
         def run(derived: Values) -> Arrays:
-            entering = self._before(arrays, derived, micro)
+            entering = self._before(arrays, derived, microbatch)
             return [entering[k] for k in positions]
 
         outside = jax.vjp(run, self._derived(arrays))[1](input_grads[: len(positions)])[0]
-        return EdgeSums(outside=plus(early.outside, outside), results=early.results)
+        return OutsideSums(
+            outside=plus(outside_sums.outside, outside), results=outside_sums.results
+        )
 
     def _derived(self, arrays: ChunkInputs) -> Values:
         """Values with a gradient that are read before or after the layers."""
         return {
-            number: arrays.once[number]
+            number: arrays.per_step[number]
             for number in self.outside
-            if is_differentiable(arrays.once[number])
+            if is_differentiable(arrays.per_step[number])
         }
 
-    def _summed(self, late: WeightSums, gradients: ChunkGrads) -> WeightSums:
+    def _summed(self, weight_sums: WeightSums, gradients: ChunkGrads) -> WeightSums:
         def added(total: Any, gradient: Any) -> Any:
             stacked = jnp.stack(gradient) if isinstance(gradient, list) else gradient
             return (
@@ -476,13 +490,15 @@ class ChunkWork:
         return WeightSums(
             weights=[
                 added(total, gradient)
-                for total, gradient in zip(late.weights, gradients.weights, strict=True)
+                for total, gradient in zip(weight_sums.weights, gradients.weights, strict=True)
             ],
             partial_sums=[
                 added(total, gradient)
-                for total, gradient in zip(late.partial_sums, gradients.partial_sums, strict=True)
+                for total, gradient in zip(
+                    weight_sums.partial_sums, gradients.partial_sums, strict=True
+                )
             ],
-            shared=plus(late.shared, gradients.shared),
+            shared=plus(weight_sums.shared, gradients.shared),
         )
 
 
@@ -492,11 +508,11 @@ class ZeroSums:
     """Zero sums before the first microbatch.
 
     Attributes:
-        chunks: (early, late) of each chunk of a stage.
+        chunks: (outside sums, weight sums) of each chunk of a stage.
         outside, results: zeros for the sums that only other stages compute.
     """
 
-    chunks: list[tuple[EdgeSums, WeightSums]]
+    chunks: list[tuple[OutsideSums, WeightSums]]
     outside: Values
     results: Arrays
 
@@ -517,7 +533,7 @@ class ChunkPrograms:
     Attributes:
         gather: arrays -> matmul operands gathered before the first microbatch; None if there are
             none.
-        reduce: arrays, late sums -> gradients after the last microbatch; None if the late sums
+        reduce: arrays, weight sums -> gradients after the last microbatch; None if those
             are the gradients already.
         forward: arrays, microbatch, inputs -> outputs, stash; None with `fused`.
         backward: arrays, microbatch, outputs (last chunk), stash, cotangents (other chunks), sums
@@ -554,17 +570,17 @@ class ChunkAvals:
 
     Attributes:
         arrays: see `ChunkInputs`.
-        micro: index of a microbatch.
+        microbatch: index of a microbatch.
         entering: activations that enter the chunk; empty for the first chunk.
-        early, late: sums.
+        outside_sums, weight_sums: sums.
         gradients: final gradients of stacked parameters.
     """
 
     arrays: ChunkInputs
-    micro: jax.ShapeDtypeStruct
+    microbatch: jax.ShapeDtypeStruct
     entering: Avals
-    early: EdgeSums
-    late: WeightSums
+    outside_sums: OutsideSums
+    weight_sums: WeightSums
     gradients: Avals
 
 
@@ -573,7 +589,7 @@ def chunk_programs(
 ) -> ChunkPrograms:
     """Compiles the programs of a chunk."""
     programs, avals = _gather_and_reduce(work, avals, mesh, name)
-    arguments = (avals.arrays, avals.micro, list(avals.entering))
+    arguments = (avals.arrays, avals.microbatch, list(avals.entering))
     forward = _traced(work.forward, arguments, mesh)
     count = len(work.activations)  # outputs, which precede the stash
     saved = [
@@ -605,12 +621,14 @@ def chunk_programs(
         )
     if gradients is None:
         return programs
-    inputs = jax.tree.leaves((avals.arrays, avals.micro, list(saved), list(residuals), avals.late))
+    inputs = jax.tree.leaves(
+        (avals.arrays, avals.microbatch, list(saved), list(residuals), avals.weight_sums)
+    )
     return replace(
         programs,
         weight_gradients=_with_sums(
             replace(gradients, inputs=tuple(inputs)),
-            jax.tree.leaves(avals.late),
+            jax.tree.leaves(avals.weight_sums),
             [],
             mesh,
             f"{name}_weights",
@@ -642,15 +660,17 @@ def _gather_and_reduce(
     """The programs before the first and after the last microbatch, and the inputs of the other
     programs.
     """
-    if work.chunk.gathered is None:
+    if work.chunk.pregathered is None:
         return ChunkPrograms(), avals
     traced = _traced(work.gather, (avals.arrays,), mesh)
     gather = traced.compiled(f"{name}_gather", mesh) if traced.sources else None
     avals = replace(
         avals,
-        arrays=replace(avals.arrays, ready=list(on_stage(gather.results, mesh)) if gather else []),
+        arrays=replace(
+            avals.arrays, gathered_operands=list(on_stage(gather.results, mesh)) if gather else []
+        ),
     )
-    arguments = (avals.arrays, avals.late)
+    arguments = (avals.arrays, avals.weight_sums)
     reduce = _traced(work.reduced, arguments, mesh)
     return (
         ChunkPrograms(
@@ -660,7 +680,7 @@ def _gather_and_reduce(
                 mesh,
                 shardings=[
                     *(leaf.sharding for leaf in avals.gradients),
-                    *(leaf.sharding for leaf in avals.late.shared),
+                    *(leaf.sharding for leaf in avals.weight_sums.shared),
                 ],
             ),
         ),
@@ -693,19 +713,25 @@ def _weight_gradients(
 
     def residuals(
         arrays: ChunkInputs,
-        micro: Any,
+        microbatch: Any,
         outputs: Any,
         stash: Any,
         cotangents: Any,
-        early: EdgeSums,
+        outside_sums: OutsideSums,
     ) -> Any:
-        return work.backward_inputs(arrays, micro, outputs, stash, cotangents, early)[2]
+        return work.backward_inputs(arrays, microbatch, outputs, stash, cotangents, outside_sums)[2]
 
-    outputs, cotangents = _edge_arguments(work, work.activations)
+    outputs, cotangents = _backward_arguments(work, work.activations)
     shapes = jax.eval_shape(
-        residuals, avals.arrays, avals.micro, outputs, list(saved), cotangents, avals.early
+        residuals,
+        avals.arrays,
+        avals.microbatch,
+        outputs,
+        list(saved),
+        cotangents,
+        avals.outside_sums,
     )
-    arguments = (avals.arrays, avals.micro, list(saved), shapes, avals.late)
+    arguments = (avals.arrays, avals.microbatch, list(saved), shapes, avals.weight_sums)
     traced = _traced(work.backward_weights, arguments, mesh)
     first = len(jax.tree.leaves(avals.arrays)) + 1
     dropped = [k for k in range(first, first + len(saved)) if k not in traced.read_inputs]
@@ -714,7 +740,7 @@ def _weight_gradients(
     )
 
 
-def _edge_arguments(
+def _backward_arguments(
     work: ChunkWork, outputs: Sequence[jax.ShapeDtypeStruct]
 ) -> tuple[list[Any], list[Any]]:
     """(outputs, cotangents of outputs) that a backward pass receives: the last chunk computes the
@@ -736,9 +762,9 @@ def _backward(
     split: bool,
 ) -> tuple[TracedFunction, list[Any]]:
     """The backward pass (without weight gradients if these are split off), and its sums."""
-    outputs, cotangents = _edge_arguments(work, outputs)
-    sums = (avals.early,) if split else (avals.early, avals.late)
-    arguments = (avals.arrays, avals.micro, outputs, list(saved), cotangents, *sums)
+    outputs, cotangents = _backward_arguments(work, outputs)
+    sums = (avals.outside_sums,) if split else (avals.outside_sums, avals.weight_sums)
+    arguments = (avals.arrays, avals.microbatch, outputs, list(saved), cotangents, *sums)
     run = work.backward_inputs if split else work.backward
     return _traced(run, arguments, mesh), jax.tree.leaves(sums)
 
@@ -749,22 +775,28 @@ def _fused(
     """Forward and backward in one, its arguments, and its sums."""
 
     def run(
-        arrays: ChunkInputs, micro: Any, entering: Any, early: EdgeSums, late: WeightSums
+        arrays: ChunkInputs,
+        microbatch: Any,
+        entering: Any,
+        outside_sums: OutsideSums,
+        weight_sums: WeightSums,
     ) -> Any:
-        outputs, saved = work.forward(arrays, micro, entering)
-        return work.backward(arrays, micro, outputs, saved, [], early, late)
+        outputs, saved = work.forward(arrays, microbatch, entering)
+        return work.backward(arrays, microbatch, outputs, saved, [], outside_sums, weight_sums)
 
-    def run_inputs(arrays: ChunkInputs, micro: Any, entering: Any, early: EdgeSums) -> Any:
-        outputs, saved = work.forward(arrays, micro, entering)
-        early, input_grads, residuals = work.backward_inputs(
-            arrays, micro, outputs, saved, [], early
+    def run_inputs(
+        arrays: ChunkInputs, microbatch: Any, entering: Any, outside_sums: OutsideSums
+    ) -> Any:
+        outputs, saved = work.forward(arrays, microbatch, entering)
+        outside_sums, input_grads, residuals = work.backward_inputs(
+            arrays, microbatch, outputs, saved, [], outside_sums
         )
-        return early, input_grads, [saved[k] for k in positions], residuals
+        return outside_sums, input_grads, [saved[k] for k in positions], residuals
 
-    sums = (avals.early,) if split else (avals.early, avals.late)
+    sums = (avals.outside_sums,) if split else (avals.outside_sums, avals.weight_sums)
     return (
         run_inputs if split else run,
-        (avals.arrays, avals.micro, list(avals.entering), *sums),
+        (avals.arrays, avals.microbatch, list(avals.entering), *sums),
         jax.tree.leaves(sums),
     )
 
@@ -951,7 +983,7 @@ class StageMeshes:
 # --------------------------------------------------------------------------------------------------
 # The programs before the first microbatch and after the last, both over all devices.
 #
-# The opening computes what the loss derives from parameters alone, distributes stacks of layers to
+# The setup computes what the loss derives from parameters alone, distributes stacks of layers to
 # the stages, splits the batch into microbatches, and gives the model state before each of them. The
 # update joins the sums of the stages, back-propagates them to the parameters, and then does what a
 # step without stages does.
@@ -965,14 +997,14 @@ class StepInputs:
     Attributes:
         stacks: each stacked parameter, trained ones first, as [stages * max_layers, ...] per
             chunk of a stage, sharded over the stages.
-        once: other values computed from parameters, replicated over the stages.
+        per_step: other values computed from parameters, replicated over the stages.
         states: model state before each microbatch, [microbatches, ...].
         after: model state after the last.
         batch: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
     """
 
     stacks: list[Arrays]
-    once: Values
+    per_step: Values
     states: Arrays
     after: Arrays
     batch: Arrays
@@ -1035,14 +1067,14 @@ class WholeMeshPrograms:
         return (*self.stacks, *(sections.scanned[k] for k in sections.frozen_layer_constants))
 
     @cached_property
-    def once(self) -> tuple[int, ...]:
+    def per_step(self) -> tuple[int, ...]:
         """Other values computed from parameters that the rest of the loss reads."""
         sections = self.pipeline.sections
         reads = sections.read_outside | {
             sections.constants[k] for k in (*sections.roles.shared, *sections.roles.constant)
         }
         return tuple(
-            number for number in sections.once if number in reads and sections.labels[number]
+            number for number in sections.per_step if number in reads and sections.labels[number]
         )
 
     @property
@@ -1062,7 +1094,7 @@ class WholeMeshPrograms:
         ).split(self.prologue(state, batch))
         return StepInputs(
             stacks=[self._chunk_stacks(number, values[number]) for number in self.all_stacks],
-            once={number: self._replicated(number, values[number]) for number in self.once},
+            per_step={number: self._replicated(number, values[number]) for number in self.per_step},
             states=states,
             after=after,
             batch=jax.tree.leaves(join(stacked)),
@@ -1107,10 +1139,10 @@ class WholeMeshPrograms:
                 for number, leaf in stored.items()
             },
         }
-        evaluate_equations(sections.once_equations, env, self.pipeline.layouts.walk(loose=True))
+        evaluate_equations(sections.per_step_equations, env, self.pipeline.layouts.walk(loose=True))
         return {
             number: stored.get(number, env[number])
-            for number in dict.fromkeys((*self.all_stacks, *self.once))
+            for number in dict.fromkeys((*self.all_stacks, *self.per_step))
         }
 
     def gradient(self, number: int, *, layers: bool) -> NamedSharding:
@@ -1294,10 +1326,10 @@ class StepPrograms:
     """All programs of a step.
 
     Attributes:
-        opening: parameters, model state, batch -> `StepInputs`.
+        setup: parameters, model state, batch -> `StepInputs`.
         inputs_treedef: tree structure of `StepInputs`.
         stacks: number of stacked parameters.
-        once: for each chunk, the values computed from parameters that it reads.
+        per_step: for each chunk, the values computed from parameters that it reads.
         outside: for each chunk, the values other than layers whose gradients it sums.
         entering_shardings, cotangent_shardings: for each chunk, of its inputs and of the
             cotangents of its outputs.
@@ -1305,10 +1337,10 @@ class StepPrograms:
     """
 
     meshes: StageMeshes
-    opening: Executable
+    setup: Executable
     inputs_treedef: Any
     stacks: int
-    once: tuple[tuple[int, ...], ...]
+    per_step: tuple[tuple[int, ...], ...]
     outside: tuple[tuple[int, ...], ...]
     chunks: tuple[ChunkPrograms, ...]
     stages: tuple[StageConstants, ...]
@@ -1320,7 +1352,7 @@ class StepPrograms:
     def memory(self) -> dict[str, int]:
         """Bytes per device of the program that needs the most."""
         compiled = (
-            self.opening.compiled,
+            self.setup.compiled,
             *(program.compiled for chunk in self.chunks for program in chunk.all),
         )
         return max(
@@ -1332,7 +1364,7 @@ class StepPrograms:
         """(state, metrics) after a step; the state is donated."""
         inputs: StepInputs = jax.tree.unflatten(
             self.inputs_treedef,
-            self.opening(jax.tree.leaves((state.params, state.loss_state, batch))),
+            self.setup(jax.tree.leaves((state.params, state.loss_state, batch))),
         )
         run = StepRun(self, inputs)
         for task in self.tasks:
@@ -1344,7 +1376,7 @@ class StepPrograms:
     ) -> StepRun:
         """Queues the work of a step whose parameters are still being received; no update."""
         leaves = jax.tree.leaves((params, model_state, batch))
-        run = StepRun(self, jax.tree.unflatten(self.inputs_treedef, self.opening(leaves)), arriving)
+        run = StepRun(self, jax.tree.unflatten(self.inputs_treedef, self.setup(leaves)), arriving)
         run_tasks(self.tasks, run.is_ready, run.do, arriving)
         return run
 
@@ -1355,7 +1387,7 @@ class StepRun:
 
     Attributes:
         inputs: values read by all microbatches.
-        early, late: sums of each chunk.
+        outside_sums, weight_sums: sums of each chunk.
     """
 
     def __init__(
@@ -1365,12 +1397,15 @@ class StepRun:
         self.inputs, self._arriving = inputs, arriving
         self._stage_arrays, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
         self.zero_sums: list[ZeroSums] = [stage.zeros() for stage in programs.stages]
-        self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
+        self.outside_sums, self.weight_sums = dict[int, Arrays](), dict[int, Arrays]()
         for number in range(len(programs.chunks)):
-            early, late = self.zero_sums[number % self.stage_count].chunks[
+            outside_sums, weight_sums = self.zero_sums[number % self.stage_count].chunks[
                 number // self.stage_count
             ]
-            self.early[number], self.late[number] = jax.tree.leaves(early), jax.tree.leaves(late)
+            self.outside_sums[number], self.weight_sums[number] = (
+                jax.tree.leaves(outside_sums),
+                jax.tree.leaves(weight_sums),
+            )
         self.entering, self.outputs, self.saved, self.cotangents = (
             dict[tuple[int, int], Arrays]() for _ in range(4)
         )
@@ -1398,7 +1433,7 @@ class StepRun:
             for start in range(0, len(programs.chunks), self.stage_count)
         ]
         stacks, last = programs.stacks, len(programs.chunks) - 1
-        late = [
+        weight_sums = [
             [
                 join(leaves)
                 for leaves in zip(*(self._reduced(number) for number in chunks), strict=True)
@@ -1409,17 +1444,19 @@ class StepRun:
         sums: list[Values] = [dict(stage_sums.outside) for stage_sums in self.zero_sums]
         for number in (0, last):
             sums[number % self.stage_count].update(
-                zip(programs.outside[number], self.early[number], strict=False)
+                zip(programs.outside[number], self.outside_sums[number], strict=False)
             )
         outside = {number: join([values[number] for values in sums]) for number in sorted(sums[0])}
         results = zip(
             *(stage_sums.results for stage_sums in self.zero_sums[:-1]),
-            self.early[last][len(programs.outside[last]) :],
+            self.outside_sums[last][len(programs.outside[last]) :],
             strict=True,
         )
         return StageSums(
-            stacks=[[leaves[k] for leaves in late] for k in range(stacks)],
-            shared=[[leaves[k] for leaves in late] for k in range(stacks, len(late[0]))],
+            stacks=[[leaves[k] for leaves in weight_sums] for k in range(stacks)],
+            shared=[
+                [leaves[k] for leaves in weight_sums] for k in range(stacks, len(weight_sums[0]))
+            ],
             outside=outside,
             results=[join(leaves) for leaves in results],
         )
@@ -1431,7 +1468,7 @@ class StepRun:
             inputs, gather = self.inputs, self.programs.chunks[chunk].gather
             leaves = [
                 *(chunks[local_chunk] for chunks in inputs.stacks),
-                *(inputs.once[number] for number in sorted(self.programs.once[chunk])),
+                *(inputs.per_step[number] for number in sorted(self.programs.per_step[chunk])),
                 *inputs.states,
                 *inputs.batch,
             ]
@@ -1450,29 +1487,35 @@ class StepRun:
 
     def _reduced(self, chunk: int) -> Arrays:
         """Gradients of stacked parameters, and of parameters that all layers use."""
-        reduce, late = self.programs.chunks[chunk].reduce, self.late[chunk]
-        return late if reduce is None else reduce([*self.arrays(chunk), *late])
+        reduce, weight_sums = self.programs.chunks[chunk].reduce, self.weight_sums[chunk]
+        return weight_sums if reduce is None else reduce([*self.arrays(chunk), *weight_sums])
 
-    def _arguments(self, chunk: int, micro: int) -> Arrays:
-        return [*self.arrays(chunk), self.programs.stages[chunk % self.stage_count].indices[micro]]
+    def _arguments(self, chunk: int, microbatch: int) -> Arrays:
+        return [
+            *self.arrays(chunk),
+            self.programs.stages[chunk % self.stage_count].indices[microbatch],
+        ]
 
-    def _forward(self, chunk: int, micro: int) -> None:
-        program, index = self.programs.chunks[chunk], (chunk, micro)
+    def _forward(self, chunk: int, microbatch: int) -> None:
+        program, index = self.programs.chunks[chunk], (chunk, microbatch)
         if program.forward is None:
             return  # done by the backward pass
         results = program.forward([*self._arguments(*index), *self.entering.pop(index, ())])
         count = len(program.outputs)
         outputs, self.saved[index] = results[:count], results[count:]
         if chunk + 1 < len(self.programs.chunks):
-            self.entering[chunk + 1, micro] = jax.device_put(
+            self.entering[chunk + 1, microbatch] = jax.device_put(
                 outputs, self.programs.entering_shardings[chunk + 1]
             )
         else:
             self.outputs[index] = outputs
 
-    def _backward(self, chunk: int, micro: int) -> None:
-        program, index = self.programs.chunks[chunk], (chunk, micro)
-        sums = [*self.early[chunk], *(self.late[chunk] if program.weight_gradients is None else ())]
+    def _backward(self, chunk: int, microbatch: int) -> None:
+        program, index = self.programs.chunks[chunk], (chunk, microbatch)
+        sums = [
+            *self.outside_sums[chunk],
+            *(self.weight_sums[chunk] if program.weight_gradients is None else ()),
+        ]
         if program.fused is not None:
             inputs = [*self._arguments(*index), *self.entering.pop(index, ())]
             results = program.fused([*inputs, *sums])
@@ -1488,15 +1531,15 @@ class StepRun:
                     *sums,
                 ]
             )
-        early, count = len(self.early[chunk]), len(sums)
-        self.early[chunk] = results[:early]
+        outside_count, count = len(self.outside_sums[chunk]), len(sums)
+        self.outside_sums[chunk] = results[:outside_count]
         if chunk:
-            self.cotangents[chunk - 1, micro] = jax.device_put(
+            self.cotangents[chunk - 1, microbatch] = jax.device_put(
                 results[count : count + program.sent_count],
                 self.programs.cotangent_shardings[chunk - 1],
             )
         if program.weight_gradients is None:
-            self.late[chunk] = results[early:count]
+            self.weight_sums[chunk] = results[outside_count:count]
         elif program.fused is not None:
             self.saved[index] = results[count + program.sent_count :]
         else:
@@ -1505,11 +1548,11 @@ class StepRun:
                 *results[count + program.sent_count :],
             ]
 
-    def _weights(self, chunk: int, micro: int) -> None:
-        program, index = self.programs.chunks[chunk], (chunk, micro)
+    def _weights(self, chunk: int, microbatch: int) -> None:
+        program, index = self.programs.chunks[chunk], (chunk, microbatch)
         assert program.weight_gradients is not None
-        self.late[chunk] = program.weight_gradients(
-            [*self._arguments(*index), *self.saved.pop(index), *self.late[chunk]]
+        self.weight_sums[chunk] = program.weight_gradients(
+            [*self._arguments(*index), *self.saved.pop(index), *self.weight_sums[chunk]]
         )
 
 
@@ -1531,7 +1574,7 @@ class StagePrograms:
     work: tuple[ChunkWork, ...]
     order: tuple[Order, ...]
 
-    def _read_once(self, chunk: int) -> tuple[int, ...]:
+    def _per_step_reads(self, chunk: int) -> tuple[int, ...]:
         """Values computed from parameters that a chunk reads besides its layers."""
         work = self.work[chunk]
         return tuple(sorted({*work.outside, *work.shared, *work.frozen}))
@@ -1542,13 +1585,13 @@ class StagePrograms:
         local_chunk, stage = divmod(chunk, len(meshes.stages))
         return ChunkInputs(
             stacks=[meshes.stage_shard(chunks[local_chunk], stage) for chunks in inputs.stacks],
-            once={
-                number: meshes.stage_shard(inputs.once[number], stage)
-                for number in self._read_once(chunk)
+            per_step={
+                number: meshes.stage_shard(inputs.per_step[number], stage)
+                for number in self._per_step_reads(chunk)
             },
             states=[meshes.stage_shard(leaf, stage) for leaf in inputs.states],
             batch=[meshes.stage_shard(leaf, stage) for leaf in inputs.batch],
-            ready=[],
+            gathered_operands=[],
         )
 
     def _sums(self, chunk: int) -> dict[str, Any]:
@@ -1558,10 +1601,10 @@ class StagePrograms:
             number: self._sum(number, chunk) for number in work.outside if self._has_grad(number)
         }
         return {
-            "early": EdgeSums(
+            "outside_sums": OutsideSums(
                 outside=outside, results=self._zero_results(chunk) if work.is_last else []
             ),
-            "late": WeightSums(
+            "weight_sums": WeightSums(
                 weights=[self._gradients(chunk)[k] for k in work.chunk.per_tick_weights],
                 shared=[self._sum(number, chunk) for number in work.shared],
                 partial_sums=self._partial_sums(chunk),
@@ -1573,9 +1616,9 @@ class StagePrograms:
         return tuple(self._sum(number, chunk, layers=True) for number in self.whole_mesh.stacks)
 
     def _partial_sums(self, chunk: int) -> Arrays:
-        """Per-device partial sums for the operands gathered beforehand, abstract."""
+        """Per-device partial sums for pregathered operands, abstract."""
         chunk_layers = self.work[chunk].chunk
-        uses = chunk_layers.gathered.uses.values() if chunk_layers.gathered else ()
+        uses = chunk_layers.pregathered.uses.values() if chunk_layers.pregathered else ()
         return [
             self._like(
                 (chunk_layers.layers, *use.sums_aval.shape),
@@ -1651,11 +1694,11 @@ class StagePrograms:
         whole_mesh, meshes = self.whole_mesh, self.whole_mesh.meshes
         arguments = (state.params, state.loss_state, batch)
         structure = jax.tree.structure(jax.eval_shape(whole_mesh.step_inputs, *arguments))
-        opening_program = _traced(whole_mesh.step_inputs, arguments, meshes.mesh).compiled(
+        setup_program = _traced(whole_mesh.step_inputs, arguments, meshes.mesh).compiled(
             f"{name}_opening", meshes.mesh
         )
         step_inputs: StepInputs = jax.tree.unflatten(
-            structure, on_stage(opening_program.results, meshes.mesh)
+            structure, on_stage(setup_program.results, meshes.mesh)
         )
         count, last, chunks = len(meshes.stages), len(self.work) - 1, list[ChunkPrograms]()
         entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
@@ -1663,7 +1706,7 @@ class StagePrograms:
             mesh = meshes.stages[number % count]
             avals = ChunkAvals(
                 arrays=self._stage_arrays(number, step_inputs),
-                micro=_index(mesh),
+                microbatch=_index(mesh),
                 entering=entering[-1],
                 gradients=self._gradients(number),
                 **self._sums(number),
@@ -1682,12 +1725,13 @@ class StagePrograms:
                 entering.append(on_stage(chunks[-1].outputs, meshes.stages[(number + 1) % count]))
         return StepPrograms(
             meshes=meshes,
-            opening=opening_program,
+            setup=setup_program,
             inputs_treedef=structure,
             stacks=len(whole_mesh.stacks),
-            once=tuple(self._read_once(number) for number in range(last + 1)),
+            per_step=tuple(self._per_step_reads(number) for number in range(last + 1)),
             outside=tuple(
-                tuple(sorted(self._sums(number)["early"].outside)) for number in range(last + 1)
+                tuple(sorted(self._sums(number)["outside_sums"].outside))
+                for number in range(last + 1)
             ),
             chunks=tuple(chunks),
             stages=tuple(map(self._stage, range(count))),
@@ -1709,11 +1753,13 @@ class StagePrograms:
         mesh, last = self.whole_mesh.meshes.stages[stage], len(self.work) - 1
         count = len(self.order)
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
-        summed_here = {number for early, _ in chunks for number in early.outside}
-        edge_values = {number for end in (0, last) for number in self._sums(end)["early"].outside}
+        summed_here = {number for outside_sums, _ in chunks for number in outside_sums.outside}
+        outside_values = {
+            number for end in (0, last) for number in self._sums(end)["outside_sums"].outside
+        }
         zero_sums = ZeroSums(
             chunks=chunks,
-            outside={number: self._sum(number, stage) for number in edge_values - summed_here},
+            outside={number: self._sum(number, stage) for number in outside_values - summed_here},
             results=[] if stage == count - 1 else self._zero_results(stage),
         )
         zeros = (
@@ -1727,8 +1773,8 @@ class StagePrograms:
         return StageConstants(
             zeros=zeros,
             indices=tuple(
-                jax.device_put(np.int32(micro), NamedSharding(mesh, PartitionSpec()))
-                for micro in range(self.plan.microbatches)
+                jax.device_put(np.int32(microbatch), NamedSharding(mesh, PartitionSpec()))
+                for microbatch in range(self.plan.microbatches)
             ),
         )
 
@@ -1743,20 +1789,24 @@ class StagePrograms:
                 sharding=NamedSharding(meshes.mesh, leaf.sharding.spec),
             )
 
-        late = [
+        weight_sums = [
             WeightSums(
                 weights=[whole(leaf) for leaf in self._gradients(number)],
-                shared=[whole(leaf) for leaf in self._sums(number)["late"].shared],
+                shared=[whole(leaf) for leaf in self._sums(number)["weight_sums"].shared],
                 partial_sums=[],
             )
             for number in range(0, len(self.work), count)
         ]
-        ends = [self._sums(number)["early"] for number in (0, len(self.work) - 1)]
+        outer = [self._sums(number)["outside_sums"] for number in (0, len(self.work) - 1)]
         return StageSums(
-            stacks=[[sums.weights[k] for sums in late] for k in range(len(whole_mesh.stacks))],
-            shared=[[sums.shared[k] for sums in late] for k in range(len(late[0].shared))],
-            outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
-            results=[whole(leaf) for leaf in ends[1].results],
+            stacks=[
+                [sums.weights[k] for sums in weight_sums] for k in range(len(whole_mesh.stacks))
+            ],
+            shared=[
+                [sums.shared[k] for sums in weight_sums] for k in range(len(weight_sums[0].shared))
+            ],
+            outside=jax.tree.map(whole, {**outer[0].outside, **outer[1].outside}),
+            results=[whole(leaf) for leaf in outer[1].results],
         )
 
 
@@ -1823,7 +1873,7 @@ def _with_devices(mesh: Mesh | AbstractMesh) -> Mesh:
     if isinstance(mesh, AbstractMesh) or jax.process_count() > 1:
         raise PlanError(
             "pipeline='programs' runs from one process that has all devices, and"
-            f" {'here are none' if isinstance(mesh, AbstractMesh) else others}"
+            f" {'there are none here' if isinstance(mesh, AbstractMesh) else others}"
             "\nTry: pipeline='lockstep'"
         )
     return mesh
@@ -1868,7 +1918,7 @@ def _work(number: int, whole_mesh: WholeMeshPrograms, stage_plan: Plan) -> Chunk
         padded=False,
         remat=pipeline.remat.of_chunk(number // len(stages), layers),
         walk=layouts.walk,
-        gathered=pregathered(layouts, sections, mesh),
+        pregathered=pregathered_weights(layouts, sections, mesh),
         unrolled=layers <= MAX_UNROLLED_LAYERS,
     )
     return ChunkWork(

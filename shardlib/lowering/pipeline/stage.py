@@ -58,7 +58,7 @@ class StageArrays:
         keys: each array of model state with a slice per layer, [microbatches, stages, chunks,
             layers, ...].
         shared, constant: see `ChunkOperands`.
-        ready: operands that are gathered beforehand, [stages, chunks, layers, ...]; of two chunks
+        gathered_operands: pregathered operands, [stages, chunks, layers, ...]; of two chunks
             only if a chunk is gathered when its round begins.
     """
 
@@ -67,7 +67,7 @@ class StageArrays:
     keys: Arrays
     shared: Arrays
     constant: Arrays
-    ready: Arrays
+    gathered_operands: Arrays
 
 
 @jax.tree_util.register_dataclass
@@ -314,7 +314,7 @@ class Stages:
         )
 
     @property
-    def ready_slots(self) -> int:
+    def gathered_slots(self) -> int:
         """Number of chunks whose operands are gathered at a time: two, while stages move from one
         chunk to the next.
         """
@@ -323,35 +323,37 @@ class Stages:
     @property
     def in_rounds(self) -> bool:
         """True if chunks are gathered when their rounds begin."""
-        gathered = self.chunk.gathered
-        return bool(self.table.rounds and gathered and gathered.operands)
+        pregathered = self.chunk.pregathered
+        return bool(self.table.rounds and pregathered and pregathered.operands)
 
     def gather(self, arrays: StageArrays) -> Arrays:
-        """The operands gathered beforehand, [stages, chunks, layers, ...]."""
-        if self.chunk.gathered is None:
+        """The pregathered operands, [stages, chunks, layers, ...]."""
+        if self.chunk.pregathered is None:
             return []
         return self._manual(self._gather, (self._specs(),), STAGE)(arrays)
 
-    def gather_into_slot(self, arrays: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
-        """The operands gathered beforehand, [stages, ready_slots, layers, ...], with one chunk's
+    def gather_into_slot(
+        self, arrays: StageArrays, gathered_operands: Arrays, chunk: Index
+    ) -> Arrays:
+        """The pregathered operands, [stages, gathered_slots, layers, ...], with one chunk's
         gathered into its slot.
         """
         replicated = PartitionSpec()
         return self._manual(self._gather_into_slot, (self._specs(), STAGE, replicated), STAGE)(
-            arrays, ready, chunk
+            arrays, gathered_operands, chunk
         )
 
     def reduce(self, arrays: StageArrays, sums: Arrays) -> Arrays:
-        """Gradients of weights from the partial sums for operands gathered beforehand,
+        """Gradients of weights from the partial sums for pregathered operands,
         [stages, chunks, layers, ...].
         """
-        if self.chunk.gathered is None:
+        if self.chunk.pregathered is None:
             return []
         return self._manual(self._reduce, (self._specs(), STAGE), STAGE)(arrays, sums)
 
     def reduce_slot(self, arrays: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
         """(gradients of weights [stages, layers, ...] from the partial sums in one slot, the sums
-        [stages, ready_slots, layers, ...] with that slot zeroed).
+        [stages, gathered_slots, layers, ...] with that slot zeroed).
         """
         run = self._manual(
             self._reduce_slot, (self._specs(), STAGE, PartitionSpec()), (STAGE, STAGE)
@@ -362,53 +364,59 @@ class Stages:
         """Zeros for the partial sums, [stages, chunks, layers, ...], float32 at least."""
 
         def zeros() -> Arrays:
-            gathered = self.chunk.gathered
-            leaves = gathered.zeros((1, self.ready_slots, self.chunk.layers)) if gathered else []
+            pregathered = self.chunk.pregathered
+            leaves = (
+                pregathered.zeros((1, self.gathered_slots, self.chunk.layers))
+                if pregathered
+                else []
+            )
             return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
 
         return self._manual(zeros, (), STAGE)()
 
     def _gather(self, arrays: StageArrays) -> Arrays:
-        gathered = self.chunk.gathered
-        assert gathered is not None
+        pregathered = self.chunk.pregathered
+        assert pregathered is not None
         weights = [leaf[0] for leaf in self._sources(arrays)]
-        operands = gathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
+        operands = pregathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
 
-    def _gather_into_slot(self, arrays: StageArrays, ready: Arrays, chunk: Index) -> Arrays:
-        gathered = self.chunk.gathered
-        assert gathered is not None
+    def _gather_into_slot(
+        self, arrays: StageArrays, gathered_operands: Arrays, chunk: Index
+    ) -> Arrays:
+        pregathered = self.chunk.pregathered
+        assert pregathered is not None
         weights = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk, 0, keepdims=False)
             for leaf in self._sources(arrays)
         ]
-        operands = gathered.gather_into_slot(
-            weights, [leaf[0] for leaf in ready], chunk % self.ready_slots
+        operands = pregathered.gather_into_slot(
+            weights, [leaf[0] for leaf in gathered_operands], chunk % self.gathered_slots
         )
         return [leaf[None] for leaf in operands]
 
     def _reduce(self, arrays: StageArrays, sums: Arrays) -> Arrays:
-        gathered = self.chunk.gathered
-        assert gathered is not None
+        pregathered = self.chunk.pregathered
+        assert pregathered is not None
         weights = [leaf[0, 0] for leaf in self._sources(arrays)]
-        gradients = gathered.reduce(
+        gradients = pregathered.reduce(
             weights, [leaf[0].reshape(-1, *leaf.shape[3:]) for leaf in sums]
         )
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in gradients]
 
     def _reduce_slot(self, arrays: StageArrays, sums: Arrays, slot: Index) -> tuple[Arrays, Arrays]:
-        gathered = self.chunk.gathered
-        assert gathered is not None
+        pregathered = self.chunk.pregathered
+        assert pregathered is not None
         weights = [leaf[0, 0] for leaf in self._sources(arrays)]
-        gradients, emptied = gathered.reduce_slot(weights, [leaf[0] for leaf in sums], slot)
+        gradients, emptied = pregathered.reduce_slot(weights, [leaf[0] for leaf in sums], slot)
         return [leaf[None] for leaf in gradients], [leaf[None] for leaf in emptied]
 
     def _sources(self, arrays: StageArrays) -> Arrays:
         """The weights that gathered operands are made from, [its stage, chunks, layers, ...]."""
-        gathered = self.chunk.gathered
-        assert gathered is not None
+        pregathered = self.chunk.pregathered
+        assert pregathered is not None
         positions = self.chunk.sections.roles.weights
-        return [arrays.weights[positions.index(position)] for position in gathered.sources]
+        return [arrays.weights[positions.index(position)] for position in pregathered.sources]
 
     def _specs(self) -> StageArrays:
         """The specs of a `StageArrays`."""
@@ -421,7 +429,7 @@ class Stages:
             keys=keys,
             shared=replicated,
             constant=replicated,
-            ready=per_stage,
+            gathered_operands=per_stage,
         )
 
     def forward(
@@ -534,7 +542,7 @@ class Stages:
         stash: Arrays,
     ) -> tuple[InFlight, Arrays, Arrays]:
         stage = stage_indices[0]
-        micro, chunk, active = self.table.forward(tick, stage)
+        microbatch, chunk, active = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
         buffers = self.activations[self.entering_count :]
         computed = [*entering, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in buffers)]
@@ -543,7 +551,7 @@ class Stages:
             self._inside(jnp.where(first, new, old), k)
             for k, (new, old) in enumerate(zip(computed, arrived, strict=True))
         ]
-        operands = self._operands(arrays, stage, micro, chunk)
+        operands = self._operands(arrays, stage, microbatch, chunk)
         outputs, saved = self._if_active(
             active,
             lambda: (
@@ -581,7 +589,7 @@ class Stages:
         residuals: Arrays,
     ) -> tuple[InFlight, ChunkGrads, Arrays, Arrays]:
         stage = stage_indices[0]
-        micro, chunk, active = self.table.backward(tick, stage)
+        microbatch, chunk, active = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
         last_cotangents = dict(
             zip([k for k in self.leaving if k in self.differentiable], leaving, strict=True)
@@ -596,14 +604,16 @@ class Stages:
             )
             for k, old in zip(self.differentiable, arrived, strict=True)
         ]
-        operands = self._operands(arrays, stage, micro, chunk)
+        operands = self._operands(arrays, stage, microbatch, chunk)
         saved = slot_of(stash, self.table.backward_slot(tick, stage))
         if self.table.split:
             input_grads, new_residuals = self._if_active(
                 active,
                 lambda: self.chunk.backward_inputs(operands, self._zeros(), saved, cotangents),
             )
-            residuals = with_slot(residuals, new_residuals, self.table.passing_slot(tick, stage))
+            residuals = with_slot(
+                residuals, new_residuals, self.table.residual_slot_written(tick, stage)
+            )
         else:
             gradients, input_grads = self._if_active(
                 active, lambda: self.chunk.backward(operands, self._zeros(), saved, cotangents)
@@ -625,13 +635,13 @@ class Stages:
         sums: ChunkGrads,
         residuals: Arrays,
     ) -> ChunkGrads:
-        micro, chunk, active = self.table.weights(tick)
-        operands = self._operands(arrays, stage_indices[0], micro, chunk)
+        microbatch, chunk, active = self.table.weights(tick)
+        operands = self._operands(arrays, stage_indices[0], microbatch, chunk)
         gradients = self.chunk.backward_weights(
             operands,
             self._zeros(),
             slot_of(stash, self.table.weights_slot(tick)),
-            slot_of(residuals, self.table.passed_slot(tick)),
+            slot_of(residuals, self.table.residual_slot_read(tick)),
         )
         return self._summed(sums, gradients, chunk, active)
 
@@ -665,7 +675,7 @@ class Stages:
                 for total, gradient in zip(sums.weights, more.weights, strict=True)
             ],
             partial_sums=added_layer_by_layer(
-                sums.partial_sums, more.partial_sums, chunk % self.ready_slots, active
+                sums.partial_sums, more.partial_sums, chunk % self.gathered_slots, active
             ),
             shared=[
                 total + jnp.where(active, gradient, 0).astype(total.dtype)[None]
@@ -673,16 +683,18 @@ class Stages:
             ],
         )
 
-    def _operands(self, arrays: StageArrays, stage: Any, micro: Any, chunk: Any) -> ChunkOperands:
+    def _operands(
+        self, arrays: StageArrays, stage: Any, microbatch: Any, chunk: Any
+    ) -> ChunkOperands:
         """The operands of one stage in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         keys = [
-            of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0])
+            of_chunk(jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)[0])
             for leaf in arrays.keys
         ]
-        ready = [
-            jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.ready_slots, 0, keepdims=False)
-            for leaf in arrays.ready
+        gathered_operands = [
+            jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.gathered_slots, 0, keepdims=False)
+            for leaf in arrays.gathered_operands
         ]
         return ChunkOperands(
             weights=[of_chunk(leaf[0]) for leaf in arrays.weights],
@@ -690,6 +702,6 @@ class Stages:
             keys=keys,
             shared=arrays.shared,
             constant=arrays.constant,
-            ready=ready,
+            gathered_operands=gathered_operands,
             first_layer=(chunk * self.table.stages + stage) * self.chunk.layers,
         )
