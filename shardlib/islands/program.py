@@ -429,14 +429,14 @@ class StagedGradients:
         last, outside = len(self.dispatch.chunks) - 1, self.dispatch.outside
         parts = dict[Run, tuple[jax.Array, ...]]()
         for stage in range(last + 1):
-            for number, sums in zip(self._whole_mesh.stacks, step.weight_sums[stage], strict=False):
+            for number, sums in zip(self._whole_mesh.stacks, step.late[stage], strict=False):
                 parts[self._path(number), stage] = (sums,)
         for stage in dict.fromkeys((0, last)):
-            for number, sums in zip(outside[stage], step.outside_sums[stage], strict=False):
+            for number, sums in zip(outside[stage], step.early[stage], strict=False):
                 run = (self._path(number), 0)
                 parts[run] = (*parts.get(run, ()), sums)
         after = jax.tree.unflatten(jax.tree.structure(model_state), step.inputs.after)
-        loss = step.outside_sums[last][len(outside[last])]
+        loss = step.early[last][len(outside[last])]
         return Sums(loss=loss, parts=parts, count=self._whole_mesh.microbatches, model_state=after)
 
     def needs(self, stage: int) -> tuple[Run, ...]:

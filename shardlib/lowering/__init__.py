@@ -44,7 +44,9 @@ tick, table    the time of one chunk's work on one microbatch; the schedule of a
 outside        computed before or after the layers: embedding, head, loss
 per step       of values: computed once per step, from parameters or constants alone
 arrays         those of a stage that stay the same through a step (`StageArrays`, `ChunkInputs`)
+micro          index of a microbatch
 pregathered    of operands of matmuls: all-gathered before the ticks (`gather="once"` in a plan)
+early, late    the sums of a chunk that are updated with input gradients; with weight gradients
 residuals      [stages, slots, ...]: what forward passes keep for backward ones; a stage has as many
                slots as there are stages
 entering       activations that the first stage or a chunk gets; `leaving` are read after the layers

@@ -256,7 +256,7 @@ def _mean(values: jax.Array) -> jax.Array:
 # all microbatches. Its reduction is deferred: the backward pass of a microbatch leaves per-device
 # partial sums, and that of the last one adds to them and all-reduces them, operation by operation,
 # overlapped with the rest of the backward pass. So the communicated bytes are those of one
-# microbatch. Gradients of other operations than contractions and lookups (norms, biases, routed
+# microbatch. Gradients of operations other than contractions and lookups (norms, biases, routed
 # experts) are reduced in every microbatch by the compiler, as are those of weights that several
 # loops share.
 
@@ -443,7 +443,7 @@ def _constrain(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 def _read_elsewhere(loss: LossFacts, uses: Mapping[str, int]) -> set[int]:
-    """Parameters that are read by other operations than the given ones and those that make the
+    """Parameters that are read by operations other than the given ones and those that make the
     views that these read.
 
     Args:
@@ -606,6 +606,8 @@ def _times_64(numbers: jax.Array, factor: int) -> tuple[jax.Array, jax.Array]:
 # Evaluation of the program of a microbatch, with some operands scaled or replaced by values of the
 # whole batch, and with the draws of the whole batch.
 
+#: In place of a factor: the result is a `shardlib.WeightedMean`, divided after the last microbatch.
+WEIGHTED_MEAN = "weighted mean"
 #: Operand of an equation, by (path, index).
 OperandKey = tuple[str, int]
 
@@ -912,8 +914,8 @@ class MicrobatchEdits:
         count: number of microbatches.
         factors: factors of operands.
         whole_values: operands that are replaced by whole-batch values.
-        results: for each result a factor, a whole-batch value that replaces it, or "vouched" for a
-            weighted mean; no entry for no change.
+        results: for each result a factor, a whole-batch value that replaces it, or
+            `WEIGHTED_MEAN`; no entry for no change.
         draws: by path, draws at the positions of the rows in the whole batch.
     """
 
@@ -970,7 +972,7 @@ class MicrobatchEdits:
         """The contribution of the changed loss."""
         original, dims, shardings = microbatch.traced, microbatch.dims, microbatch.shardings
         closed = original.closed_jaxpr
-        vouched = sum(result == "vouched" for result in self.results)
+        means = sum(result == WEIGHTED_MEAN for result in self.results)
         program = flatten(whole.traced.closed_jaxpr, remat=True)
         numbers = value_numbers(program, self.values)
         avals = [
@@ -995,13 +997,13 @@ class MicrobatchEdits:
             )
             outputs, weights = self._results(evaluator.run(closed, arguments, "", ""), evaluator)
             loss, (metrics, state) = jax.tree.unflatten(original.out_tree, outputs)
-            return loss, ({"metrics": metrics, "weights": weights} if vouched else metrics, state)
+            return loss, ({"metrics": metrics, "weights": weights} if means else metrics, state)
 
         avals_in = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed.in_avals]
         with no_mesh():
             retraced, shapes = jax.make_jaxpr(run, return_shape=True)(avals_in, avals)
         traced = LossJaxpr(closed_jaxpr=retraced, out_tree=jax.tree.structure(shapes))
-        finish = self.finisher(original, vouched)
+        finish = self.finisher(original, means)
         if not avals:
             return Contribution(
                 traced=traced,
@@ -1037,7 +1039,7 @@ class MicrobatchEdits:
         values, weights = list[Any](), list[Any]()
         results = self.results or (1.0,) * len(outputs)
         for output, result in zip(outputs, results, strict=True):
-            if result == "vouched":
+            if result == WEIGHTED_MEAN:
                 total, weight = next(
                     (total, weight)
                     for product, total, weight in evaluator.weighted_means
@@ -1052,24 +1054,24 @@ class MicrobatchEdits:
                 values.append(times(output, result))
         return values, weights
 
-    def finisher(self, loss: LossJaxpr, vouched: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
+    def finisher(self, loss: LossJaxpr, means: int) -> Callable[[Tree, Tree], tuple[Tree, Tree]]:
         """The function `Contribution.finish`: it divides weighted means, and casts counts and
         booleans, which are floats after averaging over microbatches, back to their dtypes.
 
         Args:
             loss: that of a microbatch.
-            vouched: number of weighted means.
+            means: number of weighted means.
         """
         avals = list(loss.closed_jaxpr.out_avals)
 
         def finish(results: Tree, gradients: Tree) -> tuple[Tree, Tree]:
             loss, (metrics, state) = results
-            weights = list(metrics["weights"]) if vouched else []
-            metrics = metrics["metrics"] if vouched else metrics
+            weights = list(metrics["weights"]) if means else []
+            metrics = metrics["metrics"] if means else metrics
             leaves, structure = jax.tree.flatten((loss, metrics))
             divisor = None
             for index, result in enumerate(self.results[: len(leaves)]):
-                if result == "vouched":
+                if result == WEIGHTED_MEAN:
                     weight = weights.pop(0)
                     divisor = weight if index == 0 else divisor
                     leaves[index] = leaves[index] / weight.astype(leaves[index].dtype)
@@ -1097,7 +1099,7 @@ def _factor(exponent: Fraction, count: int) -> float:
 def _result(kind: Kind, count: int) -> float | WholeBatchValue | str:
     """The change of a result that makes its mean over microbatches that of the whole batch."""
     if kind.declared_mean:
-        return "vouched"
+        return WEIGHTED_MEAN
     if kind.family == "data":
         assert kind.origin is not None
         return WholeBatchValue(origin=kind.origin)
@@ -1217,14 +1219,7 @@ def contribution(
         return unchanged(microbatch.traced, microbatch.dims, microbatch.shardings)
     if whole.rows.asserted:
         return _asserted(plan, whole, microbatch, mesh)
-    if not whole.rows.splits:
-        raise_all(
-            PinError,
-            f"{plan.microbatches} microbatches would change the numbers: rows of the batch are"
-            " combined other than by a final sum or mean",
-            list(whole.rows.reasons),
-            hint="a plan with one microbatch",
-        )
+    _require_splits(plan, whole.rows, "a plan with one microbatch")
     require_no_row_results(whole.rows, plan.microbatches, plan.mesh["stage"])
     try:
         proof = compare(
@@ -1236,17 +1231,10 @@ def contribution(
         )
     except DifferentPrograms as error:
         raise TracingError(
-            "the loss computes other operations on a microbatch than on the whole batch\nTry:"
-            f" microbatches=1, or another number than {plan.microbatches}"
+            "the loss computes different operations on a microbatch than on the whole batch\nTry:"
+            f" microbatches=1, or a number other than {plan.microbatches}"
         ) from error
-    if not proof.rows.splits:
-        raise_all(
-            PinError,
-            f"{plan.microbatches} microbatches would change the numbers: rows of the batch are"
-            " combined other than by a final sum or mean",
-            list(proof.rows.reasons),
-            hint="another number of microbatches, or one",
-        )
+    _require_splits(plan, proof.rows, "another number of microbatches, or one")
     assert proof.programs is not None
     draw_by_path = draws(*proof.programs, (whole.size, whole.size // plan.microbatches))
     edits = MicrobatchEdits.of(
@@ -1269,6 +1257,18 @@ def contribution(
         fixed_state=frozenset(range(whole.inputs.states)),
         row_dims=tuple(metric.rows for _, metric in proof.rows.metrics),
     )
+
+
+def _require_splits(plan: Plan, rows: Rows, hint: str) -> None:
+    """Raises if microbatches would change the numbers of a loss."""
+    if not rows.splits:
+        raise_all(
+            PinError,
+            f"{plan.microbatches} microbatches would change the numbers: rows of the batch are"
+            " combined other than by a final sum or mean",
+            list(rows.reasons),
+            hint=hint,
+        )
 
 
 def _asserted(

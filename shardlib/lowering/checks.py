@@ -32,12 +32,12 @@ from shardlib.untrusted.data import fit, printable
 # States of other programs. Checked after a call has failed, at no cost for successful steps.
 
 #: Number of differences listed in an error.
-MOST_LISTED = 3
+MAX_LISTED = 3
 #: Exceptions of a call with arrays that it was not compiled for.
 CALL_ERRORS = (TypeError, ValueError, IndexError)
 OWN_STATE = (
-    "a state of this very program, from program.init, program.step, or"
-    " Checkpoints.restore(program), which fits it to another plan or mesh"
+    "a state of this program, from program.init, program.step, or"
+    " Checkpoints.restore(program), which adapts it to another plan or mesh"
 )
 
 
@@ -47,7 +47,7 @@ def require_state(caller: str, state: object) -> None:
         raise StateError(
             f"{caller} was given"
             f" {'None' if state is None else f'a value of type {type(state).__name__}'}, which is"
-            " not a state of training\nTry: state = program.init(seed=0), and then state, metrics ="
+            " not a training state\nTry: state = program.init(seed=0), and then state, metrics ="
             " program.step(state, batch)"
         )
 
@@ -81,12 +81,12 @@ def require_own_state(
         if can_be_resharded
         else OWN_STATE
     )
-    more = [f"and {len(differences) - MOST_LISTED} more"] if len(differences) > MOST_LISTED else []
+    more = [f"and {len(differences) - MAX_LISTED} more"] if len(differences) > MAX_LISTED else []
     try:
         raise_all(
             StateError,
             f"the state given to {caller} does not belong to this program",
-            [*differences[:MOST_LISTED], *more],
+            [*differences[:MAX_LISTED], *more],
             hint=hint,
         )
     except StateError as refused:
@@ -163,11 +163,11 @@ def _layouts(state: Tree, expected: Tree) -> list[str]:
         for (path, leaf), abstract in zip(
             jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(expected), strict=True
         )
-        if _sharded_otherwise(leaf, abstract)
+        if _sharding_differs(leaf, abstract)
     ]
 
 
-def _sharded_otherwise(leaf: Any, abstract: jax.ShapeDtypeStruct) -> bool:
+def _sharding_differs(leaf: Any, abstract: jax.ShapeDtypeStruct) -> bool:
     if isinstance(leaf, DiskArray):
         actual, expected = (
             sharding.with_memory_kind(None)  # pyright: ignore[reportArgumentType]
@@ -205,7 +205,7 @@ def _text(sharding: Any, reference: Any) -> str:
 # Batches other than the one that a program was compiled for.
 
 #: Number of names listed in a message, for each kind.
-MOST_NAMES = 20
+MAX_NAMES = 20
 #: First words of messages.
 OTHER_BATCH = "the batch is not the one that the program was compiled for"
 
@@ -236,11 +236,11 @@ def _refuse(batch: Tree, compiled: Tree) -> None:
     failures += [f"{name} is unexpected" for name in present if name not in expected]
     if not failures:
         failures = [f"it is {_containers(batch)}, compiled for {_containers(compiled)}"]
-    more = len(failures) - MOST_NAMES
+    more = len(failures) - MAX_NAMES
     raise_all(
         BatchError,
         OTHER_BATCH,
-        [*failures[:MOST_NAMES], *([f"{more:,} more"] if more > 0 else [])],
+        [*failures[:MAX_NAMES], *([f"{more:,} more"] if more > 0 else [])],
         hint="give the step the arrays that the program was compiled for, or compile again for"
         " these",
     )
@@ -277,7 +277,7 @@ def _mismatch(leaf: Any, abstract: jax.ShapeDtypeStruct) -> str:
 
 def require_lowered(plan: Plan) -> None:
     """Raises if a plan cannot be lowered for any loss or chip."""
-    what = "the plan decides for what has no lowering"
+    what = "the plan asks for what has no lowering"
     lowerings_require(facts_of_decisions(plan), what, unsupported_on(vendor=""))
     require_matmuls(plan)
 
@@ -308,9 +308,9 @@ def require_functions(plan: Plan, loss: LossFacts, *, layouts_lost: bool) -> Non
         )
     if layouts_lost and (exchanges_sequence or exchanges_tokens):
         raise PlanError(
-            "attention and experts on their devices need the layouts of the loss as it was planned,"
-            " and the loss computes other operations on a microbatch than on the whole batch\nTry:"
-            " pin microbatches to 1"
+            "sharded attention and expert parallelism need the layouts of the loss as it was"
+            " planned, and the loss computes different operations on a microbatch than on the whole"
+            " batch\nTry: pin microbatches to 1"
         )
 
 

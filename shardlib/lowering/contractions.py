@@ -737,7 +737,7 @@ class Use:
     Attributes:
         position: position of the parameter among the operands.
         view: how the operand relates to the parameter.
-        rows_dtype: for a lookup whose rows are cast at once to a narrower dtype, that dtype.
+        rows_dtype: for a lookup whose rows are cast immediately to a narrower dtype, that dtype.
         matmul_dtype: for a matmul in a dtype other than the traced one, that dtype.
         stored_dtype: dtype of the stored parameter, if other than the traced one.
         shardings: for a contraction, the layouts in which it runs.

@@ -426,11 +426,11 @@ class DiskWriter:
     """Writes arrays to files in a thread, behind the program that makes them.
 
     Attributes:
-        most_pending: number of arrays that may be waiting to be written; beyond it, `put` blocks.
+        max_pending: number of arrays that may be waiting to be written; beyond it, `put` blocks.
     """
 
     folder: StateFolder
-    most_pending: int = 4
+    max_pending: int = 4
     _pool: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(1, thread_name_prefix="state-on-disk")
     )
@@ -440,7 +440,7 @@ class DiskWriter:
         """Copies an array to host memory, starts to write it, and returns its leaf; to be called
         from one thread.
         """
-        while len(self._pending) >= self.most_pending:
+        while len(self._pending) >= self.max_pending:
             self._pending.popleft().result()
         copies: dict[ShardIndex, np.ndarray] = {}
         for shard in array.addressable_shards:
@@ -596,7 +596,7 @@ def _joint_groups(
 
 
 # --------------------------------------------------------------------------------------------------
-# The programs of a step whose optimizer state is on disk, and of its first state.
+# The programs of a step whose optimizer state is on disk, and those of its initial state.
 
 #: Label of values that go to disk.
 ON_DISK = "shardlib: stored on disk"
@@ -789,7 +789,7 @@ def init_programs(
 ) -> PiecePrograms:
     """Compiles seed -> state: first what is not on disk, then what is, one array at a time.
 
-    Checksums are separate: XLA would constant-fold the sums of zeros, which optimizers' first
+    Checksums are separate: XLA would constant-fold the sums of zeros, which optimizers' initial
     states consist of, at compile time.
 
     Args:
@@ -850,9 +850,7 @@ def disk_writer(parent: str | os.PathLike[str] | None) -> tuple[DiskWriter, tupl
         code="disk-in-memory",
         severity="warning",
         where=str(created.path.parent),
-        message=(
-            f"the folder for state on disk is memory of the host ({kind}): nothing is saved there"
-        ),
+        message=(f"the folder for state on disk is in host memory ({kind}): it saves no memory"),
         hint=f"a folder on a disk: {DISK_VARIABLE}=/path or compile(..., disk='/path')",
     )
     return DiskWriter(folder=created), (finding,) if kind else ()
@@ -860,7 +858,7 @@ def disk_writer(parent: str | os.PathLike[str] | None) -> tuple[DiskWriter, tupl
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DiskStep:
-    """All programs of a training step, and of the first state.
+    """All programs of a training step, and those of its initial state.
 
     Attributes:
         target: the target of the compiled programs.

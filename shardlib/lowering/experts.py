@@ -222,6 +222,8 @@ def _grouped_backward(
 _in_blocks.defvjp(_grouped_forward, _grouped_backward)
 
 
+#: The matrices of a device's experts: up, down, and gate if there is one.
+Matrices = tuple[jax.Array, ...]
 #: Rows of a message are a multiple of this number.
 ROWS = 8
 
@@ -259,7 +261,7 @@ class ExpertSharding:
     def __post_init__(self) -> None:
         if self.ways < 1 or (self.ways > 1) != bool(self.expert):
             raise LayoutError(
-                f"experts on the axes {self.expert} are not shared in {self.ways} ways\n"
+                f"experts on the axes {self.expert} are not sharded {self.ways} ways\n"
                 "Try: the product of the sizes of the axes, 1 without axes"
             )
         if self.exchange not in ("dense", "ragged"):
@@ -276,7 +278,7 @@ class ExpertSharding:
         """Experts per device, of `count` in all."""
         if count % self.ways:
             raise LayoutError(
-                f"{count} experts cannot be shared by {'x'.join(self.expert)}={self.ways}"
+                f"{count} experts cannot be sharded over {'x'.join(self.expert)}={self.ways}"
                 f" devices\nTry: an expert axis whose size divides {count}"
             )
         return count // self.ways
@@ -362,16 +364,16 @@ permuted.defvjp(_permute_forward, _permute_backward)
 
 
 # --------------------------------------------------------------------------------------------------
-# Assignments of tokens to experts: their order, their destinations, and those that are dropped.
+# Routing of tokens to experts: their order, their destinations, and those that are dropped.
 #
-# Assignment i K + j is the j-th choice of the i-th token of the device. Assignments are sorted by
+# Assignment i K + j is the j-th choice of the i-th token of the device. Routing are sorted by
 # expert, which is also the order of the devices that hold the experts; dropped ones come last.
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Queue:
-    """The assignments of a device's tokens, sorted.
+class Routing:
+    """The assignments of a device's tokens to experts, sorted.
 
     Attributes:
         expert: expert of each assignment, int32 [A]; E if dropped.
@@ -390,10 +392,10 @@ class Queue:
     rounds: jax.Array
 
 
-def queue_of(
+def routing_of(
     form: ExpertForm, sharding: ExpertSharding, chosen: jax.Array, count: int
-) -> tuple[Queue, jax.Array]:
-    """The queue of a device, and the number of assignments that all devices drop.
+) -> tuple[Routing, jax.Array]:
+    """The sorted assignments of a device, and the number that all devices drop.
 
     Args:
         chosen: experts of the tokens of the device, int [N, K].
@@ -411,7 +413,7 @@ def queue_of(
         else local_counts
     )
     return (
-        Queue(
+        Routing(
             expert=expert,
             order=order,
             rank=rank,
@@ -500,19 +502,19 @@ class ExchangeRound:
     ordered: bool = False
 
 
-def exchange_round(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
+def exchange_round(sharding: ExpertSharding, routing: Routing, number: Index) -> ExchangeRound:
     """The round with an index, from 0."""
     if sharding.ways == 1:
-        return _without_exchange(queue)
-    return (_dense if sharding.exchange == "dense" else _ragged)(sharding, queue, number)
+        return _without_exchange(routing)
+    return (_dense if sharding.exchange == "dense" else _ragged)(sharding, routing, number)
 
 
-def _without_exchange(queue: Queue) -> ExchangeRound:
-    count, sorted_experts = queue.counts.shape[1], jnp.take(queue.expert, queue.order)
-    sources = jnp.where(sorted_experts < count, queue.order, -1)
+def _without_exchange(routing: Routing) -> ExchangeRound:
+    count, sorted_experts = routing.counts.shape[1], jnp.take(routing.expert, routing.order)
+    sources = jnp.where(sorted_experts < count, routing.order, -1)
     return ExchangeRound(
         sources=sources,
-        targets=jnp.where(queue.expert < count, queue.rank, -1),
+        targets=jnp.where(routing.expert < count, routing.rank, -1),
         expert=sorted_experts,
         dispatch=lambda rows: rows,
         combine=lambda rows: rows,
@@ -520,21 +522,21 @@ def _without_exchange(queue: Queue) -> ExchangeRound:
     )
 
 
-def _dense(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
-    count, assignments, size = queue.counts.shape[1], queue.order.shape[0], sharding.ways
+def _dense(sharding: ExpertSharding, routing: Routing, number: Index) -> ExchangeRound:
+    count, assignments, size = routing.counts.shape[1], routing.order.shape[0], sharding.ways
     local, message_rows = sharding.local(count), sharding.message_rows(assignments)
     offset = number * message_rows
-    first = queue.starts[:-1:local]
+    first = routing.starts[:-1:local]
     index = first[:, None] + offset + jnp.arange(message_rows)
     sources = jnp.where(
-        index < queue.starts[local::local, None], jnp.take(queue.order, index, mode="clip"), -1
+        index < routing.starts[local::local, None], jnp.take(routing.order, index, mode="clip"), -1
     ).reshape(-1)
-    device = queue.expert // local  # the number of devices for dropped assignments
-    slot = queue.rank - jnp.take(first, device, mode="clip") - offset
+    device = routing.expert // local  # the number of devices for dropped assignments
+    slot = routing.rank - jnp.take(first, device, mode="clip") - offset
     targets = jnp.where(
         (slot >= 0) & (slot < message_rows) & (device < size), device * message_rows + slot, -1
     )
-    ends = jnp.cumsum(_local_counts(sharding, queue), axis=1)
+    ends = jnp.cumsum(_local_counts(sharding, routing), axis=1)
     expert = jnp.sum(
         (offset + jnp.arange(message_rows))[None, :, None] >= ends[:, None, :], -1, dtype=jnp.int32
     ).reshape(-1)
@@ -553,18 +555,18 @@ def _dense(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRou
     )
 
 
-def _local_counts(sharding: ExpertSharding, queue: Queue) -> jax.Array:
-    """Assignments of every device for every local expert, [X, L]."""
-    local = sharding.local(queue.counts.shape[1])
+def _local_counts(sharding: ExpertSharding, routing: Routing) -> jax.Array:
+    """Routing of every device for every local expert, [X, L]."""
+    local = sharding.local(routing.counts.shape[1])
     return jax.lax.dynamic_slice_in_dim(
-        queue.counts, jax.lax.axis_index(sharding.expert) * local, local, axis=1
+        routing.counts, jax.lax.axis_index(sharding.expert) * local, local, axis=1
     )
 
 
-def _ragged(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRound:
-    assignments, local = queue.order.shape[0], sharding.local(queue.counts.shape[1])
+def _ragged(sharding: ExpertSharding, routing: Routing, number: Index) -> ExchangeRound:
+    assignments, local = routing.order.shape[0], sharding.local(routing.counts.shape[1])
     capacity = sharding.receive_rows(assignments)
-    from_to = queue.counts.reshape(sharding.ways, sharding.ways, local).sum(2)
+    from_to = routing.counts.reshape(sharding.ways, sharding.ways, local).sum(2)
     # Rows for the first devices are sent first.
     send_starts = jnp.cumsum(from_to, axis=1) - from_to
     recv_starts = jnp.cumsum(from_to, axis=0) - from_to  # in the order of the senders
@@ -575,10 +577,10 @@ def _ragged(sharding: ExpertSharding, queue: Queue, number: Index) -> ExchangeRo
     device = jax.lax.axis_index(axes)
     sends = input_offsets[device], size[device], output_offsets[device], size[:, device]
     reverse = output_offsets[:, device], size[:, device], input_offsets[:, device], size[device]
-    ends = jnp.cumsum(_local_counts(sharding, queue).reshape(-1))
+    ends = jnp.cumsum(_local_counts(sharding, routing).reshape(-1))
     row = number * capacity + jnp.arange(capacity)
     piece = jnp.sum(row[:, None] >= ends[None, :], -1, dtype=jnp.int32)
-    base = _without_exchange(queue)
+    base = _without_exchange(routing)
     return ExchangeRound(
         sources=base.sources,
         targets=base.targets,
@@ -646,7 +648,7 @@ class Rounds:
     sharding: ExpertSharding
 
     def all(
-        self, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+        self, routing: Routing, x: jax.Array, weights: jax.Array, parameters: Matrices
     ) -> jax.Array:
         """Weighted results [N, D] of the assignments of all rounds; partial sums if the hidden
         width is sharded.
@@ -659,21 +661,23 @@ class Rounds:
             self.sharding.exchange == "dense"
             and self.sharding.message_rows(weights.size) >= weights.size
         ):
-            return self.round(queue, 0, x, weights, parameters)
-        overflow, *arguments = cast(tuple[Any, ...], _overflow(self, queue, x, weights, parameters))
-        return self.round(queue, 0, *arguments) + overflow
+            return self.round(routing, 0, x, weights, parameters)
+        overflow, *arguments = cast(
+            tuple[Any, ...], _overflow(self, routing, x, weights, parameters)
+        )
+        return self.round(routing, 0, *arguments) + overflow
 
     def round(
         self,
-        queue: Queue,
+        routing: Routing,
         number: Index,
         x: jax.Array,
         weights: jax.Array,
-        parameters: tuple[jax.Array, ...],
+        parameters: Matrices,
     ) -> jax.Array:
         """`all`, for the assignments of one round."""
         per_token = weights.shape[1]
-        exchange = exchange_round(self.sharding, queue, number)
+        exchange = exchange_round(self.sharding, routing, number)
         sources, targets, expert = map(save, (exchange.sources, exchange.targets, exchange.expert))
         rows = exchange.dispatch(permuted(per_token, x, sources, targets))
         returned = save(
@@ -689,12 +693,7 @@ class Rounds:
         )
 
     def _experts(
-        self,
-        rows: jax.Array,
-        expert: jax.Array,
-        parameters: tuple[jax.Array, ...],
-        *,
-        ordered: bool,
+        self, rows: jax.Array, expert: jax.Array, parameters: Matrices, *, ordered: bool
     ) -> jax.Array:
         """Results [M, D] of rows [M, D] for the local experts [M]."""
         if ordered:
@@ -708,9 +707,7 @@ class Rounds:
             order,
         )
 
-    def _multiplied(
-        self, rows: jax.Array, expert: jax.Array, parameters: tuple[jax.Array, ...]
-    ) -> jax.Array:
+    def _multiplied(self, rows: jax.Array, expert: jax.Array, parameters: Matrices) -> jax.Array:
         """`_experts`, for rows in the order of their experts."""
         up, down, *gate = (array.astype(rows.dtype) for array in parameters)
         sizes = jnp.diff(
@@ -729,7 +726,7 @@ def save(array: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _overflow(
-    work: Rounds, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+    work: Rounds, routing: Routing, x: jax.Array, weights: jax.Array, parameters: Matrices
 ) -> tuple[Any, Any, Any, tuple[Any, ...]]:
     """Results of all rounds but the first, and the other arguments unchanged.
 
@@ -739,12 +736,12 @@ def _overflow(
 
     def step(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         number, result = state
-        return number + 1, result + work.round(queue, number, x, weights, parameters)
+        return number + 1, result + work.round(routing, number, x, weights, parameters)
 
     with jax.named_scope(OVERFLOW):
         return (
             jax.lax.while_loop(
-                lambda state: state[0] < queue.rounds,
+                lambda state: state[0] < routing.rounds,
                 step,
                 (jnp.ones((), jnp.int32), jnp.zeros_like(x)),
             )[1],
@@ -755,25 +752,25 @@ def _overflow(
 
 
 def _overflow_forward(
-    work: Rounds, queue: Queue, x: jax.Array, weights: jax.Array, parameters: tuple[jax.Array, ...]
+    work: Rounds, routing: Routing, x: jax.Array, weights: jax.Array, parameters: Matrices
 ) -> tuple[Any, Any]:
-    return _overflow(work, queue, x, weights, parameters), (queue, x, weights, parameters)
+    return _overflow(work, routing, x, weights, parameters), (routing, x, weights, parameters)
 
 
 def _overflow_backward(
     work: Rounds, saved: tuple[Any, ...], cotangents: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    queue, *leaves = saved
+    routing, *leaves = saved
     overflow, *gradients = cotangents
 
     def step(state: tuple[Any, Any]) -> tuple[Any, Any]:
         number, sums = state
-        pull = jax.vjp(lambda *leaves: work.round(queue, number, *leaves), *leaves)[1]
+        pull = jax.vjp(lambda *leaves: work.round(routing, number, *leaves), *leaves)[1]
         return number + 1, jax.tree.map(jnp.add, sums, list(pull(overflow)))
 
     with jax.named_scope(OVERFLOW):
         summed = jax.lax.while_loop(
-            lambda state: state[0] < queue.rounds, step, (jnp.ones((), jnp.int32), gradients)
+            lambda state: state[0] < routing.rounds, step, (jnp.ones((), jnp.int32), gradients)
         )[1]
     return None, *summed
 
@@ -815,14 +812,14 @@ def routed(
             F / T: the i-th of the X devices that share experts has the i-th part.
     """
     per_token = chosen.shape[-1]
-    queue, dropped = queue_of(
+    routing, dropped = routing_of(
         form, sharding, chosen.reshape(-1, per_token), up.shape[0] * sharding.ways
     )
-    queue = jax.tree.map(save, queue)
+    routing = jax.tree.map(save, routing)
     parameters = (up, down) if gate is None else (up, down, gate)
     result = (
         Rounds(form=form, sharding=sharding)
-        .all(queue, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters)
+        .all(routing, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters)
         .reshape(x.shape)
     )
     return (jax.lax.psum(result, sharding.tensor) if sharding.tensor else result), dropped

@@ -46,6 +46,9 @@ from shardlib.tracing.trace import graph_from_program
 # Paths of the equations of a loss, by how they are lowered.
 
 
+_CUSTOM_GRADIENTS = ("custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
 @dataclass(frozen=True, kw_only=True)
 class EquationPaths:
     """Paths of equations.
@@ -64,11 +67,7 @@ class EquationPaths:
         """Collects the paths of a program and of the bodies that the interpreter enters."""
         evaluated, opaque = set[str](), set[str]()
         for equation in _equations(program):
-            if (
-                equation.call is not None
-                or equation.name == "custom_vjp_call"
-                or equation.name == "custom_vjp_call_jaxpr"
-            ):
+            if equation.call is not None or equation.name in _CUSTOM_GRADIENTS:
                 opaque.add(equation.path)
             elif equation.name not in CUSTOM:
                 evaluated.add(equation.path)
@@ -179,10 +178,10 @@ def _finding(group: FusedGroup) -> Finding:
         message=(
             f"a dim of {len(sizes)} pieces ({' + '.join(map(str, sizes))}) is sharded over tensor"
             " as a whole and not piece by piece: the plan has stages, or a custom gradient, a"
-            " custom call, a loop or a result of the loss reads it. What takes it apart"
-            " gathers activations, which the estimate does not count."
+            " custom call, a loop or a result of the loss reads it. Operations that"
+            " split it gather activations, which the estimate does not count."
         ),
-        hint="split it before that, or make its pieces parameters of their own",
+        hint="split it before that, or make its pieces separate parameters",
     )
 
 

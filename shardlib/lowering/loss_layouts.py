@@ -65,7 +65,9 @@ from shardlib.tracing.rewriting import EquationGroup, Walk, bind
 def parameter_in_use(
     value: jax.Array, gathered: bool, compute: NamedSharding, gradient: NamedSharding
 ) -> jax.Array:
-    """A parameter whose gradient is resharded for the optimizer; gathered at once if `gathered`."""
+    """A parameter whose gradient is resharded for the optimizer; gathered before its uses if
+    `gathered`.
+    """
     value = with_gradient_sharding(gradient)(value)
     return constrain(value, compute) if gathered else value
 
@@ -295,15 +297,15 @@ class LossLayouts:
         use = self.uses[path]
         layouts_of_use = ContractionShardings.of(use.equation, self.values, mesh)
         return (
-            replace(use, shardings=layouts_of_use, recomputed=self._rereads_gathered),
+            replace(use, shardings=layouts_of_use, recomputed=self._regathers_activations),
             self.values[path, 0],
             self._parameter_layout(use.view.parameter, mesh),
         )
 
     @cached_property
-    def _rereads_gathered(self) -> bool:
-        """True if backward passes read activations gathered. On GPUs XLA itself merges the
-        all-gathers of an activation, and saves less.
+    def _regathers_activations(self) -> bool:
+        """True if backward passes read all-gathered activations, which they recompute. On GPUs XLA
+        itself merges the all-gathers of an activation, and saves less.
         """
         plan = self.plan
         every_layer = not plan.remat_layers and not plan.remat_classes
@@ -322,8 +324,8 @@ class LossLayouts:
     def _gathered_first(
         self, functions: Mapping[str, Any]
     ) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
-        """Shapes of kernels, and tables, that are gathered at once, without those that a replaced
-        operation gathers.
+        """Shapes of kernels, and tables, that are gathered before their uses, without those that a
+        replaced operation gathers.
         """
         uses_by_path = {**self.uses, **self.facts.slice_uses, **self.facts.additions}
         uses = [uses_by_path[path] for path in functions]
@@ -387,11 +389,11 @@ class LossLayouts:
             path: gathered_slice(use, self._parameter_layout(use.view.parameter, mesh), regions)
             for path, use in uses.items()
         }
-        rest = {uses[path].view.parameter for path, function in gathers.items() if function is None}
+        kept = {uses[path].view.parameter for path, function in gathers.items() if function is None}
         return {
             path: function
             for path, function in gathers.items()
-            if function is not None and uses[path].view.parameter not in rest
+            if function is not None and uses[path].view.parameter not in kept
         }
 
     @staticmethod
@@ -434,7 +436,11 @@ class LossLayouts:
         )
 
     def walk(self, mesh: Mesh | AbstractMesh | None = None, *, loose: bool = False) -> Walk:
-        """A walk that constrains every value that has a layout in the plan."""
+        """A walk that constrains every value that has a layout in the plan.
+
+        Args:
+            loose: constrain only dims that layouts shard, neither gradients nor replace operations.
+        """
         mesh = self.mesh if mesh is None else mesh
         manual = manual_axes(mesh)
         functions = {} if loose else self._replacements(mesh)

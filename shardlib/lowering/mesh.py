@@ -75,7 +75,7 @@ def idle_devices(
 
 @diagnostic
 def other_machine(topology: str | None, platform: str) -> tuple[Finding, ...]:
-    """A finding if a program runs on devices of another kind than it was planned for.
+    """A finding if a program runs on devices of a kind that it was not planned for.
 
     Args:
         topology: spelling of the plan's topology; None if unknown.
@@ -437,7 +437,7 @@ def parameter_shardings(plan: Plan, model: Model, mesh: Mesh | AbstractMesh) -> 
     if failures:
         raise_all(
             LayoutError,
-            f"the plan is for another model than {model.name!r}",
+            f"the plan is for a different model from {model.name!r}",
             failures,
             hint="plan again for this model, and with the same wrt",
         )
@@ -522,8 +522,8 @@ def optimizer_shardings(
         severity="info",
         where=", ".join(unowned[:8]),
         message=(
-            f"{len(unowned)} arrays of the optimizer state have no parameter's shape and are whole"
-            " on every device."
+            f"{len(unowned)} arrays of the optimizer state have no parameter's shape and are"
+            " replicated."
         ),
     )
     return tree, (finding,) if unowned else ()

@@ -214,8 +214,8 @@ def kernel_findings(planned: Plan, lowered: Plan, layouts_lost: bool) -> tuple[F
                 severity="info",
                 where=f"attention={planned.attention}",
                 message=(
-                    "JAX lowers the kernel of cuDNN only where the GPUs are; in its place stands"
-                    " attention in blocks, which keeps no scores either and is slower"
+                    "JAX lowers the cuDNN kernel only where the GPUs are; here, blockwise attention"
+                    " replaces it, which stores no scores either and is slower"
                 ),
             ),
         )
@@ -226,9 +226,9 @@ def kernel_findings(planned: Plan, lowered: Plan, layouts_lost: bool) -> tuple[F
                 severity="warning",
                 where=f"attention={lowered.attention}",
                 message=(
-                    "the loss computes other operations on a microbatch than on the whole batch, so"
-                    " that attention is left to the compiler as the model is written: it keeps"
-                    " scores, unlike what is predicted"
+                    "the loss computes different operations on a microbatch than on the whole"
+                    " batch, so attention is left to the compiler as the model is written: it"
+                    " stores the scores, which the prediction does not count"
                 ),
                 hint="pin microbatches to 1, or attention to 'traced'",
             ),
@@ -608,7 +608,9 @@ class Program:
 
     @cached_property
     def _on_disk(self) -> DiskStep:
-        """The step with its state on disk, of which per-stage programs use the first state only."""
+        """The step with its state on disk; per-stage programs only use it to make the initial
+        state.
+        """
         return self._with_disk(self.batch)
 
     def _with_disk(self, batch: Tree) -> DiskStep:
@@ -831,7 +833,7 @@ class Program:
         """
         require_model("anew", state, self.state)
         try:
-            opt_state = self._first_opt_state(state.params)
+            opt_state = self._initial_opt_state(state.params)
         except CALL_ERRORS as error:
             require_own_state("anew", state.inference, self.state.inference, error=error)
             raise
@@ -839,13 +841,13 @@ class Program:
             None
             if self.parts.guards is None
             else jax.jit(
-                self.parts.guards.first_state, out_shardings=shardings_of(self.state.guard)
+                self.parts.guards.initial_state, out_shardings=shardings_of(self.state.guard)
             )()
         )
         return replace(state, opt_state=opt_state, guard=guard)
 
     @cached_property
-    def _first_opt_state(self) -> Callable[[Tree], Tree]:
+    def _initial_opt_state(self) -> Callable[[Tree], Tree]:
         """Parameters -> the optimizer's state before the first step; compiled once."""
 
         def init(params: Tree) -> Tree:
@@ -1101,7 +1103,7 @@ def unused_ring_loops(
 
 
 def lost_layouts(count: int) -> Finding:
-    """The finding that the loss of a microbatch is another program than the loss of the batch.
+    """The finding that the loss of a microbatch is not the same program as the loss of the batch.
 
     Args:
         count: number of layouts that are lost.
@@ -1110,7 +1112,7 @@ def lost_layouts(count: int) -> Finding:
         code="placements-lost",
         severity="warning",
         message=(
-            "the loss computes other operations on a microbatch than on the whole batch; "
+            "the loss computes different operations on a microbatch than on the whole batch; "
             f"{count} layouts of activations were left to the compiler."
         ),
         hint="pin microbatches to 1",
@@ -1206,7 +1208,7 @@ def abstract_state(
         ),
         model_state=with_shardings(model.state, state_shardings(plan, model.state, mesh)),
         opt_state=with_shardings(store.opt_state, store.opt_shardings),
-        guard=None if guards is None else as_replicated(jax.eval_shape(guards.first_state)),
+        guard=None if guards is None else as_replicated(jax.eval_shape(guards.initial_state)),
     )
 
 
@@ -1277,7 +1279,7 @@ def init_function(
             params=model.partition.mapped(precision.as_stored, params),
             model_state=state,
             opt_state=optimizer.init(model.partition.trained(params)),
-            guard=None if guards is None else guards.first_state(),
+            guard=None if guards is None else guards.initial_state(),
         )
 
     return init

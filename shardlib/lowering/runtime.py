@@ -229,7 +229,7 @@ def checksums_by_path(
 
 _IS_DELETED = methodcaller("is_deleted")
 #: Number of leaves listed in an error.
-MOST_LISTED = 3
+MAX_LISTED = 3
 
 
 def require_not_donated(caller: str, state: Tree) -> None:
@@ -248,12 +248,12 @@ def require_not_donated(caller: str, state: Tree) -> None:
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if _deleted(leaf)
     ]
-    more = [f"and {len(paths) - MOST_LISTED} more"] if len(paths) > MOST_LISTED else []
+    more = [f"and {len(paths) - MAX_LISTED} more"] if len(paths) > MAX_LISTED else []
     raise_all(
         StateError,
-        f"the state given to {caller} is no longer there: a step takes over the buffers of the"
-        " state that it is given",
-        [*(f"{path} was deleted" for path in paths[:MOST_LISTED]), *more],
+        f"the state given to {caller} is no longer there: a step donates the buffers of its"
+        " input state",
+        [*(f"{path} was deleted" for path in paths[:MAX_LISTED]), *more],
         hint="use the state that step returned: state, metrics = program.step(state, batch)",
     )
 
@@ -484,7 +484,7 @@ def _without_keys(leaf: Any) -> Any:
 
 
 #: Number of arrays listed, the largest first.
-_MOST = 40
+_MAX_ROWS = 40
 _HEAD = ("array", "shape", "dtype", "sharded over", "per device")
 
 
@@ -503,10 +503,10 @@ def state_card(title: str, parts: Mapping[str, Tree]) -> str:
             lines.append(f"{name}: {len(sized_rows)} arrays, {local} per device")
         rows += sized_rows
     rows.sort(key=lambda row: -row[0])
-    if len(rows) > _MOST:
-        lines.append(f"the {_MOST} largest of {len(rows)} arrays:")
+    if len(rows) > _MAX_ROWS:
+        lines.append(f"the {_MAX_ROWS} largest of {len(rows)} arrays:")
     tree = "which device has which part, as a tree", sharding_tree(parts)
-    return card(title, lines, rows=[row for _, row in rows[:_MOST]], head=_HEAD, folded=tree)
+    return card(title, lines, rows=[row for _, row in rows[:_MAX_ROWS]], head=_HEAD, folded=tree)
 
 
 def _row(name: str, leaf: Any) -> tuple[int, tuple[str, ...]]:

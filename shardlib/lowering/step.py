@@ -61,7 +61,7 @@ from shardlib.tracing.trace import describe_batch, graph_from_program, with_path
 from shardlib.untrusted.data import Kind, is_count, is_positive, require_kinds
 
 # --------------------------------------------------------------------------------------------------
-# Layouts of a loss on another number of rows than a step is compiled for, or of another loss.
+# Layouts of a loss on a number of rows that the step is not compiled for, or of another loss.
 #
 # The plan has the stored shardings of parameters and the mesh axes of logical axes. The loss is
 # traced for the new rows, its values get the plan's colours by propagation from parameters and
@@ -536,7 +536,7 @@ class Guards:
             "Guards", _GUARDS, vars(self), needed=("growth", "spike"), error=SettingsError
         )
 
-    def first_state(self) -> GuardState:
+    def initial_state(self) -> GuardState:
         """The guard state before the first step."""
         return GuardState(
             scale=None if self.scale is None else jnp.float32(self.scale),
@@ -916,12 +916,7 @@ def apply_function(
     def apply(state: TrainState, gradients: Gradients) -> tuple[TrainState, Metrics]:
         if parts.guards is None or state.guard is None:
             after = updated_state(
-                parts,
-                state,
-                gradients.loss,
-                gradients.params,
-                gradients.model_state,
-                lambda new, old: new,
+                parts, state, gradients.loss, gradients.params, gradients.model_state
             )
             return after, {"loss": gradients.loss, **gradients.metrics}
         outcome = check_gradients(

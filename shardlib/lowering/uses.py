@@ -39,7 +39,7 @@ from shardlib.tracing.program import (
 
 # --------------------------------------------------------------------------------------------------
 # Parameters that are stacks of layers, tables of lookups, kernels of convolutions, or used in a
-# narrower dtype, each told by the operations that read it:
+# narrower dtype, each identified by the operations that read it:
 #
 #     scan over {"up": [layers, embed, mlp]}    "12/enter/0" -> parameter "up": one layer per slice
 #     table[tokens], table[:length]             a table: read by lookups and slices alone

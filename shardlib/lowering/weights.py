@@ -112,8 +112,8 @@ def gather_updated(
     """Gathers updated parameters that are stored replicated and whose optimizer state is sharded
     (ZeRO 1 and 2).
 
-    Stacks of matrices are gathered one by one, in place: gathered at once, they would be in memory
-    twice. On CPU devices they are gathered at once: XLA runs independent loops concurrently there,
+    Stacks of matrices are gathered one by one, in place: gathered together, they would be in memory
+    twice. On CPU devices they are gathered together: XLA runs independent loops concurrently there,
     and if two of them have collectives over the same group, devices deadlock (seen with JAX 0.10.2;
     its executor orders the starts of collectives, but a loop starts before its collectives do).
 
@@ -383,8 +383,8 @@ def operand_reduction(
 def added_matrix(
     use: Use, batch: tuple[str, ...], parameter: ParameterLayout, regions: Regions
 ) -> Callable[..., Value] | None:
-    """An addition of a gathered matrix whose gradient is reduced to its stored sharding at once;
-    None if the compiler does so itself, or if other dims than the first are summed over.
+    """An addition of a gathered matrix whose gradient is reduced directly to its stored sharding;
+    None if the compiler does so itself, or if dims other than the first are summed over.
     """
     rank, rows = len(use.shape), use.other_aval.shape[0]
     if (
@@ -496,7 +496,7 @@ class OperandAxes:
 
 
 def weight_axes_in_use(use: Use, parameter: ParameterLayout) -> DimAxes | None:
-    """The compute sharding of a weight; None if other axes than `WEIGHT_AXES` shard it, or if it
+    """The compute sharding of a weight; None if axes other than `WEIGHT_AXES` shard it, or if it
     shards a dim of the parameter that is not a dim of the operand.
     """
     weight_axes: DimAxes = {

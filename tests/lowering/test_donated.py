@@ -68,8 +68,8 @@ def test_what_is_no_array_of_devices_is_not_looked_at():
 
 
 OWN = (
-    "Try: a state of this very program, from program.init, program.step, or"
-    " Checkpoints.restore(program), which fits it to another plan or mesh"
+    "Try: a state of this program, from program.init, program.step, or"
+    " Checkpoints.restore(program), which adapts it to another plan or mesh"
 )
 MOVE = (
     "Try: state = jax.device_put(state, jax.tree.map(lambda leaf: leaf.sharding, program.state)),"
@@ -103,7 +103,7 @@ def test_what_is_no_state_is_refused(program):
         }.items():
             assert (
                 refused(ask, given, small.batch())
-                == f"{name} was given {what}, which is not a state of training\nTry: state ="
+                == f"{name} was given {what}, which is not a training state\nTry: state ="
                 " program.init(seed=0), and then state, metrics = program.step(state, batch)"
             )
 
@@ -169,8 +169,8 @@ def test_every_way_to_run_a_step_looks_first(decisions):
     adam.params["up"].delete()
     for name, ask in {"step": program.step, "evaluate": program.evaluate}.items():
         assert refused(ask, adam, small.batch()) == (
-            f"the state given to {name} is no longer there: a step takes over the buffers of the"
-            " state that it is given: params.up was deleted\nTry: use the state that step"
+            f"the state given to {name} is no longer there: a step donates the buffers of its"
+            " input state: params.up was deleted\nTry: use the state that step"
             " returned: state, metrics = program.step(state, batch)"
         )
 

@@ -435,7 +435,7 @@ def test_tokens_are_gathered_three_times(around):
 
 def test_what_does_not_fit():
     with pytest.raises(
-        LayoutError, match="experts on the axes \\('expert',\\) are not shared in 1 ways"
+        LayoutError, match="experts on the axes \\('expert',\\) are not sharded 1 ways"
     ):
         ExpertSharding(expert=("expert",), ways=1)
     with pytest.raises(LayoutError, match="exchange 'sparse' is not known\nTry: dense or ragged"):
@@ -445,7 +445,7 @@ def test_what_does_not_fit():
     with pytest.raises(
         LayoutError,
         match=(
-            "6 experts cannot be shared by expert=4 devices\nTry: an expert axis whose size"
+            "6 experts cannot be sharded over expert=4 devices\nTry: an expert axis whose size"
             " divides 6"
         ),
     ):

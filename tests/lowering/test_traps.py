@@ -230,7 +230,7 @@ def test_a_plan_for_another_model_is_an_error():
     with pytest.raises(
         LayoutError,
         match=(
-            r"the plan is for another model than 'Random':\n  - down is in the plan, not in the"
+            r"the plan is for a different model from 'Random':\n  - down is in the plan, not in the"
             r" model"
         ),
     ):

@@ -765,12 +765,12 @@ def with_partial_sums(
     uses: Mapping[str, DeferredOp],
     walk: Walk,
     sums: Sequence[Value],
-    gathered_operands: Mapping[str, Value] | None = None,
+    gathered: Mapping[str, Value] | None = None,
 ) -> Walk:
     """A walk whose operations give partial sums as the gradients of `sums`, not of their weights;
-    `gathered_operands` replaces weights by gathered ones, by path of the operation.
+    `gathered` replaces weights by gathered ones, by path of the operation.
     """
-    sums_by_path, gathered_by_path = dict(zip(uses, sums, strict=True)), gathered_operands or {}
+    sums_by_path, gathered_by_path = dict(zip(uses, sums, strict=True)), gathered or {}
 
     def run(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
         if equation.path in sums_by_path:
@@ -892,7 +892,7 @@ class ChunkOperands:
         keys: the same of each array of model state with a slice per layer, for one microbatch.
         shared: parameters that all layers use.
         constant: arrays computed from constants that all layers use.
-        gathered_operands: pregathered matmul operands (`PregatheredWeights`), [layers, ...].
+        gathered: pregathered matmul operands (`PregatheredWeights`), [layers, ...].
         first_layer: index of the chunk's first layer.
     """
 
@@ -901,7 +901,7 @@ class ChunkOperands:
     keys: Arrays
     shared: Arrays
     constant: Arrays
-    gathered_operands: Arrays
+    gathered: Arrays
     first_layer: Any
 
 
@@ -983,7 +983,7 @@ class Chunk:
         def body(
             carry: tuple[Any, ...], sliced: tuple[Arrays, Arrays, Arrays, Any, Arrays, Arrays]
         ) -> tuple[tuple[Any, ...], Arrays]:
-            weights, layer_constants, keys, number, gathered_operands, partial_sums = sliced
+            weights, layer_constants, keys, number, gathered, partial_sums = sliced
             scanned = (
                 dict(zip(roles.weights, weights, strict=True))
                 | dict(zip(roles.layer_constants, layer_constants, strict=True))
@@ -998,7 +998,7 @@ class Chunk:
                 evaluate_program(body_program, values, inner)
                 if pregathered is None
                 else _layer_results(
-                    pregathered, values, gathered_operands, pregathered.walk(inner, partial_sums)
+                    pregathered, values, gathered, pregathered.walk(inner, partial_sums)
                 )
             )
             after = outputs[:carried]
@@ -1011,7 +1011,7 @@ class Chunk:
 
         numbers = operands.first_layer + jnp.arange(self.layers)
         stacks = (operands.weights, operands.layer_constants, operands.keys)
-        scanned = (*stacks, numbers, operands.gathered_operands, sums)
+        scanned = (*stacks, numbers, operands.gathered, sums)
         final, exits = (as_unrolled if self.unrolled else as_loop)(
             body, self.remat, self.layers, tuple(activations[:carried]), scanned
         )
@@ -1117,13 +1117,13 @@ class Chunk:
 
 
 def _layer_results(
-    pregathered: PregatheredWeights, values: Arrays, gathered_operands: Arrays, walk: Walk
+    pregathered: PregatheredWeights, values: Arrays, gathered: Arrays, walk: Walk
 ) -> Arrays:
     """Results of a layer, given its gathered operands."""
     env = {
         **pregathered.body.constants,
         **dict(zip(pregathered.body.inputs, values, strict=True)),
-        **dict(zip(pregathered.operands, gathered_operands, strict=True)),
+        **dict(zip(pregathered.operands, gathered, strict=True)),
     }
     evaluate_equations(pregathered.other_equations, env, walk)
     return [env[number] for number in pregathered.body.outputs]
@@ -1136,7 +1136,7 @@ def _layer_results(
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutsideGradients:
+class OutsideGrads:
     """Operations outside of the layers whose weight gradients are reduced after all ticks.
 
     Attributes:
@@ -1149,9 +1149,7 @@ class OutsideGradients:
     fully_deferred: frozenset[int]
 
     @staticmethod
-    def of(
-        layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh
-    ) -> OutsideGradients:
+    def of(layouts: LossLayouts, sections: SplitLoss, mesh: Mesh | AbstractMesh) -> OutsideGrads:
         """The operations outside of the layers whose gradients can be reduced after all ticks."""
         per_step = set(sections.per_step)
         equations = {equation.path: equation for equation in (*sections.before, *sections.after)}
@@ -1173,13 +1171,13 @@ class OutsideGradients:
             | set(sections.entering)
             | set(sections.results)
         )
-        return OutsideGradients(
+        return OutsideGrads(
             mesh=mesh,
             uses=uses,
             fully_deferred=frozenset(weight_operand(use) for use in uses.values()) - others,
         )
 
-    def gathered_operands(self, outside: Values) -> dict[str, Value]:
+    def gathered(self, outside: Values) -> dict[str, Value]:
         """The pregathered operands, by path of the operation."""
         return {
             path: use.gather(outside[weight_operand(use)])
@@ -1191,11 +1189,9 @@ class OutsideGradients:
         """Zeros for the partial sums, sharded so that each device has its own."""
         return zero_sums(self.uses, self.mesh)
 
-    def walk(
-        self, walk: Walk, gathered_operands: Mapping[str, Value], sums: Sequence[Value]
-    ) -> Walk:
+    def walk(self, walk: Walk, gathered: Mapping[str, Value], sums: Sequence[Value]) -> Walk:
         """A walk whose operations use gathered operands and pass gradients to `sums`."""
-        return with_partial_sums(self.uses, walk, sums, gathered_operands)
+        return with_partial_sums(self.uses, walk, sums, gathered)
 
     def reduce(self, sums: Sequence[Value]) -> Values:
         """Gradients of weight operands, from partial sums in the order of `uses`."""

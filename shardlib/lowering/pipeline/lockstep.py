@@ -26,7 +26,7 @@ from shardlib.lowering.pipeline.layers import (
     Arrays,
     Chunk,
     ChunkGrads,
-    OutsideGradients,
+    OutsideGrads,
     SplitLoss,
     StageRemat,
     Values,
@@ -121,14 +121,14 @@ def gathered_at_use(sections: SplitLoss, plan: Plan) -> tuple[Finding, ...]:
 # Sums are at least float32, or in the dtype of the plan, and are placed where the microbatches make
 # the gradients: gradients of layers at their stages; gradients of values that all layers use as one
 # sum per stage; those of embedding and head as the optimizer reads them. Gradients that are reduced
-# once per step are per-device partial sums until then (`PregatheredWeights`, `OutsideGradients`).
+# once per step are per-device partial sums until then (`PregatheredWeights`, `OutsideGrads`).
 
 #: The carry of the scan over ticks, by name.
 Carry = dict[str, Any]
 #: The part of it that a step sums over its microbatches: gradients of stacked and shared
 #: parameters, those of finished chunks, those of values read outside of the layers, partial sums of
 #: such, loss and metrics.
-SUMMED: tuple[str, ...] = ("sums", "finished_chunks", "outside", "outside_partial_sums", "results")
+SUMMED: tuple[str, ...] = ("sums", "done", "outside", "outside_partial_sums", "results")
 
 
 @jax.tree_util.register_dataclass
@@ -154,13 +154,13 @@ class PerStepConstants:
 
     Attributes:
         constant: arrays that all layers use.
-        gathered_operands: pregathered operands outside of the layers, by path.
+        gathered: pregathered operands outside of the layers, by path.
         layer_constants: values with a slice per layer, [stages, chunks, layers, ...].
         values: values read outside of the layers, by number of the value.
     """
 
     constant: Arrays
-    gathered_operands: dict[str, Any]
+    gathered: dict[str, Any]
     layer_constants: Arrays
     values: Values
 
@@ -170,13 +170,13 @@ class StepSums:
     """Initial values, reductions and results of the sums of a step.
 
     Attributes:
-        outside_gradients: operations outside of the layers, with gradients reduced after all ticks.
+        outside_grads: operations outside of the layers, with gradients reduced after all ticks.
         gradient: sharding of gradients of parameters, by position of the parameter.
     """
 
     sections: SplitLoss
     stages: Stages
-    outside_gradients: OutsideGradients
+    outside_grads: OutsideGrads
     gradient: Sequence[NamedSharding]
     reductions: GradientReductions
 
@@ -188,11 +188,8 @@ class StepSums:
         """Zeros for all sums, by the names of `SUMMED`, given the values computed from
         parameters.
         """
-        stages, count, pregathered = (
-            self.stages,
-            self.stages.table.stages,
-            self.stages.chunk.pregathered,
-        )
+        stages, pregathered = self.stages, self.stages.chunk.pregathered
+        count = stages.table.stages
         layers = ChunkGrads(
             weights=[
                 stages.over_stages(self.zeros(derived.stacks[k]))
@@ -201,7 +198,7 @@ class StepSums:
             partial_sums=stages.zero_sums(),
             shared=[stages.over_stages(self.zeros(leaf, (count,))) for leaf in derived.shared],
         )
-        finished_chunks = (
+        done = (
             [
                 stages.over_stages(
                     self.zeros(derived.stacks[self.sections.roles.weights.index(position)])
@@ -211,11 +208,11 @@ class StepSums:
             if pregathered and stages.in_rounds
             else []
         )
-        accumulator, zero_sums = self.reductions.accumulator, self.outside_gradients.zeros()
+        accumulator, zero_sums = self.reductions.accumulator, self.outside_grads.zeros()
         outside_partial_sums = [leaf.astype(accumulator(leaf.dtype)) for leaf in zero_sums]
         return {
             "sums": layers,
-            "finished_chunks": finished_chunks,
+            "done": done,
             "outside": self.as_gradients(jax.tree.map(self.zeros, self.unreduced(derived.outside))),
             "outside_partial_sums": outside_partial_sums,
             "results": self.zero_results(),
@@ -231,7 +228,7 @@ class StepSums:
         return {
             number: leaf
             for number, leaf in outside.items()
-            if number not in self.outside_gradients.fully_deferred
+            if number not in self.outside_grads.fully_deferred
         }
 
     def as_gradients(self, outside: Values) -> Values:
@@ -259,26 +256,20 @@ class StepSums:
     def _stacks(self, arrays: StageArrays, sums: Carry) -> Arrays:
         """Gradients of stacked parameters, [stages, chunks, layers, ...]."""
         stages, positions, summed = self.stages, self.sections.roles.weights, sums["sums"]
-        pregathered = stages.chunk.pregathered
+        weights = stages.chunk.pregathered
         totals = {
             positions[k]: total
             for k, total in zip(stages.chunk.per_tick_weights, summed.weights, strict=True)
         }
-        finished_chunks = (
-            sums["finished_chunks"]
-            if stages.in_rounds
-            else stages.reduce(arrays, summed.partial_sums)
-        )
-        for position, gradient in zip(
-            pregathered.sources if pregathered else (), finished_chunks, strict=True
-        ):
+        done = sums["done"] if stages.in_rounds else stages.reduce(arrays, summed.partial_sums)
+        for position, gradient in zip(weights.sources if weights else (), done, strict=True):
             totals[position] = totals[position] + gradient if position in totals else gradient
         return [totals[position] for position in positions]
 
     def _outside(self, sums: Carry) -> Values:
         """Gradients of values read outside of the layers."""
         totals = dict(sums["outside"])
-        for number, gradient in self.outside_gradients.reduce(sums["outside_partial_sums"]).items():
+        for number, gradient in self.outside_grads.reduce(sums["outside_partial_sums"]).items():
             totals[number] = totals[number] + gradient if number in totals else gradient
         return totals
 
@@ -308,7 +299,7 @@ class Pipeline:
         outside_layouts: the same before and after them, where the stages may shard values too.
         layouts_known: whether all layouts outside of the layers are known; otherwise they, and
             those of gradients, are left to the compiler where the plan gives none.
-        outside_gradients: operations outside of the layers, with gradients reduced after all ticks.
+        outside_grads: operations outside of the layers, with gradients reduced after all ticks.
         traced: the loss.
         remat: remat policy of the layers.
         groups: number of groups of microbatches, which go through the stages one after the other;
@@ -321,7 +312,7 @@ class Pipeline:
     layouts: LossLayouts
     outside_layouts: LossLayouts
     layouts_known: bool
-    outside_gradients: OutsideGradients
+    outside_grads: OutsideGrads
     traced: LossJaxpr
     remat: StageRemat
     groups: int = 1
@@ -343,7 +334,7 @@ class Pipeline:
         return StepSums(
             sections=self.sections,
             stages=self.stages,
-            outside_gradients=self.outside_gradients,
+            outside_grads=self.outside_grads,
             gradient=self.layouts.gradient,
             reductions=self.layouts.reductions,
         )
@@ -486,13 +477,11 @@ class Pipeline:
             keys=[],
             shared=derived.shared,
             constant=fixed.constant,
-            gathered_operands=[],
+            gathered=[],
         )
-        return (
-            arrays
-            if self.stages.in_rounds
-            else replace(arrays, gathered_operands=self.stages.gather(arrays))
-        )
+        if self.stages.in_rounds:
+            return arrays
+        return replace(arrays, gathered=self.stages.gather(arrays))
 
     def _in_groups(
         self, sums: Any, states: Arrays, batch: Arrays, run: Callable[[Any, Arrays, Arrays], Any]
@@ -536,18 +525,13 @@ class Pipeline:
             constant = [jnp.asarray(env[sections.constants[k]]) for k in sections.roles.constant]
             derived = PerStepValues(stacks=stacks, shared=shared, outside=outside)
             return derived, PerStepConstants(
-                values=fixed,
-                layer_constants=layer_constants,
-                constant=constant,
-                gathered_operands={},
+                values=fixed, layer_constants=layer_constants, constant=constant, gathered={}
             )
 
         derived, pull, fixed = jax.vjp(run, leaves, has_aux=True)
         return (
             derived,
-            replace(
-                fixed, gathered_operands=self.outside_gradients.gathered_operands(derived.outside)
-            ),
+            replace(fixed, gathered=self.outside_grads.gathered(derived.outside)),
         ), lambda cotangents: pull(cotangents)[0]
 
 
@@ -612,13 +596,13 @@ class Ticks:
             "outside_partial_sums": plus(carry["outside_partial_sums"], sums),
         }
 
-    def _after(self, carry: Carry, tick: Any, entry_exit: EntryAndExit) -> tuple[Carry, Arrays]:
+    def _after(self, carry: Carry, tick: Any, ends: EntryAndExit) -> tuple[Carry, Arrays]:
         """Loss and metrics of the microbatch that leaves the last stage, and the cotangents of its
         activations.
         """
-        microbatch, chunk, active = self.table.backward(tick, self.table.stages - 1)
+        micro, chunk, active = self.table.backward(tick, self.table.stages - 1)
         positions = [k for k in self.stages.leaving if k in self.stages.differentiable]
-        if not entry_exit.has_entering:
+        if not ends.has_entering:
             return carry, [
                 jnp.zeros(self.stages.activations[k].shape, self.stages.activations[k].dtype)
                 for k in positions
@@ -628,18 +612,17 @@ class Ticks:
             outputs = carry["outputs"]
             if self.table.forward_first:
                 outputs = [
-                    jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)
-                    for leaf in outputs
+                    jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in outputs
                 ]
             else:
                 outputs = self._from_last_stage(outputs)
 
             results, (outside, sums, cotangents) = results_and_gradients(
-                lambda outside, sums, outputs: self._results(outside, microbatch, outputs, sums),
+                lambda outside, sums, outputs: self._results(outside, micro, outputs, sums),
                 self.pipeline.loss_position,
                 outputs,
                 self.unreduced,
-                self.pipeline.outside_gradients.zeros(),
+                self.pipeline.outside_grads.zeros(),
             )
             return (
                 results,
@@ -658,27 +641,27 @@ class Ticks:
             **self._outside(carry, *outside),
         }, cotangents
 
-    def _entering(self, tick: Any, entry_exit: EntryAndExit) -> Arrays:
+    def _entering(self, tick: Any, ends: EntryAndExit) -> Arrays:
         """Input of the first stage at a tick, replicated over the stages; zeros if the first stage
         continues an older microbatch.
         """
-        if not entry_exit.has_entering:
+        if not ends.has_entering:
             return [
                 jnp.zeros(leaf.shape, leaf.dtype)
                 for leaf in self.stages.activations[: self.stages.entering_count]
             ]
-        microbatch, chunk, active = self.table.forward(tick, 0)
+        micro, chunk, active = self.table.forward(tick, 0)
         return self._or_zeros(
             (chunk == 0) & active,
             lambda: [
                 self.stages.inside_layout(leaf, k)
-                for k, leaf in enumerate(self._before(self.derived.outside, microbatch))
+                for k, leaf in enumerate(self._before(self.derived.outside, micro))
             ],
         )
 
-    def _before(self, outside: Values, microbatch: Any, sums: Arrays | None = None) -> Arrays:
+    def _before(self, outside: Values, micro: Any, sums: Arrays | None = None) -> Arrays:
         """Input of the first stage for a microbatch; partial sums are discarded by default."""
-        env = self._env(outside, microbatch)
+        env = self._env(outside, micro)
         evaluate_equations(self.sections.before, env, self._walk(sums))
         return [
             self.stages.outside_layout(jnp.asarray(env[number]), k)
@@ -687,18 +670,16 @@ class Ticks:
 
     def _walk(self, sums: Arrays | None) -> Walk:
         """A walk outside of the layers, whose operations pass gradients to `sums`."""
-        outside_gradients = self.pipeline.outside_gradients
-        return outside_gradients.walk(
-            self.pipeline.walk(),
-            self.fixed.gathered_operands,
-            outside_gradients.zeros() if sums is None else sums,
+        outside = self.pipeline.outside_grads
+        return outside.walk(
+            self.pipeline.walk(), self.fixed.gathered, outside.zeros() if sums is None else sums
         )
 
     def _results(
-        self, outside: Values, microbatch: Any, outputs: Arrays, sums: Arrays | None = None
+        self, outside: Values, micro: Any, outputs: Arrays, sums: Arrays | None = None
     ) -> Arrays:
         """Loss and metrics from the last stage's outputs; partial sums are discarded by default."""
-        sections, env = self.sections, self._env(outside, microbatch)
+        sections, env = self.sections, self._env(outside, micro)
         values = [
             self.stages.outside_layout(leaf, k)
             for leaf, k in zip(outputs, self.stages.leaving, strict=True)
@@ -709,25 +690,21 @@ class Ticks:
         evaluate_equations(sections.after, env, self._walk(sums))
         return [as_array(sections.program, number, env[number]) for number in sections.results]
 
-    def _env(self, outside: Values, microbatch: Any) -> Values:
+    def _env(self, outside: Values, micro: Any) -> Values:
         return {
             **self.sections.program.constants,
             **self.fixed.values,
             **self.derived.outside,
             **outside,
-            **self._inputs(
-                self._slices(self.states, microbatch), self._slices(self.batch, microbatch)
-            ),
+            **self._inputs(self._slices(self.states, micro), self._slices(self.batch, micro)),
         }
 
     def _inputs(self, state: Arrays, part: Arrays) -> Values:
         """Model state and batch of a microbatch, by value."""
         return self.sections.of_microbatch(state, jax.tree.leaves(self.join(part)))
 
-    def _slices(self, arrays: Sequence[Any], microbatch: Any) -> Arrays:
-        return [
-            jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False) for leaf in arrays
-        ]
+    def _slices(self, arrays: Sequence[Any], micro: Any) -> Arrays:
+        return [jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False) for leaf in arrays]
 
     def _keys(self) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, [microbatches, stages,
@@ -736,7 +713,7 @@ class Ticks:
         if not self.sections.roles.keys:
             return []
         keys = jax.lax.map(
-            lambda microbatch: self.sections.keys(self._inputs(*microbatch), self.pipeline.walk()),
+            lambda micro: self.sections.keys(self._inputs(*micro), self.pipeline.walk()),
             (self.states, self.batch),
         )
         return [jax.vmap(self.pipeline.by_stage)(leaf) for leaf in keys]
@@ -764,11 +741,11 @@ class Ticks:
                 carry: Carry,
                 tick: Any,
                 arrays: StageArrays,
-                entry_exit: EntryAndExit,
+                ends: EntryAndExit,
                 kinds: tuple[str, ...] = kinds,
             ) -> Carry:
                 for kind in kinds:
-                    carry = work[kind](carry, tick, arrays, entry_exit)
+                    carry = work[kind](carry, tick, arrays, ends)
                 return carry
 
             carry = self._ticks(tick, carry, start, stop, forward="backward" not in kinds)
@@ -777,25 +754,23 @@ class Ticks:
     def evaluate(self, results: Arrays) -> Arrays:
         """Adds up loss and metrics over forward ticks, without gradients."""
 
-        def tick(carry: Carry, tick: Any, arrays: StageArrays, entry_exit: EntryAndExit) -> Carry:
+        def tick(carry: Carry, tick: Any, arrays: StageArrays, ends: EntryAndExit) -> Carry:
             in_flight, _, outputs = self.stages.forward(
-                tick, arrays, carry["forward"], self._entering(tick, entry_exit), []
+                tick, arrays, carry["forward"], self._entering(tick, ends), []
             )
-            if not entry_exit.has_leaving:
+            if not ends.has_leaving:
                 return {**carry, "forward": in_flight}
-            microbatch, chunk, active = self.table.forward(tick, self.table.stages - 1)
+            micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
             results = self._or_zeros(
                 (chunk == self.table.last_chunk) & active,
-                lambda: self._results(
-                    self.derived.outside, microbatch, self._from_last_stage(outputs)
-                ),
+                lambda: self._results(self.derived.outside, micro, self._from_last_stage(outputs)),
             )
             return {**carry, "forward": in_flight, "results": plus(carry["results"], results)}
 
         start = {
             "forward": self._activations(range(len(self.stages.activations))),
             "results": results,
-            "gathered_operands": self._zero_operands(),
+            "gathered": self._zero_operands(),
         }
         return self._ticks(tick, start, 0, self.table.forward_ticks, forward=True)["results"]
 
@@ -812,14 +787,12 @@ class Ticks:
         that its ticks begin, and reduces the gradients of the chunk that the last round finished.
         """
 
-        def run(carry: Carry, start: Any, count: int, entry_exit: EntryAndExit) -> Carry:
+        def run(carry: Carry, start: Any, count: int, ends: EntryAndExit) -> Carry:
             arrays = (
-                replace(self.arrays, gathered_operands=carry["gathered_operands"])
-                if self.in_rounds
-                else self.arrays
+                replace(self.arrays, gathered=carry["gathered"]) if self.in_rounds else self.arrays
             )
             return jax.lax.scan(
-                lambda carry, number: (tick(carry, number, arrays, entry_exit), None),
+                lambda carry, number: (tick(carry, number, arrays, ends), None),
                 carry,
                 start + jnp.arange(count),
             )[0]
@@ -828,31 +801,28 @@ class Ticks:
             both = EntryAndExit(has_entering=True, has_leaving=True)
             return run(carry, start, stop - start, both)
 
-        def run_round(carry: Carry, number: Any, entry_exit: EntryAndExit) -> Carry:
+        def run_round(carry: Carry, number: Any, ends: EntryAndExit) -> Carry:
             chunk = number if forward else self.table.last_chunk - number
-            slot = chunk % self.stages.gathered_slots
+            slots = self.stages.gathered_slots
+            slot = chunk % slots
             carry = (
                 carry
-                if forward or entry_exit.has_entering
-                else self._reduced(
-                    carry,
-                    jnp.minimum(chunk + self.stages.gathered_slots, self.table.last_chunk),
-                    slot,
-                )
+                if forward or ends.has_entering
+                else self._reduced(carry, jnp.minimum(chunk + slots, self.table.last_chunk), slot)
             )
-            gathered_operands = self.stages.gather_into_slot(
+            gathered = self.stages.gather_into_slot(
                 self.arrays,
-                carry["gathered_operands"],
+                carry["gathered"],
                 _with_dependence(
                     chunk,
                     carry["results"] if forward else (carry["outputs"], carry["backward"].next),
                 ),
             )
             return run(
-                {**carry, "gathered_operands": gathered_operands},
+                {**carry, "gathered": gathered},
                 start + number * self.table.microbatches,
                 self.table.microbatches,
-                entry_exit,
+                ends,
             )
 
         last = self.table.rounds - 1
@@ -878,20 +848,16 @@ class Ticks:
         """Adds the partial sums in one slot to the gradients of a chunk, and zeroes the slot."""
         sums: ChunkGrads = carry["sums"]
         gradients, empty = self.stages.reduce_slot(self.arrays, sums.partial_sums, slot)
-        finished_chunks = [
+        done = [
             jax.lax.dynamic_update_index_in_dim(
                 total,
                 jax.lax.dynamic_index_in_dim(total, chunk, 1, keepdims=False) + more,
                 chunk,
                 1,
             )
-            for total, more in zip(carry["finished_chunks"], gradients, strict=True)
+            for total, more in zip(carry["done"], gradients, strict=True)
         ]
-        return {
-            **carry,
-            "finished_chunks": finished_chunks,
-            "sums": replace(sums, partial_sums=empty),
-        }
+        return {**carry, "done": done, "sums": replace(sums, partial_sums=empty)}
 
     def _zero_operands(self) -> Arrays:
         """Zeros for the operands that a round gathers, [stages, chunks, layers, ...]."""
@@ -928,12 +894,8 @@ class Ticks:
     def _start(self) -> Carry:
         """The initial carry of the ticks, without the sums."""
         stages, count = self.stages, self.table.stages
-        gathered_operands = self._zero_operands()
-        arrays = (
-            replace(self.arrays, gathered_operands=gathered_operands)
-            if self.in_rounds
-            else self.arrays
-        )
+        gathered = self._zero_operands()
+        arrays = replace(self.arrays, gathered=gathered) if self.in_rounds else self.arrays
 
         def zeros(slots: int, leaf: jax.ShapeDtypeStruct) -> jax.Array:
             return stages.over_stages(jnp.zeros((count, slots, *leaf.shape[1:]), leaf.dtype))
@@ -963,30 +925,28 @@ class Ticks:
             "stash": stash,
             "residuals": residuals,
             "outputs": leaving,
-            "gathered_operands": self._zero_operands(),
+            "gathered": self._zero_operands(),
         }
 
-    def _forward(
-        self, carry: Carry, tick: Any, arrays: StageArrays, entry_exit: EntryAndExit
-    ) -> Carry:
+    def _forward(self, carry: Carry, tick: Any, arrays: StageArrays, ends: EntryAndExit) -> Carry:
         in_flight, stash, outputs = self.stages.forward(
-            tick, arrays, carry["forward"], self._entering(tick, entry_exit), carry["stash"]
+            tick, arrays, carry["forward"], self._entering(tick, ends), carry["stash"]
         )
         if self.table.forward_first:
             outputs = (
                 self._collected(tick, carry["outputs"], outputs)
-                if entry_exit.has_leaving
+                if ends.has_leaving
                 else carry["outputs"]
             )
         return {**carry, "forward": in_flight, "stash": stash, "outputs": outputs}
 
     def _collected(self, tick: Any, collected: Arrays, outputs: Arrays) -> Arrays:
         """The outputs of the last stage, [microbatches, ...], updated after a tick."""
-        microbatch, chunk, active = self.table.forward(tick, self.table.stages - 1)
+        micro, chunk, active = self.table.forward(tick, self.table.stages - 1)
 
         def with_outputs(collected: Arrays, outputs: Arrays) -> Arrays:
             return [
-                jax.lax.dynamic_update_index_in_dim(buffer, leaf, microbatch, 0)
+                jax.lax.dynamic_update_index_in_dim(buffer, leaf, micro, 0)
                 for buffer, leaf in zip(collected, self._from_last_stage(outputs), strict=True)
             ]
 
@@ -998,25 +958,23 @@ class Ticks:
             outputs,
         )
 
-    def _backward(
-        self, carry: Carry, tick: Any, arrays: StageArrays, entry_exit: EntryAndExit
-    ) -> Carry:
-        carry, leaving = self._after(carry, tick, entry_exit)
+    def _backward(self, carry: Carry, tick: Any, arrays: StageArrays, ends: EntryAndExit) -> Carry:
+        carry, leaving = self._after(carry, tick, ends)
         stash, sums, residuals = carry["stash"], carry["sums"], carry["residuals"]
         result = self.stages.backward(
             tick, arrays, carry["backward"], leaving, stash, sums, residuals
         )
         sums = {"sums": result.sums, "residuals": result.residuals}
         carry = {**carry, "backward": result.in_flight, **sums}
-        if not entry_exit.has_leaving:
+        if not ends.has_leaving:
             return carry
-        microbatch, chunk, active = self.table.backward(tick, 0)
+        micro, chunk, active = self.table.backward(tick, 0)
 
         def before() -> tuple[Values, Arrays]:
             def run(outside: Values, sums: Arrays) -> Arrays:
                 return [
                     leaf
-                    for k, leaf in enumerate(self._before(outside, microbatch, sums))
+                    for k, leaf in enumerate(self._before(outside, micro, sums))
                     if k in self.stages.differentiable
                 ]
 
@@ -1024,9 +982,9 @@ class Ticks:
                 self.stages.from_stages(leaf, k)
                 for leaf, k in zip(result.input_grads, self.stages.differentiable, strict=False)
             ]
-            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.outside_gradients.zeros())[
-                1
-            ](input_grads)
+            outside, sums = jax.vjp(run, self.unreduced, self.pipeline.outside_grads.zeros())[1](
+                input_grads
+            )
             return self.sums.as_gradients(outside), sums
 
         return {**carry, **self._outside(carry, *self._or_zeros((chunk == 0) & active, before))}
@@ -1107,10 +1065,10 @@ def pipeline(
         layout is not None for layout in stages.outside[: len(sections.carry)]
     )
     outside_layouts = replace(layouts, values=outside_values)
-    outside_gradients = (
-        OutsideGradients.of(outside_layouts, sections, mesh)
+    outside_grads = (
+        OutsideGrads.of(outside_layouts, sections, mesh)
         if layouts_known and layouts.reductions.when == AFTER_PIPELINE and not stages.in_rounds
-        else OutsideGradients(mesh=mesh, uses={}, fully_deferred=frozenset())
+        else OutsideGrads(mesh=mesh, uses={}, fully_deferred=frozenset())
     )
     pipeline = Pipeline(
         sections=sections,
@@ -1118,7 +1076,7 @@ def pipeline(
         layouts=layouts,
         outside_layouts=outside_layouts if layouts_known else layouts,
         layouts_known=layouts_known,
-        outside_gradients=outside_gradients,
+        outside_grads=outside_grads,
         traced=traced,
         remat=remat,
         groups=plan.accumulation,
@@ -1133,16 +1091,12 @@ def pipeline(
 
 
 def _with_loop(
-    plan: Plan,
-    traced: LossJaxpr,
-    num_state: int,
-    params: ParameterShardings,
-    layouts: StagedLayouts,
+    plan: Plan, traced: LossJaxpr, num_state: int, params: ParameterShardings, staged: StagedLayouts
 ) -> tuple[LossJaxpr, StagedLayouts, tuple[Finding, ...]]:
     """The loss with a loop over its layers, and the layouts of its activations."""
     folded, findings = _with_folded_layers(traced, len(jax.tree.leaves(params.compute)))
     if folded is traced:
-        return traced, layouts, findings
+        return traced, staged, findings
     if plan.context in ("ring", "ulysses") or plan.experts != "none":
         raise PlanError(
             "sharded attention and expert parallelism need layers under a scan, and those of the"
@@ -1150,8 +1104,8 @@ def _with_loop(
             " stages"
         )
     indices = plan_indices(plan, params.compute)
-    layers = propagated_layouts(plan, folded, indices, num_state, layouts.whole_value_layouts)
-    return folded, replace(layouts, layers=layers, outside_values={}), findings
+    layers = propagated_layouts(plan, folded, indices, num_state, staged.whole_value_layouts)
+    return folded, replace(staged, layers=layers, outside_values={}), findings
 
 
 def _timetable(plan: Plan, sections: SplitLoss) -> Timetable:

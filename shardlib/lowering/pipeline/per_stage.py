@@ -79,25 +79,25 @@ class ChunkInputs:
         per_step: other values that the loss computes from parameters.
         states: model state before each microbatch, [microbatches, ...].
         batch: arrays of the batch, [microbatches, ...]; those without a batch dim unchanged.
-        gathered_operands: pregathered matmul operands, [layers, ...].
+        gathered: pregathered matmul operands, [layers, ...].
     """
 
     stacks: Arrays
     per_step: Values
     states: Arrays
     batch: Arrays
-    gathered_operands: Arrays
+    gathered: Arrays
 
 
-def microbatch_slice(leaf: Value, microbatch: Index) -> Value:
+def microbatch_slice(leaf: Value, micro: Index) -> Value:
     """One microbatch of an array [microbatches, ...]."""
-    return jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class OutsideSums:
-    """Sums that are updated with the input-gradient half of the backward pass.
+    """The `early` sums: those that are updated with the input-gradient half of the backward pass.
 
     Attributes:
         outside: gradients of values read before and after the layers, [1, ...].
@@ -111,7 +111,7 @@ class OutsideSums:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class WeightSums:
-    """Sums of weight gradients, which the schedule may delay.
+    """The `late` sums: those of weight gradients, which the schedule may delay.
 
     Attributes:
         weights: gradients of stacked parameters, [max_layers, ...]; during the microbatches, of
@@ -199,24 +199,24 @@ class ChunkWork:
     def _walk(self) -> Walk:
         return replace(self.layouts.walk(), layer_policies=self.remat.loops)
 
-    def _entering(self, arrays: ChunkInputs, microbatch: Index, entering: Arrays) -> Arrays:
+    def _entering(self, arrays: ChunkInputs, micro: Index, entering: Arrays) -> Arrays:
         if self.first_layer:
             return entering
-        before = self._before(arrays, arrays.per_step, microbatch)
+        before = self._before(arrays, arrays.per_step, micro)
         buffers = self.activations[self.entering_count :]
         return [*before, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in buffers)]
 
-    def _before(self, arrays: ChunkInputs, derived: Values, microbatch: Index) -> Arrays:
+    def _before(self, arrays: ChunkInputs, derived: Values, micro: Index) -> Arrays:
         """Activations computed before the layers."""
-        env = self._env(arrays, derived, microbatch)
+        env = self._env(arrays, derived, micro)
         evaluate_equations(self.sections.before, env, self._walk())
         return [jnp.asarray(env[number]) for number in self.sections.entering]
 
     def _results(
-        self, arrays: ChunkInputs, derived: Values, microbatch: Index, outputs: Arrays
+        self, arrays: ChunkInputs, derived: Values, micro: Index, outputs: Arrays
     ) -> Arrays:
         """Loss and metrics from the outputs of the last chunk."""
-        sections, env, walk = self.sections, self._env(arrays, derived, microbatch), self._walk()
+        sections, env, walk = self.sections, self._env(arrays, derived, micro), self._walk()
         count = len(sections.final)
         env.update(
             zip(
@@ -232,7 +232,7 @@ class ChunkWork:
         evaluate_equations(sections.after, env, walk)
         return [as_array(sections.program, number, env[number]) for number in sections.results]
 
-    def _env(self, arrays: ChunkInputs, derived: Values, microbatch: Index) -> Values:
+    def _env(self, arrays: ChunkInputs, derived: Values, micro: Index) -> Values:
         """Values that the equations of a microbatch read."""
         used = {
             number: self._used(number, leaf)
@@ -242,14 +242,14 @@ class ChunkWork:
             **self.sections.program.constants,
             **self._constants(),
             **used,
-            **self._inputs(arrays, microbatch),
+            **self._inputs(arrays, micro),
         }
 
-    def _inputs(self, arrays: ChunkInputs, microbatch: Index) -> Values:
+    def _inputs(self, arrays: ChunkInputs, micro: Index) -> Values:
         """Model state and batch of a microbatch."""
-        states = [microbatch_slice(leaf, microbatch) for leaf in arrays.states]
+        states = [microbatch_slice(leaf, micro) for leaf in arrays.states]
         batch = [
-            microbatch_slice(leaf, microbatch) if split else leaf
+            microbatch_slice(leaf, micro) if split else leaf
             for leaf, split in zip(arrays.batch, self.is_split, strict=True)
         ]
         return self.sections.of_microbatch(states, batch)
@@ -267,7 +267,7 @@ class ChunkWork:
         evaluate_equations(needed(sections.per_step_equations, numbers)[0], env, Walk())
         return {number: env[number] for number in numbers}
 
-    def _operands(self, arrays: ChunkInputs, microbatch: Index) -> ChunkOperands:
+    def _operands(self, arrays: ChunkInputs, micro: Index) -> ChunkOperands:
         sections = self.sections
         values = {**self.sections.program.constants, **self._constants()}
         layers = self.chunk.layers
@@ -285,108 +285,95 @@ class ChunkWork:
             else jnp.asarray(values[sections.scanned[k]])[layers_of_chunk]
             for k in sections.roles.layer_constants
         ]
-        values.update(
-            {number: self._used(number, arrays.per_step[number]) for number in self.frozen}
-        )
+        values |= {number: self._used(number, arrays.per_step[number]) for number in self.frozen}
         return ChunkOperands(
             weights=stacks[: len(sections.roles.weights)],
             layer_constants=layer_constants,
-            keys=[leaf[layers_of_chunk] for leaf in self._keys(arrays, microbatch)],
+            keys=[leaf[layers_of_chunk] for leaf in self._keys(arrays, micro)],
             shared=[self._used(number, arrays.per_step[number]) for number in self.shared],
             constant=[jnp.asarray(values[sections.constants[k]]) for k in sections.roles.constant],
-            gathered_operands=arrays.gathered_operands,
+            gathered=arrays.gathered,
             first_layer=self.first_layer,
         )
 
-    def _keys(self, arrays: ChunkInputs, microbatch: Index) -> Arrays:
+    def _keys(self, arrays: ChunkInputs, micro: Index) -> Arrays:
         """Per-layer slices of model state and of random keys in the batch, for all layers."""
         if not self.sections.roles.keys:
             return []
-        return self.sections.keys(self._inputs(arrays, microbatch), self._walk())
+        return self.sections.keys(self._inputs(arrays, micro), self._walk())
 
     def _zeros(self) -> Arrays:
         """Zeros with the shapes of the activations that are sent between stages."""
         return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in self.activations]
 
-    def forward(
-        self, arrays: ChunkInputs, microbatch: Index, entering: Arrays
-    ) -> tuple[Arrays, Arrays]:
+    def forward(self, arrays: ChunkInputs, micro: Index, entering: Arrays) -> tuple[Arrays, Arrays]:
         """(outputs of the chunk, its stash for the backward pass); the first chunk computes its own
         inputs.
         """
         return self.chunk.forward(
-            self._operands(arrays, microbatch), self._entering(arrays, microbatch, entering)
+            self._operands(arrays, micro), self._entering(arrays, micro, entering)
         )
 
     def backward(
         self,
         arrays: ChunkInputs,
-        microbatch: Index,
+        micro: Index,
         outputs: Arrays,
         stash: Arrays,
         cotangents: Arrays,
-        outside_sums: OutsideSums,
-        weight_sums: WeightSums,
+        early: OutsideSums,
+        late: WeightSums,
     ) -> tuple[OutsideSums, WeightSums, Arrays]:
         """The whole backward pass."""
-        outside_sums, cotangents = self._after_layers(
-            arrays, microbatch, outputs, cotangents, outside_sums
-        )
+        early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
         gradients, input_grads = self.chunk.backward(
-            self._operands(arrays, microbatch), self._zeros(), stash, cotangents
+            self._operands(arrays, micro), self._zeros(), stash, cotangents
         )
         return (
-            self._before_layers(arrays, microbatch, outside_sums, input_grads),
-            self._summed(weight_sums, gradients),
+            self._before_layers(arrays, micro, early, input_grads),
+            self._summed(late, gradients),
             self._sent(input_grads),
         )
 
     def backward_inputs(
         self,
         arrays: ChunkInputs,
-        microbatch: Index,
+        micro: Index,
         outputs: Arrays,
         stash: Arrays,
         cotangents: Arrays,
-        outside_sums: OutsideSums,
+        early: OutsideSums,
     ) -> tuple[OutsideSums, Arrays, Arrays]:
         """The input-gradient half of the backward pass, which the previous stage waits for; also
         gives the residuals that `backward_weights` needs besides the stash.
         """
-        outside_sums, cotangents = self._after_layers(
-            arrays, microbatch, outputs, cotangents, outside_sums
-        )
+        early, cotangents = self._after_layers(arrays, micro, outputs, cotangents, early)
         input_grads, residuals = self.chunk.backward_inputs(
-            self._operands(arrays, microbatch), self._zeros(), stash, cotangents
+            self._operands(arrays, micro), self._zeros(), stash, cotangents
         )
         return (
-            self._before_layers(arrays, microbatch, outside_sums, input_grads),
+            self._before_layers(arrays, micro, early, input_grads),
             self._sent(input_grads),
             residuals,
         )
 
     def backward_weights(
-        self,
-        arrays: ChunkInputs,
-        microbatch: Index,
-        stash: Arrays,
-        residuals: Arrays,
-        weight_sums: WeightSums,
+        self, arrays: ChunkInputs, micro: Index, stash: Arrays, residuals: Arrays, late: WeightSums
     ) -> WeightSums:
         """The weight-gradient half of the backward pass, which no stage waits for."""
         return self._summed(
-            weight_sums,
+            late,
             self.chunk.backward_weights(
-                self._operands(arrays, microbatch), self._zeros(), stash, residuals
+                self._operands(arrays, micro), self._zeros(), stash, residuals
             ),
         )
 
     def gather(self, arrays: ChunkInputs) -> Arrays:
-        """The operands in `ChunkInputs.gathered_operands`."""
+        """The operands in `ChunkInputs.gathered`."""
         pregathered = self.chunk.pregathered
         return [] if pregathered is None else pregathered.gather(self._sources(arrays))
 
-    def reduced(self, arrays: ChunkInputs, weight_sums: WeightSums) -> WeightSums:
+    def reduced(self, arrays: ChunkInputs, late: WeightSums) -> WeightSums:
         """Gradients of all stacked parameters after the last microbatch, with the partial sums
         reduced into them.
         """
@@ -394,11 +381,11 @@ class ChunkWork:
         assert pregathered is not None
         totals = {
             positions[k]: total
-            for k, total in zip(self.chunk.per_tick_weights, weight_sums.weights, strict=True)
+            for k, total in zip(self.chunk.per_tick_weights, late.weights, strict=True)
         }
         for position, gradient, stack in zip(
             pregathered.sources,
-            pregathered.reduce(self._sources(arrays), weight_sums.partial_sums),
+            pregathered.reduce(self._sources(arrays), late.partial_sums),
             self._sources(arrays, padded=True),
             strict=True,
         ):
@@ -407,7 +394,7 @@ class ChunkWork:
             )
             totals[position] = total.at[: self.chunk.layers].add(gradient.astype(total.dtype))
         weights = [totals[position] for position in positions]
-        return WeightSums(weights=weights, shared=weight_sums.shared, partial_sums=[])
+        return WeightSums(weights=weights, shared=late.shared, partial_sums=[])
 
     def _sources(self, arrays: ChunkInputs, *, padded: bool = False) -> Arrays:
         """Stacks that pregathered operands are computed from, for the chunk's layers or padded to
@@ -426,49 +413,44 @@ class ChunkWork:
     def _after_layers(
         self,
         arrays: ChunkInputs,
-        microbatch: Index,
+        micro: Index,
         outputs: Arrays,
         cotangents: Arrays,
-        outside_sums: OutsideSums,
+        early: OutsideSums,
     ) -> tuple[OutsideSums, Arrays]:
         """Loss and metrics, and the cotangents of the last chunk's outputs; does nothing for other
         chunks.
         """
         if not self.is_last:
-            return outside_sums, cotangents
+            return early, cotangents
 
         results, (outside, cotangents) = results_and_gradients(
-            lambda derived, outputs: self._results(arrays, derived, microbatch, outputs),
+            lambda derived, outputs: self._results(arrays, derived, micro, outputs),
             self.loss_position,
             outputs,
             self._derived(arrays),
         )
         return (
-            OutsideSums(
-                outside=plus(outside_sums.outside, outside),
-                results=plus(outside_sums.results, results),
-            ),
+            OutsideSums(outside=plus(early.outside, outside), results=plus(early.results, results)),
             cotangents,
         )
 
     def _before_layers(
-        self, arrays: ChunkInputs, microbatch: Index, outside_sums: OutsideSums, input_grads: Arrays
+        self, arrays: ChunkInputs, micro: Index, early: OutsideSums, input_grads: Arrays
     ) -> OutsideSums:
         """Gradients of the values that the first chunk reads before the layers; does nothing for
         other chunks.
         """
         if self.first_layer:
-            return outside_sums
+            return early
         positions = [k for k in self.differentiable if k < self.entering_count]
 
         def run(derived: Values) -> Arrays:
-            entering = self._before(arrays, derived, microbatch)
+            entering = self._before(arrays, derived, micro)
             return [entering[k] for k in positions]
 
         outside = jax.vjp(run, self._derived(arrays))[1](input_grads[: len(positions)])[0]
-        return OutsideSums(
-            outside=plus(outside_sums.outside, outside), results=outside_sums.results
-        )
+        return OutsideSums(outside=plus(early.outside, outside), results=early.results)
 
     def _derived(self, arrays: ChunkInputs) -> Values:
         """Values with a gradient that are read before or after the layers."""
@@ -478,7 +460,7 @@ class ChunkWork:
             if is_differentiable(arrays.per_step[number])
         }
 
-    def _summed(self, weight_sums: WeightSums, gradients: ChunkGrads) -> WeightSums:
+    def _summed(self, late: WeightSums, gradients: ChunkGrads) -> WeightSums:
         def added(total: Any, gradient: Any) -> Any:
             stacked = jnp.stack(gradient) if isinstance(gradient, list) else gradient
             return (
@@ -490,15 +472,13 @@ class ChunkWork:
         return WeightSums(
             weights=[
                 added(total, gradient)
-                for total, gradient in zip(weight_sums.weights, gradients.weights, strict=True)
+                for total, gradient in zip(late.weights, gradients.weights, strict=True)
             ],
             partial_sums=[
                 added(total, gradient)
-                for total, gradient in zip(
-                    weight_sums.partial_sums, gradients.partial_sums, strict=True
-                )
+                for total, gradient in zip(late.partial_sums, gradients.partial_sums, strict=True)
             ],
-            shared=plus(weight_sums.shared, gradients.shared),
+            shared=plus(late.shared, gradients.shared),
         )
 
 
@@ -508,7 +488,7 @@ class ZeroSums:
     """Zero sums before the first microbatch.
 
     Attributes:
-        chunks: (outside sums, weight sums) of each chunk of a stage.
+        chunks: (early, late) of each chunk of a stage.
         outside, results: zeros for the sums that only other stages compute.
     """
 
@@ -533,7 +513,7 @@ class ChunkPrograms:
     Attributes:
         gather: arrays -> matmul operands gathered before the first microbatch; None if there are
             none.
-        reduce: arrays, weight sums -> gradients after the last microbatch; None if those
+        reduce: arrays, late sums -> gradients after the last microbatch; None if the late sums
             are the gradients already.
         forward: arrays, microbatch, inputs -> outputs, stash; None with `fused`.
         backward: arrays, microbatch, outputs (last chunk), stash, cotangents (other chunks), sums
@@ -570,17 +550,17 @@ class ChunkAvals:
 
     Attributes:
         arrays: see `ChunkInputs`.
-        microbatch: index of a microbatch.
+        micro: index of a microbatch.
         entering: activations that enter the chunk; empty for the first chunk.
-        outside_sums, weight_sums: sums.
+        early, late: sums.
         gradients: final gradients of stacked parameters.
     """
 
     arrays: ChunkInputs
-    microbatch: jax.ShapeDtypeStruct
+    micro: jax.ShapeDtypeStruct
     entering: Avals
-    outside_sums: OutsideSums
-    weight_sums: WeightSums
+    early: OutsideSums
+    late: WeightSums
     gradients: Avals
 
 
@@ -589,7 +569,7 @@ def chunk_programs(
 ) -> ChunkPrograms:
     """Compiles the programs of a chunk."""
     programs, avals = _gather_and_reduce(work, avals, mesh, name)
-    arguments = (avals.arrays, avals.microbatch, list(avals.entering))
+    arguments = (avals.arrays, avals.micro, list(avals.entering))
     forward = _traced(work.forward, arguments, mesh)
     count = len(work.activations)  # outputs, which precede the stash
     saved = [
@@ -621,14 +601,12 @@ def chunk_programs(
         )
     if gradients is None:
         return programs
-    inputs = jax.tree.leaves(
-        (avals.arrays, avals.microbatch, list(saved), list(residuals), avals.weight_sums)
-    )
+    inputs = jax.tree.leaves((avals.arrays, avals.micro, list(saved), list(residuals), avals.late))
     return replace(
         programs,
         weight_gradients=_with_sums(
             replace(gradients, inputs=tuple(inputs)),
-            jax.tree.leaves(avals.weight_sums),
+            jax.tree.leaves(avals.late),
             [],
             mesh,
             f"{name}_weights",
@@ -667,10 +645,10 @@ def _gather_and_reduce(
     avals = replace(
         avals,
         arrays=replace(
-            avals.arrays, gathered_operands=list(on_stage(gather.results, mesh)) if gather else []
+            avals.arrays, gathered=list(on_stage(gather.results, mesh)) if gather else []
         ),
     )
-    arguments = (avals.arrays, avals.weight_sums)
+    arguments = (avals.arrays, avals.late)
     reduce = _traced(work.reduced, arguments, mesh)
     return (
         ChunkPrograms(
@@ -680,7 +658,7 @@ def _gather_and_reduce(
                 mesh,
                 shardings=[
                     *(leaf.sharding for leaf in avals.gradients),
-                    *(leaf.sharding for leaf in avals.weight_sums.shared),
+                    *(leaf.sharding for leaf in avals.late.shared),
                 ],
             ),
         ),
@@ -713,25 +691,19 @@ def _weight_gradients(
 
     def residuals(
         arrays: ChunkInputs,
-        microbatch: Any,
+        micro: Any,
         outputs: Any,
         stash: Any,
         cotangents: Any,
-        outside_sums: OutsideSums,
+        early: OutsideSums,
     ) -> Any:
-        return work.backward_inputs(arrays, microbatch, outputs, stash, cotangents, outside_sums)[2]
+        return work.backward_inputs(arrays, micro, outputs, stash, cotangents, early)[2]
 
     outputs, cotangents = _backward_arguments(work, work.activations)
     shapes = jax.eval_shape(
-        residuals,
-        avals.arrays,
-        avals.microbatch,
-        outputs,
-        list(saved),
-        cotangents,
-        avals.outside_sums,
+        residuals, avals.arrays, avals.micro, outputs, list(saved), cotangents, avals.early
     )
-    arguments = (avals.arrays, avals.microbatch, list(saved), shapes, avals.weight_sums)
+    arguments = (avals.arrays, avals.micro, list(saved), shapes, avals.late)
     traced = _traced(work.backward_weights, arguments, mesh)
     first = len(jax.tree.leaves(avals.arrays)) + 1
     dropped = [k for k in range(first, first + len(saved)) if k not in traced.read_inputs]
@@ -763,8 +735,8 @@ def _backward(
 ) -> tuple[TracedFunction, list[Any]]:
     """The backward pass (without weight gradients if these are split off), and its sums."""
     outputs, cotangents = _backward_arguments(work, outputs)
-    sums = (avals.outside_sums,) if split else (avals.outside_sums, avals.weight_sums)
-    arguments = (avals.arrays, avals.microbatch, outputs, list(saved), cotangents, *sums)
+    sums = (avals.early,) if split else (avals.early, avals.late)
+    arguments = (avals.arrays, avals.micro, outputs, list(saved), cotangents, *sums)
     run = work.backward_inputs if split else work.backward
     return _traced(run, arguments, mesh), jax.tree.leaves(sums)
 
@@ -775,28 +747,22 @@ def _fused(
     """Forward and backward in one, its arguments, and its sums."""
 
     def run(
-        arrays: ChunkInputs,
-        microbatch: Any,
-        entering: Any,
-        outside_sums: OutsideSums,
-        weight_sums: WeightSums,
+        arrays: ChunkInputs, micro: Any, entering: Any, early: OutsideSums, late: WeightSums
     ) -> Any:
-        outputs, saved = work.forward(arrays, microbatch, entering)
-        return work.backward(arrays, microbatch, outputs, saved, [], outside_sums, weight_sums)
+        outputs, saved = work.forward(arrays, micro, entering)
+        return work.backward(arrays, micro, outputs, saved, [], early, late)
 
-    def run_inputs(
-        arrays: ChunkInputs, microbatch: Any, entering: Any, outside_sums: OutsideSums
-    ) -> Any:
-        outputs, saved = work.forward(arrays, microbatch, entering)
-        outside_sums, input_grads, residuals = work.backward_inputs(
-            arrays, microbatch, outputs, saved, [], outside_sums
+    def run_inputs(arrays: ChunkInputs, micro: Any, entering: Any, early: OutsideSums) -> Any:
+        outputs, saved = work.forward(arrays, micro, entering)
+        early, input_grads, residuals = work.backward_inputs(
+            arrays, micro, outputs, saved, [], early
         )
-        return outside_sums, input_grads, [saved[k] for k in positions], residuals
+        return early, input_grads, [saved[k] for k in positions], residuals
 
-    sums = (avals.outside_sums,) if split else (avals.outside_sums, avals.weight_sums)
+    sums = (avals.early,) if split else (avals.early, avals.late)
     return (
         run_inputs if split else run,
-        (avals.arrays, avals.microbatch, list(avals.entering), *sums),
+        (avals.arrays, avals.micro, list(avals.entering), *sums),
         jax.tree.leaves(sums),
     )
 
@@ -1387,7 +1353,7 @@ class StepRun:
 
     Attributes:
         inputs: values read by all microbatches.
-        outside_sums, weight_sums: sums of each chunk.
+        early, late: sums of each chunk.
     """
 
     def __init__(
@@ -1397,15 +1363,12 @@ class StepRun:
         self.inputs, self._arriving = inputs, arriving
         self._stage_arrays, self._shards = dict[int, Arrays](), dict[int, tuple[jax.Array, ...]]()
         self.zero_sums: list[ZeroSums] = [stage.zeros() for stage in programs.stages]
-        self.outside_sums, self.weight_sums = dict[int, Arrays](), dict[int, Arrays]()
+        self.early, self.late = dict[int, Arrays](), dict[int, Arrays]()
         for number in range(len(programs.chunks)):
-            outside_sums, weight_sums = self.zero_sums[number % self.stage_count].chunks[
+            early, late = self.zero_sums[number % self.stage_count].chunks[
                 number // self.stage_count
             ]
-            self.outside_sums[number], self.weight_sums[number] = (
-                jax.tree.leaves(outside_sums),
-                jax.tree.leaves(weight_sums),
-            )
+            self.early[number], self.late[number] = (jax.tree.leaves(early), jax.tree.leaves(late))
         self.entering, self.outputs, self.saved, self.cotangents = (
             dict[tuple[int, int], Arrays]() for _ in range(4)
         )
@@ -1433,7 +1396,7 @@ class StepRun:
             for start in range(0, len(programs.chunks), self.stage_count)
         ]
         stacks, last = programs.stacks, len(programs.chunks) - 1
-        weight_sums = [
+        late = [
             [
                 join(leaves)
                 for leaves in zip(*(self._reduced(number) for number in chunks), strict=True)
@@ -1444,19 +1407,17 @@ class StepRun:
         sums: list[Values] = [dict(stage_sums.outside) for stage_sums in self.zero_sums]
         for number in (0, last):
             sums[number % self.stage_count].update(
-                zip(programs.outside[number], self.outside_sums[number], strict=False)
+                zip(programs.outside[number], self.early[number], strict=False)
             )
         outside = {number: join([values[number] for values in sums]) for number in sorted(sums[0])}
         results = zip(
             *(stage_sums.results for stage_sums in self.zero_sums[:-1]),
-            self.outside_sums[last][len(programs.outside[last]) :],
+            self.early[last][len(programs.outside[last]) :],
             strict=True,
         )
         return StageSums(
-            stacks=[[leaves[k] for leaves in weight_sums] for k in range(stacks)],
-            shared=[
-                [leaves[k] for leaves in weight_sums] for k in range(stacks, len(weight_sums[0]))
-            ],
+            stacks=[[leaves[k] for leaves in late] for k in range(stacks)],
+            shared=[[leaves[k] for leaves in late] for k in range(stacks, len(late[0]))],
             outside=outside,
             results=[join(leaves) for leaves in results],
         )
@@ -1487,35 +1448,29 @@ class StepRun:
 
     def _reduced(self, chunk: int) -> Arrays:
         """Gradients of stacked parameters, and of parameters that all layers use."""
-        reduce, weight_sums = self.programs.chunks[chunk].reduce, self.weight_sums[chunk]
-        return weight_sums if reduce is None else reduce([*self.arrays(chunk), *weight_sums])
+        reduce, late = self.programs.chunks[chunk].reduce, self.late[chunk]
+        return late if reduce is None else reduce([*self.arrays(chunk), *late])
 
-    def _arguments(self, chunk: int, microbatch: int) -> Arrays:
-        return [
-            *self.arrays(chunk),
-            self.programs.stages[chunk % self.stage_count].indices[microbatch],
-        ]
+    def _arguments(self, chunk: int, micro: int) -> Arrays:
+        return [*self.arrays(chunk), self.programs.stages[chunk % self.stage_count].indices[micro]]
 
-    def _forward(self, chunk: int, microbatch: int) -> None:
-        program, index = self.programs.chunks[chunk], (chunk, microbatch)
+    def _forward(self, chunk: int, micro: int) -> None:
+        program, index = self.programs.chunks[chunk], (chunk, micro)
         if program.forward is None:
             return  # done by the backward pass
         results = program.forward([*self._arguments(*index), *self.entering.pop(index, ())])
         count = len(program.outputs)
         outputs, self.saved[index] = results[:count], results[count:]
         if chunk + 1 < len(self.programs.chunks):
-            self.entering[chunk + 1, microbatch] = jax.device_put(
+            self.entering[chunk + 1, micro] = jax.device_put(
                 outputs, self.programs.entering_shardings[chunk + 1]
             )
         else:
             self.outputs[index] = outputs
 
-    def _backward(self, chunk: int, microbatch: int) -> None:
-        program, index = self.programs.chunks[chunk], (chunk, microbatch)
-        sums = [
-            *self.outside_sums[chunk],
-            *(self.weight_sums[chunk] if program.weight_gradients is None else ()),
-        ]
+    def _backward(self, chunk: int, micro: int) -> None:
+        program, index = self.programs.chunks[chunk], (chunk, micro)
+        sums = [*self.early[chunk], *(self.late[chunk] if program.weight_gradients is None else ())]
         if program.fused is not None:
             inputs = [*self._arguments(*index), *self.entering.pop(index, ())]
             results = program.fused([*inputs, *sums])
@@ -1531,15 +1486,15 @@ class StepRun:
                     *sums,
                 ]
             )
-        outside_count, count = len(self.outside_sums[chunk]), len(sums)
-        self.outside_sums[chunk] = results[:outside_count]
+        outside_count, count = len(self.early[chunk]), len(sums)
+        self.early[chunk] = results[:outside_count]
         if chunk:
-            self.cotangents[chunk - 1, microbatch] = jax.device_put(
+            self.cotangents[chunk - 1, micro] = jax.device_put(
                 results[count : count + program.sent_count],
                 self.programs.cotangent_shardings[chunk - 1],
             )
         if program.weight_gradients is None:
-            self.weight_sums[chunk] = results[outside_count:count]
+            self.late[chunk] = results[outside_count:count]
         elif program.fused is not None:
             self.saved[index] = results[count + program.sent_count :]
         else:
@@ -1548,11 +1503,11 @@ class StepRun:
                 *results[count + program.sent_count :],
             ]
 
-    def _weights(self, chunk: int, microbatch: int) -> None:
-        program, index = self.programs.chunks[chunk], (chunk, microbatch)
+    def _weights(self, chunk: int, micro: int) -> None:
+        program, index = self.programs.chunks[chunk], (chunk, micro)
         assert program.weight_gradients is not None
-        self.weight_sums[chunk] = program.weight_gradients(
-            [*self._arguments(*index), *self.saved.pop(index), *self.weight_sums[chunk]]
+        self.late[chunk] = program.weight_gradients(
+            [*self._arguments(*index), *self.saved.pop(index), *self.late[chunk]]
         )
 
 
@@ -1591,7 +1546,7 @@ class StagePrograms:
             },
             states=[meshes.stage_shard(leaf, stage) for leaf in inputs.states],
             batch=[meshes.stage_shard(leaf, stage) for leaf in inputs.batch],
-            gathered_operands=[],
+            gathered=[],
         )
 
     def _sums(self, chunk: int) -> dict[str, Any]:
@@ -1601,10 +1556,10 @@ class StagePrograms:
             number: self._sum(number, chunk) for number in work.outside if self._has_grad(number)
         }
         return {
-            "outside_sums": OutsideSums(
+            "early": OutsideSums(
                 outside=outside, results=self._zero_results(chunk) if work.is_last else []
             ),
-            "weight_sums": WeightSums(
+            "late": WeightSums(
                 weights=[self._gradients(chunk)[k] for k in work.chunk.per_tick_weights],
                 shared=[self._sum(number, chunk) for number in work.shared],
                 partial_sums=self._partial_sums(chunk),
@@ -1695,7 +1650,7 @@ class StagePrograms:
         arguments = (state.params, state.loss_state, batch)
         structure = jax.tree.structure(jax.eval_shape(whole_mesh.step_inputs, *arguments))
         setup_program = _traced(whole_mesh.step_inputs, arguments, meshes.mesh).compiled(
-            f"{name}_opening", meshes.mesh
+            f"{name}_setup", meshes.mesh
         )
         step_inputs: StepInputs = jax.tree.unflatten(
             structure, on_stage(setup_program.results, meshes.mesh)
@@ -1706,7 +1661,7 @@ class StagePrograms:
             mesh = meshes.stages[number % count]
             avals = ChunkAvals(
                 arrays=self._stage_arrays(number, step_inputs),
-                microbatch=_index(mesh),
+                micro=_index(mesh),
                 entering=entering[-1],
                 gradients=self._gradients(number),
                 **self._sums(number),
@@ -1730,8 +1685,7 @@ class StagePrograms:
             stacks=len(whole_mesh.stacks),
             per_step=tuple(self._per_step_reads(number) for number in range(last + 1)),
             outside=tuple(
-                tuple(sorted(self._sums(number)["outside_sums"].outside))
-                for number in range(last + 1)
+                tuple(sorted(self._sums(number)["early"].outside)) for number in range(last + 1)
             ),
             chunks=tuple(chunks),
             stages=tuple(map(self._stage, range(count))),
@@ -1753,9 +1707,9 @@ class StagePrograms:
         mesh, last = self.whole_mesh.meshes.stages[stage], len(self.work) - 1
         count = len(self.order)
         chunks = [tuple(self._sums(number).values()) for number in range(stage, last + 1, count)]
-        summed_here = {number for outside_sums, _ in chunks for number in outside_sums.outside}
+        summed_here = {number for early, _ in chunks for number in early.outside}
         outside_values = {
-            number for end in (0, last) for number in self._sums(end)["outside_sums"].outside
+            number for end in (0, last) for number in self._sums(end)["early"].outside
         }
         zero_sums = ZeroSums(
             chunks=chunks,
@@ -1773,8 +1727,8 @@ class StagePrograms:
         return StageConstants(
             zeros=zeros,
             indices=tuple(
-                jax.device_put(np.int32(microbatch), NamedSharding(mesh, PartitionSpec()))
-                for microbatch in range(self.plan.microbatches)
+                jax.device_put(np.int32(micro), NamedSharding(mesh, PartitionSpec()))
+                for micro in range(self.plan.microbatches)
             ),
         )
 
@@ -1789,24 +1743,20 @@ class StagePrograms:
                 sharding=NamedSharding(meshes.mesh, leaf.sharding.spec),
             )
 
-        weight_sums = [
+        late = [
             WeightSums(
                 weights=[whole(leaf) for leaf in self._gradients(number)],
-                shared=[whole(leaf) for leaf in self._sums(number)["weight_sums"].shared],
+                shared=[whole(leaf) for leaf in self._sums(number)["late"].shared],
                 partial_sums=[],
             )
             for number in range(0, len(self.work), count)
         ]
-        outer = [self._sums(number)["outside_sums"] for number in (0, len(self.work) - 1)]
+        ends = [self._sums(number)["early"] for number in (0, len(self.work) - 1)]
         return StageSums(
-            stacks=[
-                [sums.weights[k] for sums in weight_sums] for k in range(len(whole_mesh.stacks))
-            ],
-            shared=[
-                [sums.shared[k] for sums in weight_sums] for k in range(len(weight_sums[0].shared))
-            ],
-            outside=jax.tree.map(whole, {**outer[0].outside, **outer[1].outside}),
-            results=[whole(leaf) for leaf in outer[1].results],
+            stacks=[[sums.weights[k] for sums in late] for k in range(len(whole_mesh.stacks))],
+            shared=[[sums.shared[k] for sums in late] for k in range(len(late[0].shared))],
+            outside=jax.tree.map(whole, {**ends[0].outside, **ends[1].outside}),
+            results=[whole(leaf) for leaf in ends[1].results],
         )
 
 

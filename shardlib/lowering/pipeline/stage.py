@@ -58,7 +58,7 @@ class StageArrays:
         keys: each array of model state with a slice per layer, [microbatches, stages, chunks,
             layers, ...].
         shared, constant: see `ChunkOperands`.
-        gathered_operands: pregathered operands, [stages, chunks, layers, ...]; of two chunks
+        gathered: pregathered operands, [stages, chunks, layers, ...]; of two chunks
             only if a chunk is gathered when its round begins.
     """
 
@@ -67,7 +67,7 @@ class StageArrays:
     keys: Arrays
     shared: Arrays
     constant: Arrays
-    gathered_operands: Arrays
+    gathered: Arrays
 
 
 @jax.tree_util.register_dataclass
@@ -332,15 +332,13 @@ class Stages:
             return []
         return self._manual(self._gather, (self._specs(),), STAGE)(arrays)
 
-    def gather_into_slot(
-        self, arrays: StageArrays, gathered_operands: Arrays, chunk: Index
-    ) -> Arrays:
+    def gather_into_slot(self, arrays: StageArrays, gathered: Arrays, chunk: Index) -> Arrays:
         """The pregathered operands, [stages, gathered_slots, layers, ...], with one chunk's
         gathered into its slot.
         """
         replicated = PartitionSpec()
         return self._manual(self._gather_into_slot, (self._specs(), STAGE, replicated), STAGE)(
-            arrays, gathered_operands, chunk
+            arrays, gathered, chunk
         )
 
     def reduce(self, arrays: StageArrays, sums: Arrays) -> Arrays:
@@ -364,12 +362,8 @@ class Stages:
         """Zeros for the partial sums, [stages, chunks, layers, ...], float32 at least."""
 
         def zeros() -> Arrays:
-            pregathered = self.chunk.pregathered
-            leaves = (
-                pregathered.zeros((1, self.gathered_slots, self.chunk.layers))
-                if pregathered
-                else []
-            )
+            weights, lead = self.chunk.pregathered, (1, self.gathered_slots, self.chunk.layers)
+            leaves = weights.zeros(lead) if weights else []
             return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
 
         return self._manual(zeros, (), STAGE)()
@@ -381,9 +375,7 @@ class Stages:
         operands = pregathered.gather([leaf.reshape(-1, *leaf.shape[2:]) for leaf in weights])
         return [leaf.reshape(1, self.table.virtual, -1, *leaf.shape[1:]) for leaf in operands]
 
-    def _gather_into_slot(
-        self, arrays: StageArrays, gathered_operands: Arrays, chunk: Index
-    ) -> Arrays:
+    def _gather_into_slot(self, arrays: StageArrays, gathered: Arrays, chunk: Index) -> Arrays:
         pregathered = self.chunk.pregathered
         assert pregathered is not None
         weights = [
@@ -391,7 +383,7 @@ class Stages:
             for leaf in self._sources(arrays)
         ]
         operands = pregathered.gather_into_slot(
-            weights, [leaf[0] for leaf in gathered_operands], chunk % self.gathered_slots
+            weights, [leaf[0] for leaf in gathered], chunk % self.gathered_slots
         )
         return [leaf[None] for leaf in operands]
 
@@ -429,7 +421,7 @@ class Stages:
             keys=keys,
             shared=replicated,
             constant=replicated,
-            gathered_operands=per_stage,
+            gathered=per_stage,
         )
 
     def forward(
@@ -542,7 +534,7 @@ class Stages:
         stash: Arrays,
     ) -> tuple[InFlight, Arrays, Arrays]:
         stage = stage_indices[0]
-        microbatch, chunk, active = self.table.forward(tick, stage)
+        micro, chunk, active = self.table.forward(tick, stage)
         first = (stage == 0) & (chunk == 0)
         buffers = self.activations[self.entering_count :]
         computed = [*entering, *(jnp.zeros(leaf.shape, leaf.dtype) for leaf in buffers)]
@@ -551,7 +543,7 @@ class Stages:
             self._inside(jnp.where(first, new, old), k)
             for k, (new, old) in enumerate(zip(computed, arrived, strict=True))
         ]
-        operands = self._operands(arrays, stage, microbatch, chunk)
+        operands = self._operands(arrays, stage, micro, chunk)
         outputs, saved = self._if_active(
             active,
             lambda: (
@@ -589,7 +581,7 @@ class Stages:
         residuals: Arrays,
     ) -> tuple[InFlight, ChunkGrads, Arrays, Arrays]:
         stage = stage_indices[0]
-        microbatch, chunk, active = self.table.backward(tick, stage)
+        micro, chunk, active = self.table.backward(tick, stage)
         last = (stage == self.table.stages - 1) & (chunk == self.table.last_chunk)
         last_cotangents = dict(
             zip([k for k in self.leaving if k in self.differentiable], leaving, strict=True)
@@ -604,7 +596,7 @@ class Stages:
             )
             for k, old in zip(self.differentiable, arrived, strict=True)
         ]
-        operands = self._operands(arrays, stage, microbatch, chunk)
+        operands = self._operands(arrays, stage, micro, chunk)
         saved = slot_of(stash, self.table.backward_slot(tick, stage))
         if self.table.split:
             input_grads, new_residuals = self._if_active(
@@ -635,8 +627,8 @@ class Stages:
         sums: ChunkGrads,
         residuals: Arrays,
     ) -> ChunkGrads:
-        microbatch, chunk, active = self.table.weights(tick)
-        operands = self._operands(arrays, stage_indices[0], microbatch, chunk)
+        micro, chunk, active = self.table.weights(tick)
+        operands = self._operands(arrays, stage_indices[0], micro, chunk)
         gradients = self.chunk.backward_weights(
             operands,
             self._zeros(),
@@ -683,18 +675,16 @@ class Stages:
             ],
         )
 
-    def _operands(
-        self, arrays: StageArrays, stage: Any, microbatch: Any, chunk: Any
-    ) -> ChunkOperands:
+    def _operands(self, arrays: StageArrays, stage: Any, micro: Any, chunk: Any) -> ChunkOperands:
         """The operands of one stage in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         keys = [
-            of_chunk(jax.lax.dynamic_index_in_dim(leaf, microbatch, 0, keepdims=False)[0])
+            of_chunk(jax.lax.dynamic_index_in_dim(leaf, micro, 0, keepdims=False)[0])
             for leaf in arrays.keys
         ]
-        gathered_operands = [
+        gathered = [
             jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.gathered_slots, 0, keepdims=False)
-            for leaf in arrays.gathered_operands
+            for leaf in arrays.gathered
         ]
         return ChunkOperands(
             weights=[of_chunk(leaf[0]) for leaf in arrays.weights],
@@ -702,6 +692,6 @@ class Stages:
             keys=keys,
             shared=arrays.shared,
             constant=arrays.constant,
-            gathered_operands=gathered_operands,
+            gathered=gathered,
             first_layer=(chunk * self.table.stages + stage) * self.chunk.layers,
         )
