@@ -64,7 +64,7 @@ from shardlib.findings import Finding
 from shardlib.lowering.disk import DiskArray
 from shardlib.lowering.mesh import HOST
 from shardlib.lowering.runtime import TrainState, checksums_by_path
-from shardlib.lowering.training_program import SeveralStates, TrainingProgram, is_program
+from shardlib.lowering.training_program import CompositeState, TrainingProgram, is_program
 from shardlib.planner.plan import Plan, plan_from_data, plan_to_data
 from shardlib.processes import values
 from shardlib.processes.values import ArrayHandler, by_owners, owners_of, whole
@@ -467,7 +467,7 @@ class WrittenAlike:
             for path, array in self.checkpoint.read(paths, named, at_once=not to_disk):
                 arrays[path] = self.checkpoint.placed(path, array, named[path])
         form = jax.tree.structure(target).unflatten([arrays[path] for path in named])
-        return like.of_stored_form(form) if isinstance(like, SeveralStates) else form
+        return like.of_stored_form(form) if isinstance(like, CompositeState) else form
 
     def findings(self, like: State, *, new_optimizer: bool) -> tuple[Finding, ...]:
         """See `Written`."""
@@ -1097,7 +1097,7 @@ class Checkpoints:
 
 def is_alike(arrays: Mapping[str, Spec], state: State) -> bool:
     """True if a checkpoint has the same number of islands as a state, and the same exchange."""
-    if isinstance(state, SeveralStates):
+    if isinstance(state, CompositeState):
         return state.is_stored_in(arrays)
     several = any(path.startswith(("islands.", "outer.")) for path in arrays)
     return not (several and isinstance(state, TrainState))

@@ -19,7 +19,7 @@ from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import CheckpointError
 from shardlib.lowering.disk import DiskArray
 from shardlib.lowering.runtime import TrainState, checksums, checksums_by_path
-from shardlib.lowering.training_program import SeveralStates
+from shardlib.lowering.training_program import CompositeState
 from shardlib.processes.values import in_every_process
 
 
@@ -71,12 +71,12 @@ _OPTIMIZER = ("opt_state", "guard", "exchange")
 
 def form_of(state: State) -> Tree:
     """A tree with the arrays of a state as they are stored."""
-    return state.stored_form() if isinstance(state, SeveralStates) else state
+    return state.stored_form() if isinstance(state, CompositeState) else state
 
 
 def without_optimizer(state: State) -> State:
     """A state without optimizer state and related parts."""
-    if isinstance(state, SeveralStates):
+    if isinstance(state, CompositeState):
         return state.mapped(without_optimizer)
     return TrainState(
         step=state.step, params=state.params, model_state=state.model_state, opt_state=()

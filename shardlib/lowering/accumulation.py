@@ -87,7 +87,7 @@ def microbatch_of(batch: Tree, dims: Mapping[str, int | None], count: int) -> Tr
     if failures:
         raise_all(
             BatchError,
-            f"the batch cannot be worked through in {count} microbatches",
+            f"the batch cannot be divided into {count} microbatches",
             failures,
             hint="pin microbatches to a divisor of the batch",
         )

@@ -129,7 +129,7 @@ def match_matmul(
     matmul: WeightMatmul, parameter: ParameterLayout, layouts: ValueLayouts, size: int
 ) -> MatchedMatmul | None:
     """The loop that can replace a matmul under a plan; None if its operands and result are sharded
-    otherwise.
+    differently.
     """
     activation, result = layouts.get(matmul.layout_key), layouts.get((matmul.path, 0))
     if activation is None or result is None:

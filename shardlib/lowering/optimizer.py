@@ -135,9 +135,9 @@ class _Group:
     """Matrix updates that run together.
 
     Attributes:
-        pairs: of every parameter of the group.
-        program: of the whole update.
-        unit: the same for parameters whose stacks have one matrix.
+        pairs: for every parameter of the group, its span, and the span of one of its matrices.
+        program: the whole update, which has the first spans.
+        unit: the update of one matrix per parameter, which has the second spans.
     """
 
     group: UpdateGroup

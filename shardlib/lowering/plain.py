@@ -99,7 +99,7 @@ def make_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
         )
     count = int(np.prod(list(MESH.values())))
     if len(available) < count:
-        raise ValueError(f"the mesh {dict(MESH)} needs {count} devices, here are {len(available)}")
+        raise ValueError(f"the mesh {dict(MESH)} needs {count} devices, there are {len(available)}")
     order = range(count) if DEVICE_ORDER is None else DEVICE_ORDER
     grid = np.array([available[number] for number in order], dtype=object)
     return Mesh(grid.reshape(tuple(MESH.values())), tuple(MESH), axis_types=(kind,) * len(MESH))
@@ -711,7 +711,7 @@ class _Walk:
         if missing:
             raise ValueError(
                 f"the loss has no {', '.join(missing)}: it is not the one that was planned, or JAX"
-                f" {jax.__version__} traces it otherwise. Write this file again with shardlib."
+                f" {jax.__version__} traces it differently. Write this file again with shardlib."
             )
 
     def run(
@@ -794,7 +794,7 @@ class _Walk:
         if shape != jnp.shape(value):
             raise ValueError(
                 f"{name} has shape {jnp.shape(value)} here and {shape} in the plan: the loss or the"
-                " batch is another one. Write this file again with shardlib."
+                " batch has changed. Write this file again with shardlib."
             )
         value = _constrain(value, spec, self.mesh)
         cotangent = self.layouts.cotangents.get(name)

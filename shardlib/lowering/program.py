@@ -1154,8 +1154,8 @@ def with_loss_scale(traced: LossJaxpr, num_parameters: int, num_state: int) -> L
     )
     if new[: len(old)] != old:
         raise TracingError(
-            "the loss does not trace again with a scale: its equations change\nTry: no scale of the"
-            " loss"
+            "the loss does not trace again with a scale: its equations change\nTry: guards without"
+            " a loss scale"
         )
     return LossJaxpr(closed_jaxpr=retraced, out_tree=jax.tree.structure(shapes))
 

@@ -70,14 +70,14 @@ from shardlib.untrusted.data import Kind, is_count, is_positive, require_kinds
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossForRows:
-    """A loss for certain rows, and the layouts of its values.
+class EvaluationLoss:
+    """The loss of an evaluation for a batch of certain shapes, and the layouts of its values.
 
     Attributes:
         value_layouts: layouts of activations.
         batch: layout of every array of the batch, by path.
         axes: logical axes of every array of the batch, by path.
-        plan: the plan, adjusted to these rows.
+        plan: the plan, adjusted to the number of rows.
         findings: findings of lowering.
     """
 
@@ -89,14 +89,14 @@ class LossForRows:
     findings: tuple[Finding, ...]
 
 
-def loss_for_rows(
+def evaluation_loss(
     plan: Plan,
     model: Model,
     loss: PureLoss,
     batch: Tree,
     batch_axes: Tree,
     axes_by_path: Mapping[str, LogicalAxes],
-) -> LossForRows:
+) -> EvaluationLoss:
     """Traces a loss and gives its values layouts.
 
     Args:
@@ -144,7 +144,7 @@ def loss_for_rows(
     )
     if findings and plan.experts != "none":
         plan, findings = replace(plan, experts="none"), (*findings, _experts_as_written())
-    return LossForRows(
+    return EvaluationLoss(
         traced=traced,
         value_layouts=layouts,
         batch=batch_layouts(problem, colouring.batch, plan.mesh, rules),
@@ -227,7 +227,7 @@ def _rules_for_rows(
             f"{rows} rows do not divide over {'·'.join(axes)}"
             f" ({mesh.ways(tuple(axis for axis in axes if axis in mesh))} ways): they are"
             f" {'sharded over ' + '·'.join(kept_axes) + ' alone' if kept_axes else 'replicated'},"
-            " and the devices along the rest compute the same."
+            " and the devices along the other axes compute the same rows."
         ),
         hint="rows that divide",
     )
@@ -258,14 +258,14 @@ def _experts_as_written() -> Finding:
 
 
 def abstract_batch(
-    batch: Tree, for_rows: LossForRows, shard: Callable[[Layout], NamedSharding]
+    batch: Tree, planned: EvaluationLoss, shard: Callable[[Layout], NamedSharding]
 ) -> Tree:
     """An abstract batch with shardings.
 
     Args:
         shard: layout -> sharding.
     """
-    layouts = [layout for _, layout in for_rows.batch]
+    layouts = [layout for _, layout in planned.batch]
     leaves, structure = jax.tree.flatten(batch)
     return structure.unflatten(
         [
@@ -376,7 +376,7 @@ class Evaluation:
                 "a program for devices that are not here cannot evaluate\nTry:"
                 " shardlib.compile(...) on the devices themselves"
             )
-        for_rows = loss_for_rows(
+        planned = evaluation_loss(
             _whole_batch_plan(self.plan),
             self.model,
             self._fixed_state_loss,
@@ -385,8 +385,8 @@ class Evaluation:
             self.axes,
         )
         replicated = named_sharding(self.mesh, Layout())
-        sharded = abstract_batch(batch, for_rows, lambda layout: named_sharding(self.mesh, layout))
-        loss, findings = self._lowered(for_rows, sharded)
+        sharded = abstract_batch(batch, planned, lambda layout: named_sharding(self.mesh, layout))
+        loss, findings = self._lowered(planned, sharded)
 
         def evaluate(params: Tree, model_state: Tree, batch: Tree) -> dict[str, Any]:
             value, (metrics, _) = loss(params, model_state, batch)
@@ -402,30 +402,32 @@ class Evaluation:
             )
             compiled = jitted.lower(*arguments).compile()
         call = _jax_compat.runnable(jitted, compiled, arguments, self.mesh)
-        return EvaluationProgram(call=call, batch=sharded, findings=(*for_rows.findings, *findings))
+        return EvaluationProgram(call=call, batch=sharded, findings=(*planned.findings, *findings))
 
     def _fixed_state_loss(self, params: Tree, state: Tree, batch: Tree) -> Any:
         """The loss, with the model state returned unchanged."""
         value, (metrics, _) = self.loss(params, state, batch)
         return value, (metrics, state)
 
-    def _lowered(self, for_rows: LossForRows, batch: Tree) -> tuple[PureLoss, tuple[Finding, ...]]:
+    def _lowered(
+        self, planned: EvaluationLoss, batch: Tree
+    ) -> tuple[PureLoss, tuple[Finding, ...]]:
         """The loss with its layouts, run through the stages if there are any."""
-        plan = for_rows.plan
+        plan = planned.plan
         if plan.mesh["stage"] > 1:
-            dims = with_folds(batch_dims(for_rows.axes), batch, for_rows.traced.program)
+            dims = with_folds(batch_dims(planned.axes), batch, planned.traced.program)
             try:
                 staged, findings = pipeline(
                     plan,
-                    for_rows.traced,
+                    planned.traced,
                     self.model.state,
                     self.mesh,
                     self.params,
-                    StagedLayouts(layers=for_rows.value_layouts, outside_values={}),
-                    key_inputs(dims, for_rows.traced.closed_jaxpr),
+                    StagedLayouts(layers=planned.value_layouts, outside_values={}),
+                    key_inputs(dims, planned.traced.closed_jaxpr),
                 )
             except PlanError as error:
-                return self._without_pipeline(for_rows), (
+                return self._without_pipeline(planned), (
                     Finding(
                         code="evaluation-without-stages",
                         severity="warning",
@@ -442,13 +444,13 @@ class Evaluation:
                 lambda params, state, batch: staged.loss(params, state, *whole.split(batch)),
                 findings,
             )
-        return self._without_pipeline(for_rows), ()
+        return self._without_pipeline(planned), ()
 
-    def _without_pipeline(self, for_rows: LossForRows) -> PureLoss:
+    def _without_pipeline(self, planned: EvaluationLoss) -> PureLoss:
         return loss_in_layouts(
-            for_rows.traced,
+            planned.traced,
             LossLayouts.of(
-                for_rows.traced, for_rows.plan, self.mesh, self.params, for_rows.value_layouts
+                planned.traced, planned.plan, self.mesh, self.params, planned.value_layouts
             ),
         )
 

@@ -122,8 +122,8 @@ def is_program(value: object) -> TypeIs[TrainingProgram]:
 
 
 @runtime_checkable
-class SeveralStates(Protocol):
-    """The states of several programs as one, which checkpoints store in another form."""
+class CompositeState(Protocol):
+    """The states of several programs as one, which checkpoints store in a form of its own."""
 
     def mapped(self, function: Callable[[TrainState], TrainState]) -> Any:
         """The states after a function is applied to each."""

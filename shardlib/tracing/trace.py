@@ -783,7 +783,7 @@ class TracedUpdate:
         program: (gradients, state, parameters, loss) -> (updates, state).
         out_tree: structure of its results.
         spans: its matrix updates, each with that of one matrix.
-        unit: the program for parameters whose stacks have one matrix.
+        unit: the update of one matrix per parameter: traced with stacks of length 1.
         coupled: parameters whose products depend on those of others.
         findings: findings of tracing.
     """

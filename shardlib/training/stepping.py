@@ -35,7 +35,7 @@ from shardlib.errors import (
 from shardlib.findings import Finding
 from shardlib.lowering.runtime import TrainState
 from shardlib.lowering.step import limited
-from shardlib.lowering.training_program import SeveralStates, TrainingProgram
+from shardlib.lowering.training_program import CompositeState, TrainingProgram
 from shardlib.planner.plan import Plan
 from shardlib.processes.code import user_code, versions
 from shardlib.processes.place import StopRequest, Watchdog, stop_requests
@@ -560,7 +560,7 @@ def has_limit(program: TrainingProgram) -> bool:
 
 def limited_to(state: Any, limit: float) -> Any:
     """The state with a loss limit for the next step, the same on all islands."""
-    if isinstance(state, SeveralStates):
+    if isinstance(state, CompositeState):
         return state.mapped(lambda island: limited(island, limit))
     return limited(state, limit)
 
