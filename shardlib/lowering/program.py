@@ -841,7 +841,7 @@ class Program:
             None
             if self.parts.guards is None
             else jax.jit(
-                self.parts.guards.initial_state, out_shardings=shardings_of(self.state.guard)
+                self.parts.guards.first_state, out_shardings=shardings_of(self.state.guard)
             )()
         )
         return replace(state, opt_state=opt_state, guard=guard)
@@ -1208,7 +1208,7 @@ def abstract_state(
         ),
         model_state=with_shardings(model.state, state_shardings(plan, model.state, mesh)),
         opt_state=with_shardings(store.opt_state, store.opt_shardings),
-        guard=None if guards is None else as_replicated(jax.eval_shape(guards.initial_state)),
+        guard=None if guards is None else as_replicated(jax.eval_shape(guards.first_state)),
     )
 
 
@@ -1279,7 +1279,7 @@ def init_function(
             params=model.partition.mapped(precision.as_stored, params),
             model_state=state,
             opt_state=optimizer.init(model.partition.trained(params)),
-            guard=None if guards is None else guards.initial_state(),
+            guard=None if guards is None else guards.first_state(),
         )
 
     return init

@@ -538,7 +538,7 @@ class Guards:
             "Guards", _GUARDS, vars(self), needed=("growth", "spike"), error=SettingsError
         )
 
-    def initial_state(self) -> GuardState:
+    def first_state(self) -> GuardState:
         """The guard state before the first step."""
         return GuardState(
             scale=None if self.scale is None else jnp.float32(self.scale),

@@ -114,7 +114,7 @@ def with_slot(stash: Arrays, arrays: Arrays, slot: Index) -> Arrays:
     ]
 
 
-def only_if(condition: Value, array: Value) -> Value:
+def or_zeros(condition: Value, array: Value) -> Value:
     """An array where a condition holds, otherwise zeros."""
     return jnp.where(condition, array, jnp.zeros_like(array))
 
@@ -553,7 +553,7 @@ class Stages:
             ),
         )
         stash = with_slot(stash, saved, self.table.forward_slot(tick, stage))
-        out = [only_if(stage == self.table.stages - 1, outputs[k])[None] for k in self.leaving]
+        out = [or_zeros(stage == self.table.stages - 1, outputs[k])[None] for k in self.leaving]
         return InFlight(next=self._hop(outputs, 1), waiting=waiting), stash, out
 
     def _arrived(self, tick: Index, in_flight: InFlight, at_end: Value) -> tuple[Arrays, Arrays]:
@@ -612,7 +612,7 @@ class Stages:
             )
             sums = self._summed(sums, gradients, chunk, active)
         out = [
-            only_if((stage == 0) & (chunk == 0) & active, leaf)[None]
+            or_zeros((stage == 0) & (chunk == 0) & active, leaf)[None]
             for k, leaf in zip(self.differentiable, input_grads, strict=True)
             if k < self.entering_count
         ]
