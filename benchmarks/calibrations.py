@@ -38,7 +38,7 @@ from shardlib.frontend.timed import lower_quartile, stepping
 from shardlib.frontend.verified import NEAR, one_of_each_mesh
 from shardlib.models import presets
 from shardlib.planner.plan import Plan
-from shardlib.planner.search import Prepared
+from shardlib.planner.search import PlanSource
 from shardlib.processes.timing import Busy, Clock
 
 BATCH, SEQ = 16, 128
@@ -55,7 +55,7 @@ def job() -> dict[str, Any]:
 def candidates(count: int) -> list[Plan]:
     """The plain plan, and plans that are run with it."""
     plan = shardlib.plan(**job(), topology=f"cpu:{DEVICES}")
-    assert isinstance(plan.source, Prepared)
+    assert isinstance(plan.source, PlanSource)
     ranking = plan.source.ranked(plan.source.topology)
     first = list(itertools.islice(one_of_each_mesh(ranking), count))
     near = [entry for entry in first if entry.seconds <= NEAR * first[0].seconds]

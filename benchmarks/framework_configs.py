@@ -186,7 +186,7 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
     from shardlib.errors import PinError
     from shardlib.frontend.model import read_and_trace
     from shardlib.machines.topology import topology
-    from shardlib.planner.search import prepared_for, search
+    from shardlib.planner.search import search, workload_for_framework
 
     plans: dict[str, list[dict[str, Any]]] = {}
     for model, batch, seq, where in JOBS:
@@ -195,7 +195,7 @@ def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
             *(given[word] for word in ("init", "loss", "optimizer", "batch", "batch_axes", "name"))
         ).traced.problem
         for name, pinned in PINS.items():
-            load = prepared_for(name, problem, topology(where))
+            load = workload_for_framework(name, problem, topology(where))
             for number, pins in enumerate(pinned):
                 try:
                     plan = search(load.problem, where, pins, workload=load)

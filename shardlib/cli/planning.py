@@ -42,7 +42,7 @@ from shardlib.wings import extension, required
 
 if TYPE_CHECKING:
     from shardlib.planner.answers import Answers
-    from shardlib.planner.scaling import Curve
+    from shardlib.planner.scaling import ScalingCurve
     from shardlib.report.pages import Evidence
     from shardlib.verification.report import Verification
 
@@ -117,7 +117,7 @@ def _scaled(
     devices: tuple[int, ...],
     growth: Growth,
     pins: dict[str, Any],
-) -> Curve:
+) -> ScalingCurve:
     """The scaling curve of the model that a command line names."""
     from shardlib.machines.topology import of_size
 

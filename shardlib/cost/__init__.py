@@ -38,7 +38,6 @@ plans        candidates that share their decisions and differ in degrees and pla
 curve        figures of a chip under a framework profile (`Curve`), from published runs
 collected    collectives of one kind that a compiler merges: "together", or "apart" where not
 micro        the number of microbatches (in `shardlib.lowering` the index of one)
-tick         one microbatch in one stage (in `shardlib.lowering` one chunk of layers of it)
 stack        the slices of a value for all layers of a loop, in one array
 corner       a remat policy for each layer group, for all of its layers
 

@@ -59,25 +59,25 @@ class KernelHeads:
     """The heads of one attention kernel.
 
     Attributes:
-        group: factor of the heads of keys and values.
-        within: factors of the heads of queries in a group.
+        group_factor: factor of the heads of keys and values.
+        query_factors: factors of the heads of queries in a group.
         groups: heads of keys and values.
         queries_per_group: heads of queries per group.
         colour: colour of the groups.
-        width: colours of the dims that must stay whole in the kernel.
+        width_colours: colours of the dims that must stay whole in the kernel.
     """
 
-    group: int
-    within: frozenset[int]
+    group_factor: int
+    query_factors: frozenset[int]
     groups: int
     queries_per_group: int
     colour: str | None
-    width: frozenset[str]
+    width_colours: frozenset[str]
 
     @property
     def factors(self) -> frozenset[int]:
         """The factors of all heads."""
-        return self.within | {self.group}
+        return self.query_factors | {self.group_factor}
 
     def condition(self, *shardings: DividedHeads) -> HeadCondition:
         """The heads of a term that counts only in these cases."""

@@ -371,7 +371,9 @@ class CollectiveStep:
     cost: LinearCost
 
 
-def steps(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[CollectiveStep, ...]:
+def collective_steps(
+    kind: str, spans: tuple[Span, ...], topology: Topology
+) -> tuple[CollectiveStep, ...]:
     """The steps of a gather or scatter of parameters."""
     groups = (scatter_steps if kind == "reduce-scatter" else gather_steps)(spans, topology)
     degrees = [math.prod(span.ways for span in group) for group in groups]
@@ -413,14 +415,14 @@ def storage_group(*, experts: bool = False) -> DeviceGroup:
     return DeviceGroup(_without_expert(STORED_AXES) if experts else STORED_AXES, experts)
 
 
-def replicas(*, tensor: bool = False) -> DeviceGroup:
+def replica_group(*, tensor: bool = False) -> DeviceGroup:
     """The devices with replicas of the same stored shard; with `tensor`, including those along
     tensor.
     """
     return DeviceGroup((*REPLICA_AXES, *((TENSOR.name,) if tensor else ())))
 
 
-def tokens(*, experts: bool = False, tensor: bool = False) -> DeviceGroup:
+def token_group(*, experts: bool = False, tensor: bool = False) -> DeviceGroup:
     """The devices that process different tokens, over which gradients (of parameters of experts,
     with `experts`) are partial sums; with `tensor`, including those along tensor.
     """
@@ -458,11 +460,13 @@ class Slot:
 
 
 _TOKENS = tuple(
-    tokens(experts=experts, tensor=tensor) for tensor in (False, True) for experts in (False, True)
+    token_group(experts=experts, tensor=tensor)
+    for tensor in (False, True)
+    for experts in (False, True)
 )
 _STORED = (storage_group(), storage_group(experts=True))
-_OUTSIDE = tuple(on_all_stages(tokens(tensor=tensor)) for tensor in (False, True))
-_REPLICAS_OUTSIDE = tuple(on_all_stages(replicas(tensor=tensor)) for tensor in (False, True))
+_OUTSIDE = tuple(on_all_stages(token_group(tensor=tensor)) for tensor in (False, True))
+_REPLICAS_OUTSIDE = tuple(on_all_stages(replica_group(tensor=tensor)) for tensor in (False, True))
 SLOTS: tuple[Slot, ...] = (
     *(
         Slot(role, axis_group(AXES[name]), kind)
@@ -470,16 +474,22 @@ SLOTS: tuple[Slot, ...] = (
         for role, kinds in AXES[name].collectives.items()
         for kind in kinds
     ),
-    Slot("block", tokens(), "all-reduce"),
-    Slot("ends", on_all_stages(tokens()), "all-reduce"),
+    Slot("block", token_group(), "all-reduce"),
+    Slot("ends", on_all_stages(token_group()), "all-reduce"),
     *(Slot("gather", group, "all-gather") for group in _STORED),
     *(Slot("update", group, "all-to-all") for group in (axis_group(AXES["tensor"]), _STORED[0])),
-    *(Slot("update", group, "all-gather") for group in (replicas(), tokens())),
+    *(Slot("update", group, "all-gather") for group in (replica_group(), token_group())),
     *(Slot("reduce", group, "all-reduce") for group in (*_TOKENS, *_OUTSIDE)),
     *(Slot("scatter", group, "reduce-scatter") for group in _STORED),
     *(
         Slot("scatter", group, "all-reduce")
-        for group in (replicas(), replicas(tensor=True), *_TOKENS, *_REPLICAS_OUTSIDE, *_OUTSIDE)
+        for group in (
+            replica_group(),
+            replica_group(tensor=True),
+            *_TOKENS,
+            *_REPLICAS_OUTSIDE,
+            *_OUTSIDE,
+        )
     ),
 )
 #: Groups of devices that collectives of a step run over.
@@ -505,7 +515,7 @@ def spans_of(group: DeviceGroup, placement: Placement) -> tuple[Span, ...]:
     return tuple(span for axis in group.axes for span in placement.get(axis, ()))
 
 
-def shards(slot: Slot, degree: int) -> int:
+def result_ratio(slot: Slot, degree: int) -> int:
     """Ratio of the results of a collective to the local part of the array, for a group of `degree`
     devices: a ring has one message per device; the reduce-scatter out of the stages has one shard
     per device, since no measure divides by the number of stages.
@@ -518,13 +528,13 @@ def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCos
     """The cost of one collective of a slot."""
     spans = spans_of(slot.group, placement)
     if stepwise(slot):
-        cost = steps(slot.kind, spans, topology)
+        cost = collective_steps(slot.kind, spans, topology)
         return LinearCost(
             sum(step.cost.latency_s for step in cost),
             sum(step.share * step.cost.seconds_per_byte for step in cost),
         )
     cost = collective_cost(slot.kind, spans, topology)
-    degree = shards(slot, math.prod(span.ways for span in spans))
+    degree = result_ratio(slot, math.prod(span.ways for span in spans))
     if slot.role != "ring":
         return LinearCost(cost.latency_s, cost.seconds_per_byte / degree)
     return LinearCost((degree - 1) * cost.latency_s, (degree - 1) / degree * cost.seconds_per_byte)

@@ -212,7 +212,7 @@ def expert_colour(graph: Graph, colours: Sequence[LogicalAxes]) -> str | None:
     return next((name for name in candidates if name), None)
 
 
-def localised(
+def with_local_routing(
     step: StepGraph, colours: tuple[LogicalAxes, ...], batch: str | None
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step with sorts and grouped matmuls over each device's own tokens, and the colours of its

@@ -48,7 +48,7 @@ _INPUT_ROLES: frozenset[str] = frozenset({"parameter", "frozen", "state", "batch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traits:
+class CompilerTraits:
     """Fusion and scheduling behaviour of a vendor's compiler.
 
     Attributes:
@@ -59,13 +59,13 @@ class Traits:
             `softmax_rewriter_triton.cc`): such a kernel does not write over its operands, and
             writes the exponentials of a softmax once for all readers; 0 if there are no such
             kernels.
-        peels: True if the peeled first iteration of a loop whose gathers are pipelined (ZeRO 3)
-            overlaps with the head's backward pass, weight gradients last.
-        casts_results: True if a matmul writes its result in the dtype of a cast that is all that
-            reads it, as XLA's fusions into matmuls do on TPUs and GPUs.
-        shares_gathers: True if two gathers of one array become one (openxla/xla
+        peels_loops: True if the peeled first iteration of a loop whose gathers are pipelined (ZeRO
+            3) overlaps with the head's backward pass, weight gradients last.
+        fuses_output_casts: True if a matmul writes its result in the dtype of a cast that is all
+            that reads it, as XLA's fusions into matmuls do on TPUs and GPUs.
+        merges_gathers: True if two gathers of one array become one (openxla/xla
             `all_gather_cse.cc`, which only the TPU pipeline runs).
-        casts_stacks: True if casts of the layers of a stack become one cast of the stack before the
+        hoists_casts: True if casts of the layers of a stack become one cast of the stack before the
             loop, as XLA does on TPU (`benchmarks/memory_savers.py`, zero 0).
         score_bytes: bytes per score of the current block of blockwise attention, forward and
             backward: on GPUs forward the score in float32 and its exponential in 16 bits, backward
@@ -74,36 +74,36 @@ class Traits:
         lanes: elements to which a kernel of attention pads the minor dim of its arrays: TPUs store
             the two minor dims of an array in tiles of 8 x 128 (jax
             `jax/experimental/pallas/ops/tpu/splash_attention`); 0 for none.
-        adds_first: True if partial sums that are only added are reduced once (openxla/xla
-            `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
+        reassociates_all_reduces: True if partial sums that are only added are reduced once
+            (openxla/xla `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
         reduces_after_loops: True if partial sums that a loop accumulates are all-reduced once,
             after it.
     """
 
     fuses_operands: bool = False
     softmax_row: int = 0
-    peels: bool = False
-    casts_results: bool = False
-    shares_gathers: bool = False
-    casts_stacks: bool = False
+    peels_loops: bool = False
+    fuses_output_casts: bool = False
+    merges_gathers: bool = False
+    hoists_casts: bool = False
     score_bytes: tuple[float, float] = (6.0, 12.0)
     lanes: int = 0
-    adds_first: bool = False
+    reassociates_all_reduces: bool = False
     reduces_after_loops: bool = False
 
 
-def traits(vendor: str) -> Traits:
+def traits(vendor: str) -> CompilerTraits:
     """The traits of the compiler for a vendor's chips ("nvidia", "google" or "cpu")."""
-    return Traits(
+    return CompilerTraits(
         fuses_operands=vendor == "google",
         softmax_row=16384 if vendor == "nvidia" else 0,
-        peels=vendor == "nvidia",
-        casts_results=vendor != "cpu",
-        shares_gathers=vendor == "google",
-        casts_stacks=vendor == "google",
+        peels_loops=vendor == "nvidia",
+        fuses_output_casts=vendor != "cpu",
+        merges_gathers=vendor == "google",
+        hoists_casts=vendor == "google",
         score_bytes=(4.0, 4.0) if vendor == "google" else (6.0, 12.0),
         lanes=128 if vendor == "google" else 0,
-        adds_first=vendor == "nvidia",
+        reassociates_all_reduces=vendor == "nvidia",
         reduces_after_loops=vendor != "cpu",
     )
 
@@ -142,7 +142,7 @@ class Fusion:
     roots: tuple[tuple[int, ...], ...]
 
 
-def _is_materialised(graph: Graph, traits: Traits) -> frozenset[int]:
+def _is_materialised(graph: Graph, traits: CompilerTraits) -> frozenset[int]:
     materialised: set[int] = set(graph.inputs) | set(graph.outputs)
     materialised |= {i for i, value in enumerate(graph.values) if value.role in _INPUT_ROLES}
     for op in graph.ops:
@@ -157,7 +157,7 @@ def _is_materialised(graph: Graph, traits: Traits) -> frozenset[int]:
     return frozenset(materialised | exponentials(graph, traits))
 
 
-def _row_results(graph: Graph, traits: Traits) -> frozenset[int]:
+def _row_results(graph: Graph, traits: CompilerTraits) -> frozenset[int]:
     return frozenset(
         i
         for i, value in enumerate(graph.values)
@@ -165,7 +165,7 @@ def _row_results(graph: Graph, traits: Traits) -> frozenset[int]:
     )
 
 
-def exponentials(graph: Graph, traits: Traits) -> frozenset[int]:
+def exponentials(graph: Graph, traits: CompilerTraits) -> frozenset[int]:
     """Results of exponentials that are summed along their rows and read again: the middle of a
     softmax.
     """
@@ -187,11 +187,11 @@ def exponentials(graph: Graph, traits: Traits) -> frozenset[int]:
     )
 
 
-def fuse(graph: Graph, traits: Traits | None = None) -> Fusion:
-    """The kernels of a graph, as a compiler with the given traits (by default `Traits()`) makes
-    them.
+def fuse(graph: Graph, traits: CompilerTraits | None = None) -> Fusion:
+    """The kernels of a graph, as a compiler with the given traits makes them; by default
+    `CompilerTraits()`.
     """
-    materialised = _is_materialised(graph, traits or Traits())
+    materialised = _is_materialised(graph, traits or CompilerTraits())
     roots: list[tuple[int, ...]] = [(i,) for i in range(len(graph.values))]
     kernels: list[Kernel] = []
     inside: dict[int, frozenset[int]] = {}
@@ -211,7 +211,7 @@ def fuse(graph: Graph, traits: Traits | None = None) -> Fusion:
     return Fusion(
         kernels=tuple(kernels),
         materialised=materialised,
-        row_results=_row_results(graph, traits or Traits()),
+        row_results=_row_results(graph, traits or CompilerTraits()),
         roots=tuple(roots),
     )
 
@@ -713,19 +713,23 @@ def kernel_heads(
     group = max(sorted(heads), key=lambda factor: sum(factor in side for side in sides))
     within = frozenset(heads - {group})
     return KernelHeads(
-        group=group,
-        within=within,
+        group_factor=group,
+        query_factors=within,
         groups=op.rule.sizes[group],
         queries_per_group=math.prod(op.rule.sizes[factor] for factor in within),
         colour=colours[group],
-        width=frozenset(name for name in unsharded if name is not None and name != sequence),
+        width_colours=frozenset(
+            name for name in unsharded if name is not None and name != sequence
+        ),
     )
 
 
 def over_heads(spec: Spec, heads: KernelHeads) -> Spec:
     """The sharding of the factors of a kernel whose heads tensor shards inside it."""
     parts = [None if part == "tensor" else without_tensor(part) for part in spec]
-    parts[heads.group] = "tensor" if parts[heads.group] is None else f"{parts[heads.group]}+tensor"
+    parts[heads.group_factor] = (
+        "tensor" if parts[heads.group_factor] is None else f"{parts[heads.group_factor]}+tensor"
+    )
     return tuple(parts)
 
 
@@ -800,7 +804,7 @@ class Facts:
         trips: number of executions of every region per microbatch.
         sources: input of the step graph -> the inputs of the step that it is made of.
         producers, consumers: the op that makes a value, and those that read it.
-        widths: colours of the width of these heads.
+        head_width_colours: colours of the width of `heads`.
     """
 
     def __init__(
@@ -808,7 +812,7 @@ class Facts:
         step: StepGraph,
         colours: tuple[LogicalAxes, ...],
         parameter_stack_dims: frozenset[tuple[str, int]],
-        traits: Traits,
+        traits: CompilerTraits,
         *,
         batch: tuple[str | None, int] = (None, 1),
         sequence: tuple[str | None, int] = (None, 1),
@@ -835,7 +839,9 @@ class Facts:
             for index, op in enumerate(step.graph.ops)
             if (heads := kernel_heads(op, self.factors[index], batch[0], sequence[0])) is not None
         }
-        self.widths = frozenset[str]().union(*(kernel.width for kernel in self.heads.values()))
+        self.head_width_colours = frozenset[str]().union(
+            *(kernel.width_colours for kernel in self.heads.values())
+        )
         self._head_paths = head_paths(step.graph, self.heads, colours)
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))
@@ -934,7 +940,7 @@ class Facts:
         """
         heads, spec = self._head_paths.heads.get(value), self._colour_spec(value, choice)
         return heads is not None and any(
-            colour in heads.width and "tensor" in axes_of(part)
+            colour in heads.width_colours and "tensor" in axes_of(part)
             for colour, part in zip(self.colours[value], spec, strict=True)
         )
 
@@ -942,7 +948,7 @@ class Facts:
         """True for values between a projection and an attention kernel."""
         return value in self._head_paths.heads
 
-    def widths_of(self, region: int) -> frozenset[str]:
+    def grouped_matmul_colours(self, region: int) -> frozenset[str]:
         """The colours of all indices of the grouped matmuls of a region."""
         return frozenset(
             colour
@@ -952,7 +958,7 @@ class Facts:
             if colour is not None
         )
 
-    def shards_width(self, region: int, choice: Choice) -> bool:
+    def shards_grouped_matmuls(self, region: int, choice: Choice) -> bool:
         """True if tensor shards an index of the grouped matmuls of a region."""
         return any(
             sharded_by(self.op_spec(number, choice), "tensor")

@@ -255,7 +255,7 @@ class FrameworkProfile:
             raise_all(PinError, f"framework profile {self.name!r} is not usable", failures)
 
     @property
-    def overlaps_itself(self) -> bool:
+    def states_overlap(self) -> bool:
         """True if the profile says how much of its communication hides."""
         return self.gather_overlap is not None or self.reduce_overlap is not None
 
@@ -278,17 +278,17 @@ class FrameworkProfile:
         """
         return self.pipeline == "lockstep" and self.embedding_and_head == "spread"
 
-    def reduces_once(self, zero: int) -> bool:
+    def reduces_once_per_step(self, zero: int) -> bool:
         """True if unreduced gradients are accumulated over the microbatches of a step and reduced
         at its end; never with parameters stored sharded (ZeRO 3).
         """
         return self.reduction == "step" and zero < 3
 
-    def reduces_in_the_last(self, zero: int) -> bool:
+    def reduces_in_last_microbatch(self, zero: int) -> bool:
         """True if gradients are stored replicated and reduced in the last microbatch of a step."""
         return self.reduction == "last" and zero < 2
 
-    def scatters(self, zero: int) -> bool:
+    def reduce_scatters(self, zero: int) -> bool:
         """True if gradients are reduce-scattered to the shards of the optimizer: if they are stored
         sharded, or reduced once for a distributed optimizer.
         """

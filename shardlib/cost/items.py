@@ -154,7 +154,10 @@ def route_items(facts: Facts) -> list[Item]:
 
         colours = colours_in(facts.colours[value])
         if facts.sequence is not None:
-            colours |= {facts.sequence, *facts.widths_of(op.region)}  # the rows sent depend on them
+            colours |= {
+                facts.sequence,
+                *facts.grouped_matmul_colours(op.region),
+            }  # the rows sent depend on them
         return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
     return (
@@ -173,7 +176,7 @@ def _gathered_tokens(facts: Facts, index: int, value: int, choice: Choice) -> tu
     (`reductions`).
     """
     op = facts.graph.ops[index]
-    if choice.sequence is None or not facts.shards_width(op.region, choice):
+    if choice.sequence is None or not facts.shards_grouped_matmuls(op.region, choice):
         return ()
     tokens = amount(float(facts.graph.values[value].bytes), facts.value_spec(value, choice))
     return (
@@ -276,7 +279,7 @@ def _reorderings(facts: Facts, value: int, dims: frozenset[int]) -> list[Item]:
 
         def terms(choice: Choice) -> tuple[Term, ...]:
             spec = facts.value_spec(value, choice)
-            if facts.widths.intersection(facts.colours[value][dim] for dim in dims):
+            if facts.head_width_colours.intersection(facts.colours[value][dim] for dim in dims):
                 return ()  # an attention kernel reads it, so it stays in order
             if not any(spec[dim] and sharded_by((spec[dim],), "tensor") for dim in dims):
                 return ()
@@ -377,7 +380,7 @@ def _own_gather(facts: Facts, index: int, rematerialised: set[int]) -> bool:
     op = facts.graph.ops[index]
     return (
         op.results[0] in facts.gradients
-        and not facts.traits.shares_gathers
+        and not facts.traits.merges_gathers
         and op.region in rematerialised
     )
 
@@ -557,9 +560,9 @@ def _distinct_heads(
     values = (*facts.graph.ops[index].operands, *facts.graph.ops[index].results)
     dims = (*rule.operands, *rule.results)[values.index(value)]
     factors = {factor for dim in dims for factor in dim}
-    if heads.group not in factors:
+    if heads.group_factor not in factors:
         return ()
-    return _SHARING if heads.queries_per_group == 1 or factors & heads.within else ("all",)
+    return _SHARING if heads.queries_per_group == 1 or factors & heads.query_factors else ("all",)
 
 
 def _exchanged_bytes(facts: Facts, index: int, value: int) -> float:
@@ -796,7 +799,7 @@ def _core(op: Op) -> AttentionCore | None:
     if not head and not scores:
         return None
     widths = head_widths(op) or (head, None)
-    return AttentionCore(head=widths[0], value=widths[1], scores=scores)
+    return AttentionCore(query_width=widths[0], value_width=widths[1], scores_per_flop=scores)
 
 
 def _matmul(op: Op, spec: Spec) -> Matmul | None:
@@ -838,7 +841,7 @@ class Summands:
     Attributes:
         ops: indices of the ops.
         looped: True if a loop accumulates them in a carry, whose partial sums over the batch are
-            all-reduced once, after the loop (`Traits.reduces_after_loops`).
+            all-reduced once, after the loop (`CompilerTraits.reduces_after_loops`).
     """
 
     ops: tuple[int, ...]
@@ -864,7 +867,7 @@ def sum_groups(facts: Facts) -> list[Summands]:
     for op in graph.ops:
         if op.kind != "add_any":
             continue
-        if op.results[0] in facts.gradients and not facts.traits.adds_first:
+        if op.results[0] in facts.gradients and not facts.traits.reassociates_all_reduces:
             continue  # every use of a parameter reduces its own part of the gradient
         makers = [origin(value) for value in op.operands]
         summing = [m for m in makers if m is not None and (graph.ops[m].rule.summed or m in leader)]

@@ -193,7 +193,12 @@ def live_ranges(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) 
                     death=min(death, birth + 1) if partial else death,
                 )
             )
-            if partial and death > birth + 1 and facts.traits.peels and profile.saves == "traced":
+            if (
+                partial
+                and death > birth + 1
+                and facts.traits.peels_loops
+                and profile.saves == "traced"
+            ):
                 ranges.append(LiveRange(value=value, part="early", birth=birth + 2, death=death))
         else:
             ranges.append(
@@ -213,7 +218,7 @@ def live_ranges(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) 
         ranges += _resharded(facts)
         if facts.traits.lanes:
             ranges = _after_input_gradients(facts, ranges)
-        if profile.early_remat and facts.traits.peels:
+        if profile.early_remat and facts.traits.peels_loops:
             ranges += _until_weight_gradients(facts, ranges, loss)
     return (
         ranges
@@ -229,7 +234,7 @@ def _written_narrow(facts: Facts, ranges: list[LiveRange]) -> list[LiveRange]:
     """Live ranges where a matmul writes its result in the dtype of a cast that is all that reads
     it: XLA fuses the cast into the matmul, so that the wider result never exists.
     """
-    if not facts.traits.casts_results:
+    if not facts.traits.fuses_output_casts:
         return ranges
     graph, ratios = facts.graph, dict[int, float]()
     for op in graph.ops:
@@ -243,7 +248,7 @@ def _written_narrow(facts: Facts, ranges: list[LiveRange]) -> list[LiveRange]:
             narrow = graph.values[value].itemsize / wide
             ratios[op.results[0]] = min(narrow, ratios.get(op.results[0], 1.0))
     return [
-        replace(live, share=live.share * ratios.get(live.value, 1.0))
+        replace(live, size_ratio=live.size_ratio * ratios.get(live.value, 1.0))
         if live.part == "temporary"
         else live
         for live in ranges
@@ -282,10 +287,12 @@ def _in_lanes(facts: Facts, ranges: list[LiveRange]) -> list[LiveRange]:
     def tiled(live: LiveRange) -> LiveRange:
         shape = graph.values[live.value].shape
         if live.value in statistics:
-            return replace(live, share=live.share * lanes)
+            return replace(live, size_ratio=live.size_ratio * lanes)
         if live.value not in padded or len(shape) < 4:
             return live
-        return replace(live, share=live.share * (-(-shape[-1] // lanes) * lanes / shape[-1]))
+        return replace(
+            live, size_ratio=live.size_ratio * (-(-shape[-1] // lanes) * lanes / shape[-1])
+        )
 
     copied = {stack for stack, value in stacks.items() if is_result(value)}
     padded |= copied | {
@@ -375,7 +382,7 @@ def _extend_expert_ranges(facts: Facts, ranges: list[LiveRange]) -> list[LiveRan
 
 def _until_weight_gradients(facts: Facts, ranges: list[LiveRange], loss: int) -> list[LiveRange]:
     """Live ranges of values from their last other use on, where weight gradients are computed last
-    (`shardlib.cost.pricing.keeps_late`).
+    (`shardlib.cost.pricing.defers_weight_gradients`).
 
     Of the head these are the gradient of the logits, the largest value between the forward pass and
     the backward loop, and gathered operands of its weight gradients: they live until the loop over
@@ -441,7 +448,7 @@ def _after_input_gradients(facts: Facts, ranges: list[LiveRange]) -> list[LiveRa
     """Live ranges where the weight gradient of the head is computed after the gradient of its
     input, the last reader of the gathered weight, so that the two never are in memory together: so
     XLA does for TPUs but v5e, for which the weight gradient comes first
-    (`shardlib.cost.pricing.keeps_late`).
+    (`shardlib.cost.pricing.defers_weight_gradients`).
     """
     ops, producers, roots = facts.graph.ops, facts.producers, facts.fusion.roots
     for item in gathered(facts):
@@ -508,7 +515,7 @@ def _blocks(facts: Facts) -> list[LiveRange]:
                     part="temporary",
                     birth=index,
                     death=index,
-                    share=block_scores(op, BLOCK) * size,
+                    size_ratio=block_scores(op, BLOCK) * size,
                     kernel=index if index in facts.heads else None,
                 )
             )
@@ -519,7 +526,7 @@ def _blocks(facts: Facts) -> list[LiveRange]:
                     part="temporary",
                     birth=index,
                     death=index,
-                    share=ITEMSIZE["float32"] / facts.graph.values[result].itemsize - 1,
+                    size_ratio=ITEMSIZE["float32"] / facts.graph.values[result].itemsize - 1,
                 )
                 for result in op.results
                 if facts.graph.values[result].itemsize < ITEMSIZE["float32"]
@@ -544,7 +551,7 @@ def _casts(facts: Facts, ranges: Sequence[LiveRange]) -> list[LiveRange]:
     """Parameters of layers that are cast to a narrower dtype, all layers at once and for the whole
     step, except for those whose casts are saved.
     """
-    if not facts.traits.casts_stacks:
+    if not facts.traits.hoists_casts:
         return []
     ops, values = facts.graph.ops, facts.graph.values
     copied = {facts.weights[live.value] for live in ranges if live.part == "copy"}
@@ -569,7 +576,7 @@ def _casts(facts: Facts, ranges: Sequence[LiveRange]) -> list[LiveRange]:
                     part="cast",
                     birth=0,
                     death=len(ops) - 1,
-                    share=float(facts.trips[op.region]),
+                    size_ratio=float(facts.trips[op.region]),
                 ),
             )
     return list(casts.values())
@@ -589,7 +596,7 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
                     part="gathered",
                     birth=0,
                     death=len(facts.graph.ops) - 1,
-                    share=gathered_bytes(facts, item) / facts.graph.values[item.value].bytes,
+                    size_ratio=gathered_bytes(facts, item) / facts.graph.values[item.value].bytes,
                 )
             )
             continue
@@ -607,7 +614,9 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
                     )
                 )
             last[item.region] = use
-    return ranges + (_carried(facts) if facts.traits.peels and profile.saves == "traced" else [])
+    return ranges + (
+        _carried(facts) if facts.traits.peels_loops and profile.saves == "traced" else []
+    )
 
 
 def _carried(facts: Facts) -> list[LiveRange]:
@@ -776,7 +785,7 @@ def _sizes(facts: Facts, ranges: list[LiveRange], choice: Choice) -> np.ndarray:
             0.0
             if spec is None
             else facts.graph.values[live.value].bytes
-            * live.share
+            * live.size_ratio
             / 64.0 ** sum(part is not None for part in spec)
             for live, spec in zip(ranges, specs, strict=True)
         ]
@@ -819,7 +828,7 @@ def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: Prof
             if spec is None:
                 return ()
         resident = Resident(
-            bytes=amount(value.bytes * live.share * memory.padding(live.value, choice), spec),
+            bytes=amount(value.bytes * live.size_ratio * memory.padding(live.value, choice), spec),
             part=live.part,
             stacked=stacked,
             shape=value.shape,
@@ -828,7 +837,7 @@ def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: Prof
         return (resident,) if live.kernel is None else _by_heads(facts, live, resident, choice)
 
     counted_in = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE_LAYER
-    colours, size = facts.colours[live.value], value.bytes * live.share
+    colours, size = facts.colours[live.value], value.bytes * live.size_ratio
     kernels = () if live.kernel is None else (live.kernel,)
     comparable = facts.follows_colours(kernels, (live.value,)) and memory.is_unchanged(live.value)
     readers = tuple(

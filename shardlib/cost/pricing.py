@@ -21,14 +21,14 @@ from shardlib.cost.collectives import (
     Slot,
     axis_group,
     collective_cost,
-    replicas,
-    shards,
+    collective_steps,
+    replica_group,
+    result_ratio,
     slot_cost,
     spans_of,
-    steps,
     stepwise,
     storage_group,
-    tokens,
+    token_group,
 )
 from shardlib.cost.framework import XLA
 from shardlib.cost.intervals import Interval
@@ -355,7 +355,7 @@ def _roles(plan: Plans) -> set[str]:
         "block",
         "ends",
         *CONTEXT_ROLES[plan.decisions.context],
-        "scatter" if plan.profile.scatters(zero) else "reduce",
+        "scatter" if plan.profile.reduce_scatters(zero) else "reduce",
         *(("gather",) if zero >= 3 else ()),
         *(("stage",) if plan.meshes.stage[0] > 1 else ()),
     }
@@ -389,7 +389,7 @@ class _CollectiveSums:
             return
         spans = spans_of(slot.group, placement)
         parts = (
-            steps(slot.kind, spans, self._topology)
+            collective_steps(slot.kind, spans, self._topology)
             if stepwise(slot)
             else (
                 CollectiveStep(
@@ -397,11 +397,11 @@ class _CollectiveSums:
                 ),
             )
         )
-        shard_count = shards(slot, math.prod(mesh[axis] for axis in axes))
-        hops = shard_count if slot.role == "ring" else 1
+        ratio = result_ratio(slot, math.prod(mesh[axis] for axis in axes))
+        hops = ratio if slot.role == "ring" else 1
         for part in parts:
             used = tuple(axis for axis in axes if set(part.spans) & set(placement.get(axis, ())))
-            key = (slot.kind, used or axes, round(size * part.share / shard_count), cause)
+            key = (slot.kind, used or axes, round(size * part.share / ratio), cause)
             seconds = part.cost.seconds(size * part.share) * count
             self.add(key, count * max(1, hops - 1), seconds)
 
@@ -445,10 +445,10 @@ def _runs_per_step(slot: Slot, in_spread_head: bool, plan: Plans) -> float | Non
     zero = plan.decisions.zero
     if in_spread_head:
         return None if plan.head_gathers[0] > 1 else 1.0
-    if slot.role != "gather" and plan.profile.reduces_once(zero):
+    if slot.role != "gather" and plan.profile.reduces_once_per_step(zero):
         return 1.0
     if slot.role == "reduce":
-        last = plan.profile.reduces_in_the_last(zero) and not slot.group.of_experts
+        last = plan.profile.reduces_in_last_microbatch(zero) and not slot.group.of_experts
         return 1.0 if int(plan.meshes.stage[0]) > 1 or last else None
     if plan.decisions.gather == "use":
         return None
@@ -497,13 +497,13 @@ def exposed(costs: StepCosts, plans: Plans, compute: Array) -> Array:
             else _updated_gather(costs, scale, meshes)
         )
     ring = costs.collectives.ring.sum(0) / meshes.stage * micro * plans.decisions.ring
-    if not profile.overlaps_itself:
+    if not profile.states_overlap:
         hideable = overlap * compute * micro
         if profile.name == XLA.name and plans.pricer.topology.chip.vendor == "google":
             return _on_tpus(reduced, gathered, ring, hideable, zero)
         least = (1 - plans.pricer.efficiency.hidden) * (reduced + gathered)
         combined = np.maximum(least, reduced + gathered + ring - hideable)
-        if not profile.reduces_in_the_last(zero):
+        if not profile.reduces_in_last_microbatch(zero):
             return combined
         # without stages, during the backward pass of the last microbatch
         late = np.maximum(0.0, reduced - overlap * compute) + np.maximum(
@@ -520,7 +520,7 @@ def exposed(costs: StepCosts, plans: Plans, compute: Array) -> Array:
         )
     )
     window = compute * micro if zero >= 3 else compute / 3
-    backward = compute * (1 if profile.reduces_once(zero) else micro) * 2 / 3
+    backward = compute * (1 if profile.reduces_once_per_step(zero) else micro) * 2 / 3
     separate = np.maximum(0.0, gathered - gather_overlap * window) + np.maximum(
         0.0, reduced - reduce_overlap * backward
     )
@@ -545,13 +545,15 @@ def _reduction_seconds(costs: StepCosts, scale: Array, plans: Plans) -> Array:
     ZeRO 2 and 3, or if the framework does so, except for those of experts.
     """
     meshes, profile, zero = plans.meshes, plans.profile, plans.decisions.zero
-    seconds = costs.collectives.scatter if profile.scatters(zero) else costs.collectives.reduce
+    seconds = (
+        costs.collectives.scatter if profile.reduce_scatters(zero) else costs.collectives.reduce
+    )
     once = np.ones(len(meshes))
-    if profile.reduces_once(zero):
+    if profile.reduces_once_per_step(zero):
         return _per_step(seconds, scale, once, plans)
     if zero >= 2:
         return _per_step(seconds, scale, plans.weight_gathers[1], plans)
-    if profile.reduces_in_the_last(zero):
+    if profile.reduces_in_last_microbatch(zero):
         return _per_step(seconds, scale, once, plans) + np.where(
             meshes.stage > 1, 0.0, stage_part(costs.collectives.routed, scale) * (meshes.micro - 1)
         )
@@ -591,7 +593,10 @@ def interleaving_seconds(costs: StepCosts, plans: Plans) -> Array:
 
 #: Indices of the slots that redistribute layers if their chunks divide, and if not.
 _INTERLEAVING = np.array(
-    [SLOTS.index(Slot("deal", axis_group(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
+    [
+        SLOTS.index(Slot("interleave", axis_group(STAGE), kind))
+        for kind in ("all-to-all", "all-gather")
+    ]
 )
 
 
@@ -737,10 +742,10 @@ def bytes_by_part(
 
 
 #: Beginnings of names of the chips of which the compiler keeps values of the part "late".
-_LATE: tuple[str, ...] = ("h", "gh", "b", "gb", "v5e")
+_DEFERRING: tuple[str, ...] = ("h", "gh", "b", "gb", "v5e")
 
 
-def keeps_late(chip: str) -> bool:
+def defers_weight_gradients(chip: str) -> bool:
     """True if the program of a chip has values of the part "late": those that its schedule keeps
     for weight gradients.
 
@@ -751,7 +756,7 @@ def keeps_late(chip: str) -> bool:
     it computes the weight gradient of the head before the gradient of its input, for v5p and v6e
     after it (programs of `benchmarks/compiled_cases.json`).
     """
-    return chip.startswith(_LATE)
+    return chip.startswith(_DEFERRING)
 
 
 def _memory_at(
@@ -781,7 +786,7 @@ def _memory_at(
         )
     else:
         gathered = stage_part(point.gathered, stored)
-    has_late = keeps_late(plans.pricer.topology.chip.name)
+    has_late = defers_weight_gradients(plans.pricer.topology.chip.name)
     late = point.late if has_late else point.peeled if zero >= 3 else 0.0
     if zero < 2 and not has_late:
         late = late + point.early
@@ -839,12 +844,12 @@ def buffer_sets(plans: Plans) -> Array:
     devices, 1.8 to 2.1 times as many bytes as one microbatch (JAX 0.10.2).
     """
     meshes, vendor = plans.meshes, plans.pricer.topology.chip.vendor
-    separate = vendor == "cpu" and plans.profile.reduces_in_the_last(plans.decisions.zero)
+    separate = vendor == "cpu" and plans.profile.reduces_in_last_microbatch(plans.decisions.zero)
     separate &= (meshes.micro > 1) & (meshes.stage == 1) & (meshes.ways(BATCH_AXES) > 1)
     return np.where(separate, 2.0, 1.0)
 
 
-def heap_share(pricer: Pricer, stages: Array) -> Array:
+def heap_ratio(pricer: Pricer, stages: Array) -> Array:
     """Heap over live bytes, of the allocations of a step."""
     copied = (
         pricer.profile.name == XLA.name
@@ -878,7 +883,7 @@ def heap_share(pricer: Pricer, stages: Array) -> Array:
 # priced as one over the whole mesh.
 
 
-def group_seconds(
+def compiled_collective_seconds(
     kind: str,
     axes: Sequence[str],
     members: int,
@@ -960,7 +965,7 @@ def least_seconds(costs: StepCosts, plans: Plans) -> Array:
     """Seconds of a step with all gathers of parameters and reductions of gradients hidden, which
     does not depend on the ZeRO stage.
     """
-    stages, decisions, tick = plans.meshes.stage, plans.decisions, tick_seconds(costs, plans)
+    stages, decisions, tick = plans.meshes.stage, plans.decisions, microbatch_seconds(costs, plans)
     deferrable = costs.kernels.weight_gradients / stages
     waits = named(decisions.schedule).waiting(plans.pipelines, tick, deferrable)
     busy = plans.meshes.micro * (tick + costs.collectives.ends)
@@ -974,18 +979,18 @@ def _stage_sends(costs: StepCosts, plans: Plans) -> Array:
     )
 
 
-def tick_seconds(costs: StepCosts, plans: Plans) -> Array:
+def microbatch_seconds(costs: StepCosts, plans: Plans) -> Array:
     """Seconds of one microbatch on the slowest stage, forward and backward, without the collectives
     when it enters and leaves: all stages run those together, so that they do not add to the bubble.
     """
     key = plans.decisions.context, plans.decisions.virtual_stages
-    if key not in costs.ticks:
+    if key not in costs.microbatch_seconds:
         busy = costs.kernels.compute + costs.collectives.block
         busy = busy + costs.context_seconds(plans.decisions.context)
-        costs.ticks[key] = np.maximum(
+        costs.microbatch_seconds[key] = np.maximum(
             _slowest_stage(busy, plans), _slowest_stage(costs.kernels.host, plans)
         ) + _stage_sends(costs, plans)
-    return costs.ticks[key]
+    return costs.microbatch_seconds[key]
 
 
 def _slowest_stage(seconds: Array, plans: Plans) -> Array:
@@ -1003,7 +1008,7 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
     tick = slowest_stage(layers, model.counts, outside, stages, virtual)
     if plans.profile.balance == "layers" or len(layers) != 1:
         return tick
-    most, last = partition_by_work(model.counts[0], model.head_layers, stages)
+    most, last = partition_by_work(model.counts[0], model.head_work_in_layers, stages)
     by_work = np.maximum(most * layers[0], last * layers[0] + outside)
     return np.where((stages > 1) & (virtual == 1), by_work, tick)
 
@@ -1117,7 +1122,7 @@ def _exchange_seconds(group: MatrixGroup, stages: Array, layout: str, plans: Pla
     if layout == "gathered":
         return total
     copies = meshes.ways(REPLICA_AXES if sharded else TOKEN_AXES) > 1
-    slot = Slot("update", replicas() if sharded else tokens(), "all-gather")
+    slot = Slot("update", replica_group() if sharded else token_group(), "all-gather")
     return total + np.where(copies, cost(slot, written / (tensor * storage) + other), 0.0)
 
 
@@ -1171,7 +1176,7 @@ def combine(costs: StepCosts, plans: Plans) -> Totals:
     parameters, frozen, gradients, state = stored_bytes(costs, plans)
     seconds, flops = seconds_by_part(costs, plans)
     parts, stacks = bytes_by_part(costs, gradients, plans)
-    heap = heap_share(pricer, meshes.stage)
+    heap = heap_ratio(pricer, meshes.stage)
     memory, stacks = {name: size * heap for name, size in parts.items()}, stacks * heap
     sets = buffer_sets(plans)
     memory |= {name: memory[name] * sets for name in ("activations", "temporaries")}

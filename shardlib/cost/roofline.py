@@ -792,7 +792,7 @@ def _compute_seconds(
             )
         )
         score_bytes = efficiency.scores if term.kind == FORWARD else efficiency.scores_backward
-        scores = term.core.scores if term.core is not None else 0.0
+        scores = term.core.scores_per_flop if term.core is not None else 0.0
         return np.maximum(matrix, score_bytes * scores * flops / chip.hbm_bytes_per_s)
     if term.kind in GROUPED:
         return flops * busiest(term.routed, local, efficiency) / (peak * share * efficiency.grouped)
@@ -831,9 +831,9 @@ def _padding(core: AttentionCore | None, kind: str, efficiency: Efficiency) -> f
     Forward, one matmul contracts heads of queries and one makes heads of values; backward there are
     3 and 2 (arXiv:2307.08691, section 3.1).
     """
-    if core is None or not core.head:
+    if core is None or not core.query_width:
         return 1.0
-    widths = core.head, core.value or core.head
+    widths = core.query_width, core.value_width or core.query_width
     padded = [math.ceil(width / efficiency.width) * efficiency.width for width in widths]
     if efficiency.equal_widths:
         padded = [max(padded)] * 2

@@ -162,7 +162,7 @@ class ModelFacts:
         largest_outside_share: share of the largest array in the parameters outside of the layers.
         reduction_dtype_ratio: bytes of gradients in their communication dtype over those as traced.
         compute_dtype_ratio: bytes per element in the compute dtype, over those of a parameter.
-        head_layers: work of the matmuls outside of the layers, over that of a layer.
+        head_work_in_layers: work of the matmuls outside of the layers, over that of a layer.
         updates: the parameters whose matrices the optimizer multiplies.
     """
 
@@ -172,7 +172,7 @@ class ModelFacts:
     largest_outside_share: float = 1.0
     reduction_dtype_ratio: float = 1.0
     compute_dtype_ratio: float = 1.0
-    head_layers: float = 0.0
+    head_work_in_layers: float = 0.0
     updates: tuple[MatrixUpdate, ...] = ()
 
     @cached_property
@@ -210,8 +210,8 @@ class StepCosts(LazyTable):
         buffer: bytes of keys and values gathered along the context, array [candidates].
         stacks: bytes that loops over layers have saved when the last one ends, array [segments,
             candidates]; [0, candidates] if not needed.
-        ticks: cache of the seconds of one microbatch on the slowest stage, by (way of context
-            parallelism, chunks per stage).
+        microbatch_seconds: cache of the seconds of one microbatch on the slowest stage, by (way of
+            context parallelism, chunks per stage).
     """
 
     kernels: KernelTotals
@@ -220,7 +220,7 @@ class StepCosts(LazyTable):
     points: tuple[MemoryPoint, ...]
     buffer: Array
     stacks: Array
-    ticks: dict[tuple[str, int], Array] = field(
+    microbatch_seconds: dict[tuple[str, int], Array] = field(
         default_factory=dict[tuple[str, int], Array], init=False, compare=False, repr=False
     )
 
@@ -412,7 +412,8 @@ class Plans:
         model, stages, layers = self.model, self.meshes.stage, self.layers
         if self.profile.balance != "layers":
             by_work = [
-                partition_by_work(count, model.head_layers, stages)[0] for count in model.counts
+                partition_by_work(count, model.head_work_in_layers, stages)[0]
+                for count in model.counts
             ]
             unchunked = (stages > 1) & (self.chunks == 1)
             layers = [np.where(unchunked, *pair) for pair in zip(by_work, layers, strict=True)]
@@ -496,7 +497,7 @@ class Plans:
         rounds of chunks), otherwise per microbatch.
         """
         assert self.profile.outside_on_all_stages
-        late = self.profile.reduces_once(self.decisions.zero) or (
+        late = self.profile.reduces_once_per_step(self.decisions.zero) or (
             self.decisions.gather == "once" and not self._breadth_first
         )
         return np.where(self.decisions.zero < 2 or late, 1.0, self.meshes.micro)

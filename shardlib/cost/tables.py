@@ -1,10 +1,10 @@
 """Tables of the terms of many items for all degrees of parallelism: measures, and tallies of their
 coefficients.
 
-A measure is a function of the degrees alone: the seconds of one kernel, or a `Fraction`, the
+A measure is a function of the degrees alone: the seconds of one kernel, or a `LocalFraction`, the
 part of an amount that one device has: one over the number of its shards.
 
->>> Fraction(batch=True).times(OverAxis("tensor")).factors
+>>> LocalFraction(batch=True).times(OverAxis("tensor")).multipliers
 (OverAxis(axis='tensor'),)
 
 A `Tally` has coefficients of measures by quantity, for any degrees. Tallies of different items add
@@ -39,9 +39,9 @@ from shardlib.cost.collectives import (
     Slot,
     axis_group,
     on_all_stages,
-    replicas,
+    replica_group,
     storage_group,
-    tokens,
+    token_group,
 )
 from shardlib.cost.framework import XLA, FrameworkProfile
 from shardlib.cost.roofline import (
@@ -207,25 +207,25 @@ class HeadsHold:
     heads: HeadCondition
 
 
-Factor = OverAxis | OverStoredShards | DividesStored | BusiestLoad | LaunchSeconds | HeadsHold
+Multiplier = OverAxis | OverStoredShards | DividesStored | BusiestLoad | LaunchSeconds | HeadsHold
 
 
 @dataclass(frozen=True)
-class Fraction:
-    """The fraction of an amount on one device, by the fields of `Amount`, times some factors."""
+class LocalFraction:
+    """The fraction of an amount on one device, by the fields of `Amount`, times multipliers."""
 
     batch: bool = False
     tensor: bool = False
     context: bool = False
     expert: bool = False
-    factors: tuple[Factor, ...] = ()
+    multipliers: tuple[Multiplier, ...] = ()
 
-    def times(self, *factors: Factor) -> Fraction:
-        """The fraction times more factors."""
-        if not factors:
+    def times(self, *multipliers: Multiplier) -> LocalFraction:
+        """The fraction times more multipliers."""
+        if not multipliers:
             return self
-        return Fraction(
-            self.batch, self.tensor, self.context, self.expert, (*self.factors, *factors)
+        return LocalFraction(
+            self.batch, self.tensor, self.context, self.expert, (*self.multipliers, *multipliers)
         )
 
 
@@ -239,17 +239,17 @@ class KernelSeconds:
     outside: bool
 
 
-Measure = Fraction | KernelSeconds
+Measure = LocalFraction | KernelSeconds
 
 
 @lru_cache(maxsize=64)
-def _fraction(batch: bool, tensor: bool, context: bool, expert: bool) -> Fraction:
-    return Fraction(batch, tensor, context, expert)
+def _local_fraction(batch: bool, tensor: bool, context: bool, expert: bool) -> LocalFraction:
+    return LocalFraction(batch, tensor, context, expert)
 
 
-def fraction(amount: Amount) -> Fraction:
+def local_fraction(amount: Amount) -> LocalFraction:
     """The measure of an amount, whose total is the coefficient."""
-    return _fraction(amount.batch, amount.tensor, amount.context, amount.expert)
+    return _local_fraction(amount.batch, amount.tensor, amount.context, amount.expert)
 
 
 #: Sizes that a measure may depend on: fields of `Degrees`.
@@ -272,16 +272,18 @@ def sizes_of(measure: Measure) -> frozenset[str]:
         )
         condition = frozenset({"tensor"} if term.heads else ())
         return condition.union(*map(_dividing_sizes, amounts))
-    return frozenset[str]().union(_dividing_sizes(measure), *map(_sizes_of_factor, measure.factors))
+    return frozenset[str]().union(
+        _dividing_sizes(measure), *map(_sizes_of_multiplier, measure.multipliers)
+    )
 
 
-def _dividing_sizes(amount: Amount | Fraction) -> frozenset[str]:
+def _dividing_sizes(amount: Amount | LocalFraction) -> frozenset[str]:
     """The sizes that divide an amount."""
     return frozenset(name for name in SIZES[:-1] if getattr(amount, name))
 
 
-def _sizes_of_factor(factor: Factor) -> frozenset[str]:
-    match factor:
+def _sizes_of_multiplier(multiplier: Multiplier) -> frozenset[str]:
+    match multiplier:
         case OverAxis("tensor" | "context" as axis):
             return frozenset({axis})
         case HeadsHold():
@@ -307,7 +309,7 @@ def _sizes_of_factor(factor: Factor) -> frozenset[str]:
 Array = np.ndarray
 
 
-def evaluate(measure: Fraction, degrees: Degrees, efficiency: Efficiency) -> Array:
+def evaluate(measure: LocalFraction, degrees: Degrees, efficiency: Efficiency) -> Array:
     """A measure other than a kernel, by degrees."""
     values = local(
         Amount(
@@ -319,8 +321,8 @@ def evaluate(measure: Fraction, degrees: Degrees, efficiency: Efficiency) -> Arr
         ),
         degrees,
     )
-    for factor in measure.factors:
-        values = values * _factor(factor, degrees, efficiency)
+    for multiplier in measure.multipliers:
+        values = values * _multiplier(multiplier, degrees, efficiency)
     return values
 
 
@@ -356,8 +358,8 @@ def _divides(key: tuple[int, bool, bool, bool], degrees: Degrees) -> Array:
     return degrees.divides[key]
 
 
-def _factor(factor: Factor, degrees: Degrees, efficiency: Efficiency) -> Array | float:
-    match factor:
+def _multiplier(multiplier: Multiplier, degrees: Degrees, efficiency: Efficiency) -> Array | float:
+    match multiplier:
         case OverAxis("tensor"):
             return 1.0 / degrees.tensor
         case OverAxis("context"):
@@ -401,7 +403,7 @@ class MeasureIndex:
         self._cached: OrderedDict[Hashable, MeasureValues] = OrderedDict()
 
     def evaluated(
-        self, chip: Chip, efficiency: Efficiency, outside: Efficiency, degrees: Degrees
+        self, chip: Chip, efficiency: Efficiency, outside_efficiency: Efficiency, degrees: Degrees
     ) -> MeasureValues:
         """The measures on some degrees, cached for later searches: a topology with other links or
         more memory has the same kernels.
@@ -409,20 +411,24 @@ class MeasureIndex:
         key = (
             replace(chip, hbm_bytes=1, reserved_bytes=0),
             efficiency,
-            outside,
+            outside_efficiency,
             tuple(getattr(degrees, name).tobytes() for name in SIZES),
         )
         values = self._cached.pop(key, None)
         if values is None:
             values = MeasureValues(
-                index=self, chip=chip, efficiency=efficiency, outside=outside, degrees=degrees
+                index=self,
+                chip=chip,
+                efficiency=efficiency,
+                outside_efficiency=outside_efficiency,
+                degrees=degrees,
             )
         self._cached[key] = values
         if len(self._cached) > MAX_CACHED:
             self._cached.popitem(last=False)
         return values
 
-    def number(self, measure: Measure) -> int:
+    def index_of(self, measure: Measure) -> int:
         """The index of a measure."""
         number = self._numbers.setdefault(measure, len(self.measures))
         if number == len(self.measures):
@@ -431,7 +437,7 @@ class MeasureIndex:
         return number
 
 
-class Table:
+class LazyRows:
     """Rows of numbers, computed on demand.
 
     Args:
@@ -467,7 +473,7 @@ class MeasureValues:
     Attributes:
         index: the measures.
         chip: the chip.
-        efficiency, outside: its efficiencies in layers, and outside of them.
+        efficiency, outside_efficiency: its efficiencies in layers, and outside of them.
         degrees: the degrees.
         kernel_degrees: the distinct degrees ignoring fsdp, on which kernels do not depend;
             `kernel_index` is the index into them by degrees.
@@ -476,12 +482,12 @@ class MeasureValues:
     index: MeasureIndex
     chip: Chip
     efficiency: Efficiency
-    outside: Efficiency
+    outside_efficiency: Efficiency
     degrees: Degrees
     kernel_degrees: Degrees = field(init=False)
     kernel_index: Array = field(init=False)
-    _tables: dict[frozenset[str], tuple[Table, Array]] = field(
-        default_factory=dict[frozenset[str], tuple[Table, Array]], init=False, repr=False
+    _tables: dict[frozenset[str], tuple[LazyRows, Array]] = field(
+        default_factory=dict[frozenset[str], tuple[LazyRows, Array]], init=False, repr=False
     )
     _rows: dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]] = field(
         default_factory=dict[tuple[int, ...], list[tuple[frozenset[str], Array, Array]]],
@@ -520,19 +526,19 @@ class MeasureValues:
             for sizes, positions in groups.items()
         ]
 
-    def _table(self, sizes: frozenset[str]) -> tuple[Table, Array]:
+    def _table(self, sizes: frozenset[str]) -> tuple[LazyRows, Array]:
         degrees, which = _projected(self.degrees, sizes)
-        return Table(lambda number: self._evaluated(number, degrees), len(degrees)), which
+        return LazyRows(lambda number: self._evaluated(number, degrees), len(degrees)), which
 
     def _evaluated(self, number: int, degrees: Degrees) -> Array:
         measure = self.index.measures[number]
-        if isinstance(measure, Fraction):
+        if isinstance(measure, LocalFraction):
             return evaluate(measure, degrees, self.efficiency)
         seconds = kernel_seconds(
             measure.term,
             lambda amount: local(amount, degrees),
             self.chip,
-            self.outside if measure.outside else self.efficiency,
+            self.outside_efficiency if measure.outside else self.efficiency,
         )
         heads = measure.term.heads
         return seconds if heads is None else seconds * _holds(heads, degrees)
@@ -588,7 +594,7 @@ class Tally:
             matrix=matrix[np.ix_(selected, used)],
         )
 
-    def weighed(self, weights: Array) -> Tally:
+    def weighted(self, weights: Array) -> Tally:
         """Weighted sums of the rows, weights [sums, all rows]; every sum is a row of the result."""
         matrix = weights[:, self.rows] @ self.matrix
         used = np.flatnonzero(matrix.any(0))
@@ -703,12 +709,12 @@ _ROLES: dict[str, tuple[str, Axis]] = {
 
 def transfer_measures(
     term: Transfer, segment: int, profile: FrameworkProfile
-) -> list[tuple[Slot, Fraction, Fraction]]:
+) -> list[tuple[Slot, LocalFraction, LocalFraction]]:
     """(slot, size, count) of the collectives of a transfer per microbatch, over `term.bytes.total`
     and over `term.trips`.
     """
     all_stages = segment == OUTSIDE_LAYERS and profile.outside_on_all_stages
-    size, once = fraction(term.bytes), Fraction().times(*_condition(term))
+    size, once = local_fraction(term.bytes), LocalFraction().times(*_condition(term))
     if term.purpose in _ROLES:
         role, axis = _ROLES[term.purpose]
         sharded = term.kind == "reduce-scatter"
@@ -717,7 +723,9 @@ def transfer_measures(
     if term.purpose == "ends":
         return [(Slot("ends", axis_group(STAGE), term.kind), size, once)] if all_stages else []
     if term.purpose == "sum":
-        role, group = ("ends", on_all_stages(tokens())) if all_stages else ("block", tokens())
+        role, group = (
+            ("ends", on_all_stages(token_group())) if all_stages else ("block", token_group())
+        )
         return [(Slot(role, group, "all-reduce"), size, once)]
     experts, tensor = sharded_by(term.spec, EXPERT.name), term.over_tensor
     sharded, replicated = (
@@ -726,9 +734,9 @@ def transfer_measures(
     )
     if term.purpose == "gather":
         return [(Slot("gather", storage_group(experts=experts), "all-gather"), size, sharded)]
-    all_tokens = tokens(experts=experts, tensor=tensor)
+    all_tokens = token_group(experts=experts, tensor=tensor)
     shard = size.times(OverStoredShards(experts))
-    same_shard = replicas(tensor=tensor)
+    same_shard = replica_group(tensor=tensor)
     if all_stages and not experts:
         all_tokens, same_shard = on_all_stages(all_tokens), on_all_stages(same_shard)
     shards = [
@@ -744,7 +752,7 @@ def transfer_measures(
 
 
 #: The host's launch of one kernel.
-_LAUNCH = Fraction(factors=(LaunchSeconds(),))
+_LAUNCH = LocalFraction(multipliers=(LaunchSeconds(),))
 #: One entry of a tally: row, measure, coefficient.
 Coefficient = tuple[int, Measure, float]
 
@@ -770,7 +778,11 @@ def _compute(segment: int, term: Compute) -> Iterator[Coefficient]:
     yield Quantity.COMPUTE, kernel, term.trips
     if term.is_weight_gradient:
         yield Quantity.WEIGHT_GRADIENTS, kernel, term.trips
-    yield (Quantity.FLOPS, fraction(term.flops).times(*condition), term.flops.total * term.trips)
+    yield (
+        Quantity.FLOPS,
+        local_fraction(term.flops).times(*condition),
+        term.flops.total * term.trips,
+    )
     yield Quantity.HOST, _LAUNCH.times(*condition), term.trips
 
 
@@ -781,18 +793,18 @@ def _condition(term: Compute | Transfer | Resident) -> tuple[HeadsHold, ...]:
 def _transfer(segment: int, term: Transfer, profile: FrameworkProfile) -> Iterator[Coefficient]:
     load = (BusiestLoad(term.routed),) if term.routed is not None else ()
     for slot, size, count in transfer_measures(term, segment, profile):
-        number, size = SLOT_INDEX[slot], size.times(*count.factors, *load)
+        number, size = SLOT_INDEX[slot], size.times(*count.multipliers, *load)
         yield COUNTS + number, count, term.trips
         yield BYTES + number, size, term.bytes.total * term.trips
 
 
 def _stored_shares(
-    unsharded: Fraction,
+    unsharded: LocalFraction,
     shape: tuple[int, ...],
     spec: Spec,
     stack_dims: frozenset[int],
     profile: FrameworkProfile,
-) -> tuple[Fraction, Fraction]:
+) -> tuple[LocalFraction, LocalFraction]:
     """Two measures whose sum is that of a stored array: sharded if it divides, and replicated if
     not.
     """
@@ -804,7 +816,7 @@ def _stored_shares(
 
 
 def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Coefficient]:
-    unsharded, size = fraction(term.bytes).times(*_condition(term)), term.bytes.total
+    unsharded, size = local_fraction(term.bytes).times(*_condition(term)), term.bytes.total
     if term.part not in _SHARDED_PART_ROWS:
         yield _PART_ROWS[term.part], unsharded, size
         return
@@ -815,7 +827,7 @@ def _resident(term: Resident, profile: FrameworkProfile) -> Iterator[Coefficient
 
 
 def _stored(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
-    unsharded = Fraction(
+    unsharded = LocalFraction(
         tensor=sharded_by(term.spec, "tensor"), expert=sharded_by(term.spec, "expert")
     )
     shards = _stored_shares(unsharded, term.shape, term.spec, term.stack_dims, profile)
@@ -864,7 +876,7 @@ class ItemEntries:
         self._items: list[Item] = []
         self._entries: dict[Choice, dict[int, list[TallyEntry]]] = {}
 
-    def number(self, item: Item) -> int:
+    def index_of(self, item: Item) -> int:
         """The index of an item; items of one segment with equal `key` share it."""
         key = id(item) if item.key is None else (item.segment, item.key)
         number = self._numbers.setdefault(key, len(self._items))
@@ -885,7 +897,7 @@ class ItemEntries:
         offset = item.segment % self.segments * ROWS
         for term in item.terms(choice):
             for row, measure, amount in coefficients(item.segment, term, self._profile):
-                yield offset + row, self.index.number(measure), amount
+                yield offset + row, self.index.index_of(measure), amount
 
 
 # --------------------------------------------------------------------------------------------------
@@ -922,8 +934,8 @@ class Pricer:
         topology: the machine, with link rates as the framework's collectives reach them.
         profile: the framework profile.
         efficiency: efficiencies of the chips under the framework profile.
-        outside: the same for kernels outside of the layers, such as those of the loss.
-        factors: learned factor by quantity (`shardlib.cost.roofline`).
+        outside_efficiency: the same for kernels outside of the layers, such as those of the loss.
+        correction_factors: learned factor by quantity (`shardlib.cost.roofline`).
     """
 
     def __init__(self, topology: Topology, profile: FrameworkProfile = XLA) -> None:
@@ -936,11 +948,11 @@ class Pricer:
         if profile.name == XLA.name and topology.chip.vendor == "nvidia":
             # jax.nn.dot_product_attention has one width for all heads
             self.efficiency = replace(self.efficiency, equal_widths=True)
-        self.outside = replace(
+        self.outside_efficiency = replace(
             self.efficiency, unfused=max(self.efficiency.unfused, profile.unfused_loss)
         )
         self.topology = with_reached_rates(topology, self.efficiency)
-        self.factors = {
+        self.correction_factors = {
             quantity: correction.factor
             for correction in applied(topology)
             for quantity in CORRECTED[correction.quantity]
@@ -958,16 +970,18 @@ class Pricer:
 
     def corrected(self, quantities: Array) -> Array:
         """Quantities with the factors applied: array [..., at most `ROWS`, degrees]."""
-        if not self.factors:
+        if not self.correction_factors:
             return quantities
         factors = np.ones((ROWS, 1))
-        for quantity, factor in self.factors.items():
+        for quantity, factor in self.correction_factors.items():
             factors[quantity] = factor
         return quantities * factors[: quantities.shape[-2]]
 
     def values(self, index: MeasureIndex, degrees: Degrees) -> MeasureValues:
         """The measures on some degrees."""
-        return index.evaluated(self.topology.chip, self.efficiency, self.outside, degrees)
+        return index.evaluated(
+            self.topology.chip, self.efficiency, self.outside_efficiency, degrees
+        )
 
     def tally(self, items: Iterable[Item], choice: Choice, degrees: Degrees, groups: int) -> Array:
         """Quantities of some items under a choice: array [groups + 2, `ROWS`, degrees]; the
@@ -982,7 +996,7 @@ class Pricer:
         """Quantities of (segment, term) pairs, see `tally`."""
         index, segments = MeasureIndex(), groups + 2
         tally = tallied(
-            (segment % segments * ROWS + row, index.number(measure), amount)
+            (segment % segments * ROWS + row, index.index_of(measure), amount)
             for segment, term in terms
             for row, measure, amount in coefficients(segment, term, self.profile)
         )

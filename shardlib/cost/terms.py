@@ -119,14 +119,14 @@ class AttentionCore:
     """The sizes of a fused attention kernel.
 
     Attributes:
-        head: elements of a head of queries.
-        value: elements of a head of values; None: the same.
-        scores: scores per FLOP.
+        query_width: elements of a head of queries.
+        scores_per_flop: attention scores per FLOP.
+        value_width: elements of a head of values; None: the same.
     """
 
-    head: int
-    scores: float
-    value: int | None = None
+    query_width: int
+    scores_per_flop: float
+    value_width: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +216,8 @@ class Resident:
             the whole step), "added" (a gradient that is added at once to the sum over
             microbatches), "gathered" (a parameter in use, if it is stored sharded), "temporary";
             "late" or "peeled" (a temporary that lives on because weight gradients are computed
-            last, see `shardlib.cost.pricing.keeps_late`) or "early" (a gradient that is added to
-            another one after the backward pass, unless it is computed last).
+            last, see `shardlib.cost.pricing.defers_weight_gradients`) or "early" (a gradient that
+            is added to another one after the backward pass, unless it is computed last).
         stacked: True if it has one slice per layer.
         shape: elements per dim, which decide whether fsdp divides a gradient or a copy.
         spec: the axes that shard each dim in compute.
@@ -314,7 +314,7 @@ class ArrayTable:
     """
 
     def copied(self, rows: Array) -> Self:
-        """The rows at some positions or of a mask."""
+        """The rows at some positions or of a mask, which refer to no other table."""
         positions = _positions(rows)
         shared = _shared(type(self))
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
@@ -326,7 +326,7 @@ class ArrayTable:
         )
 
     def take(self, rows: Array) -> Self:
-        """The rows at some positions or of a mask."""
+        """The same as `copied`; a `LazyTable` takes them when they are read."""
         return self.copied(rows)
 
     @classmethod

@@ -15,9 +15,9 @@ import numpy as np
 from shardlib.cost.collectives import Slot, axis_group, collective_cost, slot_cost, spans_of
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import gathers_of, kernel_items, reductions_of
-from shardlib.cost.pricing import Totals, heap_share
+from shardlib.cost.pricing import Totals, heap_ratio
 from shardlib.cost.stages import Meshes, Plans
-from shardlib.cost.tables import Pricer, Quantity, evaluate, fraction, transfer_collectives
+from shardlib.cost.tables import Pricer, Quantity, evaluate, local_fraction, transfer_collectives
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, Elements, Transfer, amount
 from shardlib.layout import TENSOR
 from shardlib.machines.topology import Placement
@@ -288,7 +288,7 @@ class _CollectiveMatmulCosts:
             self._facts.value_spec(value, self._choice),
         )
         return size.total * float(
-            evaluate(fraction(size), self._meshes.degrees, self._pricer.efficiency)[0]
+            evaluate(local_fraction(size), self._meshes.degrees, self._pricer.efficiency)[0]
         )
 
     def _seconds(self, segment: int, terms: list[Compute]) -> float:
@@ -640,7 +640,7 @@ def offloaded(totals: Totals, kinds: Sequence[str], pricer: Pricer, meshes: Mesh
         )
         memory["optimizer"] = np.zeros_like(stacks)
     if "activations" in kinds:
-        outwards = stacks / heap_share(pricer, meshes.stage) / rate
+        outwards = stacks / heap_ratio(pricer, meshes.stage) / rate
         moved = 2 * outwards / totals.in_flight * meshes.micro
         seconds["exposed"] = seconds["exposed"] + np.maximum(
             0.0, moved - pricer.efficiency.overlap * seconds["compute"]

@@ -19,7 +19,7 @@ from shardlib.graph import Problem
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.plan import Plan
-from shardlib.planner.search import Prepared, prepared_for, search
+from shardlib.planner.search import PlanSource, search, workload_for_framework
 from shardlib.processes.devices import let_collectives_wait
 from shardlib.processes.timing import in_words
 
@@ -100,7 +100,7 @@ def searched(
                 f"an exchange is about programs that shardlib makes, and {framework} runs its"
                 " own\nTry: leave out one of the two"
             )
-        load = prepared_for(framework, model.traced.problem, machine)
+        load = workload_for_framework(framework, model.traced.problem, machine)
         plan = search(load.problem, machine, pin, workload=load)
         return model, plan.with_findings(*model.model.findings)
     unhonoured, pin = pin, honoured(model, machine, pin)
@@ -170,7 +170,7 @@ def _searcher(
     model: TracedModel, machine: Topology, plan: Plan | None = None
 ) -> Callable[[Pins], Plan]:
     """The planner for a model on a machine, which searches nothing twice that a plan has."""
-    if plan is not None and isinstance(plan.source, Prepared):
+    if plan is not None and isinstance(plan.source, PlanSource):
         return partial(plan.source.search, machine)
     return lambda pins: search(model.traced.problem, machine, pins)
 
@@ -179,7 +179,7 @@ def with_model(plan: Plan, model: TracedModel) -> Plan:
     """The plan, which also answers what other numbers of islands would take, and writes itself as
     plain JAX.
     """
-    if not isinstance(plan.source, Prepared):
+    if not isinstance(plan.source, PlanSource):
         return plan
 
     def written(plan: Plan, mode: str) -> str:

@@ -74,7 +74,7 @@ from shardlib.lowering.runtime import call_arguments, put_batch, shapes_of_batch
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.planner.plan import Plan
-from shardlib.planner.search import Prepared, search
+from shardlib.planner.search import PlanSource, search
 from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import use_key
@@ -746,7 +746,7 @@ def _with_written(
     plan: Plan, traced: TracedStep, losses: Sequence[SingleLoss], colouring: Colouring
 ) -> Plan:
     """The plan of a step, which writes itself as plain JAX."""
-    if not isinstance(plan.source, Prepared):
+    if not isinstance(plan.source, PlanSource):
         return plan
 
     def written(plan: Plan, mode: str) -> str:

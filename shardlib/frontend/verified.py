@@ -39,7 +39,7 @@ from shardlib.machines.topology import Topology, TopologyLike, of_size
 from shardlib.planner.parts import CHOSEN, SLOWER, Refined, Trial
 from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.questions import pinned, priced_on, with_unlimited_memory
-from shardlib.planner.scaling import Curve, curve
+from shardlib.planner.scaling import ScalingCurve, curve
 from shardlib.planner.search import ranked, search
 from shardlib.report.elements import bytes_text, seconds_text
 from shardlib.verification.isolation import PLATFORMS, Limits, require_compiler
@@ -60,7 +60,7 @@ def scale(
     name: str | None = None,
     wrt: Filter = None,
     rows: str = "prove",
-) -> Curve:
+) -> ScalingCurve:
     """The best plan for every number of devices of a family of machines.
 
     Args:

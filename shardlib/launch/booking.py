@@ -61,7 +61,7 @@ from shardlib.models.presets import UserModel, load
 from shardlib.planner.answers import DAY, RunCost, run_cost
 from shardlib.planner.plan import RESTART_S, Plan
 from shardlib.planner.questions import least_device_seconds
-from shardlib.planner.search import prepared, search
+from shardlib.planner.search import prepared_workload, search
 from shardlib.planner.workload import Workload
 from shardlib.report.elements import (
     aligned,
@@ -1027,7 +1027,7 @@ def step_of(traced: Problem, pins: Pins) -> Step:
 
     def load(machine: Topology) -> Workload:
         vendor = machine.chip.vendor
-        loads[vendor] = prepared(traced, machine, loads.get(vendor), None, pins)
+        loads[vendor] = prepared_workload(traced, machine, loads.get(vendor), None, pins)
         return loads[vendor]
 
     def planned(machine: Topology) -> Plan:

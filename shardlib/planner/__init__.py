@@ -7,7 +7,9 @@ cost program one way to run a step (remat policy, tokens routed or not), as cost
 colour       dims of all arrays that are sharded together (`shardlib.propagation.colours`)
 component    colours that some op ties together; costs are sums over components
 choice       the sharded colours, with or without sequence parallelism
-segment      a layer group, the ops outside of layers, or embedding and head
+segment      a layer group, the values inside one layer, or what is outside of the layers:
+embedding,
+             head and loss (`shardlib.cost.terms`)
 phase        a loop over layers, or the ops between two (`shardlib.cost.facts`)
 degrees      sizes of the mesh axes with a number of microbatches: what divides an amount; many
              candidates share them (`shardlib.cost.terms.Degrees`); by index in `degrees_index`
@@ -26,7 +28,6 @@ certificate  what proves that no plan of the space is faster (`Search`)
 accumulation groups  groups of microbatches that go through a pipeline one after the other; the
              decision `accumulation` is their number
 bubble       waiting time of a stage, in units of its busy time per microbatch
-number       of a choice, entry or op: its index in the list of all
 routed       tokens are sent to the devices that have their experts
 breadth first  all microbatches go through one chunk of layers before the next
 slack        largest step time of the plans of a ranking, in multiples of the fastest

@@ -135,7 +135,7 @@ class UnfitPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Binding:
+class BindingConstraint:
     """A constraint without which the plan would be faster, or could be.
 
     Attributes:
@@ -167,7 +167,7 @@ class Constraints:
     """
 
     step_seconds: float
-    binding: tuple[Binding, ...]
+    binding: tuple[BindingConstraint, ...]
     staircase: tuple[UnfitPlan, ...]
 
     def to_json(self) -> JsonObject:

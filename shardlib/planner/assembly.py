@@ -21,7 +21,7 @@ from shardlib.cost.pricing import (
     collectives,
     combine,
     estimate,
-    tick_seconds,
+    microbatch_seconds,
 )
 from shardlib.cost.roofline import applied, kernel_seconds
 from shardlib.cost.stages import Meshes, Plans, step_costs
@@ -140,7 +140,7 @@ class PricedCandidate:
 
     def programs(self) -> list[tuple[CostProgram, Array]]:
         """The program of every remat policy in use, with the share of each segment that runs it:
-        layer groups, then ops outside the layers, then embedding and head.
+        layer groups, then values inside one layer, then embedding and head.
         """
         decisions, groups = self.candidate.decisions, self.candidate.group_policies
         layers = [float(counts[0]) for counts in self.plans.layers]
@@ -190,7 +190,7 @@ class PricedCandidate:
         kind = "all-gather" if decisions.virtual_stages % decisions.mesh["stage"] else "all-to-all"
         for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
             size = self.plans.interleaved_bytes(stored_tally[:, rows].sum(1))
-            sizes_by_slot[Slot("deal", axis_group(STAGE), kind), cause] = float(size[0])
+            sizes_by_slot[Slot("interleave", axis_group(STAGE), kind), cause] = float(size[0])
         return sizes_by_slot
 
     def _totals_without_collective_matmuls(self) -> Totals:
@@ -464,7 +464,9 @@ def _seconds(priced: PricedCandidate, program: CostProgram) -> StageSeconds:
     # of the two messages of a microbatch, one goes forward
     roles = replace(forward.collectives, stage_sends=forward.collectives.stage_sends / 2)
     forward = replace(forward, collectives=roles)
-    step_s, forward_s = (float(tick_seconds(part, priced.plans)[0]) for part in (step, forward))
+    step_s, forward_s = (
+        float(microbatch_seconds(part, priced.plans)[0]) for part in (step, forward)
+    )
     weights = float(step.kernels.weight_gradients[0]) / priced.candidate.mesh["stage"]
     return StageSeconds(
         forward=forward_s,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from enum import IntEnum
 from functools import cached_property, partial
 
 import numpy as np
@@ -25,7 +26,7 @@ from shardlib.cost.collectives import (
     role_slots,
     storage_group,
 )
-from shardlib.cost.pricing import heap_share
+from shardlib.cost.pricing import heap_ratio
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import BYTES, COUNTS, ROWS, MeasureValues, Pricer, Quantity, Tally
 from shardlib.cost.terms import ArrayTable, BoundedTable, LazyTable, distinct_rows
@@ -56,10 +57,16 @@ _FROZEN = {
     Quantity.PARAMETERS_SHARDED: Quantity.FROZEN_SHARDED,
     Quantity.PARAMETERS: Quantity.FROZEN,
 }
-#: Live bytes at a point, by what divides them: activation stacks (saved for every microbatch in
-#: flight), other arrays of layers, those of the embedding and the head, those of every stage;
-#: and the stack bytes minus those of the point that has the most (zero or negative).
-STACKS, LAYERS, OUTSIDE_LAYERS, EVERYWHERE, STACK_DEFICIT = LIVE_KINDS = range(5)
+
+
+class LiveKind(IntEnum):
+    """Live bytes at a point of a step, by what divides them."""
+
+    STACKS = 0  # activation stacks: saved for every microbatch in flight
+    LAYERS = 1  # other arrays of layers
+    OUTSIDE = 2  # arrays of the embedding and the head
+    EVERY_STAGE = 3  # arrays that every stage has
+    STACK_DEFICIT = 4  # STACKS minus those of the point that has the most: zero or negative
 
 
 def stored_coefficients(segments: int) -> Array:
@@ -77,11 +84,11 @@ def stored_coefficients(segments: int) -> Array:
 
 
 def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
-    """Coefficients that turn a tally of memory into the `LIVE_KINDS` at every point of the live
-    range: array [points x 5, rows].
+    """Coefficients that turn a tally of memory into bytes of every `LiveKind` at every point of the
+    live range: array [points x 5, rows].
     """
     factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], tallies.segments - 2
-    coefficients = np.zeros((tallies.lists, len(LIVE_KINDS), tallies.lists, tallies.segments, ROWS))
+    coefficients = np.zeros((tallies.lists, len(LiveKind), tallies.lists, tallies.segments, ROWS))
     for point in range(tallies.lists):
         for quantity in (
             Quantity.SAVED,
@@ -91,23 +98,29 @@ def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
         ):
             factor = factors[quantity]
             coefficients[
-                point, STACKS if quantity == Quantity.SAVED else LAYERS, point, :layers, quantity
+                point,
+                LiveKind.STACKS if quantity == Quantity.SAVED else LiveKind.LAYERS,
+                point,
+                :layers,
+                quantity,
             ] = factor
-            coefficients[point, EVERYWHERE, point, layers, quantity] = coefficients[
-                point, OUTSIDE_LAYERS, point, layers + 1, quantity
+            coefficients[point, LiveKind.EVERY_STAGE, point, layers, quantity] = coefficients[
+                point, LiveKind.OUTSIDE, point, layers + 1, quantity
             ] = factor
-    return coefficients.reshape(tallies.lists * len(LIVE_KINDS), -1)
+    return coefficients.reshape(tallies.lists * len(LiveKind), -1)
 
 
 def with_stack_deficits(points: Array) -> Array:
-    """Fills in `STACK_DEFICIT`: the stack bytes of each point minus those of the point with the
-    most.
+    """Fills in `LiveKind.STACK_DEFICIT`: the stack bytes of each point minus those of the point
+    with the most.
 
     Offloading all stacks takes at most the largest ones off the peak, so every point still needs at
     least its own bytes less those.
     """
-    by_point = points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), points.shape[-1])
-    by_point[:, STACK_DEFICIT] = by_point[:, STACKS] - by_point[:, STACKS].max(0)
+    by_point = points.reshape(len(points) // len(LiveKind), len(LiveKind), points.shape[-1])
+    by_point[:, LiveKind.STACK_DEFICIT] = by_point[:, LiveKind.STACKS] - by_point[
+        :, LiveKind.STACKS
+    ].max(0)
     return points
 
 
@@ -190,12 +203,12 @@ class Footprints:
         def costs_of(
             tallies: ItemTallies, weights: Array, after: Callable[[Array], Array]
         ) -> ComponentCosts:
-            weighed: dict[int, Tally] = {}
+            weighted: dict[int, Tally] = {}
 
             def evaluate(tally: Tally, index: Array) -> Array:
-                if id(tally) not in weighed:  # the tallies keep it
-                    weighed[id(tally)] = tally.weighed(weights)
-                return after(weighed[id(tally)].evaluated(values, index))
+                if id(tally) not in weighted:  # the tallies keep it
+                    weighted[id(tally)] = tally.weighted(weights)
+                return after(weighted[id(tally)].evaluated(values, index))
 
             return ComponentCosts(scope, tallies, values.degrees, evaluate, len(weights))
 
@@ -230,7 +243,7 @@ class Footprints:
         Args:
             stored: bytes of `STORED` and `TRAINED` summed over all stages, in layers and in
                 embedding and head, by candidate: array [2 x 7, candidates].
-            points: bytes of `LIVE_KINDS` at every point: array [points x 5, candidates].
+            points: bytes of `LiveKind` at every point: array [points x 5, candidates].
         """
         stages, concurrent = sizes["stage"], sizes["micro"] // self._space.accumulation_groups
 
@@ -296,14 +309,14 @@ class Footprints:
             1.0 if spread else np.where(stages > 1, self._model.largest_outside_share, 1.0)
         )
         stacks, others, outside, everywhere, deficits = np.moveaxis(
-            points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), len(stages)), 1, 0
+            points.reshape(len(points) // len(LiveKind), len(LiveKind), len(stages)), 1, 0
         )
         others = others / stages + everywhere + outside * (1 / stages if spread else stages == 1)
         batch = (
             self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
         )
-        heap = profile.fragmentation * heap_share(self._pricer, stages)
+        heap = profile.fragmentation * heap_ratio(self._pricer, stages)
         accumulating = heap * ((micro > 1) | profile.gradient_buffer)
         return Footprint(
             replicated=(
@@ -324,7 +337,7 @@ class Footprints:
             live=heap * (stacks * (in_flight / stages) + others).max(0),
             live_without_stacks=heap
             * (deficits * max_in_flight * self._max_layer_share(stages) + others).max(0),
-            stack_fills=micro / max_in_flight / heap_share(self._pricer, stages),
+            stack_fills=micro / max_in_flight / heap_ratio(self._pricer, stages),
         )
 
     def _max_layer_share(self, stages: Array) -> Array:
@@ -335,7 +348,8 @@ class Footprints:
         fewest_layers = min(self._model.counts, default=1)
         return np.where(
             stages > 1,
-            (1 + self._model.head_layers / fewest_layers) / stages + MAX_CHUNKS / fewest_layers,
+            (1 + self._model.head_work_in_layers / fewest_layers) / stages
+            + MAX_CHUNKS / fewest_layers,
             1.0,
         )
 
@@ -371,7 +385,7 @@ def fastest_mixture(points: Sequence[tuple[Array, Array]], capacity: float) -> A
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs(BoundedTable):
-    """Pairs of an entry and a choice, both by number, with a lower bound for each."""
+    """Pairs of an entry and a choice, both by index, with a lower bound for each."""
 
     entries: Array
     choices: Array
@@ -717,12 +731,12 @@ class TrafficBounds(ArrayTable):
             times = np.where(staged, 0.5, micro) if gather_time == "once" else micro
             return self.gather * times + self.scatter * np.maximum(times, 1)
         update = self.gather_updated if zero else 0.0
-        reduced = self.scatter if profile.scatters(zero) else self.reduce
-        if profile.reduces_once(zero):
+        reduced = self.scatter if profile.reduce_scatters(zero) else self.reduce
+        if profile.reduces_once_per_step(zero):
             return reduced + update
         if zero == 2:
             return reduced * micro + update
-        if profile.reduces_in_the_last(zero):
+        if profile.reduces_in_last_microbatch(zero):
             return reduced + np.where(staged, 0.0, self.routed * (micro - 1)) + update
         return reduced * np.where(staged, 1, micro) + update
 
@@ -750,7 +764,7 @@ class Traffic:
         self._values, self._degrees_index, self._layers = values, index, len(model.counts)
         self._distinct, self._position = np.unique(index, return_inverse=True)
         # overlap that a profile states itself is not part of `MicrobatchBounds.ring_exposed`
-        counts_overlap = not profile.overlaps_itself
+        counts_overlap = not profile.states_overlap
         if profile.embedding_and_head == "owners":
             outside_share = np.where(stages > 1, model.largest_outside_share, 1.0)
         else:
@@ -868,7 +882,7 @@ class _RowWeights:
     """Coefficients of some rows of a tally.
 
     Attributes:
-        rows: row numbers within a segment, ascending.
+        rows: indices of rows within a segment, ascending.
         rates: seconds by row and candidate.
         kinds: the kinds of seconds that each row counts towards, array [kinds, rows].
         all_stages: True for rows that are summed over all stages instead of taken from one.
@@ -1007,7 +1021,7 @@ class StepBounds:
         stages, micro, space = sizes["stage"], sizes["micro"], self.space
         layers, groups = space.limits.layers, space.accumulation_groups
         overlappable_s = {policy: overlappable.get(policy, 0.0) for policy in bounds}
-        exposed = 0.0 if self.pricer.profile.overlaps_itself else 1 - self.pricer.efficiency.hidden
+        exposed = 0.0 if self.pricer.profile.states_overlap else 1 - self.pricer.efficiency.hidden
         pipelined = (stages > 1).any()
         message_s = {
             policy: message_seconds(bound, stages, self.pricer) if pipelined else np.zeros(1)
@@ -1242,7 +1256,7 @@ class Entries:
 
     @cached_property
     def _mesh(self) -> Array:
-        """Number of the mesh of each entry, whatever its microbatches."""
+        """Index of the mesh of each entry, whatever its microbatches."""
         return distinct_rows([self.sizes[axis] for axis in MESH_AXES])[1]
 
     @cached_property

@@ -13,7 +13,7 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.graph import ITEMSIZE, Rows
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import Topology
-from shardlib.planner.layouts import Situation
+from shardlib.planner.layouts import AdviceInputs
 from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.planner.space import FIXED_ROWS_HINT, MIXED_ROWS_HINT
 from shardlib.planner.workload import Workload
@@ -26,7 +26,7 @@ from shardlib.schedules import ONE_F_ONE_B, named
 # Each cites its source and is checked against a finished plan. The planner minimises step time
 # within its cost model; the rules cover what the model does not see (does such a batch still
 # converge? is a simpler plan as good?) or does not report (why is the utilisation low?). They do
-# not change the plan: every rule is a function from a `Situation` to at most one `Finding`.
+# not change the plan: every rule is a function from `AdviceInputs` to at most one `Finding`.
 
 #: Slowdown up to which plain data parallelism is worth its simplicity; the threshold is ours.
 SIMPLER_SLOWDOWN = 1.05
@@ -48,17 +48,17 @@ N_C, ALPHA_N, B_STAR, ALPHA_B = 8.8e13, 0.076, 2e8, 0.21
 
 
 @diagnostic
-def advise(situation: Situation) -> tuple[Finding, ...]:
+def advise(inputs: AdviceInputs) -> tuple[Finding, ...]:
     """Applies the rules of thumb to a plan."""
-    findings = (check(situation) for check in RULES)
+    findings = (check(inputs) for check in RULES)
     return tuple(finding for finding in findings if finding is not None)
 
 
-def plain_data_parallel(situation: Situation) -> Finding | None:
+def plain_data_parallel(inputs: AdviceInputs) -> Finding | None:
     """Small models should be plain data parallel (jax-ml/scaling-book, training.md: it needs no
     all-gathers, and communicates only gradients).
     """
-    plan = situation.plan
+    plan = inputs.plan
     plain = MeshShape(data=plan.mesh.devices)
     if plan.mesh.devices == 1 or plan.mesh == plain:
         return None
@@ -85,18 +85,18 @@ def plain_data_parallel(situation: Situation) -> Finding | None:
     )
 
 
-def tensor_leaves_fast_domain(situation: Situation) -> Finding | None:
+def tensor_leaves_fast_domain(inputs: AdviceInputs) -> Finding | None:
     """Tensor parallelism belongs inside a node (Narayanan et al., arXiv:2104.04473, takeaway 1: up
     to degree g on servers of g GPUs).
     """
-    links = dict(situation.plan.placement).get("tensor", ())
+    links = dict(inputs.plan.placement).get("tensor", ())
     slow = [link for link in links if link.kind == "network"]
     if not slow:
         return None
     return Finding(
         code="tensor-leaves-fast-domain",
         severity="warning",
-        where=f"tensor={situation.plan.mesh['tensor']}",
+        where=f"tensor={inputs.plan.mesh['tensor']}",
         message=(
             f"the tensor axis runs over the slow network ({slow[0].ways} ways of it); its"
             " collectives are in the way of every layer"
@@ -108,25 +108,25 @@ def tensor_leaves_fast_domain(situation: Situation) -> Finding | None:
     )
 
 
-def few_microbatches(situation: Situation) -> Finding | None:
+def few_microbatches(inputs: AdviceInputs) -> Finding | None:
     """A pipeline needs at least as many microbatches as stages, better four times as many (GPipe,
     arXiv:1811.06965, section 2.3).
     """
-    stages = situation.plan.mesh["stage"]
-    micro = situation.plan.microbatches // situation.plan.accumulation
+    stages = inputs.plan.mesh["stage"]
+    micro = inputs.plan.microbatches // inputs.plan.accumulation
     if (
         stages == 1
         or micro >= PER_STAGE * stages
-        or (named(situation.plan.schedule).backward_in_two and micro >= stages)
+        or (named(inputs.plan.schedule).backward_in_two and micro >= stages)
     ):
         return None
-    bubble = situation.plan.estimate.seconds.bubble / (situation.plan.estimate.step_seconds or 1.0)
+    bubble = inputs.plan.estimate.seconds.bubble / (inputs.plan.estimate.step_seconds or 1.0)
     return Finding(
         code="few-microbatches",
         severity="warning" if micro < stages else "info",
         where=f"stage={stages}",
         message=(
-            f"{micro} microbatches{' at a time' if situation.plan.accumulation > 1 else ''} for"
+            f"{micro} microbatches{' at a time' if inputs.plan.accumulation > 1 else ''} for"
             f" {stages} stages leave the stages idle for {percent_text(bubble)} of a step"
         ),
         hint=(
@@ -147,14 +147,14 @@ def critical_batch_tokens(weights: int) -> float:
     return B_STAR / loss ** (1 / ALPHA_B)
 
 
-def batch_beyond_critical(situation: Situation) -> Finding | None:
+def batch_beyond_critical(inputs: AdviceInputs) -> Finding | None:
     """A batch above the critical size B_crit needs 1 + B / B_crit times the least number of tokens
     (McCandlish et al., arXiv:1812.06162, equation 2.11).
     """
-    tokens = situation.plan.estimate.tokens
-    if not situation.has_sequence or situation.weights < 1:
+    tokens = inputs.plan.estimate.tokens
+    if not inputs.has_sequence or inputs.weights < 1:
         return None
-    critical = critical_batch_tokens(situation.weights)
+    critical = critical_batch_tokens(inputs.weights)
     if tokens <= critical:
         return None
     return Finding(
@@ -174,20 +174,20 @@ def batch_beyond_critical(situation: Situation) -> Finding | None:
     )
 
 
-def below_ridge(situation: Situation) -> Finding | None:
+def below_ridge(inputs: AdviceInputs) -> Finding | None:
     """A device needs enough tokens for its matmuls to be compute-bound (jax-ml/scaling-book,
     roofline.md: 240 on a TPU v5e, 295 on an H100, in bfloat16).
     """
-    chip = situation.topology.chip
-    ridge = chip.peak(situation.compute_dtype) / chip.hbm_bytes_per_s * situation.itemsize / 2
-    if situation.device_tokens >= ridge:
+    chip = inputs.topology.chip
+    ridge = chip.peak(inputs.compute_dtype) / chip.hbm_bytes_per_s * inputs.itemsize / 2
+    if inputs.device_tokens >= ridge:
         return None
     return Finding(
         code="below-ridge",
         severity="info",
-        where=f"{count_text(math.ceil(situation.device_tokens))} tokens per device",
+        where=f"{count_text(math.ceil(inputs.device_tokens))} tokens per device",
         message=(
-            f"a device works on {count_text(math.ceil(situation.device_tokens))} tokens at once,"
+            f"a device works on {count_text(math.ceil(inputs.device_tokens))} tokens at once,"
             f" and a matmul with weights is limited by memory below {count_text(math.ceil(ridge))}"
             f" on {chip.name}"
         ),
@@ -197,25 +197,25 @@ def below_ridge(situation: Situation) -> Finding | None:
     )
 
 
-def fsdp_over_slow_network(situation: Situation) -> Finding | None:
+def fsdp_over_slow_network(inputs: AdviceInputs) -> Finding | None:
     """All-gathers of parameters hide behind compute where B/X > C/W, with B/X tokens per device
     (jax-ml/scaling-book, training.md and gpus.md).
     """
-    plan, links = situation.plan, dict(situation.plan.placement).get("fsdp", ())
+    plan, links = inputs.plan, dict(inputs.plan.placement).get("fsdp", ())
     if plan.zero < 3 or not any(link.kind == "network" for link in links):
         return None
-    rates = [tier.bytes_per_s for tier in situation.topology.tiers if tier.kind == "network"]
+    rates = [tier.bytes_per_s for tier in inputs.topology.tiers if tier.kind == "network"]
     if not rates:
         return None
     # neighbours gather different parts over their own ports, and exchange them
     inside = math.prod(link.ways for link in links if link.kind != "network")
     tokens = (
-        situation.topology.chip.peak(situation.compute_dtype)
+        inputs.topology.chip.peak(inputs.compute_dtype)
         / (min(rates) * inside)
-        * situation.itemsize
+        * inputs.itemsize
         / 2
     )
-    if situation.device_tokens >= tokens:
+    if inputs.device_tokens >= tokens:
         return None
     return Finding(
         code="fsdp-over-slow-network",
@@ -223,7 +223,7 @@ def fsdp_over_slow_network(situation: Situation) -> Finding | None:
         where=f"fsdp={plan.mesh['fsdp']}",
         message=(
             "parameters are gathered over the slow network with"
-            f" {count_text(math.ceil(situation.device_tokens))} tokens per device; below"
+            f" {count_text(math.ceil(inputs.device_tokens))} tokens per device; below"
             f" {count_text(math.ceil(tokens))} the gathers cannot hide behind compute"
         ),
         hint=(
@@ -233,12 +233,12 @@ def fsdp_over_slow_network(situation: Situation) -> Finding | None:
     )
 
 
-def memory_tight(situation: Situation) -> Finding | None:
+def memory_tight(inputs: AdviceInputs) -> Finding | None:
     """A plan that fills more than 95% of memory may not fit where no margin is reserved:
     predictions are not that exact (docs/verification.md).
     """
-    usable, peak = situation.topology.chip.usable_bytes, situation.plan.estimate.device_bytes.peak
-    if situation.plan.estimate.margin > 1 or peak <= (1 - MIN_MEMORY_MARGIN) * usable:
+    usable, peak = inputs.topology.chip.usable_bytes, inputs.plan.estimate.device_bytes.peak
+    if inputs.plan.estimate.margin > 1 or peak <= (1 - MIN_MEMORY_MARGIN) * usable:
         return None
     return Finding(
         code="memory-tight",
@@ -252,19 +252,19 @@ def memory_tight(situation: Situation) -> Finding | None:
     )
 
 
-def pipeline_on_gpus(situation: Situation) -> Finding | None:
+def pipeline_on_gpus(inputs: AdviceInputs) -> Finding | None:
     """XLA for GPUs copies the stacks of saved activations between the loops of a pipeline in one
     program where it needs another order of dims, in some programs more of them than are priced
     (docs/verification.md).
     """
-    one_program = situation.plan.mesh["stage"] > 1 and situation.plan.pipeline == "lockstep"
-    by_shardlib = situation.plan.framework is None  # frameworks make no such program
-    if situation.topology.chip.vendor != "nvidia" or not one_program or not by_shardlib:
+    one_program = inputs.plan.mesh["stage"] > 1 and inputs.plan.pipeline == "lockstep"
+    by_shardlib = inputs.plan.framework is None  # frameworks make no such program
+    if inputs.topology.chip.vendor != "nvidia" or not one_program or not by_shardlib:
         return None
     return Finding(
         code="pipeline-on-gpus",
         severity="warning",
-        where=f"stage={situation.plan.mesh['stage']}",
+        where=f"stage={inputs.plan.mesh['stage']}",
         message=(
             "XLA for GPUs may copy what a pipeline in one program saves of its layers; programs"
             " may need a fifth more memory than predicted"
@@ -273,16 +273,16 @@ def pipeline_on_gpus(situation: Situation) -> Finding | None:
     )
 
 
-def odd_sizes(situation: Situation) -> Finding | None:
+def odd_sizes(inputs: AdviceInputs) -> Finding | None:
     """Large dims should be multiples of the tile size of the matrix units (NVIDIA, Matrix
     multiplication background; jax-ml/scaling-book, tpus.md).
     """
-    required, better = MULTIPLES[situation.topology.chip.vendor]
+    required, better = MULTIPLES[inputs.topology.chip.vendor]
     odd: dict[str, int] = {}
-    for parameter in situation.plan.parameters:
+    for parameter in inputs.plan.parameters:
         if len(parameter.shape) < 2:
             continue
-        parts = parameter.compute.parts(situation.plan.mesh)
+        parts = parameter.compute.parts(inputs.plan.mesh)
         for extent, shards, name in zip(parameter.shape, parts, parameter.colours, strict=True):
             if extent >= MIN_TILED_EXTENT and extent // shards % better:
                 odd[name or str(extent)] = extent // shards
@@ -302,7 +302,7 @@ def odd_sizes(situation: Situation) -> Finding | None:
 
 
 #: All rules, in the order of their findings.
-RULES: tuple[Callable[[Situation], Finding | None], ...] = (
+RULES: tuple[Callable[[AdviceInputs], Finding | None], ...] = (
     plain_data_parallel,
     tensor_leaves_fast_domain,
     few_microbatches,
@@ -354,8 +354,8 @@ def layout_findings(
     return tuple(findings)
 
 
-def situation_of(workload: Workload, topology: Topology, plan: Plan) -> Situation:
-    """The situation of a plan for a model."""
+def advice_inputs(workload: Workload, topology: Topology, plan: Plan) -> AdviceInputs:
+    """The inputs of the rules for a plan."""
     vocabulary = workload.colouring.canonical("vocab")
     weights = sum(
         math.prod(p.shape)
@@ -363,7 +363,7 @@ def situation_of(workload: Workload, topology: Topology, plan: Plan) -> Situatio
         if vocabulary is None or vocabulary not in p.colours
     )
     dtype = workload.problem.compute_dtype
-    return Situation(
+    return AdviceInputs(
         plan=plan,
         topology=topology,
         compute_dtype=dtype,
@@ -392,7 +392,7 @@ def notes(
     findings += _repeated_colours(workload, plan)
     findings += _coupled_rows(workload.problem.rows, plan.microbatches)
     findings += _zero_bubble_memory(workload, plan) + _dropped_tokens(workload, topology, plan)
-    findings += advise(situation_of(workload, topology, plan))
+    findings += advise(advice_inputs(workload, topology, plan))
     findings += [
         Finding(
             code="corrected",

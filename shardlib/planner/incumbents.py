@@ -194,7 +194,7 @@ class DecidedRows(ArrayTable):
 
     Attributes:
         decisions: shared by all rows, except for the attributes below, meshes and microbatches.
-        choices: number of each row's choice, see `CandidateBlock.choices`.
+        choices: index of each row's choice, see `CandidateBlock.choices`.
         layers: number of rematerialised layers of each row; None for all layers.
         group_policies: policies of the layer groups by row, see `Candidate`; None where all groups
             share one.
@@ -248,7 +248,7 @@ class LeastByCandidate:
     def update(
         self, number: int, decided: DecidedRows, candidates: Array, values: Array, rows: Array
     ) -> None:
-        """Updates the minima with rows that were recorded as number `number`."""
+        """Updates the minima with rows that were recorded at index `number`."""
         choices = decided.choices[rows]
         previous = self.values[candidates]
         better = (values < previous * (1 - TIE)) | (
@@ -340,7 +340,7 @@ class Ranking(Generic[Decided]):
         return sum(map(len, self._indexes))
 
     def _columns(self) -> tuple[Array, Array, Array, Array]:
-        """Block number, index, seconds and bytes of every plan."""
+        """Index of the block, index in it, seconds and bytes of every plan."""
         if not self._decisions:
             empty = np.zeros(0, dtype=np.int64)
             return empty, empty, np.zeros(0), np.zeros(0)
@@ -629,7 +629,7 @@ class CandidateRows(LazyTable):
 
     Attributes:
         candidates: position of each row's candidate in its block.
-        choices: number of each row's choice.
+        choices: index of each row's choice.
         meshes: the candidates, by row.
         quantities: by remat policy.
         bounds: bounds for one microbatch, by remat policy; also for `BEST_PER_GROUP` where layer
@@ -767,7 +767,7 @@ class _PricedCorners(ArrayTable):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupPricer(PricingInputs):
+class MixturePricer(PricingInputs):
     """Prices mixtures of remat policies.
 
     Attributes:
@@ -1217,11 +1217,11 @@ def saved_by_gathering_once(quantities: StepCosts, plans: Plans) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class RowPricer(PricingInputs):
-    """Prices rows; `group_pricer` prices plans whose layer groups follow different policies, None
+    """Prices rows; `mixture_pricer` prices plans whose layer groups follow different policies, None
     where all groups share one.
     """
 
-    group_pricer: GroupPricer | None = None
+    mixture_pricer: MixturePricer | None = None
 
     def price(self, rows: CandidateRows, incumbents: Incumbents) -> None:
         """Records every plan of some rows that no bound excludes."""
@@ -1268,7 +1268,7 @@ class RowPricer(PricingInputs):
         breadth_first_options = self.space.breadth_first_options(schedule, virtual)
         gathers = {decisions.gather for listed in alternatives.values() for decisions in listed}
         fitting = legal & rows.may_beat(zeros, breadth_first_options, gathers, incumbents.limit)
-        if not fitting.any() and self.group_pricer is None:
+        if not fitting.any() and self.mixture_pricer is None:
             return
         promising = {
             policy: fitting & (self._bound(rows, policy, schedule, virtual) < incumbents.limit)
@@ -1294,7 +1294,7 @@ class RowPricer(PricingInputs):
         incumbents: Incumbents,
     ) -> None:
         """Records the plans of one schedule whose layer groups differ."""
-        if self.group_pricer is None or not alternatives:
+        if self.mixture_pricer is None or not alternatives:
             return
         promising = np.flatnonzero(
             legal
@@ -1307,7 +1307,7 @@ class RowPricer(PricingInputs):
         )
         if len(promising):
             subset = rows.take(promising)
-            self.group_pricer.price(
+            self.mixture_pricer.price(
                 subset.quantities,
                 subset.choices,
                 subset.candidates,

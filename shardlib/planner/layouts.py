@@ -1,4 +1,4 @@
-"""Layouts of a plan's main activations, parameters and batch, and the facts for rules of thumb.
+"""Layouts of a plan's main activations, parameters and batch, and the inputs of the rules of thumb.
 
 Activations are read off the step graph that was priced: the residual stream of every layer group,
 operands and results of weight matmuls, and of attention kernels. Gradients of activations are
@@ -43,7 +43,7 @@ from shardlib.propagation.colours import TOKENS, Choice, Spec, axes_of
 # --------------------------------------------------------------------------------------------------
 # A step graph under a choice on a mesh: the layouts of its values between operations and in use.
 
-#: An activation, and the number of an op that produces or reads it.
+#: An activation, and the index of an op that produces or reads it.
 OpActivation = tuple[int, ActivationLayout]
 
 
@@ -139,7 +139,7 @@ class StepLayouts:
         return frozenset(index for _, ops in needed for index in ops if index != min(ops))
 
     def activation(self, name: str, value: int, moves: Iterable[Move], index: int) -> OpActivation:
-        """The activation of a value, with the number of an op that produces or reads it."""
+        """The activation of a value, with the index of an op that produces or reads it."""
         tensor = self.facts.graph.values[value]
         region = self.facts.graph.ops[index].region
         return index, ActivationLayout(
@@ -229,7 +229,7 @@ def _gradient_role(step: StepLayouts, index: int, factors: set[int]) -> str:
     heads = step.facts.heads.get(index)
     if heads is None or heads.queries_per_group == 1:
         return "operands"
-    return "queries" if heads.within & factors else "keys or values"
+    return "queries" if heads.query_factors & factors else "keys or values"
 
 
 def _resharding_after(step: StepLayouts, index: int, value: int) -> list[Move]:
@@ -557,11 +557,11 @@ def batch_layouts(
 
 
 # --------------------------------------------------------------------------------------------------
-# The situation: facts of a plan for rules of thumb.
+# Inputs of the rules of thumb (`shardlib.planner.findings`): a plan and further facts.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Situation:
+class AdviceInputs:
     """A plan, and further facts for the rules of thumb.
 
     Attributes:

@@ -4,7 +4,7 @@ not fit in memory.
 Pins that need more layers than a model has in its loops are an error:
 
 >>> pins = Pins.parse({"schedule": "1f1b"})
->>> print(too_few_layers("mlp", LayerGroups(names=(), counts=()), pins))
+>>> print(too_few_layers("mlp", LayerCounts(names=(), counts=()), pins))
 schedule='1f1b' splits layers into stages, and the model 'mlp' has no layers in a loop
 Try: layers under jax.lax.scan or nnx.scan, or no such pin
 """
@@ -84,7 +84,7 @@ class PinnedProblem:
 
 def explain_empty(workload: Workload, pins: Pins, devices: int) -> BatchError | PinError:
     """The error for pins under which no plan is legal."""
-    message_of_layers = too_few_layers(workload.problem.model, layer_groups(workload), pins)
+    message_of_layers = too_few_layers(workload.problem.model, layer_counts_of(workload), pins)
     if message_of_layers:
         return PinError(message_of_layers)
     request = PinnedProblem(
@@ -346,9 +346,9 @@ _MAX_CHUNKS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerGroups:
-    """The layers that a model has in its loops, and how often the same parameters are used outside
-    all groups.
+class LayerCounts:
+    """The names and layer counts of the layer groups of a model, and the number of uses of the same
+    parameters outside of all groups.
     """
 
     names: Sequence[str]
@@ -356,17 +356,17 @@ class LayerGroups:
     calls: int = 1
 
 
-def layer_groups(workload: Workload) -> LayerGroups:
+def layer_counts_of(workload: Workload) -> LayerCounts:
     """The layers of a model, for messages."""
     facts = next(iter(workload.programs.values())).facts
-    return LayerGroups(
+    return LayerCounts(
         names=workload.group_names,
         counts=workload.counts,
         calls=repeated_calls(facts.graph, facts.layers, facts.weights),
     )
 
 
-def too_few_layers(model: str, groups: LayerGroups, pins: Pins) -> str:
+def too_few_layers(model: str, groups: LayerCounts, pins: Pins) -> str:
     """The message that a model has too few layers for its pins, with a hint; empty where it has
     enough.
     """

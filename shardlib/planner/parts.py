@@ -526,7 +526,7 @@ def _with_param_dtype(step: StepGraph, dtype: str) -> StepGraph:
 # A plan that a search priced, as one point of the landscape of plans: time against memory.
 
 #: Decisions that a point describes in another form, or not at all.
-_SHOWN_OTHERWISE = frozenset(
+_SHOWN_DIFFERENTLY = frozenset(
     {"mesh", "rules", "sequence_parallel", "experts", "remat_classes", "exchange"}
 )
 _DEFAULTS = {key: str(entry.default) for key, entry in TABLE.items()}
@@ -572,7 +572,7 @@ def _decided(candidate: Candidate) -> tuple[tuple[str, str], ...]:
     pairs = [
         (field.name, _text(getattr(decisions, field.name)))
         for field in fields(decisions)
-        if field.name not in _SHOWN_OTHERWISE
+        if field.name not in _SHOWN_DIFFERENTLY
     ]
     pairs = [(key, text) for key, text in pairs if text and text != _DEFAULTS.get(key)]
     if choice.tensor:

@@ -231,7 +231,7 @@ class Ranked:
 
 class Source(Protocol):
     """The problem from which a plan was made, and searches for it; implemented by
-    `shardlib.planner.search.Prepared`.
+    `shardlib.planner.search.PlanSource`.
 
     Attributes:
         workload, topology, pins: the prepared problem, the machine, and decisions fixed by hand.

@@ -27,8 +27,8 @@ from shardlib.planner.incumbents import (
     BestPlans,
     CandidateBlock,
     CandidateRows,
-    GroupPricer,
     Incumbents,
+    MixturePricer,
     PricingInputs,
     RankedEntry,
     RankedMesh,
@@ -50,8 +50,8 @@ class PlacedPairs(BoundedTable):
     """Placed pairs.
 
     Attributes:
-        candidates: number of each pair's candidate in `block`.
-        choices: number of each pair's choice.
+        candidates: index of each pair's candidate in `block`.
+        choices: index of each pair's choice.
         kinds: bounds by kind of plan, where they are known.
     """
 
@@ -92,19 +92,19 @@ class PairPricer(PricingInputs):
         slack: float,
         ranking: Ranking[Candidate] | None,
         *,
-        usual_placement: bool = False,
+        default_placement: bool = False,
     ) -> None:
         """Prices pairs on every placement of their axes, or on the usual one."""
-        if (placed := self.placed(entries, pairs, usual_placement=usual_placement)) is not None:
+        if (placed := self.placed(entries, pairs, default_placement=default_placement)) is not None:
             self.price_placed(entries, placed, slack, ranking)
 
     def placed(
-        self, entries: Entries, pairs: Pairs, *, usual_placement: bool = False
+        self, entries: Entries, pairs: Pairs, *, default_placement: bool = False
     ) -> PlacedPairs | None:
         """Pairs on every placement of their axes, or on the usual one; None if there is no
         placement.
         """
-        block, candidates = self._block(entries, pairs, usual_placement)
+        block, candidates = self._block(entries, pairs, default_placement)
         if block is None:
             return None
         pair = np.repeat(np.arange(len(pairs)), [len(part) for part in candidates])
@@ -163,14 +163,14 @@ class PairPricer(PricingInputs):
             pricer.price(self._rows(entries, placed.take(part)), best)
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
-        """A pricer for rows of the given entries, with a `GroupPricer` where layer groups may
+        """A pricer for rows of the given entries, with a `MixturePricer` where layer groups may
         differ.
         """
         setting: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(PricingInputs)}
         if not self.space.mixes_remat:
             return RowPricer(**setting)
-        groups = GroupPricer(**setting, values=entries.values, shardable=self.shardable)
-        return RowPricer(**setting, group_pricer=groups)
+        groups = MixturePricer(**setting, values=entries.values, shardable=self.shardable)
+        return RowPricer(**setting, mixture_pricer=groups)
 
     def _rows(self, entries: Entries, placed: PlacedPairs) -> CandidateRows:
         """Candidates under choices, with their quantities."""
@@ -236,7 +236,7 @@ class PairPricer(PricingInputs):
         )
 
     def _block(
-        self, entries: Entries, pairs: Pairs, usual_placement: bool
+        self, entries: Entries, pairs: Pairs, default_placement: bool
     ) -> tuple[CandidateBlock | None, list[list[int]]]:
         """The candidates of some pairs on their placements, and the positions of each pair's
         candidates; (None, []) where there are none.
@@ -247,7 +247,7 @@ class PairPricer(PricingInputs):
         for entry in pairs.entries:
             if int(entry) not in positions:
                 mesh = MeshShape({axis: int(entries.sizes[axis][entry]) for axis in MESH_AXES})
-                options = self._placements(mesh, usual_placement)
+                options = self._placements(mesh, default_placement)
                 first = len(entry_numbers)
                 positions[int(entry)] = list(range(first, first + len(options)))
                 placements += [(mesh, order, placement) for order, placement in options]
@@ -272,15 +272,15 @@ class PairPricer(PricingInputs):
         return block, [positions[int(entry)] for entry in pairs.entries]
 
     def _placements(
-        self, mesh: MeshShape, usual_placement: bool
+        self, mesh: MeshShape, default_placement: bool
     ) -> list[tuple[tuple[str, ...], Placement]]:
-        """The placements of a mesh; with `usual_placement`, one of them."""
+        """The placements of a mesh; with `default_placement`, one of them."""
         pinned, topology = self.space.pins.axis_order, self.pricer.topology
         if pinned is not None:
             order = mesh.in_order(pinned)
             placement = place(mesh, topology, order)
             return [] if placement is None else [(() if order == tuple(mesh) else order, placement)]
-        if usual_placement or not self.space.limits.abilities.free:
+        if default_placement or not self.space.limits.abilities.free:
             placement = place(mesh, topology)
             return [] if placement is None else [((), placement)]
         return [*placements(mesh, topology)]
@@ -314,7 +314,7 @@ def blocks(first: int, count: int, largest: int | None = None) -> Iterator[tuple
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unsharded:
+class UnshardedBounds:
     """Bounds from the step on one device.
 
     Attributes:
@@ -342,7 +342,7 @@ class Unsharded:
         seconds = np.stack(totals)
         return float(seconds.min(0).sum() if self.space.mixes_remat else seconds.sum(1).min())
 
-    def slower(self, devices: int, limit: float) -> bool:
+    def excludes(self, devices: int, limit: float) -> bool:
         """True if no plan on this many devices is faster than a limit in seconds."""
         return bool(np.isfinite(limit)) and self.seconds / devices >= limit
 
@@ -415,7 +415,7 @@ class Explorer:
         capacity: usable bytes per device.
         previous: an explorer of the same model in other dtypes, with another attention strategy or
             on another number of devices, to whose results this one adds.
-        any_plan: True to stop at the first plan that fits.
+        stop_at_first: True to stop at the first plan that fits.
 
     Attributes:
         best: the best plans so far.
@@ -430,14 +430,14 @@ class Explorer:
         capacity: float,
         previous: Explorer | None = None,
         *,
-        any_plan: bool = False,
+        stop_at_first: bool = False,
     ) -> None:
         self.workload, self.space, self.pricer = workload, space, Pricer(topology, workload.profile)
-        self._unsharded = Unsharded(workload=workload, space=space, pricer=self.pricer)
+        self._unsharded = UnshardedBounds(workload=workload, space=space, pricer=self.pricer)
         self.topology = self.pricer.topology
         self.best = BestPlans() if previous is None else previous.best
         self.ranked_meshes: list[RankedMesh] = [] if previous is None else previous.ranked_meshes
-        self._any_plan, self._explored = any_plan, dict[DeviceCounts, list[Entries]]()
+        self._any_plan, self._explored = stop_at_first, dict[DeviceCounts, list[Entries]]()
         self._priced_entries, self._scopes = set[int](), dict[bool, Scope]()
         self._max_bytes = capacity * (1 + ROUNDING)
         self._too_large = set[int]()
@@ -541,7 +541,7 @@ class Explorer:
         if not (self.space.choices and self.space.routes):
             return []
         limit = self.limit * slack
-        tried = [devices for devices in counts if not self._unsharded.slower(devices, limit)]
+        tried = [devices for devices in counts if not self._unsharded.excludes(devices, limit)]
         if self.best.fastest is None:
             large = {n for n in tried if self._unsharded.parameter_bytes / n > self._max_bytes}
             self._too_large |= large
@@ -682,7 +682,7 @@ class Explorer:
                 pairs = entries.pairs(block[bounds[block] < limit], limit, minimum_memory=True)
                 while len(pairs := pairs.below(best.minimum_memory_bytes)):
                     self.pair_pricer.price(
-                        entries, pairs.first(size), np.inf, None, usual_placement=True
+                        entries, pairs.first(size), np.inf, None, default_placement=True
                     )
                     pairs, size = pairs.after(size), size * PAIR_BLOCK_GROWTH
 
@@ -899,14 +899,20 @@ def priced_space(
     ranking: Ranking[Candidate] | None = None,
     slack: float = np.inf,
     *,
-    any_plan: bool = False,
+    stop_at_first: bool = False,
     all_devices: bool = False,
 ) -> PricedSpace:
     """Prices the space of a model under pins."""
     rules = _require_supported(workload, topology, pins)
     devices_wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     all_spaces, runs = _explorers(
-        workload, topology, pins, rules, devices_wanted, any_plan=any_plan, all_devices=all_devices
+        workload,
+        topology,
+        pins,
+        rules,
+        devices_wanted,
+        stop_at_first=stop_at_first,
+        all_devices=all_devices,
     )
     part_devices, largest = devices_within_slow_links(topology), max(devices for devices, _ in runs)
     counts_by_explorer = dict[Explorer, DeviceCounts]()
@@ -914,10 +920,10 @@ def priced_space(
         if devices:
             counts_by_explorer[explorer] = (*counts_by_explorer.get(explorer, ()), devices)
     many = largest > min(MANY_DEVICES, MANY_DEVICES_PER_ROW * all_spaces[-1].limits.batch)
-    if many and not any_plan and not part_devices:
+    if many and not stop_at_first and not part_devices:
         _price_all_counts(counts_by_explorer, ranking, slack)
     else:
-        if ranking is None and not any_plan:
+        if ranking is None and not stop_at_first:
             if part_devices:
                 explore(
                     [explorer for devices, explorer in runs if devices == part_devices],
@@ -933,10 +939,10 @@ def priced_space(
             if devices:
                 explorer.run((devices,), ranking, slack)
     explorer = runs[0][1]
-    if explorer.best.fastest is None and not any_plan:
+    if explorer.best.fastest is None and not stop_at_first:
         for searcher in dict.fromkeys(explorer for _, explorer in runs):
             searcher.minimum_memory()
-    if explorer.best.minimum_memory is None and not any_plan:
+    if explorer.best.minimum_memory is None and not stop_at_first:
         from shardlib.planner.no_plan import explain_empty
 
         raise explain_empty(workload, pins, devices_wanted)
@@ -989,7 +995,7 @@ def _explorers(
     rules: Rules | None,
     device_count: int,
     *,
-    any_plan: bool,
+    stop_at_first: bool,
     all_devices: bool,
 ) -> tuple[list[Space], list[tuple[int, Explorer]]]:
     """The spaces, one for each attention strategy and dtype combination, and an explorer for each
@@ -1015,7 +1021,7 @@ def _explorers(
                     machine,
                     fitting_bytes(topology),
                     runs[0][1] if runs else None,
-                    any_plan=any_plan,
+                    stop_at_first=stop_at_first,
                 )
             runs.append((devices if counts else 0, explorers[machine]))
     return all_spaces, runs

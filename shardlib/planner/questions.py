@@ -25,7 +25,7 @@ from shardlib.machines.topology import Topology, island_of
 from shardlib.planner.answers import (
     Alternative,
     Answers,
-    Binding,
+    BindingConstraint,
     Constraints,
     Kernels,
     KernelTime,
@@ -37,7 +37,7 @@ from shardlib.planner.answers import (
 )
 from shardlib.planner.assembly import PricedCandidate
 from shardlib.planner.plan import Plan, Ranked, source_of
-from shardlib.planner.priced import Unsharded
+from shardlib.planner.priced import UnshardedBounds
 from shardlib.planner.space import spaces
 from shardlib.planner.workload import CostProgram, Workload, batch_size
 from shardlib.report.elements import TIE, bytes_text, percent_text, seconds_text
@@ -290,7 +290,7 @@ def staircase(plan: Plan) -> tuple[UnfitPlan, ...]:
     return tuple(reversed(unfit_plans))
 
 
-def _memory(plan: Plan, unfit_plans: tuple[UnfitPlan, ...]) -> Iterable[Binding]:
+def _memory(plan: Plan, unfit_plans: tuple[UnfitPlan, ...]) -> Iterable[BindingConstraint]:
     if not unfit_plans:
         return
     nearest, fastest, before = unfit_plans[0], unfit_plans[-1], plan.estimate.step_seconds
@@ -303,7 +303,7 @@ def _memory(plan: Plan, unfit_plans: tuple[UnfitPlan, ...]) -> Iterable[Binding]
             f"; with memory to spare a step would take {seconds_text(fastest.step_seconds)}"
             f" ({percent_text(1 - fastest.step_seconds / before)} less)"
         )
-    yield Binding(
+    yield BindingConstraint(
         kind="memory",
         what=source_of(plan).topology.chip.name,
         message=message + ".",
@@ -311,7 +311,7 @@ def _memory(plan: Plan, unfit_plans: tuple[UnfitPlan, ...]) -> Iterable[Binding]
     )
 
 
-def _pins(plan: Plan) -> Iterable[Binding]:
+def _pins(plan: Plan) -> Iterable[BindingConstraint]:
     source, before = source_of(plan), plan.estimate.step_seconds
     for name, others in source.pins.without().items():
         try:
@@ -320,7 +320,7 @@ def _pins(plan: Plan) -> Iterable[Binding]:
             continue
         gain = before - free.estimate.step_seconds
         if gain > TIE * before:
-            yield Binding(
+            yield BindingConstraint(
                 kind="pin",
                 what=name,
                 step_seconds=free.estimate.step_seconds,
@@ -331,17 +331,17 @@ def _pins(plan: Plan) -> Iterable[Binding]:
             )
 
 
-def _sizes(plan: Plan) -> Iterable[Binding]:
+def _sizes(plan: Plan) -> Iterable[BindingConstraint]:
     """Sizes that the mesh has used up: the batch, and colours that the tensor axis shards."""
     source, colouring = source_of(plan), source_of(plan).workload.colouring
     problem, mesh = source.workload.problem, plan.mesh
     batch, degree = batch_size(problem, colouring), mesh.ways(BATCH_AXES)
     for idle in (finding for finding in plan.findings if finding.code == "idle-devices"):
-        yield Binding(
+        yield BindingConstraint(
             kind="size", what="devices", message=f"{idle.message[:1].upper()}{idle.message[1:]}."
         )
     if mesh.devices > 1 and batch > 1 and degree >= batch:
-        yield Binding(
+        yield BindingConstraint(
             kind="size",
             what=colouring.batch_colour or "batch",
             message=(
@@ -361,7 +361,7 @@ def _sizes(plan: Plan) -> Iterable[Binding]:
             if colouring.colours[name].divisor % (2 * tensor)
         ]
         if indivisible:
-            yield Binding(
+            yield BindingConstraint(
                 kind="size",
                 what="tensor",
                 message=(
@@ -425,13 +425,13 @@ def _kernels_of(
     """The kernels of a program, scaled to the share of the layers that run it."""
     facts, pricer, decisions = program.facts, priced.pricer, priced.candidate.decisions
     per_device = _PerDevice(candidate=priced)
-    factor = pricer.factors.get(Quantity.COMPUTE, 1.0)
+    factor = pricer.correction_factors.get(Quantity.COMPUTE, 1.0)
     for kernel, item in zip(facts.fusion.kernels, kernel_items(facts), strict=True):
         part = float(shares[item.segment])
         if not part:
             continue
         outside = item.segment in (OUTSIDE_LAYERS, len(shares) + OUTSIDE_LAYERS)
-        efficiency = pricer.outside if outside else pricer.efficiency
+        efficiency = pricer.outside_efficiency if outside else pricer.efficiency
         for term in item.terms(priced.candidate.choice):
             if not isinstance(term, Compute):
                 continue
@@ -494,7 +494,9 @@ def least_device_seconds(workload: Workload, topology: Topology, pins: Pins) -> 
     and dtypes that may be chosen; communication, waiting and launches are not included.
     """
     return min(
-        Unsharded(workload=variant, space=space, pricer=Pricer(topology, variant.profile)).seconds
+        UnshardedBounds(
+            workload=variant, space=space, pricer=Pricer(topology, variant.profile)
+        ).seconds
         for variant, space in spaces(workload, topology.chip, pins)
     )
 

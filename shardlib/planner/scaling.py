@@ -124,7 +124,7 @@ class ScalingPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Curve:
+class ScalingCurve:
     """The best plans of a family of machines.
 
     Attributes:
@@ -200,7 +200,7 @@ def _no_plan_reason(points: Sequence[ScalingPoint]) -> str:
 
 def curve(
     model: str, kind: str, machines: Iterable[Topology], planned: Callable[[Topology], Plan]
-) -> Curve:
+) -> ScalingCurve:
     """Plans for every machine."""
     points: list[ScalingPoint] = []
     first: ScalingPoint | None = None
@@ -221,7 +221,7 @@ def curve(
         point = _compared(machine, plan, first, before)
         first, before = first or point, point
         points.append(point)
-    return Curve(model=model, kind=kind, points=tuple(points))
+    return ScalingCurve(model=model, kind=kind, points=tuple(points))
 
 
 def _compared(
@@ -254,7 +254,7 @@ def _share(machine: Topology, used: int) -> float:
     return used * faster / machine.devices
 
 
-def curve_text(result: Curve) -> str:
+def curve_text(result: ScalingCurve) -> str:
     """The curve as a text table."""
     kinds = {
         "strong": "Strong scaling: the same global batch on more devices",

@@ -245,14 +245,15 @@ MAX_COLLECTIVE_MATMUL_PLANS = 32
 MAX_COLLECTIVE_MATMUL_TENSOR = 32
 
 
-def overlapped(
+def with_collective_matmul(
     workload: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
 ) -> tuple[Candidate, float]:
     """The candidate, with collective matmuls over tensor where they are pinned, or left to the
     planner and predicted to be faster; and its step time.
     """
     if pins.collective_matmul not in ("loop", "any") or (
-        pins.collective_matmul == "any" and not can_overlap(workload, topology, candidate.mesh)
+        pins.collective_matmul == "any"
+        and not can_use_collective_matmul(workload, topology, candidate.mesh)
     ):
         return candidate, step_seconds
     alternative = candidate.replace(collective_matmul="loop")
@@ -265,7 +266,7 @@ def overlapped(
     )
 
 
-def can_overlap(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
+def can_use_collective_matmul(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
     """True if collective matmuls can be faster on a mesh: in a JAX program without stages, where
     links work concurrently with compute, which those of simulated devices do not.
     """
@@ -277,7 +278,7 @@ def can_overlap(workload: Workload, topology: Topology, mesh: MeshShape) -> bool
     )
 
 
-def fastest_overlapped(
+def fastest_with_collective_matmul(
     workload: Workload, topology: Topology, pins: Pins, priced: PricedSpace
 ) -> tuple[Candidate, float, float]:
     """The fastest candidate with or without collective matmuls, its step time, and a lower bound
@@ -289,12 +290,16 @@ def fastest_overlapped(
     best plan, or `MAX_COLLECTIVE_MATMUL_PLANS` have been priced.
     """
     assert priced.best.fastest is not None
-    best = overlapped(workload, topology, priced.best.fastest, pins, priced.best.seconds)
+    best = with_collective_matmul(
+        workload, topology, priced.best.fastest, pins, priced.best.seconds
+    )
     for sharded in _by_tensor(workload, topology, pins):
         assert sharded.best.fastest is not None
         best = min(
             best,
-            overlapped(workload, topology, sharded.best.fastest, pins, sharded.best.seconds),
+            with_collective_matmul(
+                workload, topology, sharded.best.fastest, pins, sharded.best.seconds
+            ),
             key=lambda pair: pair[1],
         )
     all_hidden = prepare(
@@ -307,8 +312,8 @@ def fastest_overlapped(
         if entry.seconds >= best[1] or num_priced == MAX_COLLECTIVE_MATMUL_PLANS:
             return *best, min(best[1], entry.seconds)
         candidate = hidden_space.candidate(entry)
-        if can_overlap(workload, topology, candidate.mesh):
-            alternative = overlapped(
+        if can_use_collective_matmul(workload, topology, candidate.mesh):
+            alternative = with_collective_matmul(
                 workload,
                 topology,
                 candidate,
@@ -362,7 +367,7 @@ def _fastest(
             _fastest, workload, pins=pins.of_one_island, all_devices=all_devices
         )
         return wings.islands("planning").planned_on_islands(pins.exchange, topology, search_island)
-    workload = prepared(workload.problem, topology, workload, None, pins)
+    workload = prepared_workload(workload.problem, topology, workload, None, pins)
     if pipeline_left_open(workload, pins):
         return fastest_form(
             pins, lambda form: _fastest(workload, topology, form, all_devices=all_devices)
@@ -374,10 +379,14 @@ def _fastest(
         workload, topology, priced, priced.best.fastest, priced.best.seconds
     )
     fastest = with_more_free_memory(workload, topology, pins, priced, fastest, priced_seconds)
-    candidate, step_seconds = overlapped(workload, topology, fastest, pins, priced_seconds)
+    candidate, step_seconds = with_collective_matmul(
+        workload, topology, fastest, pins, priced_seconds
+    )
     bound = min(priced_seconds, step_seconds)
     if pins.collective_matmul == "any" and workload.profile.name == XLA.name:
-        candidate, step_seconds, bound = fastest_overlapped(workload, topology, pins, priced)
+        candidate, step_seconds, bound = fastest_with_collective_matmul(
+            workload, topology, pins, priced
+        )
     seconds = time.perf_counter() - started
     return _plan(
         workload,
@@ -389,7 +398,7 @@ def _fastest(
     )
 
 
-def prepared(
+def prepared_workload(
     problem: Problem,
     topology: Topology,
     workload: Workload | None,
@@ -433,7 +442,7 @@ def _in_order(
         island = island_of(topology, pins.exchange.islands)
         inner = _in_order(workload, island, pins.of_one_island, slack, pareto)
         return wings.islands("planning").met_in_order(inner, pins.exchange, topology)
-    workload = prepared(workload.problem, topology, workload, None, pins)
+    workload = prepared_workload(workload.problem, topology, workload, None, pins)
     if pipeline_left_open(workload, pins):
         return forms_in_order(
             pins,
@@ -454,7 +463,9 @@ def _in_order(
         alternative = with_more_free_memory(
             workload, topology, pins, priced, alternative, priced_seconds
         )
-        chosen, step_seconds = overlapped(workload, topology, alternative, pins, priced_seconds)
+        chosen, step_seconds = with_collective_matmul(
+            workload, topology, alternative, pins, priced_seconds
+        )
         bound = min(priced.best.seconds, step_seconds)
         certificate = _certificate(priced, chosen, step_seconds, seconds, bound)
         return _plan(workload, topology, pins, priced, chosen, certificate)
@@ -546,7 +557,7 @@ def _infeasible(
 
     def fits(machine: Topology, other_pins: Pins) -> bool:
         try:
-            priced = priced_space(workload, machine, other_pins, any_plan=True)
+            priced = priced_space(workload, machine, other_pins, stop_at_first=True)
         except PinError:
             return False
         return priced.best.fastest is not None
@@ -716,7 +727,7 @@ single_threaded_blas = ForAllThreads(_limit_threads)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prepared:
+class PlanSource:
     """A prepared problem under some pins: the source of all plans for it.
 
     Attributes:
@@ -739,7 +750,7 @@ class Prepared:
 
     __repr__ = compact
 
-    def with_pins(self, pins: Pins) -> Prepared:
+    def with_pins(self, pins: Pins) -> PlanSource:
         """The same problem under other pins."""
         return replace(self, pins=pins)
 
@@ -817,7 +828,7 @@ def search(
     return _sourced(plan, source, preparing)
 
 
-def prepared_for(name: str, problem: Problem, topology: Topology) -> Workload:
+def workload_for_framework(name: str, problem: Problem, topology: Topology) -> Workload:
     """A problem prepared for a training framework, with parameters in the dtype in which that
     stores them; a search for it stays within what the framework supports.
     """
@@ -865,8 +876,10 @@ def _source(
     pin: PinMapping | Pins | None,
     workload: Workload | None,
     profile: FrameworkProfile | str | None,
-) -> Prepared:
+) -> PlanSource:
     machine, pins = parse_topology(topology), Pins.parse(pin)
-    return Prepared(
-        workload=prepared(problem, machine, workload, profile, pins), topology=machine, pins=pins
+    return PlanSource(
+        workload=prepared_workload(problem, machine, workload, profile, pins),
+        topology=machine,
+        pins=pins,
     )

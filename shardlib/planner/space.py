@@ -976,18 +976,18 @@ class RowChoices:
     """The choice of each row.
 
     Args:
-        numbers: number of the choice, by row.
+        indices: index of the choice, by row.
     """
 
-    def __init__(self, choice_groups: ChoiceGroups, numbers: Array) -> None:
-        self._choice_groups, self._numbers = choice_groups, numbers
+    def __init__(self, choice_groups: ChoiceGroups, indices: Array) -> None:
+        self._choice_groups, self._indices = choice_groups, indices
         self._rows: dict[tuple[str, ...], list[tuple[Choice, Array | None]]] = {}
 
     def rows(self, component: tuple[str, ...]) -> list[tuple[Choice, Array | None]]:
         """Choices that shard a component differently, each with its rows; None for all of them."""
         if component not in self._rows:
             group_of_choice, first = self._choice_groups.by_component(component)
-            groups = group_of_choice[self._numbers]
+            groups = group_of_choice[self._indices]
             used = np.flatnonzero(np.bincount(groups)).tolist()
             self._rows[component] = [
                 (first[number], None if len(used) == 1 else np.flatnonzero(groups == number))
@@ -1039,8 +1039,9 @@ class ComponentCosts:
     """Cached quantities by component, on some degrees.
 
     Args:
+        scope: the choices.
         tallies: of the items.
-        evaluate: turns a tally into quantities.
+        values: turns a tally into quantities.
         count: number of quantities.
     """
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from shardlib.compact import compact
 from shardlib.cost.activations import remat_rows, rewritten
-from shardlib.cost.experts import TokenExchange, expert_colour, localised
-from shardlib.cost.facts import Facts, Phase, Traits, phases, traits
+from shardlib.cost.experts import TokenExchange, expert_colour, with_local_routing
+from shardlib.cost.facts import CompilerTraits, Facts, Phase, phases, traits
 from shardlib.cost.framework import ANY_PLAN, XLA, Abilities, Framework, FrameworkProfile
 from shardlib.cost.items import fused_parameters, reorder_items, work_items
 from shardlib.cost.memory import Peaks, parameter_segments, peaks, stored_items
@@ -197,7 +197,7 @@ def cost_program(
     """One way to run a step, as cost items."""
     step, colours = rewritten(problem.steps[policy], colouring.steps[policy], profile)
     if routes:
-        step, colours = localised(step, colours, colouring.batch_colour)
+        step, colours = with_local_routing(step, colours, colouring.batch_colour)
         if profile.routed_saves == "rows":
             step, colours = remat_rows(step, colours)
     facts = Facts(
@@ -227,11 +227,11 @@ def cost_program(
     )
 
 
-def _traits(vendor: str, profile: FrameworkProfile) -> Traits:
+def _traits(vendor: str, profile: FrameworkProfile) -> CompilerTraits:
     """The traits of the compiler under a framework profile."""
     vendor_traits = traits(vendor)
     return (
-        replace(vendor_traits, shares_gathers=True)
+        replace(vendor_traits, merges_gathers=True)
         if profile.gathered_inputs == "shared"
         else vendor_traits
     )
@@ -321,7 +321,7 @@ class ItemGroup:
         self._entries: dict[Choice, list[TallyEntry]] = {}
 
     def entries(self, choice: Choice) -> list[TallyEntry]:
-        """(row, number of the measure, amount) of all items under a choice."""
+        """(row, index of the measure, amount) of all items under a choice."""
         key = choice.restrict(self.colours)
         if key not in self._entries:
             self._entries[key] = list(self._item_entries.entries(key, self.items))
@@ -341,7 +341,7 @@ def grouped(
             if colours not in groups:
                 groups[colours] = ItemGroup(colours, item_entries)
             groups[colours].items.append(
-                (number * item_entries.segments, item_entries.number(item))
+                (number * item_entries.segments, item_entries.index_of(item))
             )
     return tuple(groups.values())
 
@@ -741,7 +741,7 @@ def prepare(
             largest_outside_share=_largest_outside_share(problem, segments),
             reduction_dtype_ratio=_reduction(profile, problem),
             compute_dtype_ratio=_compute_dtype_ratio(problem),
-            head_layers=_head_layers(facts),
+            head_work_in_layers=_head_work_in_layers(facts),
             updates=problem.updates if profile.name == XLA.name else (),
         ),
     )
@@ -769,7 +769,7 @@ def _compute_dtype_ratio(problem: Problem) -> float:
     return sum(elements) * ITEMSIZE[problem.compute_dtype] / stored_bytes if stored_bytes else 1.0
 
 
-def _head_layers(facts: Facts) -> float:
+def _head_work_in_layers(facts: Facts) -> float:
     """FLOPs of the weight matmuls outside the layers, over those of a mean layer."""
     flops = [0.0, 0.0]
     for op in facts.graph.ops:

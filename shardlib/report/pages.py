@@ -38,7 +38,7 @@ from shardlib.planner.answers import (
 )
 from shardlib.planner.parts import ActivationLayout, Move, joined_names
 from shardlib.planner.plan import Plan
-from shardlib.planner.scaling import Curve, ScalingPoint
+from shardlib.planner.scaling import ScalingCurve, ScalingPoint
 from shardlib.report.changes import change
 from shardlib.report.elements import (
     bytes_text,
@@ -1023,7 +1023,7 @@ def lane_rows(plan: Plan) -> list[tuple[str, ...]]:
 CURVE_BOX = Box(width=760, height=420, left=84, right=736, top=48, bottom=364)
 
 
-def curve_svg(curve: Curve) -> str:
+def curve_svg(curve: ScalingCurve) -> str:
     """Returns the picture of a scaling curve, a complete SVG document."""
     last = curve.enough
     note = "" if last is None else "all devices pay"

@@ -21,7 +21,7 @@ from shardlib.cost.activations import (
     save_operands,
 )
 from shardlib.cost.attention import FORWARD
-from shardlib.cost.experts import localised
+from shardlib.cost.experts import with_local_routing
 from shardlib.cost.facts import named_results
 from shardlib.cost.framework import RESULTS, XLA, FrameworkProfile
 from shardlib.cost.memory import live_ranges
@@ -183,7 +183,9 @@ def test_the_loss_takes_so_many_bytes_a_logit() -> None:
         ]
 
     loss, gradient = large(found)
-    assert [life.share * facts.graph.values[life.value].bytes for life in (loss, gradient)] == [
+    assert [
+        life.size_ratio * facts.graph.values[life.value].bytes for life in (loss, gradient)
+    ] == [
         10 * logits,
         2 * logits,
     ]
@@ -201,7 +203,7 @@ def test_stages_cut_by_work_put_the_layer_that_passes_it_before_the_cut() -> Non
     even, uneven = under("balance", "layers", "work", name="windows", **pins)
     # weights of the head over those of a layer
     head = 128 * 64 / (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
-    assert loaded(HAND, "windows").model.head_layers == pytest.approx(head)
+    assert loaded(HAND, "windows").model.head_work_in_layers == pytest.approx(head)
     # floor((4 + 0.17) / 2) + 1 = 3 layers instead of 2
     assert uneven.device_bytes.parameters > even.device_bytes.parameters
 
@@ -257,7 +259,7 @@ def test_routed_experts_keep_rows_and_the_products_that_activations_read() -> No
     """
     config, step = CONFIGS["mixture"], plain("mixture").steps["none"]
     assert config.experts is not None
-    before, names = localised(step, colour(plain("mixture")).steps["none"], "batch")
+    before, names = with_local_routing(step, colour(plain("mixture")).steps["none"], "batch")
     after, _ = remat_rows(before, names)
     check(after.graph)
     freed = (saved_bytes(before) - saved_bytes(after)) / config.layers / TOKENS

@@ -14,7 +14,7 @@ from shardlib import models
 from shardlib.cost.facts import fuse, live_spans
 from shardlib.cost.framework import FrameworkProfile, framework_profile
 from shardlib.cost.memory import bytes_alive, points
-from shardlib.cost.pricing import PIPELINE_ON_GPUS, Totals, freshly_mapped, heap_share
+from shardlib.cost.pricing import PIPELINE_ON_GPUS, Totals, freshly_mapped, heap_ratio
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Pricer
 from shardlib.cost.variants import offloaded
@@ -299,14 +299,14 @@ def placed(stage: int, where: str) -> Meshes:
 )
 def test_pipelines_of_one_program_have_a_larger_heap_on_gpus(where, stage, software, share):
     pricer = Pricer(topology(where), framework_profile(software))
-    assert heap_share(pricer, np.array([stage])) == share
+    assert heap_ratio(pricer, np.array([stage])) == share
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_of_one_program_fill_the_host_memory_that_they_remember_in(stage: int):
     """With zeros, once, before they compute; without stages nothing is filled."""
     pricer, c = Pricer(topology("h100:4")), placed(stage, "h100:4")
-    heap, stacks = heap_share(pricer, c.stage), np.array([8e9])
+    heap, stacks = heap_ratio(pricer, c.stage), np.array([8e9])
     before = Totals(
         seconds={"compute": np.zeros(1), "exposed": np.zeros(1)},
         device_bytes={"activations": np.array([10e9]) * heap},

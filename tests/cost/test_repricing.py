@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.pricing import Seconds, group_seconds, reprice
+from shardlib.cost.pricing import Seconds, compiled_collective_seconds, reprice
 from shardlib.layout import Collective, MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
@@ -32,7 +32,7 @@ def test_predicted_collectives_cost_what_was_predicted(where: str, pin: dict[str
     place = topology(where)
     assert plan.estimate.collectives
     for c in plan.estimate.collectives:
-        seconds = c.count * group_seconds(
+        seconds = c.count * compiled_collective_seconds(
             c.kind,
             c.axes,
             plan.mesh.ways(c.axes),
@@ -66,18 +66,22 @@ def test_a_group_that_is_a_part_of_an_axis_costs_what_an_axis_of_that_size_costs
     pod = topology("v5e:16x16")
     whole, ring = MeshShape(fsdp=256), MeshShape(data=16, fsdp=16)
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        part = group_seconds(kind, ("fsdp",), 16, 1e8, whole, pod)
+        part = compiled_collective_seconds(kind, ("fsdp",), 16, 1e8, whole, pod)
         assert part == pytest.approx(
-            group_seconds(kind, ("fsdp",), 16, 1e8, ring, pod)
-        ) and part != group_seconds(kind, ("fsdp",), 256, 1e8, whole, pod)
+            compiled_collective_seconds(kind, ("fsdp",), 16, 1e8, ring, pod)
+        ) and part != compiled_collective_seconds(kind, ("fsdp",), 256, 1e8, whole, pod)
     cluster = topology("4*h100:8")
-    inside = group_seconds("all-gather", ("fsdp",), 8, 1e8, MeshShape(fsdp=32), cluster)
-    assert inside == group_seconds(
+    inside = compiled_collective_seconds(
+        "all-gather", ("fsdp",), 8, 1e8, MeshShape(fsdp=32), cluster
+    )
+    assert inside == compiled_collective_seconds(
         "all-gather", ("fsdp",), 8, 1e8, MeshShape(data=4, fsdp=8), cluster
     )
-    assert group_seconds(
+    assert compiled_collective_seconds(
         "all-gather", ("tensor",), 4, 1e8, MeshShape(tensor=8), topology("h100:8")
-    ) == group_seconds("all-gather", ("tensor",), 4, 1e8, MeshShape(tensor=4), topology("h100:8"))
+    ) == compiled_collective_seconds(
+        "all-gather", ("tensor",), 4, 1e8, MeshShape(tensor=4), topology("h100:8")
+    )
 
 
 def test_what_hides_and_what_does_not() -> None:
@@ -89,7 +93,7 @@ def test_what_hides_and_what_does_not() -> None:
     seconds = {
         c: (
             c.count
-            * group_seconds(
+            * compiled_collective_seconds(
                 c.kind, c.axes, mesh.ways(c.axes) if c.axes else 8, float(c.bytes), mesh, place
             )
         )

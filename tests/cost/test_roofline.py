@@ -212,7 +212,10 @@ def test_classes_of_kernels() -> None:
         expected = times * 1e15 / (peak * curve.attention) + H100.launch_s
         assert seconds(
             replace(
-                work, kind=FORWARD, category="opaque", core=AttentionCore(head=head, scores=0.0)
+                work,
+                kind=FORWARD,
+                category="opaque",
+                core=AttentionCore(query_width=head, scores_per_flop=0.0),
             ),
             replace(curve, width=width),
         ) == pytest.approx(expected), (head, width)
@@ -224,7 +227,7 @@ def test_classes_of_kernels() -> None:
         (BACKWARD, False, 128, (3 * 256 + 2 * 128) / (3 * 192 + 2 * 128)),
     ):
         share = curve.attention if kind == FORWARD else curve.attention_backward
-        core = AttentionCore(head=192, value=128, scores=0.0)
+        core = AttentionCore(query_width=192, value_width=128, scores_per_flop=0.0)
         assert seconds(
             replace(work, kind=kind, category="opaque", core=core),
             replace(curve, equal_widths=equal, width=width),

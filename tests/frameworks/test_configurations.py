@@ -24,7 +24,7 @@ from shardlib.graph import Problem
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan
-from shardlib.planner.search import prepared_for, ranked, search
+from shardlib.planner.search import ranked, search, workload_for_framework
 
 
 @functools.cache
@@ -48,7 +48,7 @@ def problem(name: str = "gpt2") -> Problem:
 
 @functools.cache
 def load(name: str, where: str = GPUS) -> Any:
-    return prepared_for(name, problem("llama3-8b"), topology(where))
+    return workload_for_framework(name, problem("llama3-8b"), topology(where))
 
 
 def plan(name: str, where: str = GPUS, **pins: Any) -> Plan:

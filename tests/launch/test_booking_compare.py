@@ -20,7 +20,7 @@ from shardlib.launch import booking
 from shardlib.launch.booking import Step, machines, offers
 from shardlib.machines.topology import topology
 from shardlib.planner.questions import least_device_seconds
-from shardlib.planner.search import prepared, search
+from shardlib.planner.search import prepared_workload, search
 from tests.cli.perceptron import make
 from tests.planner.fixture_plan import PLAN
 
@@ -63,7 +63,7 @@ def test_no_plan_is_faster_than_the_least_work():
     load = None
     for spelling in ("h100:1", "h100:4", "2*h100:8", "v5e:2x2", "v5p:2x2x2", "cpu:4"):
         machine = topology(spelling)
-        load = prepared(traced, machine, load, None, Pins())
+        load = prepared_workload(traced, machine, load, None, Pins())
         least = least_device_seconds(load, machine, Pins())
         plan = search(traced, machine, workload=load)
         assert 0.5 * plan.mesh.devices * plan.estimate.seconds.compute < least  # it says something

@@ -15,7 +15,7 @@ from shardlib.machines.topology import topology
 from shardlib.planner import findings
 from shardlib.planner import search as planner
 from shardlib.planner.findings import advise, critical_batch_tokens, notes
-from shardlib.planner.layouts import Situation
+from shardlib.planner.layouts import AdviceInputs
 from shardlib.planner.plan import Link, Plan, Rejected, Search
 from shardlib.report.elements import seconds_text
 from tests.planner import worlds
@@ -82,10 +82,10 @@ def at(
     language: bool = True,
     tokens: int | None = None,
     **changes: Any,
-) -> Situation:
+) -> AdviceInputs:
     if tokens is not None:
         changes["estimate"] = replace(CALM.estimate, tokens=tokens)
-    return Situation(
+    return AdviceInputs(
         plan=replace(CALM, **changes),
         topology=topology(where),
         compute_dtype="bfloat16",
@@ -154,7 +154,7 @@ IDLE, FASTER = (
 )
 
 
-#: (code of the finding, machine, situation, whether it is made or what it says).
+#: (code of the finding, machine, inputs, whether it is made or what it says).
 CASES: list[tuple[str, str, dict[str, Any], bool | str]] = [
     (
         "plain-data-parallel",

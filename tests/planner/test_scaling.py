@@ -12,7 +12,7 @@ from shardlib.errors import InfeasibleError, PinError
 from shardlib.machines.topology import Topology, of_size, topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
-from shardlib.planner.scaling import Curve, curve
+from shardlib.planner.scaling import ScalingCurve, curve
 from shardlib.planner.workload import Workload
 from tests.planner import worlds
 from tests.planner.fixture_plan import PLAN
@@ -41,7 +41,7 @@ def timed(devices: int, step_seconds: float, tokens: int = 1000) -> Plan:
     )
 
 
-def made_up(times: dict[int, float | Exception]) -> Curve:
+def made_up(times: dict[int, float | Exception]) -> ScalingCurve:
     """A curve with given step times by number of devices."""
 
     def plan(machine: Topology) -> Plan:
@@ -176,7 +176,7 @@ def test_idle_devices_count_for_efficiency_and_mfu():
     plan = replace(timed(16, 1.0), mesh=PLAN.mesh)
     (point,) = curve("m", "strong", [of_size("cpu:1", 32)], lambda _: plan).points
     assert point.mfu == pytest.approx(plan.estimate.mfu / 2) and "(16 idle)" in str(
-        Curve(model="m", kind="strong", points=(point,))
+        ScalingCurve(model="m", kind="strong", points=(point,))
     )
 
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shardlib.errors import InfeasibleError
-from shardlib.planner.scaling import Curve
+from shardlib.planner.scaling import ScalingCurve
 from shardlib.report.pages import CURVE_BOX, curve_svg
 from tests.planner.test_scaling import made_up
 
@@ -20,7 +20,7 @@ CURVE = made_up(
 )
 
 
-def circles(curve: Curve) -> list[tuple[float, float, str]]:
+def circles(curve: ScalingCurve) -> list[tuple[float, float, str]]:
     root = ElementTree.fromstring(curve_svg(curve))
     return [
         (float(c.attrib["cx"]), float(c.attrib["cy"]), c.attrib["style"])

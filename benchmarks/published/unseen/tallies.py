@@ -202,7 +202,9 @@ def _split(
                 at = item.segment % (classes + 2) * ROWS + row
                 if isinstance(measure, KernelSeconds):
                     kernels.setdefault(measure, []).append((at, amount))
-                elif any(isinstance(factor, LaunchSeconds) for factor in measure.factors):
+                elif any(
+                    isinstance(multiplier, LaunchSeconds) for multiplier in measure.multipliers
+                ):
                     hosts.append((at, amount))
                 else:
                     parts.append((at, measure, amount))
