@@ -257,8 +257,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str | l
         (
             "remat_classes does not fit the layer groups of decoder-scan-annotated, which are"
             " blocks:\n"
-            "  - 'foo' is none of them\n"
-            "  - 'layers' is none of them\n"
+            "  - 'foo' is not one of them\n"
+            "  - 'layers' is not one of them\n"
             "Try: remat_classes={'blocks': 'full'}"
         ),
     ),

@@ -16,7 +16,7 @@ and the profile that it is priced as.
 
 >>> abilities = Abilities(axes=("data", "tensor"), zero=(0, 1), remat=("none", "full"))
 >>> abilities.refusals({"zero": 3, "mesh": {"data": 8}}, {"data": 8})
-['zero=3 (it has zero 0, 1)']
+['zero=3 (it supports zero 0, 1)']
 """
 
 from __future__ import annotations
@@ -350,29 +350,29 @@ def framework_profile(name: str | FrameworkProfile) -> FrameworkProfile:
 #: Constraints between decisions, by the name of a restriction.
 RESTRICTIONS: Mapping[str, str] = {
     "equal stages": "every chunk of every stage has equally many layers, all of one kind",
-    "microbatches in groups": "the microbatches of stages are a multiple of the stages",
-    "chunked in groups": "with several chunks on a stage, so they are there",
-    "a microbatch a chunk": "stages have at least as many microbatches as chunks in all",
-    "ZeRO over all": "what shards batch or sequence and is not a data axis shards parameters too",
+    "microbatches in groups": "with stages, the number of microbatches is a multiple of theirs",
+    "chunked in groups": "the same, but only with several chunks of layers per stage",
+    "a microbatch a chunk": "there are at least as many microbatches as chunks on all stages",
+    "ZeRO over all": "all axes that shard batch or sequence, except data, shard parameters too",
     "replicas alone": "without ZeRO, a data axis is the only axis",
-    "ZeRO or replicas": "with ZeRO there is no data axis beside it",
+    "ZeRO or replicas": "with ZeRO there is no data axis",
     "experts in sequence": "with experts, tensor shards the sequence too",
 }
 _ABILITY_CHOICES: Mapping[str, tuple[str, ...]] = {
     "sequence_parallel": ("never", "either", "always"),
     "tensor": ("any", "all"),
 }
-#: Decisions that no framework leaves to its configuration, by pin.
+#: Decisions that no framework leaves to its configuration: pin -> reason.
 FIXED_PINS: Mapping[str, str] = {
-    "attention": "how attention is computed is the framework's own",
-    "pipeline": "how stages are made programs is the framework's own",
-    "collective_matmul": "how matmuls over tensor wait for collectives is the framework's own",
-    "accumulation": "microbatches go through its stages in one group",
+    "attention": "the framework decides how attention is computed",
+    "pipeline": "the framework decides how stages become programs",
+    "collective_matmul": "the framework decides how tensor-parallel collectives overlap",
+    "accumulation": "all microbatches go through its stages in one group",
     "remat_classes": "all layers follow one remat policy",
-    "rules": "what a mesh axis shards is the framework's own",
-    "dtypes": "its dtypes are facts of its profile",
-    "allow": "its dtypes are facts of its profile",
-    "axis_order": "its axes lie in the usual order on the links",
+    "rules": "the framework decides what a mesh axis shards",
+    "dtypes": "its profile fixes the dtypes",
+    "allow": "its profile fixes the dtypes",
+    "axis_order": "it places its mesh axes on the links in the default order",
 }
 
 
@@ -431,7 +431,7 @@ class Abilities:
             if value not in values
         ]
         if failures:
-            raise_all(PinError, "what the framework can do is not usable", failures)
+            raise_all(PinError, "the abilities of the framework are not valid", failures)
 
     def requires(self, restriction: str) -> bool:
         """True if all its plans satisfy a restriction."""
@@ -453,7 +453,7 @@ class Abilities:
             if size > 1 and axis not in self.axes
         ]
         refused += [
-            f"{pin}={pins[pin]!r} (it has {pin} {', '.join(map(str, supported)) or 'nothing'})"
+            f"{pin}={pins[pin]!r} (it supports {pin} {', '.join(map(str, supported)) or 'nothing'})"
             for pin, supported in (
                 ("schedule", ("none", *self.schedules)),
                 ("zero", self.zero),
@@ -464,12 +464,12 @@ class Abilities:
             if pins.get(pin) is not None and pins[pin] not in supported
         ]
         refused += [
-            f"offload of {part!r} (it has {', '.join(self.offload) or 'none'})"
+            f"offload of {part!r} (it supports {', '.join(self.offload) or 'none'})"
             for part in pins.get("offload") or ()
             if part not in self.offload
         ]
         if (pins.get("virtual_stages") or 1) > 1 and not self.chunks:
-            refused.append(f"virtual_stages={pins['virtual_stages']} (its stages are whole)")
+            refused.append(f"virtual_stages={pins['virtual_stages']} (it has one chunk per stage)")
         if pins.get("remat_layers") and "partly" not in self.remat:
             refused.append(f"remat_layers={pins['remat_layers']} (all layers follow its policy)")
         pinned = pins.get("sequence_parallel")

@@ -1,5 +1,5 @@
-"""Intervals of predicted step times: measured over predicted seconds of published runs that no
-price had seen, by framework profile and vendor.
+"""Intervals of predicted step times: measured over predicted seconds of published runs to which no
+figure was fitted, by framework profile and vendor.
 
 `intervals.json` is written by `benchmarks/intervals.py`, which also holds how many runs of each
 source lie in the interval that the other sources give.
@@ -34,9 +34,9 @@ class Interval:
     Attributes:
         low: the least ratio, 1 for a run that takes as long as predicted.
         high: the largest ratio.
-        share: the share of runs that lie between, each source counting alike.
-        runs: how many published runs it is from.
-        sources: how many publications they are from.
+        share: the share of runs that lie between, with equal weight for every source.
+        runs: number of published runs behind it.
+        sources: number of their publications.
         profile: the framework profile of the runs; "" for all of the vendor's chips.
         vendor: of the chips.
     """

@@ -191,7 +191,7 @@ class Estimate:
         corrections: factors applied to seconds and bytes (`shardlib.cost.roofline`).
         stage: seconds of a pipeline stage per microbatch; None without stages.
         offloaded: the offloaded parts; None if there are none.
-        interval: what published runs took over what was predicted; None where there are none.
+        interval: measured over predicted step times of published runs; None where there are none.
     """
 
     seconds: Seconds
@@ -227,8 +227,8 @@ class Estimate:
 
     @property
     def step_interval(self) -> tuple[float, float] | None:
-        """Seconds of one step between which it lies for most programs (`Interval.share`); None
-        where nothing was published.
+        """Seconds between which one step lies for most programs (`Interval.share`); None where
+        nothing was published.
         """
         interval = self.interval
         return interval and (interval.low * self.step_seconds, interval.high * self.step_seconds)

@@ -651,7 +651,7 @@ class Quantity(IntEnum):
     FROZEN = 19  # bytes of parameters that are not trained, sharded as in compute
     FROZEN_SHARDED = 20  # the same, stored sharded where a dim divides
     CAST_SHARDED = 21  # bytes of the casts of `CAST`, stored sharded where a dim divides (ZeRO 3)
-    #: bytes of gradients alive that are added at once to the sums over microbatches
+    #: bytes of gradients alive that are immediately added to the sums over microbatches
     ADDED = 22
     ADDED_SHARDED = 23  # the same, if they are stored sharded (ZeRO 2, 3)
     #: bytes of other values alive until weight gradients are computed last

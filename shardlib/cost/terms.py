@@ -213,7 +213,7 @@ class Resident:
         bytes: its size.
         part: "saved" from the forward for the backward pass, "gradient", "copy" of a parameter
             (saved, sharded as the parameter is), "cast" (of all layers of a parameter at once, for
-            the whole step), "added" (a gradient that is added at once to the sum over
+            the whole step), "added" (a gradient that is immediately added to the sum over
             microbatches), "gathered" (a parameter in use, if it is stored sharded), "temporary";
             "late" or "peeled" (a temporary that lives on because weight gradients are computed
             last, see `shardlib.cost.pricing.defers_weight_gradients`) or "early" (a gradient that

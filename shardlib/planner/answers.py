@@ -933,7 +933,7 @@ class Sensitivity:
 def sensitivity_text(sensitivity: Sensitivity) -> str:
     """The text of prices and shocks."""
     lines = [
-        "What more would buy",
+        "Value of more memory and faster links",
         *aligned(
             [
                 ("", "now", "one more", "saves per step"),
@@ -952,13 +952,13 @@ def sensitivity_text(sensitivity: Sensitivity) -> str:
     rows = [SHOCK_HEAD, *map(shock_row, sensitivity.shocks)]
     return (
         "\n".join(
-            [*lines, "", "If a figure is lower than thought", *aligned(rows, right={1, 2, 3})]
+            [*lines, "", "If a figure is lower than assumed", *aligned(rows, right={1, 2, 3})]
         )
         + "\n"
     )
 
 
-SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "which would be")
+SHOCK_HEAD = ("", "this plan", "best plan then", "regret", "its mesh")
 
 
 def link_name(name: str, kind: str) -> str:

@@ -610,7 +610,7 @@ def _partitioned_products(groups: Sequence[UpdateGroup]) -> tuple[Finding, ...]:
                 f"the partitioner shards the optimizer's products of {len(updates)} parameters"
                 f" ({', '.join(update.path for update in updates[:4])}"
                 f"{', ...' if len(updates) > 4 else ''}), {flops / 1e9:,.3g} GFLOP per update over"
-                " all devices; the price of a step has neither them nor their collectives"
+                " all devices; the predicted step time includes neither them nor their collectives"
             ),
             hint=(
                 "optimizer_layout='stacked'"

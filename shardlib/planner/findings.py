@@ -1,4 +1,4 @@
-"""Rules of thumb: notes of an experienced colleague about a finished plan."""
+"""Rules of thumb: what an experienced colleague would note about a finished plan."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def tensor_leaves_fast_domain(inputs: AdviceInputs) -> Finding | None:
         where=f"tensor={inputs.plan.mesh['tensor']}",
         message=(
             f"the tensor axis runs over the slow network ({slow[0].ways} ways of it); its"
-            " collectives are in the way of every layer"
+            " collectives delay every layer"
         ),
         hint=(
             "a tensor axis inside the fast domain, with stages or fsdp across the network"
@@ -187,9 +187,9 @@ def below_ridge(inputs: AdviceInputs) -> Finding | None:
         severity="info",
         where=f"{count_text(math.ceil(inputs.device_tokens))} tokens per device",
         message=(
-            f"a device works on {count_text(math.ceil(inputs.device_tokens))} tokens at once,"
-            f" and a matmul with weights is limited by memory below {count_text(math.ceil(ridge))}"
-            f" on {chip.name}"
+            f"a device has {count_text(math.ceil(inputs.device_tokens))} tokens per microbatch, and"
+            f" a matmul with weights is memory-bound below {count_text(math.ceil(ridge))} tokens on"
+            f" {chip.name}"
         ),
         hint=(
             "a larger batch, fewer microbatches or fewer devices (jax-ml/scaling-book, roofline.md)"
@@ -266,8 +266,8 @@ def pipeline_on_gpus(inputs: AdviceInputs) -> Finding | None:
         severity="warning",
         where=f"stage={inputs.plan.mesh['stage']}",
         message=(
-            "XLA for GPUs may copy what a pipeline in one program saves of its layers; programs"
-            " may need a fifth more memory than predicted"
+            "XLA for GPUs may copy the saved activations of a pipeline in one program; programs may"
+            " need a fifth more memory than predicted"
         ),
         hint="`shardlib verify`, or --refine, which ask the real compiler; or pipeline=programs",
     )
@@ -294,7 +294,7 @@ def odd_sizes(inputs: AdviceInputs) -> Finding | None:
         severity="warning" if any(size % required for size in odd.values()) else "info",
         where=", ".join(sorted(odd)),
         message=(
-            f"dims whose part on a device is not a multiple of {better}: {listed}; matrix units"
+            f"dims whose shard on a device is not a multiple of {better}: {listed}; matrix units"
             " compute with padding"
         ),
         hint=f"pad them to a multiple of {better} in the model, as vocabularies commonly are",
@@ -439,14 +439,14 @@ def _coupled_rows(rows: Rows, microbatches: int) -> list[Finding]:
     """Findings about a loss that mixes rows of the batch."""
     if not rows.splits:
         combined = "its rows are combined other than by a final sum or mean"
-        why = "no part of it can be" if rows.loss.fixed else combined
+        why = "it cannot be split" if rows.loss.fixed else combined
         return [
             Finding(
                 code="rows-coupled",
                 severity="info",
                 where="the batch",
                 message=(
-                    f"the batch is worked through at once, since {why}: {'; '.join(rows.reasons)}"
+                    f"the batch is processed as a whole, because {why}: {'; '.join(rows.reasons)}"
                 ),
                 hint=FIXED_ROWS_HINT if rows.loss.fixed else MIXED_ROWS_HINT.partition(", or ")[2],
             )
@@ -482,10 +482,10 @@ def _left_out(workload: Workload, plan: Plan, left_out: tuple[str, ...]) -> list
     if tensor == 1:
         cost = "this plan shards nothing over tensor"
     elif lost < MIN_REPORTED_SHARE * total:
-        cost = "hardly anything is computed more often for it"
+        cost = "almost nothing is replicated because of it"
     else:
         cost = (
-            f"their matmuls are computed by each of the {tensor} devices of tensor, which is at"
+            f"their matmuls are replicated over the {tensor} devices of tensor, which costs at"
             f" most {seconds_text(lost)} of a step of {seconds_text(total)}"
         )
     return [
@@ -493,12 +493,12 @@ def _left_out(workload: Workload, plan: Plan, left_out: tuple[str, ...]) -> list
             code="dimensions-left-out",
             severity="warning" if tensor > 1 and lost >= MIN_REPORTED_SHARE * total else "info",
             message=(
-                f"of {len(workload.colouring.shardable)} dimensions {', '.join(names)} were tried"
-                " one after the other in the fastest plans, not in every set with others, and are"
-                f" not sharded: {cost}"
+                f"of {len(workload.colouring.shardable)} dimensions, {', '.join(names)} were added"
+                " only to the fastest plans, one after the other, not tried in every combination,"
+                f" and are not sharded: {cost}"
             ),
-            hint="the same logical axis for dims that may be sharded alike, which are one"
-            " dimension then",
+            hint="the same logical axis for dims that may be sharded alike, which then count as one"
+            " dimension",
         )
     ]
 
@@ -564,10 +564,10 @@ def _zero_bubble_memory(workload: Workload, plan: Plan) -> list[Finding]:
             severity="warning",
             where=f"remat={plan.remat}",
             message=(
-                f"a {plan.schedule} pipeline keeps what the gradients of weights are made from, for"
-                f" {plan.mesh['stage']} microbatches and whatever is recomputed; the predicted"
-                " memory does not have it: programs of Llama 2 7B were compiled to twice what was"
-                " predicted"
+                f"a {plan.schedule} pipeline keeps the inputs of weight gradients of"
+                f" {plan.mesh['stage']} microbatches, regardless of the remat policy, and the"
+                " predicted memory does not include them: compiled programs of Llama 2 7B needed"
+                " twice the predicted memory"
             ),
             hint=f"shardlib.verify before such a plan is run, or schedule={ONE_F_ONE_B.name!r}",
         )

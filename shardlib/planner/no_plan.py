@@ -291,8 +291,8 @@ def _devices(request: PinnedProblem) -> str:
         return ""
     listed = " and ".join(f"{axis}={size}" for axis, size in request.sizes.items() if size > 1)
     return (
-        f"{pinned} devices are pinned ({listed}), which are not part of the {request.devices} that"
-        " there are\nTry: smaller axes, or another number of devices"
+        f"the pinned axes ({listed}) need {pinned} devices, which do not divide the"
+        f" {request.devices} available\nTry: smaller axes, or another number of devices"
     )
 
 
@@ -391,7 +391,7 @@ def _repeated_calls(model: str, calls: int, pins: Pins) -> str:
     return (
         f"{wanted}, and the loss runs the layers of {model}, or some of them, {times} with the"
         " same parameters, as where it calls the model or one of its layers more than once; they"
-        " have to run once, each layer with parameters of its own\nTry: one call of the model for"
+        " have to run once, each layer with its own parameters\nTry: one call of the model for"
         " all rows, no layer that is used again, or no such pin"
     )
 

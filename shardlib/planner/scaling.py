@@ -171,8 +171,8 @@ class ScalingCurve:
                 f" {percent_text(point.efficiency)}"
             )
         return (
-            f"doubling to {point.devices:,} devices would bring {ratio_text(point.speed_up)} the"
-            " tokens a second"
+            f"doubling to {point.devices:,} devices would give {ratio_text(point.speed_up)} the"
+            " tokens per second"
         )
 
     def to_json(self) -> JsonObject:
@@ -194,8 +194,8 @@ def _no_plan_reason(points: Sequence[ScalingPoint]) -> str:
     short = [f"{point.devices:,}" for point in points if point.short_bytes]
     if len(short) == len(points):
         return "no machine holds the model"
-    lacking = f"memory is why for {', '.join(short)} alone" if short else "memory is not why"
-    return f"no number of devices has a plan, and {lacking}"
+    lacking = f"only {', '.join(short)} for lack of memory" if short else "not for lack of memory"
+    return f"no number of devices has a plan, {lacking}"
 
 
 def curve(
@@ -275,7 +275,7 @@ def curve_text(result: ScalingCurve) -> str:
     lines += wrapped(
         "  - ",
         f"Devices pay while the efficiency is at least {percent_text(MIN_EFFICIENCY)} and a"
-        f" doubling brings at least {ratio_text(MIN_SPEED_UP)}.",
+        f" doubling gives at least {ratio_text(MIN_SPEED_UP)}.",
     )
     return "\n".join(lines) + "\n"
 
@@ -511,7 +511,8 @@ def _quick_replan(plan: Plan, source: Source, machine: Topology) -> tuple[Plan |
         return None, []
     assert quick.source is not None
     return replace(quick, source=quick.source.with_pins(source.pins)), [
-        f"Kept without asking: {', '.join(KEPT_KEYS)}. Searching anew may find a faster plan."
+        f"Kept from the old plan: {', '.join(KEPT_KEYS)}. A new search (anew) may find a faster"
+        " plan."
     ]
 
 
@@ -526,7 +527,7 @@ def _full_replan(source: Source, machine: Topology) -> tuple[Plan, list[str]]:
             raise
         unpinned = source.pins.replace(mesh=None, axes=())
         return _on_best_part(source, machine, unpinned), [
-            f"The pinned mesh was given up: {str(error).splitlines()[0]}."
+            f"The pinned mesh was dropped: {str(error).splitlines()[0]}."
         ]
 
 
@@ -563,12 +564,12 @@ def _notes(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]
     ]
     if not same_chips(old, new):
         notes.append(
-            f"The chips are others: {old.chip.name} before, {new.chip.name} now. Every byte crosses"
-            " between the two machines."
+            f"The chips differ: {old.chip.name} before, {new.chip.name} now. Every byte is sent"
+            " from one machine to the other."
         )
     elif new.chip.sources != old.chip.sources:
         notes.append(
-            f"The figures of {old.chip.name} are others, so that the times do not compare:"
+            f"The figures of {old.chip.name} have changed, so the times are not comparable:"
             f" {'; '.join(old.chip.sources)} before, {'; '.join(new.chip.sources)} now."
         )
     if new.devices > old.devices:
@@ -580,9 +581,9 @@ def _notes(old: Topology, new: Topology, before: Plan, after: Plan) -> list[str]
         notes.append(f"The plan uses {after.mesh.devices:,} of the {new.devices:,} devices.")
     if before.exchange.islands > 1:
         notes.append(
-            "Islands are counted as replicas of one another, as they are right after a meeting."
-            " Between two, a lost island's progress since the last is lost; a checkpoint resumes as"
-            " any number of islands."
+            "Islands are counted as replicas of each other, as they are right after they have"
+            " synchronised. Between two synchronisations, the progress of a lost island since the"
+            " last one is lost; a checkpoint can resume with any number of islands."
         )
     if after.microbatches != before.microbatches:
         notes.append(

@@ -532,9 +532,9 @@ def _require_groups(
             " groups: none of its layers repeat in a loop\nTry: layers under jax.lax.scan or"
             " nnx.scan, or no remat_classes"
         )
-    failures = [f"{name!r} is none of them" for name in pinned if name not in names]
+    failures = [f"{name!r} is not one of them" for name in pinned if name not in names]
     failures += [
-        f"{name!r} is to follow {policy!r}, which needs layers that repeat"
+        f"{name!r} is pinned to {policy!r}, which needs layers that repeat"
         for name, (policy, _) in pinned.items()
         if name in names and policy not in problem.steps
     ]

@@ -105,12 +105,11 @@ def sequences_text(problem: Problem, colouring: Colouring, parts: str) -> str:
     if name is None:
         return "has no sequence"
     if colouring.colours[name].iterated:
-        return "walks along its sequence in a loop, one position after the other"
+        return "processes its sequence in a loop, one position after the other"
     lengths = set(_sizes(problem, colouring, name))
     listed = " and ".join(map(str, sorted(lengths)))
-    return (
-        f"has sequences of {listed}, which {parts} not divide{'' if len(lengths) < 2 else ' all'}"
-    )
+    all_of = "all of " if len(lengths) > 1 else ""
+    return f"has sequences of {listed}, {all_of}which {parts} not divide"
 
 
 def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ...]]:

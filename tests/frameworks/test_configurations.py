@@ -199,8 +199,8 @@ def test_parsers_of_the_frameworks_read_what_was_written() -> None:
             "megatron-core",
             {"zero": 3, "remat": "dots", "mesh.tensor": 2},
             "framework 'megatron-core' cannot do what is pinned:\n"
-            "  - zero=3 (it has zero 0, 1)\n"
-            "  - remat='dots' (it has remat none, full, partly)\n"
+            "  - zero=3 (it supports zero 0, 1)\n"
+            "  - remat='dots' (it supports remat none, full, partly)\n"
             "Try: other pins, or no framework",
         ),
         (
@@ -219,8 +219,8 @@ def test_parsers_of_the_frameworks_read_what_was_written() -> None:
             "deepspeed",
             {"rules": [["mlp", "tensor"]], "moment_dtype": "bfloat16"},
             "framework 'deepspeed' cannot do what is pinned:\n"
-            "  - rules (what a mesh axis shards is the framework's own)\n"
-            "  - dtypes (its dtypes are facts of its profile)\n"
+            "  - rules (the framework decides what a mesh axis shards)\n"
+            "  - dtypes (its profile fixes the dtypes)\n"
             "Try: other pins, or no framework",
         ),
     ],
@@ -265,7 +265,7 @@ def test_what_cannot_be_written_is_said() -> None:
     assert str(error.value) == (
         "deepspeed 0.19.8 has no words for this plan:\n"
         "  - mesh.tensor=2 (its axes are data, fsdp, context)\n"
-        "  - remat='dots' (it has remat none, full)\n"
+        "  - remat='dots' (it supports remat none, full)\n"
         "  - a batch of 32 in 3 microbatches on fsdp=8 x tensor=2\n"
         "Try: plan again with framework=, which keeps to what it can do"
     )

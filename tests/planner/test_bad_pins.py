@@ -127,7 +127,10 @@ ROWS: dict[tuple[str, str], tuple[tuple[dict[str, Any], str], ...]] = {
         ({"mesh": {"context": 4}, "context": "ring"}, "does not call attention as a function"),
     ),
     ("two stacks", "cpu:1"): (
-        ({"remat_classes": {"third": "full"}}, "which are first, second: 'third' is none of them"),
+        (
+            {"remat_classes": {"third": "full"}},
+            "which are first, second: 'third' is not one of them",
+        ),
         (
             {"remat_classes": {"first": "fast"}},
             "remat_classes.first is 'fast'; it is one of 'none', 'dots', 'full', or a list",

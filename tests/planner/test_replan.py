@@ -158,7 +158,7 @@ def test_a_replan_adds_up(old: str, new: str, pin: dict[str, object] | None):
     kept = {word: getattr(plan, word) for word in KEPT_KEYS}
     assert {word: getattr(change.plan, word) for word in KEPT_KEYS} == kept
     assert (
-        f"Kept without asking: {', '.join(KEPT_KEYS)}. Searching anew may find a faster plan."
+        f"Kept from the old plan: {', '.join(KEPT_KEYS)}. A new search (anew) may find a faster plan."
         in change.notes
     )
     again, anew = planned(new, {**(pin or {}), **kept}), planned(new, pin)
@@ -237,7 +237,7 @@ def test_simulated_devices_keep_the_figures_that_they_were_priced_with():
     assert plan.replan("cpu:7").machine.devices == 7
     assert not any("chips" in note or "figures" in note for note in same.notes)
     other = plan.replan(rough)
-    assert not other.other_chips and other.notes[1].startswith("The figures of cpu are others")
+    assert not other.other_chips and other.notes[1].startswith("The figures of cpu have changed")
     assert "measured here before" in other.notes[1]
 
 
@@ -249,9 +249,7 @@ def test_growth_and_other_chips_are_said():
     )
     assert all(grown.moved_bytes_per_device[4:])
     other = planned("h100:8", {"mesh": {"fsdp": 8}}).replan("h200:8")
-    assert any(
-        note.startswith("The chips are others: h100 before, h200 now.") for note in other.notes
-    )
+    assert any(note.startswith("The chips differ: h100 before, h200 now.") for note in other.notes)
     assert all(other.moved_bytes_per_device) and other.other_chips and not grown.other_chips
     text = " ".join(other.text.split())
     assert "surviving device" not in text and "no checkpoint is needed" not in text
@@ -265,7 +263,7 @@ def test_a_pinned_mesh_that_does_not_fit_is_given_up_and_said():
     change = planned("h100:8", {"mesh": {"data": 8}}).replan("h100:4")
     assert (
         change.notes[0]
-        == "The pinned mesh was given up: the mesh data=8 has 8 devices and h100:4 has 4."
+        == "The pinned mesh was dropped: the mesh data=8 has 8 devices and h100:4 has 4."
     )
     kept = planned("h100:8", {"remat": "full"}).replan("h100:4")
     assert kept.plan.remat == "full"

@@ -102,7 +102,7 @@ def test_devices_that_share_cores_have_no_more_than_their_peak(used: int):
         (
             {1: 8.0, 2: 4.0, 4: 3.7},
             2,
-            "doubling to 4 devices would bring 1.08x the tokens a second",
+            "doubling to 4 devices would give 1.08x the tokens per second",
         ),
         ({1: 8.0, 2: 5.0, 4: 4.2, 8: 3.0}, 2, "4 devices would work at an efficiency of 47.6%"),
         ({1: 8.0, 2: 9.0, 4: 1.0}, 1, "2 devices would work at an efficiency of 44.4%"),
@@ -141,10 +141,10 @@ def test_machines_that_hold_no_plan_are_points_too():
     ("times", "reason"),
     [
         ({1: InfeasibleError("m", short_bytes=1)}, "no machine holds the model"),
-        ({1: PinError("p")}, "has a plan, and memory is not why"),
+        ({1: PinError("p")}, "has a plan, not for lack of memory"),
         (
             {1: InfeasibleError("m", short_bytes=1), 3: PinError("p")},
-            "has a plan, and memory is why for 1 alone",
+            "has a plan, only 1 for lack of memory",
         ),
     ],
 )

@@ -64,8 +64,14 @@ def test_pins_are_said_as_users_write_them() -> None:
 @pytest.mark.parametrize(
     ("pin", "said"),
     [
-        ({"mesh.tensor": 8}, "8 devices are pinned (tensor=8), which are not part of the 2"),
-        ({"mesh.tensor": 2, "mesh.fsdp": 2}, "4 devices are pinned (fsdp=2 and tensor=2)"),
+        (
+            {"mesh.tensor": 8},
+            "the pinned axes (tensor=8) need 8 devices, which do not divide the 2",
+        ),
+        (
+            {"mesh.tensor": 2, "mesh.fsdp": 2},
+            "the pinned axes (fsdp=2 and tensor=2) need 4 devices",
+        ),
     ],
 )
 def test_axes_that_take_more_devices_than_there_are_say_how_many(pin: Any, said: str) -> None:

@@ -141,7 +141,7 @@ def test_answers_are_sections_of_their_own():
     for text in (
         ">Alternatives</h2>",
         ">What holds the plan back</h2>",
-        ">What more would buy</h2>",
+        ">Value of more memory and faster links</h2>",
         ">Kernels</h2>",
         "The pin on mesh.tensor costs",
         "NVLink bandwidth -10.0%",
