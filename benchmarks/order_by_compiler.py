@@ -37,7 +37,7 @@ from benchmarks.families import FAMILIES
 from benchmarks.order_candidates import Pin, candidates, judged, pins, summary
 from benchmarks.scheduled_wire import waited_seconds
 from shardlib.annotation import tree
-from shardlib.cost.pricing import compiled_collective_seconds, reprice
+from shardlib.cost.pricing import collective_seconds, reprice
 from shardlib.frontend import choice
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import read_and_trace
@@ -267,7 +267,7 @@ def _waited(
     traffic = read_traffic(module, plan.mesh, step.arguments, where.positions)
 
     def seconds(one: InstructionTraffic) -> float:
-        return compiled_collective_seconds(
+        return collective_seconds(
             one.kind, one.axes, one.members, one.bytes, plan.mesh, machine, plan.axis_order
         )
 

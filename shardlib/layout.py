@@ -77,7 +77,7 @@ class Axis:
             "ring" or "head_exchange" (of an attention kernel: keys and values are all-gathered, or
             travel around a ring, in one collective each; or heads are exchanged), "stage" (between
             stages) and "ends" (if all stages compute embedding and head: to the first stage and
-            from the last) and "interleave" (layers, which are stored in order, to stages of several
+            from the last) and "regroup" (layers, which are stored in order, to stages of several
             chunks). Those of gradients and of stored parameters run over several axes, and follow
             from `splits` and `stores`.
         waits: True if compute waits for most of them; otherwise they move parameters and gradients,
@@ -121,7 +121,7 @@ STAGE = Axis(
     collectives={
         "stage": ("collective-permute",),
         "ends": ("all-gather", "reduce-scatter"),
-        "interleave": ("all-to-all", "all-gather"),
+        "regroup": ("all-to-all", "all-gather"),
     },
     waits=True,
     links=0,

@@ -468,7 +468,7 @@ class LiveRange:
         part: see `Resident`.
         birth: index of the first op of the live range.
         death: index of the last.
-        size_ratio: bytes of memory over those of the value.
+        ratio: bytes of memory over those of the value.
         kernel: the attention kernel inside which the value exists, with the heads of one device;
             None for values outside of kernels.
         all_heads: True if the value exists only if the heads do not divide among the devices, so
@@ -482,7 +482,7 @@ class LiveRange:
     part: str
     birth: int
     death: int
-    size_ratio: float = 1.0
+    ratio: float = 1.0
     kernel: int | None = None
     all_heads: bool = False
     readers: tuple[int, ...] = ()
@@ -599,7 +599,7 @@ class ProfileMemory:
     def live_ranges(self, live_ranges: Sequence[LiveRange]) -> list[LiveRange]:
         """The live ranges, adjusted by the profile."""
         shared = [
-            replace(live, size_ratio=live.size_ratio * self._shares.get(live.value, 1.0))
+            replace(live, ratio=live.ratio * self._shares.get(live.value, 1.0))
             for live in live_ranges
             if live.value not in self._zeros
         ]
@@ -652,13 +652,10 @@ class ProfileMemory:
             part="temporary",
             birth=min(live.birth for live in logit_sized),
             death=backward_start - 1,
-            size_ratio=size / value.itemsize,
+            ratio=size / value.itemsize,
         )
         gradient = replace(
-            retained,
-            birth=backward_start,
-            death=last,
-            size_ratio=min(size, narrow) / value.itemsize,
+            retained, birth=backward_start, death=last, ratio=min(size, narrow) / value.itemsize
         )
         return [
             *(live for live in live_ranges if live not in logit_sized),

@@ -371,9 +371,7 @@ class CollectiveStep:
     cost: LinearCost
 
 
-def collective_steps(
-    kind: str, spans: tuple[Span, ...], topology: Topology
-) -> tuple[CollectiveStep, ...]:
+def steps_of(kind: str, spans: tuple[Span, ...], topology: Topology) -> tuple[CollectiveStep, ...]:
     """The steps of a gather or scatter of parameters."""
     groups = (scatter_steps if kind == "reduce-scatter" else gather_steps)(spans, topology)
     degrees = [math.prod(span.ways for span in group) for group in groups]
@@ -459,14 +457,12 @@ class Slot:
     kind: str
 
 
-_TOKENS = tuple(
-    token_group(experts=experts, tensor=tensor)
-    for tensor in (False, True)
-    for experts in (False, True)
-)
+_FLAGS = (False, True)
+_TOKENS = tuple(token_group(experts=experts, tensor=t) for t in _FLAGS for experts in _FLAGS)
+_REPLICAS = tuple(replica_group(tensor=tensor) for tensor in _FLAGS)
 _STORED = (storage_group(), storage_group(experts=True))
-_OUTSIDE = tuple(on_all_stages(token_group(tensor=tensor)) for tensor in (False, True))
-_REPLICAS_OUTSIDE = tuple(on_all_stages(replica_group(tensor=tensor)) for tensor in (False, True))
+_OUTSIDE = tuple(on_all_stages(token_group(tensor=tensor)) for tensor in _FLAGS)
+_REPLICAS_OUTSIDE = tuple(map(on_all_stages, _REPLICAS))
 SLOTS: tuple[Slot, ...] = (
     *(
         Slot(role, axis_group(AXES[name]), kind)
@@ -483,13 +479,7 @@ SLOTS: tuple[Slot, ...] = (
     *(Slot("scatter", group, "reduce-scatter") for group in _STORED),
     *(
         Slot("scatter", group, "all-reduce")
-        for group in (
-            replica_group(),
-            replica_group(tensor=True),
-            *_TOKENS,
-            *_REPLICAS_OUTSIDE,
-            *_OUTSIDE,
-        )
+        for group in (*_REPLICAS, *_TOKENS, *_REPLICAS_OUTSIDE, *_OUTSIDE)
     ),
 )
 #: Groups of devices that collectives of a step run over.
@@ -528,7 +518,7 @@ def slot_cost(slot: Slot, placement: Placement, topology: Topology) -> LinearCos
     """The cost of one collective of a slot."""
     spans = spans_of(slot.group, placement)
     if stepwise(slot):
-        cost = collective_steps(slot.kind, spans, topology)
+        cost = steps_of(slot.kind, spans, topology)
         return LinearCost(
             sum(step.cost.latency_s for step in cost),
             sum(step.share * step.cost.seconds_per_byte for step in cost),

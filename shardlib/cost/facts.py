@@ -59,7 +59,7 @@ class CompilerTraits:
             `softmax_rewriter_triton.cc`): such a kernel does not write over its operands, and
             writes the exponentials of a softmax once for all readers; 0 if there are no such
             kernels.
-        peels_loops: True if the peeled first iteration of a loop whose gathers are pipelined (ZeRO
+        peels: True if the peeled first iteration of a loop whose gathers are pipelined (ZeRO
             3) overlaps with the head's backward pass, weight gradients last.
         fuses_output_casts: True if a matmul writes its result in the dtype of a cast that is all
             that reads it, as XLA's fusions into matmuls do on TPUs and GPUs.
@@ -82,7 +82,7 @@ class CompilerTraits:
 
     fuses_operands: bool = False
     softmax_row: int = 0
-    peels_loops: bool = False
+    peels: bool = False
     fuses_output_casts: bool = False
     merges_gathers: bool = False
     hoists_casts: bool = False
@@ -97,7 +97,7 @@ def traits(vendor: str) -> CompilerTraits:
     return CompilerTraits(
         fuses_operands=vendor == "google",
         softmax_row=16384 if vendor == "nvidia" else 0,
-        peels_loops=vendor == "nvidia",
+        peels=vendor == "nvidia",
         fuses_output_casts=vendor != "cpu",
         merges_gathers=vendor == "google",
         hoists_casts=vendor == "google",
@@ -718,18 +718,15 @@ def kernel_heads(
         groups=op.rule.sizes[group],
         queries_per_group=math.prod(op.rule.sizes[factor] for factor in within),
         colour=colours[group],
-        width_colours=frozenset(
-            name for name in unsharded if name is not None and name != sequence
-        ),
+        width_colours=frozenset(n for n in unsharded if n is not None and n != sequence),
     )
 
 
 def over_heads(spec: Spec, heads: KernelHeads) -> Spec:
     """The sharding of the factors of a kernel whose heads tensor shards inside it."""
     parts = [None if part == "tensor" else without_tensor(part) for part in spec]
-    parts[heads.group_factor] = (
-        "tensor" if parts[heads.group_factor] is None else f"{parts[heads.group_factor]}+tensor"
-    )
+    group = parts[heads.group_factor]
+    parts[heads.group_factor] = "tensor" if group is None else f"{group}+tensor"
     return tuple(parts)
 
 
@@ -839,9 +836,8 @@ class Facts:
             for index, op in enumerate(step.graph.ops)
             if (heads := kernel_heads(op, self.factors[index], batch[0], sequence[0])) is not None
         }
-        self.head_width_colours = frozenset[str]().union(
-            *(kernel.width_colours for kernel in self.heads.values())
-        )
+        widths = (heads.width_colours for heads in self.heads.values())
+        self.head_width_colours = frozenset[str]().union(*widths)
         self._head_paths = head_paths(step.graph, self.heads, colours)
         self.trips = tuple(step.graph.trips(region) for region in range(len(step.graph.regions)))
         self.sources = dict(zip(step.graph.inputs, step.inputs, strict=True))

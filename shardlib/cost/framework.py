@@ -288,7 +288,7 @@ class FrameworkProfile:
         """True if gradients are stored replicated and reduced in the last microbatch of a step."""
         return self.reduction == "last" and zero < 2
 
-    def reduce_scatters(self, zero: int) -> bool:
+    def scatters(self, zero: int) -> bool:
         """True if gradients are reduce-scattered to the shards of the optimizer: if they are stored
         sharded, or reduced once for a distributed optimizer.
         """

@@ -154,10 +154,8 @@ def route_items(facts: Facts) -> list[Item]:
 
         colours = colours_in(facts.colours[value])
         if facts.sequence is not None:
-            colours |= {
-                facts.sequence,
-                *facts.grouped_matmul_colours(op.region),
-            }  # the rows sent depend on them
+            # the rows sent depend on them
+            colours |= {facts.sequence, *facts.grouped_matmul_colours(op.region)}
         return Item(colours=colours, terms=terms, segment=facts.layers.segment(op.region))
 
     return (

@@ -193,12 +193,7 @@ def live_ranges(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) 
                     death=min(death, birth + 1) if partial else death,
                 )
             )
-            if (
-                partial
-                and death > birth + 1
-                and facts.traits.peels_loops
-                and profile.saves == "traced"
-            ):
+            if partial and death > birth + 1 and facts.traits.peels and profile.saves == "traced":
                 ranges.append(LiveRange(value=value, part="early", birth=birth + 2, death=death))
         else:
             ranges.append(
@@ -218,7 +213,7 @@ def live_ranges(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) 
         ranges += _resharded(facts)
         if facts.traits.lanes:
             ranges = _after_input_gradients(facts, ranges)
-        if profile.early_remat and facts.traits.peels_loops:
+        if profile.early_remat and facts.traits.peels:
             ranges += _until_weight_gradients(facts, ranges, loss)
     return (
         ranges
@@ -248,7 +243,7 @@ def _written_narrow(facts: Facts, ranges: list[LiveRange]) -> list[LiveRange]:
             narrow = graph.values[value].itemsize / wide
             ratios[op.results[0]] = min(narrow, ratios.get(op.results[0], 1.0))
     return [
-        replace(live, size_ratio=live.size_ratio * ratios.get(live.value, 1.0))
+        replace(live, ratio=live.ratio * ratios.get(live.value, 1.0))
         if live.part == "temporary"
         else live
         for live in ranges
@@ -287,12 +282,10 @@ def _in_lanes(facts: Facts, ranges: list[LiveRange]) -> list[LiveRange]:
     def tiled(live: LiveRange) -> LiveRange:
         shape = graph.values[live.value].shape
         if live.value in statistics:
-            return replace(live, size_ratio=live.size_ratio * lanes)
+            return replace(live, ratio=live.ratio * lanes)
         if live.value not in padded or len(shape) < 4:
             return live
-        return replace(
-            live, size_ratio=live.size_ratio * (-(-shape[-1] // lanes) * lanes / shape[-1])
-        )
+        return replace(live, ratio=live.ratio * (-(-shape[-1] // lanes) * lanes / shape[-1]))
 
     copied = {stack for stack, value in stacks.items() if is_result(value)}
     padded |= copied | {
@@ -515,7 +508,7 @@ def _blocks(facts: Facts) -> list[LiveRange]:
                     part="temporary",
                     birth=index,
                     death=index,
-                    size_ratio=block_scores(op, BLOCK) * size,
+                    ratio=block_scores(op, BLOCK) * size,
                     kernel=index if index in facts.heads else None,
                 )
             )
@@ -526,7 +519,7 @@ def _blocks(facts: Facts) -> list[LiveRange]:
                     part="temporary",
                     birth=index,
                     death=index,
-                    size_ratio=ITEMSIZE["float32"] / facts.graph.values[result].itemsize - 1,
+                    ratio=ITEMSIZE["float32"] / facts.graph.values[result].itemsize - 1,
                 )
                 for result in op.results
                 if facts.graph.values[result].itemsize < ITEMSIZE["float32"]
@@ -576,7 +569,7 @@ def _casts(facts: Facts, ranges: Sequence[LiveRange]) -> list[LiveRange]:
                     part="cast",
                     birth=0,
                     death=len(ops) - 1,
-                    size_ratio=float(facts.trips[op.region]),
+                    ratio=float(facts.trips[op.region]),
                 ),
             )
     return list(casts.values())
@@ -596,7 +589,7 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
                     part="gathered",
                     birth=0,
                     death=len(facts.graph.ops) - 1,
-                    size_ratio=gathered_bytes(facts, item) / facts.graph.values[item.value].bytes,
+                    ratio=gathered_bytes(facts, item) / facts.graph.values[item.value].bytes,
                 )
             )
             continue
@@ -614,9 +607,7 @@ def _in_use(facts: Facts, profile: FrameworkProfile) -> list[LiveRange]:
                     )
                 )
             last[item.region] = use
-    return ranges + (
-        _carried(facts) if facts.traits.peels_loops and profile.saves == "traced" else []
-    )
+    return ranges + (_carried(facts) if facts.traits.peels and profile.saves == "traced" else [])
 
 
 def _carried(facts: Facts) -> list[LiveRange]:
@@ -785,7 +776,7 @@ def _sizes(facts: Facts, ranges: list[LiveRange], choice: Choice) -> np.ndarray:
             0.0
             if spec is None
             else facts.graph.values[live.value].bytes
-            * live.size_ratio
+            * live.ratio
             / 64.0 ** sum(part is not None for part in spec)
             for live, spec in zip(ranges, specs, strict=True)
         ]
@@ -828,7 +819,7 @@ def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: Prof
             if spec is None:
                 return ()
         resident = Resident(
-            bytes=amount(value.bytes * live.size_ratio * memory.padding(live.value, choice), spec),
+            bytes=amount(value.bytes * live.ratio * memory.padding(live.value, choice), spec),
             part=live.part,
             stacked=stacked,
             shape=value.shape,
@@ -837,7 +828,7 @@ def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: Prof
         return (resident,) if live.kernel is None else _by_heads(facts, live, resident, choice)
 
     counted_in = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE_LAYER
-    colours, size = facts.colours[live.value], value.bytes * live.size_ratio
+    colours, size = facts.colours[live.value], value.bytes * live.ratio
     kernels = () if live.kernel is None else (live.kernel,)
     comparable = facts.follows_colours(kernels, (live.value,)) and memory.is_unchanged(live.value)
     readers = tuple(

@@ -21,11 +21,11 @@ from shardlib.cost.collectives import (
     Slot,
     axis_group,
     collective_cost,
-    collective_steps,
     replica_group,
     result_ratio,
     slot_cost,
     spans_of,
+    steps_of,
     stepwise,
     storage_group,
     token_group,
@@ -355,7 +355,7 @@ def _roles(plan: Plans) -> set[str]:
         "block",
         "ends",
         *CONTEXT_ROLES[plan.decisions.context],
-        "scatter" if plan.profile.reduce_scatters(zero) else "reduce",
+        "scatter" if plan.profile.scatters(zero) else "reduce",
         *(("gather",) if zero >= 3 else ()),
         *(("stage",) if plan.meshes.stage[0] > 1 else ()),
     }
@@ -389,7 +389,7 @@ class _CollectiveSums:
             return
         spans = spans_of(slot.group, placement)
         parts = (
-            collective_steps(slot.kind, spans, self._topology)
+            steps_of(slot.kind, spans, self._topology)
             if stepwise(slot)
             else (
                 CollectiveStep(
@@ -545,9 +545,7 @@ def _reduction_seconds(costs: StepCosts, scale: Array, plans: Plans) -> Array:
     ZeRO 2 and 3, or if the framework does so, except for those of experts.
     """
     meshes, profile, zero = plans.meshes, plans.profile, plans.decisions.zero
-    seconds = (
-        costs.collectives.scatter if profile.reduce_scatters(zero) else costs.collectives.reduce
-    )
+    seconds = costs.collectives.scatter if profile.scatters(zero) else costs.collectives.reduce
     once = np.ones(len(meshes))
     if profile.reduces_once_per_step(zero):
         return _per_step(seconds, scale, once, plans)
@@ -593,10 +591,7 @@ def interleaving_seconds(costs: StepCosts, plans: Plans) -> Array:
 
 #: Indices of the slots that redistribute layers if their chunks divide, and if not.
 _INTERLEAVING = np.array(
-    [
-        SLOTS.index(Slot("interleave", axis_group(STAGE), kind))
-        for kind in ("all-to-all", "all-gather")
-    ]
+    [SLOTS.index(Slot("regroup", axis_group(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
 )
 
 
@@ -883,7 +878,7 @@ def heap_ratio(pricer: Pricer, stages: Array) -> Array:
 # priced as one over the whole mesh.
 
 
-def compiled_collective_seconds(
+def collective_seconds(
     kind: str,
     axes: Sequence[str],
     members: int,
@@ -1008,7 +1003,7 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
     tick = slowest_stage(layers, model.counts, outside, stages, virtual)
     if plans.profile.balance == "layers" or len(layers) != 1:
         return tick
-    most, last = partition_by_work(model.counts[0], model.head_work_in_layers, stages)
+    most, last = partition_by_work(model.counts[0], model.head_work, stages)
     by_work = np.maximum(most * layers[0], last * layers[0] + outside)
     return np.where((stages > 1) & (virtual == 1), by_work, tick)
 

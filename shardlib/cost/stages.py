@@ -162,7 +162,7 @@ class ModelFacts:
         largest_outside_share: share of the largest array in the parameters outside of the layers.
         reduction_dtype_ratio: bytes of gradients in their communication dtype over those as traced.
         compute_dtype_ratio: bytes per element in the compute dtype, over those of a parameter.
-        head_work_in_layers: work of the matmuls outside of the layers, over that of a layer.
+        head_work: work of the matmuls outside of the layers, over that of a layer.
         updates: the parameters whose matrices the optimizer multiplies.
     """
 
@@ -172,7 +172,7 @@ class ModelFacts:
     largest_outside_share: float = 1.0
     reduction_dtype_ratio: float = 1.0
     compute_dtype_ratio: float = 1.0
-    head_work_in_layers: float = 0.0
+    head_work: float = 0.0
     updates: tuple[MatrixUpdate, ...] = ()
 
     @cached_property
@@ -412,8 +412,7 @@ class Plans:
         model, stages, layers = self.model, self.meshes.stage, self.layers
         if self.profile.balance != "layers":
             by_work = [
-                partition_by_work(count, model.head_work_in_layers, stages)[0]
-                for count in model.counts
+                partition_by_work(count, model.head_work, stages)[0] for count in model.counts
             ]
             unchunked = (stages > 1) & (self.chunks == 1)
             layers = [np.where(unchunked, *pair) for pair in zip(by_work, layers, strict=True)]

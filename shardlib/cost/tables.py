@@ -272,9 +272,7 @@ def sizes_of(measure: Measure) -> frozenset[str]:
         )
         condition = frozenset({"tensor"} if term.heads else ())
         return condition.union(*map(_dividing_sizes, amounts))
-    return frozenset[str]().union(
-        _dividing_sizes(measure), *map(_sizes_of_multiplier, measure.multipliers)
-    )
+    return _dividing_sizes(measure).union(*map(_sizes_of_multiplier, measure.multipliers))
 
 
 def _dividing_sizes(amount: Amount | LocalFraction) -> frozenset[str]:
@@ -403,7 +401,7 @@ class MeasureIndex:
         self._cached: OrderedDict[Hashable, MeasureValues] = OrderedDict()
 
     def evaluated(
-        self, chip: Chip, efficiency: Efficiency, outside_efficiency: Efficiency, degrees: Degrees
+        self, chip: Chip, efficiency: Efficiency, outside: Efficiency, degrees: Degrees
     ) -> MeasureValues:
         """The measures on some degrees, cached for later searches: a topology with other links or
         more memory has the same kernels.
@@ -411,17 +409,13 @@ class MeasureIndex:
         key = (
             replace(chip, hbm_bytes=1, reserved_bytes=0),
             efficiency,
-            outside_efficiency,
+            outside,
             tuple(getattr(degrees, name).tobytes() for name in SIZES),
         )
         values = self._cached.pop(key, None)
         if values is None:
             values = MeasureValues(
-                index=self,
-                chip=chip,
-                efficiency=efficiency,
-                outside_efficiency=outside_efficiency,
-                degrees=degrees,
+                index=self, chip=chip, efficiency=efficiency, outside=outside, degrees=degrees
             )
         self._cached[key] = values
         if len(self._cached) > MAX_CACHED:
@@ -473,7 +467,7 @@ class MeasureValues:
     Attributes:
         index: the measures.
         chip: the chip.
-        efficiency, outside_efficiency: its efficiencies in layers, and outside of them.
+        efficiency, outside: its efficiencies in layers, and outside of them.
         degrees: the degrees.
         kernel_degrees: the distinct degrees ignoring fsdp, on which kernels do not depend;
             `kernel_index` is the index into them by degrees.
@@ -482,7 +476,7 @@ class MeasureValues:
     index: MeasureIndex
     chip: Chip
     efficiency: Efficiency
-    outside_efficiency: Efficiency
+    outside: Efficiency
     degrees: Degrees
     kernel_degrees: Degrees = field(init=False)
     kernel_index: Array = field(init=False)
@@ -538,7 +532,7 @@ class MeasureValues:
             measure.term,
             lambda amount: local(amount, degrees),
             self.chip,
-            self.outside_efficiency if measure.outside else self.efficiency,
+            self.outside if measure.outside else self.efficiency,
         )
         heads = measure.term.heads
         return seconds if heads is None else seconds * _holds(heads, degrees)
@@ -723,10 +717,8 @@ def transfer_measures(
     if term.purpose == "ends":
         return [(Slot("ends", axis_group(STAGE), term.kind), size, once)] if all_stages else []
     if term.purpose == "sum":
-        role, group = (
-            ("ends", on_all_stages(token_group())) if all_stages else ("block", token_group())
-        )
-        return [(Slot(role, group, "all-reduce"), size, once)]
+        group = on_all_stages(token_group()) if all_stages else token_group()
+        return [(Slot("ends" if all_stages else "block", group, "all-reduce"), size, once)]
     experts, tensor = sharded_by(term.spec, EXPERT.name), term.over_tensor
     sharded, replicated = (
         once.times(DividesStored(term.shape, term.spec, term.stack_dims, profile.flat, divides))
@@ -778,11 +770,8 @@ def _compute(segment: int, term: Compute) -> Iterator[Coefficient]:
     yield Quantity.COMPUTE, kernel, term.trips
     if term.is_weight_gradient:
         yield Quantity.WEIGHT_GRADIENTS, kernel, term.trips
-    yield (
-        Quantity.FLOPS,
-        local_fraction(term.flops).times(*condition),
-        term.flops.total * term.trips,
-    )
+    flops = local_fraction(term.flops).times(*condition)
+    yield Quantity.FLOPS, flops, term.flops.total * term.trips
     yield Quantity.HOST, _LAUNCH.times(*condition), term.trips
 
 

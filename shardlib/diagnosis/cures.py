@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardlib.cost.pricing import compiled_collective_seconds
+from shardlib.cost.pricing import collective_seconds
 from shardlib.diagnosis.edits import LAYOUTS, Edit, Spec
 from shardlib.diagnosis.program import Argument, TracedFunction
 from shardlib.diagnosis.rows import Meeting, Row, ValueOrigin, read_meetings
@@ -223,7 +223,7 @@ def propagated_seconds(
         else:
             continue  # each device keeps a part of what it has
         members = mesh.ways(axes)
-        total += meeting.count * compiled_collective_seconds(
+        total += meeting.count * collective_seconds(
             kind, axes, members, size, mesh, topology, tuple(function.axis_names)
         )
     return total

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardlib.cost.pricing import compiled_collective_seconds
+from shardlib.cost.pricing import collective_seconds
 from shardlib.diagnosis.edits import LAYOUTS, Spec
 from shardlib.diagnosis.program import Argument, TracedFunction
 from shardlib.diagnosis.source import (
@@ -359,7 +359,7 @@ def read_rows(
         instruction, _ = index.where[item.name]
         seconds = (
             item.count
-            * compiled_collective_seconds(
+            * collective_seconds(
                 item.kind,  # pyright: ignore[reportArgumentType]
                 item.axes,
                 item.members,

@@ -109,9 +109,7 @@ def _deepspeed(job: Job, failures: list[str]) -> JsonObject:
     if job.sizes.compute_dtype in _HALF:
         options[_HALF[job.sizes.compute_dtype]] = {"enabled": True}
     elif job.sizes.compute_dtype != "float32":
-        failures.append(
-            f"matmuls in {job.sizes.compute_dtype} (it supports bf16, fp16 and float32)"
-        )
+        failures.append(f"matmuls in {job.sizes.compute_dtype} (it has bf16, fp16 and float32)")
     zero: JsonObject = {"stage": plan.zero}
     if plan.zero:
         zero["overlap_comm"] = True
@@ -144,7 +142,7 @@ def _levanter(job: Job, failures: list[str]) -> JsonObject:
     plan, tensor = job.plan, job.axis("tensor")
     dtype = _SHORT.get(job.sizes.compute_dtype)
     if dtype is None:
-        failures.append(f"matmuls in {job.sizes.compute_dtype} (it supports {', '.join(_SHORT)})")
+        failures.append(f"matmuls in {job.sizes.compute_dtype} (it has {', '.join(_SHORT)})")
     slices = {axis: job.network(axis) for axis in plan.mesh} if _slices(job) else {}
     if slices.get("tensor", 1) > 1:
         failures.append(f"tensor={tensor} between slices (its axis model is within one)")
@@ -297,9 +295,7 @@ def _megatron(job: Job, failures: list[str]) -> JsonObject:
     if job.sizes.compute_dtype in _HALF:
         options[_HALF[job.sizes.compute_dtype]] = True
     elif job.sizes.compute_dtype != "float32":
-        failures.append(
-            f"matmuls in {job.sizes.compute_dtype} (it supports bf16, fp16 and float32)"
-        )
+        failures.append(f"matmuls in {job.sizes.compute_dtype} (it has bf16, fp16 and float32)")
     return options
 
 
@@ -328,7 +324,7 @@ def _torchtitan(job: Job, failures: list[str]) -> JsonObject:
     """The sections of a plan."""
     plan, tensor = job.plan, job.axis("tensor")
     if job.sizes.compute_dtype not in ("bfloat16", "float32"):
-        failures.append(f"matmuls in {job.sizes.compute_dtype} (it supports bfloat16 and float32)")
+        failures.append(f"matmuls in {job.sizes.compute_dtype} (it has bfloat16 and float32)")
     if plan.zero == 0 and job.stored_over > 1:
         failures.append(f"zero=0 on {plan.mesh} (what is sharded over more than data is FSDP)")
     parallelism: JsonObject = {

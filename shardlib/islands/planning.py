@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
-from shardlib.cost.pricing import Estimate, compiled_collective_seconds
+from shardlib.cost.pricing import Estimate, collective_seconds
 from shardlib.cost.roofline import fitting_bytes, margin
 from shardlib.errors import (
     HINT,
@@ -301,9 +301,7 @@ def meetings(
         if _delayed(exchange) and ISLAND.name in axes:  # copies to all others at once
             kind, size = "all-gather", size * exchange.islands
             collective = replace(collective, count=exchange.islands - 1)
-        seconds = compiled_collective_seconds(
-            kind, axes, mesh.ways(axes), float(size), mesh, machine
-        )
+        seconds = collective_seconds(kind, axes, mesh.ways(axes), float(size), mesh, machine)
         return replace(collective, seconds=seconds)
 
     listed = [one(*moved) for collectives, _ in each for moved in collectives]

@@ -190,7 +190,7 @@ class PricedCandidate:
         kind = "all-gather" if decisions.virtual_stages % decisions.mesh["stage"] else "all-to-all"
         for rows, cause in ((parameters, "layers to stages"), (gradients, "gradients of layers")):
             size = self.plans.interleaved_bytes(stored_tally[:, rows].sum(1))
-            sizes_by_slot[Slot("interleave", axis_group(STAGE), kind), cause] = float(size[0])
+            sizes_by_slot[Slot("regroup", axis_group(STAGE), kind), cause] = float(size[0])
         return sizes_by_slot
 
     def _totals_without_collective_matmuls(self) -> Totals:
@@ -464,9 +464,8 @@ def _seconds(priced: PricedCandidate, program: CostProgram) -> StageSeconds:
     # of the two messages of a microbatch, one goes forward
     roles = replace(forward.collectives, stage_sends=forward.collectives.stage_sends / 2)
     forward = replace(forward, collectives=roles)
-    step_s, forward_s = (
-        float(microbatch_seconds(part, priced.plans)[0]) for part in (step, forward)
-    )
+    seconds = [float(microbatch_seconds(part, priced.plans)[0]) for part in (step, forward)]
+    step_s, forward_s = seconds
     weights = float(step.kernels.weight_gradients[0]) / priced.candidate.mesh["stage"]
     return StageSeconds(
         forward=forward_s,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from enum import IntEnum
 from functools import cached_property, partial
 
 import numpy as np
@@ -57,16 +56,10 @@ _FROZEN = {
     Quantity.PARAMETERS_SHARDED: Quantity.FROZEN_SHARDED,
     Quantity.PARAMETERS: Quantity.FROZEN,
 }
-
-
-class LiveKind(IntEnum):
-    """Live bytes at a point of a step, by what divides them."""
-
-    STACKS = 0  # activation stacks: saved for every microbatch in flight
-    LAYERS = 1  # other arrays of layers
-    OUTSIDE = 2  # arrays of the embedding and the head
-    EVERY_STAGE = 3  # arrays that every stage has
-    STACK_DEFICIT = 4  # STACKS minus those of the point that has the most: zero or negative
+#: Live bytes at a point, by what divides them: activation stacks (saved for every microbatch in
+#: flight), other arrays of layers, those of the embedding and the head, those of every stage;
+#: and the stack bytes minus those of the point that has the most (zero or negative).
+LIVE_STACKS, LIVE_LAYERS, LIVE_OUTSIDE, LIVE_EVERYWHERE, STACK_DEFICIT = LIVE_KINDS = range(5)
 
 
 def stored_coefficients(segments: int) -> Array:
@@ -84,11 +77,11 @@ def stored_coefficients(segments: int) -> Array:
 
 
 def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
-    """Coefficients that turn a tally of memory into bytes of every `LiveKind` at every point of the
+    """Coefficients that turn a tally of memory into bytes of all `LIVE_KINDS` at every point of the
     live range: array [points x 5, rows].
     """
     factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], tallies.segments - 2
-    coefficients = np.zeros((tallies.lists, len(LiveKind), tallies.lists, tallies.segments, ROWS))
+    coefficients = np.zeros((tallies.lists, len(LIVE_KINDS), tallies.lists, tallies.segments, ROWS))
     for point in range(tallies.lists):
         for quantity in (
             Quantity.SAVED,
@@ -97,30 +90,23 @@ def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
             *(() if pricer.profile.gradient_buffer else (Quantity.GRADIENT_SHARDED,)),
         ):
             factor = factors[quantity]
-            coefficients[
-                point,
-                LiveKind.STACKS if quantity == Quantity.SAVED else LiveKind.LAYERS,
-                point,
-                :layers,
-                quantity,
+            kind = LIVE_STACKS if quantity == Quantity.SAVED else LIVE_LAYERS
+            coefficients[point, kind, point, :layers, quantity] = factor
+            coefficients[point, LIVE_EVERYWHERE, point, layers, quantity] = coefficients[
+                point, LIVE_OUTSIDE, point, layers + 1, quantity
             ] = factor
-            coefficients[point, LiveKind.EVERY_STAGE, point, layers, quantity] = coefficients[
-                point, LiveKind.OUTSIDE, point, layers + 1, quantity
-            ] = factor
-    return coefficients.reshape(tallies.lists * len(LiveKind), -1)
+    return coefficients.reshape(tallies.lists * len(LIVE_KINDS), -1)
 
 
 def with_stack_deficits(points: Array) -> Array:
-    """Fills in `LiveKind.STACK_DEFICIT`: the stack bytes of each point minus those of the point
+    """Fills in `STACK_DEFICIT`: the stack bytes of each point minus those of the point
     with the most.
 
     Offloading all stacks takes at most the largest ones off the peak, so every point still needs at
     least its own bytes less those.
     """
-    by_point = points.reshape(len(points) // len(LiveKind), len(LiveKind), points.shape[-1])
-    by_point[:, LiveKind.STACK_DEFICIT] = by_point[:, LiveKind.STACKS] - by_point[
-        :, LiveKind.STACKS
-    ].max(0)
+    by_point = points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), points.shape[-1])
+    by_point[:, STACK_DEFICIT] = by_point[:, LIVE_STACKS] - by_point[:, LIVE_STACKS].max(0)
     return points
 
 
@@ -243,7 +229,7 @@ class Footprints:
         Args:
             stored: bytes of `STORED` and `TRAINED` summed over all stages, in layers and in
                 embedding and head, by candidate: array [2 x 7, candidates].
-            points: bytes of `LiveKind` at every point: array [points x 5, candidates].
+            points: bytes of `LIVE_KINDS` at every point: array [points x 5, candidates].
         """
         stages, concurrent = sizes["stage"], sizes["micro"] // self._space.accumulation_groups
 
@@ -309,7 +295,7 @@ class Footprints:
             1.0 if spread else np.where(stages > 1, self._model.largest_outside_share, 1.0)
         )
         stacks, others, outside, everywhere, deficits = np.moveaxis(
-            points.reshape(len(points) // len(LiveKind), len(LiveKind), len(stages)), 1, 0
+            points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), len(stages)), 1, 0
         )
         others = others / stages + everywhere + outside * (1 / stages if spread else stages == 1)
         batch = (
@@ -348,8 +334,7 @@ class Footprints:
         fewest_layers = min(self._model.counts, default=1)
         return np.where(
             stages > 1,
-            (1 + self._model.head_work_in_layers / fewest_layers) / stages
-            + MAX_CHUNKS / fewest_layers,
+            (1 + self._model.head_work / fewest_layers) / stages + MAX_CHUNKS / fewest_layers,
             1.0,
         )
 
@@ -731,7 +716,7 @@ class TrafficBounds(ArrayTable):
             times = np.where(staged, 0.5, micro) if gather_time == "once" else micro
             return self.gather * times + self.scatter * np.maximum(times, 1)
         update = self.gather_updated if zero else 0.0
-        reduced = self.scatter if profile.reduce_scatters(zero) else self.reduce
+        reduced = self.scatter if profile.scatters(zero) else self.reduce
         if profile.reduces_once_per_step(zero):
             return reduced + update
         if zero == 2:

@@ -415,7 +415,7 @@ class Explorer:
         capacity: usable bytes per device.
         previous: an explorer of the same model in other dtypes, with another attention strategy or
             on another number of devices, to whose results this one adds.
-        stop_at_first: True to stop at the first plan that fits.
+        any_fit: True to stop at the first plan that fits.
 
     Attributes:
         best: the best plans so far.
@@ -430,14 +430,14 @@ class Explorer:
         capacity: float,
         previous: Explorer | None = None,
         *,
-        stop_at_first: bool = False,
+        any_fit: bool = False,
     ) -> None:
         self.workload, self.space, self.pricer = workload, space, Pricer(topology, workload.profile)
         self._unsharded = UnshardedBounds(workload=workload, space=space, pricer=self.pricer)
         self.topology = self.pricer.topology
         self.best = BestPlans() if previous is None else previous.best
         self.ranked_meshes: list[RankedMesh] = [] if previous is None else previous.ranked_meshes
-        self._any_plan, self._explored = stop_at_first, dict[DeviceCounts, list[Entries]]()
+        self._any_plan, self._explored = any_fit, dict[DeviceCounts, list[Entries]]()
         self._priced_entries, self._scopes = set[int](), dict[bool, Scope]()
         self._max_bytes = capacity * (1 + ROUNDING)
         self._too_large = set[int]()
@@ -899,20 +899,14 @@ def priced_space(
     ranking: Ranking[Candidate] | None = None,
     slack: float = np.inf,
     *,
-    stop_at_first: bool = False,
+    any_fit: bool = False,
     all_devices: bool = False,
 ) -> PricedSpace:
     """Prices the space of a model under pins."""
     rules = _require_supported(workload, topology, pins)
     devices_wanted = pins.mesh.devices if pins.mesh is not None else topology.devices
     all_spaces, runs = _explorers(
-        workload,
-        topology,
-        pins,
-        rules,
-        devices_wanted,
-        stop_at_first=stop_at_first,
-        all_devices=all_devices,
+        workload, topology, pins, rules, devices_wanted, any_fit=any_fit, all_devices=all_devices
     )
     part_devices, largest = devices_within_slow_links(topology), max(devices for devices, _ in runs)
     counts_by_explorer = dict[Explorer, DeviceCounts]()
@@ -920,10 +914,10 @@ def priced_space(
         if devices:
             counts_by_explorer[explorer] = (*counts_by_explorer.get(explorer, ()), devices)
     many = largest > min(MANY_DEVICES, MANY_DEVICES_PER_ROW * all_spaces[-1].limits.batch)
-    if many and not stop_at_first and not part_devices:
+    if many and not any_fit and not part_devices:
         _price_all_counts(counts_by_explorer, ranking, slack)
     else:
-        if ranking is None and not stop_at_first:
+        if ranking is None and not any_fit:
             if part_devices:
                 explore(
                     [explorer for devices, explorer in runs if devices == part_devices],
@@ -939,10 +933,10 @@ def priced_space(
             if devices:
                 explorer.run((devices,), ranking, slack)
     explorer = runs[0][1]
-    if explorer.best.fastest is None and not stop_at_first:
+    if explorer.best.fastest is None and not any_fit:
         for searcher in dict.fromkeys(explorer for _, explorer in runs):
             searcher.minimum_memory()
-    if explorer.best.minimum_memory is None and not stop_at_first:
+    if explorer.best.minimum_memory is None and not any_fit:
         from shardlib.planner.no_plan import explain_empty
 
         raise explain_empty(workload, pins, devices_wanted)
@@ -995,7 +989,7 @@ def _explorers(
     rules: Rules | None,
     device_count: int,
     *,
-    stop_at_first: bool,
+    any_fit: bool,
     all_devices: bool,
 ) -> tuple[list[Space], list[tuple[int, Explorer]]]:
     """The spaces, one for each attention strategy and dtype combination, and an explorer for each
@@ -1021,7 +1015,7 @@ def _explorers(
                     machine,
                     fitting_bytes(topology),
                     runs[0][1] if runs else None,
-                    stop_at_first=stop_at_first,
+                    any_fit=any_fit,
                 )
             runs.append((devices if counts else 0, explorers[machine]))
     return all_spaces, runs

@@ -494,10 +494,9 @@ def least_device_seconds(workload: Workload, topology: Topology, pins: Pins) -> 
     and dtypes that may be chosen; communication, waiting and launches are not included.
     """
     return min(
-        UnshardedBounds(
-            workload=variant, space=space, pricer=Pricer(topology, variant.profile)
-        ).seconds
+        UnshardedBounds(workload=variant, space=space, pricer=pricer).seconds
         for variant, space in spaces(workload, topology.chip, pins)
+        for pricer in [Pricer(topology, variant.profile)]
     )
 
 

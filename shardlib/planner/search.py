@@ -245,15 +245,14 @@ MAX_COLLECTIVE_MATMUL_PLANS = 32
 MAX_COLLECTIVE_MATMUL_TENSOR = 32
 
 
-def with_collective_matmul(
+def with_tp_overlap(
     workload: Workload, topology: Topology, candidate: Candidate, pins: Pins, step_seconds: float
 ) -> tuple[Candidate, float]:
     """The candidate, with collective matmuls over tensor where they are pinned, or left to the
     planner and predicted to be faster; and its step time.
     """
     if pins.collective_matmul not in ("loop", "any") or (
-        pins.collective_matmul == "any"
-        and not can_use_collective_matmul(workload, topology, candidate.mesh)
+        pins.collective_matmul == "any" and not can_overlap_tp(workload, topology, candidate.mesh)
     ):
         return candidate, step_seconds
     alternative = candidate.replace(collective_matmul="loop")
@@ -266,7 +265,7 @@ def with_collective_matmul(
     )
 
 
-def can_use_collective_matmul(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
+def can_overlap_tp(workload: Workload, topology: Topology, mesh: MeshShape) -> bool:
     """True if collective matmuls can be faster on a mesh: in a JAX program without stages, where
     links work concurrently with compute, which those of simulated devices do not.
     """
@@ -278,7 +277,7 @@ def can_use_collective_matmul(workload: Workload, topology: Topology, mesh: Mesh
     )
 
 
-def fastest_with_collective_matmul(
+def fastest_with_tp_overlap(
     workload: Workload, topology: Topology, pins: Pins, priced: PricedSpace
 ) -> tuple[Candidate, float, float]:
     """The fastest candidate with or without collective matmuls, its step time, and a lower bound
@@ -290,16 +289,12 @@ def fastest_with_collective_matmul(
     best plan, or `MAX_COLLECTIVE_MATMUL_PLANS` have been priced.
     """
     assert priced.best.fastest is not None
-    best = with_collective_matmul(
-        workload, topology, priced.best.fastest, pins, priced.best.seconds
-    )
+    best = with_tp_overlap(workload, topology, priced.best.fastest, pins, priced.best.seconds)
     for sharded in _by_tensor(workload, topology, pins):
         assert sharded.best.fastest is not None
         best = min(
             best,
-            with_collective_matmul(
-                workload, topology, sharded.best.fastest, pins, sharded.best.seconds
-            ),
+            with_tp_overlap(workload, topology, sharded.best.fastest, pins, sharded.best.seconds),
             key=lambda pair: pair[1],
         )
     all_hidden = prepare(
@@ -312,8 +307,8 @@ def fastest_with_collective_matmul(
         if entry.seconds >= best[1] or num_priced == MAX_COLLECTIVE_MATMUL_PLANS:
             return *best, min(best[1], entry.seconds)
         candidate = hidden_space.candidate(entry)
-        if can_use_collective_matmul(workload, topology, candidate.mesh):
-            alternative = with_collective_matmul(
+        if can_overlap_tp(workload, topology, candidate.mesh):
+            alternative = with_tp_overlap(
                 workload,
                 topology,
                 candidate,
@@ -379,14 +374,10 @@ def _fastest(
         workload, topology, priced, priced.best.fastest, priced.best.seconds
     )
     fastest = with_more_free_memory(workload, topology, pins, priced, fastest, priced_seconds)
-    candidate, step_seconds = with_collective_matmul(
-        workload, topology, fastest, pins, priced_seconds
-    )
+    candidate, step_seconds = with_tp_overlap(workload, topology, fastest, pins, priced_seconds)
     bound = min(priced_seconds, step_seconds)
     if pins.collective_matmul == "any" and workload.profile.name == XLA.name:
-        candidate, step_seconds, bound = fastest_with_collective_matmul(
-            workload, topology, pins, priced
-        )
+        candidate, step_seconds, bound = fastest_with_tp_overlap(workload, topology, pins, priced)
     seconds = time.perf_counter() - started
     return _plan(
         workload,
@@ -457,15 +448,11 @@ def _in_order(
     seconds = time.perf_counter() - started
 
     def plan(candidate: Candidate, entry: RankedEntry[Candidate]) -> Plan:
-        alternative, priced_seconds = with_left_out(
+        changed, priced_seconds = with_left_out(
             workload, topology, priced, candidate, entry.seconds
         )
-        alternative = with_more_free_memory(
-            workload, topology, pins, priced, alternative, priced_seconds
-        )
-        chosen, step_seconds = with_collective_matmul(
-            workload, topology, alternative, pins, priced_seconds
-        )
+        changed = with_more_free_memory(workload, topology, pins, priced, changed, priced_seconds)
+        chosen, step_seconds = with_tp_overlap(workload, topology, changed, pins, priced_seconds)
         bound = min(priced.best.seconds, step_seconds)
         certificate = _certificate(priced, chosen, step_seconds, seconds, bound)
         return _plan(workload, topology, pins, priced, chosen, certificate)
@@ -557,7 +544,7 @@ def _infeasible(
 
     def fits(machine: Topology, other_pins: Pins) -> bool:
         try:
-            priced = priced_space(workload, machine, other_pins, stop_at_first=True)
+            priced = priced_space(workload, machine, other_pins, any_fit=True)
         except PinError:
             return False
         return priced.best.fastest is not None
@@ -878,8 +865,5 @@ def _source(
     profile: FrameworkProfile | str | None,
 ) -> PlanSource:
     machine, pins = parse_topology(topology), Pins.parse(pin)
-    return PlanSource(
-        workload=prepared_workload(problem, machine, workload, profile, pins),
-        topology=machine,
-        pins=pins,
-    )
+    prepared = prepared_workload(problem, machine, workload, profile, pins)
+    return PlanSource(workload=prepared, topology=machine, pins=pins)

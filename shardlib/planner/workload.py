@@ -740,7 +740,7 @@ def prepare(
             largest_outside_share=_largest_outside_share(problem, segments),
             reduction_dtype_ratio=_reduction(profile, problem),
             compute_dtype_ratio=_compute_dtype_ratio(problem),
-            head_work_in_layers=_head_work_in_layers(facts),
+            head_work=_head_work(facts),
             updates=problem.updates if profile.name == XLA.name else (),
         ),
     )
@@ -768,7 +768,7 @@ def _compute_dtype_ratio(problem: Problem) -> float:
     return sum(elements) * ITEMSIZE[problem.compute_dtype] / stored_bytes if stored_bytes else 1.0
 
 
-def _head_work_in_layers(facts: Facts) -> float:
+def _head_work(facts: Facts) -> float:
     """FLOPs of the weight matmuls outside the layers, over those of a mean layer."""
     flops = [0.0, 0.0]
     for op in facts.graph.ops:

@@ -31,7 +31,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from shardlib.cost.pricing import compiled_collective_seconds
+from shardlib.cost.pricing import collective_seconds
 from shardlib.layout import KINDS, Collective, MeshShape
 from shardlib.machines.topology import Topology
 from shardlib.verification.hlo import (
@@ -658,7 +658,7 @@ def timed(
         key = Collective(
             kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name
         )
-        seconds[key] += item.count * compiled_collective_seconds(  # pyright: ignore[reportArgumentType]
+        seconds[key] += item.count * collective_seconds(  # pyright: ignore[reportArgumentType]
             item.kind, item.axes, item.members, float(item.bytes), mesh, topology, order
         )
     return tuple(

@@ -183,9 +183,7 @@ def test_the_loss_takes_so_many_bytes_a_logit() -> None:
         ]
 
     loss, gradient = large(found)
-    assert [
-        life.size_ratio * facts.graph.values[life.value].bytes for life in (loss, gradient)
-    ] == [
+    assert [life.ratio * facts.graph.values[life.value].bytes for life in (loss, gradient)] == [
         10 * logits,
         2 * logits,
     ]
@@ -203,7 +201,7 @@ def test_stages_cut_by_work_put_the_layer_that_passes_it_before_the_cut() -> Non
     even, uneven = under("balance", "layers", "work", name="windows", **pins)
     # weights of the head over those of a layer
     head = 128 * 64 / (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 192)
-    assert loaded(HAND, "windows").model.head_work_in_layers == pytest.approx(head)
+    assert loaded(HAND, "windows").model.head_work == pytest.approx(head)
     # floor((4 + 0.17) / 2) + 1 = 3 layers instead of 2
     assert uneven.device_bytes.parameters > even.device_bytes.parameters
 

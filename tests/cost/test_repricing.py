@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardlib.cost.pricing import Seconds, compiled_collective_seconds, reprice
+from shardlib.cost.pricing import Seconds, collective_seconds, reprice
 from shardlib.layout import Collective, MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
@@ -32,7 +32,7 @@ def test_predicted_collectives_cost_what_was_predicted(where: str, pin: dict[str
     place = topology(where)
     assert plan.estimate.collectives
     for c in plan.estimate.collectives:
-        seconds = c.count * compiled_collective_seconds(
+        seconds = c.count * collective_seconds(
             c.kind,
             c.axes,
             plan.mesh.ways(c.axes),
@@ -66,20 +66,18 @@ def test_a_group_that_is_a_part_of_an_axis_costs_what_an_axis_of_that_size_costs
     pod = topology("v5e:16x16")
     whole, ring = MeshShape(fsdp=256), MeshShape(data=16, fsdp=16)
     for kind in ("all-gather", "reduce-scatter", "all-reduce"):
-        part = compiled_collective_seconds(kind, ("fsdp",), 16, 1e8, whole, pod)
+        part = collective_seconds(kind, ("fsdp",), 16, 1e8, whole, pod)
         assert part == pytest.approx(
-            compiled_collective_seconds(kind, ("fsdp",), 16, 1e8, ring, pod)
-        ) and part != compiled_collective_seconds(kind, ("fsdp",), 256, 1e8, whole, pod)
+            collective_seconds(kind, ("fsdp",), 16, 1e8, ring, pod)
+        ) and part != collective_seconds(kind, ("fsdp",), 256, 1e8, whole, pod)
     cluster = topology("4*h100:8")
-    inside = compiled_collective_seconds(
-        "all-gather", ("fsdp",), 8, 1e8, MeshShape(fsdp=32), cluster
-    )
-    assert inside == compiled_collective_seconds(
+    inside = collective_seconds("all-gather", ("fsdp",), 8, 1e8, MeshShape(fsdp=32), cluster)
+    assert inside == collective_seconds(
         "all-gather", ("fsdp",), 8, 1e8, MeshShape(data=4, fsdp=8), cluster
     )
-    assert compiled_collective_seconds(
+    assert collective_seconds(
         "all-gather", ("tensor",), 4, 1e8, MeshShape(tensor=8), topology("h100:8")
-    ) == compiled_collective_seconds(
+    ) == collective_seconds(
         "all-gather", ("tensor",), 4, 1e8, MeshShape(tensor=4), topology("h100:8")
     )
 
@@ -93,7 +91,7 @@ def test_what_hides_and_what_does_not() -> None:
     seconds = {
         c: (
             c.count
-            * compiled_collective_seconds(
+            * collective_seconds(
                 c.kind, c.axes, mesh.ways(c.axes) if c.axes else 8, float(c.bytes), mesh, place
             )
         )
