@@ -510,13 +510,13 @@ class LayerGroups:
     """The layer groups of one step graph.
 
     Attributes:
-        counts: number of layers of each group, in the order of the forward pass.
+        layer_counts: number of layers of each group, in the order of the forward pass.
         regions: layer group of each region; `OUTSIDE_LAYERS` outside of all.
         carried: value that each group carries from layer to layer: the residual stream; -1 if there
             is none.
     """
 
-    counts: tuple[int, ...]
+    layer_counts: tuple[int, ...]
     regions: tuple[int, ...]
     carried: tuple[int, ...]
 
@@ -558,7 +558,7 @@ def find_layers(graph: Graph, weights: Mapping[int, int]) -> LayerGroups:
             groups.append((set(sources), [region]))
     owner = {region: number for number, (_, regions) in enumerate(groups) for region in regions}
     return LayerGroups(
-        counts=tuple(graph.regions[regions[0]].trips for _, regions in groups),
+        layer_counts=tuple(graph.regions[regions[0]].trips for _, regions in groups),
         regions=tuple(
             owner.get(top[region], OUTSIDE_LAYERS) for region in range(len(graph.regions))
         ),

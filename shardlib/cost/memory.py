@@ -194,7 +194,8 @@ def live_ranges(facts: Facts, step: StepGraph, profile: FrameworkProfile = XLA) 
                 )
             )
             if partial and death > birth + 1 and facts.traits.peels and profile.saves == "traced":
-                ranges.append(LiveRange(value=value, part="early", birth=birth + 2, death=death))
+                live = LiveRange(value=value, part="undeferred", birth=birth + 2, death=death)
+                ranges.append(live)
         else:
             ranges.append(
                 LiveRange(
@@ -430,7 +431,7 @@ def _until_weight_gradients(facts: Facts, ranges: list[LiveRange], loss: int) ->
         if live.value in grouped and live.birth >= inside[0] and not live.readers:
             late.append(replace(live, part="gathered", birth=inside[0], death=inside[-1]))
         if live.death < end:
-            extended = replace(live, part="late", birth=live.death + 1, death=end)
+            extended = replace(live, part="deferred", birth=live.death + 1, death=end)
             late.append(extended)
             if rematerialises and not gathered:
                 late.append(replace(extended, part="peeled"))
@@ -467,7 +468,7 @@ def _after_input_gradients(facts: Facts, ranges: list[LiveRange]) -> list[LiveRa
                 for other in ranges
                 if other is not live
             ] + [
-                replace(live, part="late", birth=first, death=last),
+                replace(live, part="deferred", birth=first, death=last),
                 replace(live, birth=then, death=then),
             ]
     return ranges
@@ -637,12 +638,12 @@ def _carried(facts: Facts) -> list[LiveRange]:
 _ZERO_SHARES: tuple[dict[str, float], ...] = tuple(
     {**parts, **absent}
     for parts, schedules in (
-        ({"gathered": 0.0}, ("late", "early")),
-        ({"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64}, ("late", "")),
-        ({"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64}, ("late", "peeled")),
+        ({"gathered": 0.0}, ("deferred", "undeferred")),
+        ({"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64}, ("deferred", "")),
+        ({"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64}, ("deferred", "peeled")),
     )
     for schedule in schedules
-    for absent in [{part: 0.0 for part in ("late", "early", "peeled") if part != schedule}]
+    for absent in [{part: 0.0 for part in ("deferred", "undeferred", "peeled") if part != schedule}]
 )
 
 

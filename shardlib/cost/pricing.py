@@ -653,7 +653,7 @@ def least_bytes(costs: StepCosts, plans: Plans) -> tuple[Array, Array, Array]:
     Returns:
         Arrays [candidates], [candidates] and [layer groups, candidates].
     """
-    model, meshes, layers = plans.model, plans.meshes, len(plans.model.counts)
+    model, meshes, layers = plans.model, plans.meshes, len(plans.model.layer_counts)
     parameters, frozen, gradients, state = stored_bytes(costs, plans)
     batch = model.batch_bytes / meshes.ways(TOKEN_AXES) + model.state_bytes
     return (
@@ -723,7 +723,7 @@ def bytes_by_part(
     for point in costs.points:
         movable = (
             point.saved[k] * in_flight[k] * np.maximum(0.0, 1 - 2 / (n * scale[k]))
-            for k, n in enumerate(plans.model.counts)
+            for k, n in enumerate(plans.model.layer_counts)
         )
         stacks = np.maximum(stacks, sum(movable, np.zeros(len(meshes))))
     buffer = costs.buffer if plans.decisions.context == "all-gather" else 0.0
@@ -736,12 +736,12 @@ def bytes_by_part(
     return memory, np.minimum(stacks, peak.saved)
 
 
-#: Beginnings of names of the chips of which the compiler keeps values of the part "late".
+#: Beginnings of names of the chips of which the compiler keeps values of the part "deferred".
 _DEFERRING: tuple[str, ...] = ("h", "gh", "b", "gb", "v5e")
 
 
 def defers_weight_gradients(chip: str) -> bool:
-    """True if the program of a chip has values of the part "late": those that its schedule keeps
+    """True if the program of a chip has values of the part "deferred", which its schedule keeps
     for weight gradients.
 
     From Hopper on, XLA for GPUs hides latencies by default (openxla/xla
@@ -781,13 +781,13 @@ def _memory_at(
         )
     else:
         gathered = stage_part(point.gathered, stored)
-    has_late = defers_weight_gradients(plans.pricer.topology.chip.name)
-    late = point.late if has_late else point.peeled if zero >= 3 else 0.0
-    if zero < 2 and not has_late:
-        late = late + point.early
+    defers = defers_weight_gradients(plans.pricer.topology.chip.name)
+    deferred = point.deferred if defers else point.peeled if zero >= 3 else 0.0
+    if zero < 2 and not defers:
+        deferred = deferred + point.undeferred
     return _LiveBytes(
         saved=saved,
-        temporaries=stage_part(point.temporary + late, stage.once),
+        temporaries=stage_part(point.temporary + deferred, stage.once),
         gradients=alive,
         gathered=gathered,
     )
@@ -996,14 +996,14 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
             candidates].
     """
     model, stages, virtual = plans.model, plans.meshes.stage, plans.chunks
-    layers = [seconds[k] / count for k, count in enumerate(model.counts)]
-    outside = seconds[OUTSIDE_LAYERS]
+    counts, outside = model.layer_counts, seconds[OUTSIDE_LAYERS]
+    layers = [seconds[k] / count for k, count in enumerate(counts)]
     if plans.profile.embedding_and_head == "spread":
-        return virtual * slowest_chunk(layers, model.counts, stages * virtual) + outside / stages
-    tick = slowest_stage(layers, model.counts, outside, stages, virtual)
+        return virtual * slowest_chunk(layers, counts, stages * virtual) + outside / stages
+    tick = slowest_stage(layers, counts, outside, stages, virtual)
     if plans.profile.balance == "layers" or len(layers) != 1:
         return tick
-    most, last = partition_by_work(model.counts[0], model.head_work, stages)
+    most, last = partition_by_work(counts[0], model.head_work, stages)
     by_work = np.maximum(most * layers[0], last * layers[0] + outside)
     return np.where((stages > 1) & (virtual == 1), by_work, tick)
 

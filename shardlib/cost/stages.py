@@ -156,7 +156,7 @@ class ModelFacts:
     """Facts of a model that pricing needs besides its items.
 
     Attributes:
-        counts: layers of each layer group.
+        layer_counts: layers of each layer group.
         batch_bytes: bytes of the global batch, and of results with a value per row.
         state_bytes: bytes of replicated model state.
         largest_outside_share: share of the largest array in the parameters outside of the layers.
@@ -166,7 +166,7 @@ class ModelFacts:
         updates: the parameters whose matrices the optimizer multiplies.
     """
 
-    counts: tuple[int, ...]
+    layer_counts: tuple[int, ...]
     batch_bytes: float
     state_bytes: float
     largest_outside_share: float = 1.0
@@ -337,7 +337,7 @@ def _context_buffer(work: Array, model: ModelFacts) -> Array:
         if slot.role in ("context", "keys") and slot.kind == "all-gather"
     ]
     largest = np.zeros(work.shape[-1])
-    for k, count in enumerate(model.counts):
+    for k, count in enumerate(model.layer_counts):
         largest = np.maximum(largest, work[k, rows].sum(0) / (2 * count))
     return largest
 
@@ -398,7 +398,7 @@ class Plans:
         """Layers of the fullest stage, by layer group, if stages have equally many layers."""
         return [
             self.chunks * np.ceil(count / (self.meshes.stage * self.chunks))
-            for count in self.model.counts
+            for count in self.model.layer_counts
         ]
 
     @cached_property
@@ -412,7 +412,7 @@ class Plans:
         model, stages, layers = self.model, self.meshes.stage, self.layers
         if self.profile.balance != "layers":
             by_work = [
-                partition_by_work(count, model.head_work, stages)[0] for count in model.counts
+                partition_by_work(count, model.head_work, stages)[0] for count in model.layer_counts
             ]
             unchunked = (stages > 1) & (self.chunks == 1)
             layers = [np.where(unchunked, *pair) for pair in zip(by_work, layers, strict=True)]
@@ -421,7 +421,7 @@ class Plans:
             if self.profile.embedding_and_head == "owners"
             else 1 / stages
         )
-        parts = [number / count for number, count in zip(layers, model.counts, strict=True)]
+        parts = [number / count for number, count in zip(layers, model.layer_counts, strict=True)]
         return np.stack([*parts, np.ones(len(self)), outside])
 
     @cached_property
@@ -462,7 +462,7 @@ class Plans:
             return np.zeros(len(self))
         moved = stored * self.shares
         layers = np.zeros(len(self))
-        for k, count in enumerate(self.model.counts):
+        for k, count in enumerate(self.model.layer_counts):
             layers = layers + np.where(count % (stages * virtual), 0.0, moved[k])
         return np.where(stages > 1, layers * np.where(virtual % stages, stages, 1), 0.0)
 

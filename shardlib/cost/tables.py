@@ -94,9 +94,9 @@ class MemoryPoint(LazyTable):
     cast: Array
     cast_sharded: Array
     gathered: Array
-    late: Array
+    deferred: Array
     peeled: Array
-    early: Array
+    undeferred: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -649,9 +649,9 @@ class Quantity(IntEnum):
     ADDED = 22
     ADDED_SHARDED = 23  # the same, if they are stored sharded (ZeRO 2, 3)
     #: bytes of other values alive until weight gradients are computed last
-    LATE = 24
+    DEFERRED = 24
     PEELED = 25  # the same in loops whose gathers are pipelined (ZeRO 3)
-    EARLY = 26  # bytes of gradients alive unless they are computed last (ZeRO 0, 1)
+    UNDEFERRED = 26  # bytes of gradients alive unless they are computed last (ZeRO 0, 1)
 
 
 #: Rows of an array of quantities: `Quantity`, then the counts and then the bytes of every slot.
@@ -661,7 +661,7 @@ ROWS = len(Quantity) + 2 * len(SLOTS)
 CORRECTED: dict[str, tuple[Quantity, ...]] = {
     "compute": (Quantity.COMPUTE, Quantity.WEIGHT_GRADIENTS),
     "activations": (Quantity.SAVED, Quantity.COPY, Quantity.COPY_SHARDED),
-    "temporaries": (Quantity.TEMPORARY, Quantity.LATE, Quantity.PEELED, Quantity.EARLY),
+    "temporaries": (Quantity.TEMPORARY, Quantity.DEFERRED, Quantity.PEELED, Quantity.UNDEFERRED),
     "communication": (Quantity.GATHERED,),
     "margin": (),
 }
@@ -679,9 +679,9 @@ _PART_ROWS: dict[str, Quantity] = {
     "saved": Quantity.SAVED,
     "temporary": Quantity.TEMPORARY,
     "gathered": Quantity.GATHERED,
-    "late": Quantity.LATE,
+    "deferred": Quantity.DEFERRED,
     "peeled": Quantity.PEELED,
-    "early": Quantity.EARLY,
+    "undeferred": Quantity.UNDEFERRED,
 }
 _SHARDED_PART_ROWS: dict[str, tuple[Quantity, Quantity]] = {
     "gradient": (Quantity.GRADIENT, Quantity.GRADIENT_SHARDED),

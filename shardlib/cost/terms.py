@@ -215,9 +215,9 @@ class Resident:
             (saved, sharded as the parameter is), "cast" (of all layers of a parameter at once, for
             the whole step), "added" (a gradient that is immediately added to the sum over
             microbatches), "gathered" (a parameter in use, if it is stored sharded), "temporary";
-            "late" or "peeled" (a temporary that lives on because weight gradients are computed
-            last, see `shardlib.cost.pricing.defers_weight_gradients`) or "early" (a gradient that
-            is added to another one after the backward pass, unless it is computed last).
+            "deferred" or "peeled" (a temporary that lives on because weight gradients are computed
+            last, see `shardlib.cost.pricing.defers_weight_gradients`) or "undeferred" (a gradient
+            that is added to another one after the backward pass, unless it is computed last).
         stacked: True if it has one slice per layer.
         shape: elements per dim, which decide whether fsdp divides a gradient or a copy.
         spec: the axes that shard each dim in compute.

@@ -129,13 +129,13 @@ class PricedCandidate:
             self.placement,
             self.meshes,
             self.pricer,
-            len(workload.counts),
+            len(workload.layer_counts),
         )
 
     def tally(self, items: list[Item]) -> Array:
         """Quantities of items, see `Pricer.tally`."""
         return self.pricer.tally(
-            items, self.candidate.choice, self.meshes.degrees, len(self.workload.counts)
+            items, self.candidate.choice, self.meshes.degrees, len(self.workload.layer_counts)
         )
 
     def programs(self) -> list[tuple[CostProgram, Array]]:
@@ -222,7 +222,7 @@ class PricedCandidate:
                 for policy, program in programs.items()
             }
             segments = [phase.segment for phase in first.phases]
-            return priced(*corner_tallies(policies, parts, segments, workload.counts))
+            return priced(*corner_tallies(policies, parts, segments, workload.layer_counts))
 
         if candidate.group_policies:
             return partly_rematerialised(candidate.group_policies, self.plans.layers, corner)
@@ -632,7 +632,7 @@ def _framework(workload: Workload) -> FrameworkJob | None:
         vendor=workload.vendor,
         batch=batch_size(workload.problem, workload.colouring),
         sequence=sequence_size(workload.problem, workload.colouring),
-        layers=max(workload.counts, default=0),
+        layers=max(workload.layer_counts, default=0),
         compute_dtype=workload.problem.compute_dtype,
         experts=experts,
     )

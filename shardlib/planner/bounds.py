@@ -331,7 +331,7 @@ class Footprints:
 
         Every chunk has whole layers, and stages that are balanced by work can have more of them.
         """
-        fewest_layers = min(self._model.counts, default=1)
+        fewest_layers = min(self._model.layer_counts, default=1)
         return np.where(
             stages > 1,
             (1 + self._model.head_work / fewest_layers) / stages + MAX_CHUNKS / fewest_layers,
@@ -452,9 +452,9 @@ class ComputeBounds:
         self._pricer, self._values = pricer, values
         self._blocking, self._ring = blocking_slots(scope), ring_slots(scope)
         self._equal_layers = (
-            len(scope.workload.counts) == 1 and pricer.profile.embedding_and_head != "owners"
+            len(scope.workload.layer_counts) == 1 and pricer.profile.embedding_and_head != "owners"
         )
-        self._group_count = len(scope.workload.counts)
+        self._group_count = len(scope.workload.layer_counts)
         lockstep = pricer.profile.pipeline == "lockstep"
         self._deferrable = max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
         work = values.kernel_degrees
@@ -746,7 +746,7 @@ class Traffic:
         links: LinkCosts | None = None,
     ) -> None:
         profile, stages, model = pricer.profile, sizes["stage"], scope.workload.model
-        self._values, self._degrees_index, self._layers = values, index, len(model.counts)
+        self._values, self._degrees_index, self._layers = values, index, len(model.layer_counts)
         self._distinct, self._position = np.unique(index, return_inverse=True)
         # overlap that a profile states itself is not part of `MicrobatchBounds.ring_exposed`
         counts_overlap = not profile.states_overlap
@@ -754,7 +754,7 @@ class Traffic:
             outside_share = np.where(stages > 1, model.largest_outside_share, 1.0)
         else:
             outside_share = np.ones(len(stages)) if profile.outside_on_all_stages else 1 / stages
-        layers = [np.ceil(count / stages) / count for count in model.counts]
+        layers = [np.ceil(count / stages) / count for count in model.layer_counts]
         self._shares = np.stack([*layers, np.ones(len(stages)), outside_share])
         if links is None:
             links = least_link_costs({axis: sizes[axis] for axis in MESH_AXES}, pricer.topology)
@@ -968,8 +968,10 @@ class StepBounds:
                 kinds[kind] = minimum
         return {kind: minimum + fixed for kind, minimum in kinds.items()}
 
-    def fastest(self, bounds: Mapping[str, MicrobatchBounds], sizes: Mapping[str, Array]) -> Array:
-        """Lower bound on the step time, regardless of memory."""
+    def unlimited_seconds(
+        self, bounds: Mapping[str, MicrobatchBounds], sizes: Mapping[str, Array]
+    ) -> Array:
+        """Lower bound on the step time with unlimited memory."""
         return np.minimum.reduce(
             [
                 time
@@ -1178,7 +1180,7 @@ class MemoryAgnosticBounds:
             policy: self._bounds.least(policy, self._index[rows], stop) for policy in self._policies
         }
         sizes = {axis: size[rows] for axis, size in self._sizes.items()}
-        return self._step_bounds.fastest(bounds, sizes)[None]
+        return self._step_bounds.unlimited_seconds(bounds, sizes)[None]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1229,8 +1231,8 @@ class Entries:
         return self._fastest.below(limit)
 
     @cached_property
-    def fastest(self) -> Array:
-        """Lower bound on the step time regardless of memory, by entry; infinite where no choice
+    def unlimited_seconds(self) -> Array:
+        """Lower bound on the step time with unlimited memory, by entry; infinite where no choice
         fits.
         """
         return self._fastest.of_all()
@@ -1270,10 +1272,10 @@ class Entries:
         }
 
     @cached_property
-    def min_bytes(self) -> Array:
+    def bytes_bounds(self) -> Array:
         """Lower bound on bytes per device, by entry; infinite where no choice fits."""
         if self._mixes_remat:
-            return np.where(np.isfinite(self.fastest), 0.0, np.inf)
+            return np.where(np.isfinite(self.unlimited_seconds), 0.0, np.inf)
         return self.least_bytes(np.arange(len(self)))
 
     def least_bytes(self, entries: Array) -> Array:
@@ -1291,7 +1293,7 @@ class Entries:
         fits.
         """
         if self._mixes_remat:
-            return self.fastest[entries]
+            return self.unlimited_seconds[entries]
         return self._seconds.take(entries)[0]
 
     def _evaluate(self, entries: Array) -> Array:
@@ -1345,9 +1347,9 @@ class Entries:
         bounds = {
             policy: self.bounds.of_choices(policy, row_choices, index) for policy in self._policies
         }
-        fastest = self._step_bounds.fastest(bounds, sizes)
-        below = np.flatnonzero(fastest < limit)
-        fitting_pairs = replace(fitting, bound=fastest).take(below)
+        unlimited = self._step_bounds.unlimited_seconds(bounds, sizes)
+        below = np.flatnonzero(unlimited < limit)
+        fitting_pairs = replace(fitting, bound=unlimited).take(below)
         if not self._mixes_remat and len(fitting_pairs):
             row_choices, index, sizes = self._rows(fitting_pairs)
             fitting_pairs = replace(

@@ -330,9 +330,7 @@ def layout_findings(
     """Findings about large parameters that no axis shards."""
     findings: list[Finding] = []
     for p in layouts:
-        size = itemsize.get(p.dtype, 4)
-        for extent in p.shape:
-            size *= extent
+        size = itemsize.get(p.dtype, 4) * math.prod(p.shape)
         if (
             size >= LARGE_BYTES
             and mesh.devices > mesh["data"]

@@ -828,7 +828,7 @@ class MixturePricer(PricingInputs):
         no_remat_fastest = no_remat_fastest[rows]
         additive = {
             corner: self._additive_quantities(corner, quantities)
-            for corner in corners(self.space.policies, len(self.workload.counts))
+            for corner in corners(self.space.policies, len(self.workload.layer_counts))
         }
         plans = self.plans(alternatives[0], meshes)
         minima = {
@@ -858,7 +858,7 @@ class MixturePricer(PricingInputs):
         """The quantities of a corner that `least_seconds` reads (no memory, no weight
         gradients).
         """
-        counts = self.workload.counts
+        counts = self.workload.layer_counts
         first = quantities[corner[0]]
 
         def weighted(part: str, name: str) -> Array:
@@ -900,7 +900,8 @@ class MixturePricer(PricingInputs):
         Args:
             minima: by corner, the seconds of `least_seconds` and the seconds of kernels.
         """
-        meshes, (first, compute) = plans.meshes, minima[(NO_REMAT,) * len(self.workload.counts)]
+        meshes, uniform = plans.meshes, (NO_REMAT,) * len(self.workload.layer_counts)
+        first, compute = minima[uniform]
         # not counted by `least_seconds`: exposed communication, the optimizer, and fixed costs
         not_counted = np.where(no_remat_fastest, no_remat.step_seconds - first, 0.0)
         constant = no_remat.seconds["optimizer"] + self.pricer.efficiency.step_s
@@ -990,7 +991,7 @@ class MixturePricer(PricingInputs):
         all_choices: Sequence[tuple[Choice, bool]],
     ) -> dict[Corner, StepCosts]:
         """Quantities of every corner, by row."""
-        all_corners = corners(self.space.policies, len(self.workload.counts))
+        all_corners = corners(self.space.policies, len(self.workload.layer_counts))
         mixed = [corner for corner in all_corners if len(set(corner)) > 1]
         order = np.argsort(choices, kind="stable")
         parts: dict[Corner, list[StepCosts]] = {corner: [] for corner in mixed}
@@ -1021,7 +1022,7 @@ class MixturePricer(PricingInputs):
         )[0]
         by_corner: dict[Corner, StepCosts] = {}
         for corner in mixed:
-            work, points = corner_tallies(corner, parts, segments, self.workload.counts)
+            work, points = corner_tallies(corner, parts, segments, self.workload.layer_counts)
             by_corner[corner] = step_costs(
                 work, stored, points, self.workload.model, self.pricer, local
             )
@@ -1049,7 +1050,7 @@ class MixturePricer(PricingInputs):
 
     @cached_property
     def _patterns(self) -> list[Pattern]:
-        return patterns(self.space.policies, len(self.workload.counts))
+        return patterns(self.space.policies, len(self.workload.layer_counts))
 
     def price(
         self,

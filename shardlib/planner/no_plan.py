@@ -361,7 +361,7 @@ def layer_counts_of(workload: Workload) -> LayerCounts:
     facts = next(iter(workload.programs.values())).facts
     return LayerCounts(
         names=workload.group_names,
-        counts=workload.counts,
+        counts=workload.layer_counts,
         calls=repeated_calls(facts.graph, facts.layers, facts.weights),
     )
 

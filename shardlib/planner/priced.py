@@ -505,7 +505,7 @@ class Explorer:
         if STATE_RATIO * self._unsharded.parameter_bytes / max(counts) < self._max_bytes:
             return False
         all_entries = self._entries(counts, 1)
-        return not any((entries.min_bytes <= self._max_bytes).any() for entries in all_entries)
+        return not any((entries.bytes_bounds <= self._max_bytes).any() for entries in all_entries)
 
     def least_seconds(self, counts: DeviceCounts) -> float:
         """Lower bound on the step time on the given numbers of devices; infinite where large spaces
@@ -586,7 +586,7 @@ class Explorer:
 
     def _explore(self, entries: Entries, slack: float, ranking: Ranking[Candidate] | None) -> None:
         """Prices the entries that could fit."""
-        if self.best.fastest is None and not (entries.min_bytes <= self._max_bytes).any():
+        if self.best.fastest is None and not (entries.bytes_bounds <= self._max_bytes).any():
             self.best.counts["memory"] += len(entries)
             return
         order, fastest = entries.below(self.limit * slack)
@@ -673,7 +673,7 @@ class Explorer:
         """
         best = self.best
         for entries in self._by_least_bytes():
-            bounds = entries.min_bytes
+            bounds = entries.bytes_bounds
             order = np.argsort(bounds, kind="stable")
             for start, end in blocks(FIRST_PRICED_BLOCK, len(order)):
                 block = order[start:end]

@@ -588,11 +588,11 @@ def build_space(
     limits = ModelLimits(
         batch=batch_size(problem, colouring),
         sequence=sequence_size(problem, colouring),
-        layers=max(workload.counts, default=0),
+        layers=max(workload.layer_counts, default=0),
         experts=colouring.colours[workload.expert].divisor if workload.expert else 1,
         splits=problem.rows.splits,
         staged=not problem.rows.by_row,
-        groups=len(workload.counts),
+        groups=len(workload.layer_counts),
         abilities=workload.framework.abilities if workload.framework is not None else ANY_PLAN,
     )
     parts = max(pins.microbatches or 1, pins.accumulation or 1)

@@ -210,7 +210,7 @@ def cost_program(
         token_exchange=TokenExchange(padding=profile.exchange_room, sent=profile.exchange),
     )
     can_mix_remat = (
-        1 < len(facts.layers.counts) <= MAX_POLICY_GROUPS
+        1 < len(facts.layers.layer_counts) <= MAX_POLICY_GROUPS
         and len(problem.steps) > 1
         and "none" in problem.steps
     )
@@ -228,12 +228,9 @@ def cost_program(
 
 def _traits(vendor: str, profile: FrameworkProfile) -> CompilerTraits:
     """The traits of the compiler under a framework profile."""
-    vendor_traits = traits(vendor)
-    return (
-        replace(vendor_traits, merges_gathers=True)
-        if profile.gathered_inputs == "shared"
-        else vendor_traits
-    )
+    own = traits(vendor)
+    merges = own.merges_gathers or profile.gathered_inputs == "shared"
+    return replace(own, merges_gathers=merges)
 
 
 def _peak_choices(colouring: Colouring, expert: str | None) -> list[Choice]:
@@ -594,9 +591,8 @@ class Workload:
             self.sibling.profile, attention=self.profile.attention
         ):
             sibling = self.sibling.tallies
-        return TallyCache(
-            work, points, self.stored, len(self.counts), self.profile, self._other_colours, sibling
-        )
+        groups, other_colours = len(self.layer_counts), self._other_colours
+        return TallyCache(work, points, self.stored, groups, self.profile, other_colours, sibling)
 
     @property
     def _other_colours(self) -> frozenset[str]:
@@ -627,7 +623,7 @@ class Workload:
         )
 
     def _of(self, points: dict[ProgramKey, tuple[list[Item], ...]]) -> TallyCache:
-        groups, other_colours = len(self.counts), self._other_colours
+        groups, other_colours = len(self.layer_counts), self._other_colours
         return TallyCache({}, lambda: points, [], groups, self.profile, other_colours, self.tallies)
 
     @cached_property
@@ -646,7 +642,7 @@ class Workload:
         return names_of_groups(
             [
                 [path for path, segment in segments.items() if segment == k]
-                for k in range(len(self.counts))
+                for k in range(len(self.layer_counts))
             ]
         )
 
@@ -688,9 +684,9 @@ class Workload:
         return {}
 
     @property
-    def counts(self) -> tuple[int, ...]:
+    def layer_counts(self) -> tuple[int, ...]:
         """Number of layers of each group."""
-        return self.model.counts
+        return self.model.layer_counts
 
 
 def prepare(
@@ -734,7 +730,7 @@ def prepare(
         framework=framework,
         sibling=sibling,
         model=ModelFacts(
-            counts=facts.layers.counts,
+            layer_counts=facts.layers.layer_counts,
             batch_bytes=batch_bytes,
             state_bytes=problem.state_bytes,
             largest_outside_share=_largest_outside_share(problem, segments),
@@ -777,7 +773,7 @@ def _head_work(facts: Facts) -> float:
         ):
             inside = facts.layers.segment(op.region) >= 0
             flops[inside] += op.flops * facts.graph.trips(op.region)
-    return flops[0] * sum(facts.layers.counts) / flops[1] if flops[1] else 0.0
+    return flops[0] * sum(facts.layers.layer_counts) / flops[1] if flops[1] else 0.0
 
 
 def _reduction(profile: FrameworkProfile, problem: Problem) -> float:

@@ -471,11 +471,8 @@ def _groups(facts: Facts) -> list[PieceGroup]:
 
     for number, (first, last) in sorted(spans.items(), key=lambda item: item[1]):
         listed += outside("between layers" if listed else "before the layers", first)
-        listed.append(
-            PieceGroup(
-                name="layer", count=layers.counts[number], layers=number, first=first, last=last
-            )
-        )
+        count = layers.layer_counts[number]
+        listed.append(PieceGroup(name="layer", count=count, layers=number, first=first, last=last))
         start = last + 1
     return [*listed, *outside("after the layers", total)]
 

@@ -345,7 +345,7 @@ def priced(
     for name, value in quantities.items():
         if name in Quantity.__members__:
             tally[OUTSIDE_LAYERS, Quantity[name]] = value
-    model, pricer = ModelFacts(counts=(), batch_bytes=0.0, state_bytes=0.0), Pricer(where)
+    model, pricer = ModelFacts(layer_counts=(), batch_bytes=0.0, state_bytes=0.0), Pricer(where)
     known = step_costs(tally, tally, [tally], model, pricer, c)
     roles = {
         name: np.array([[0.0], [value]])

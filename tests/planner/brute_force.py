@@ -45,7 +45,7 @@ def _meshes(load: Workload, used: int) -> Iterator[tuple[MeshShape, int]]:
         if (
             left
             or not tensor
-            or stage > max(load.counts, default=1)
+            or stage > max(load.layer_counts, default=1)
             or experts % expert
             or seq % context
         ):
@@ -111,12 +111,12 @@ def every_gather(
         yield schedule, virtual, "use"
         if once:
             yield schedule, virtual, "once"
-    each = math.ceil(max(load.counts, default=1) / mesh["stage"])
+    each = math.ceil(max(load.layer_counts, default=1) / mesh["stage"])
     for virtual in range(3, each + 1):
         if (
             once
             and each % virtual == 0
-            and mesh["stage"] * virtual <= max(load.counts)
+            and mesh["stage"] * virtual <= max(load.layer_counts)
             and micro // groups >= mesh["stage"]
         ):
             yield "gpipe", virtual, "once"
@@ -133,7 +133,7 @@ def every_schedule(
     if policy == "none":
         yield "zero-bubble", 1
     for virtual in range(2, 9):
-        if mesh["stage"] * virtual <= max(load.counts) and micro // groups >= mesh["stage"]:
+        if mesh["stage"] * virtual <= max(load.layer_counts) and micro // groups >= mesh["stage"]:
             yield "interleaved", virtual
 
 
@@ -199,7 +199,7 @@ def variants(
         else [()]
     )
     stages, virtual = candidate.mesh["stage"], candidate.decisions.virtual_stages
-    layers = sum(virtual * math.ceil(count / (stages * virtual)) for count in load.counts)
+    layers = sum(virtual * math.ceil(count / (stages * virtual)) for count in load.layer_counts)
     for offload in offloads:
         for recomputed in range(layers if candidate.decisions.remat != "none" else 1):
             if offload or recomputed:
@@ -224,7 +224,7 @@ def _unlike(load: Workload, where: Topology, candidate: Candidate) -> Iterator[C
                 for number in range(1, virtual * math.ceil(count / (stages * virtual)) + 1)
             ),
         ]
-        for count in load.counts
+        for count in load.layer_counts
     ]
     for each in itertools.product(*options):
         policy, number = max(each, key=lambda one: one[1])[0], sum(layers for _, layers in each)

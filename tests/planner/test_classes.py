@@ -70,7 +70,7 @@ def test_the_search_equals_brute_force(where: str, share: float) -> None:
 @pytest.mark.long
 def test_classes_of_unlike_layers_recompute_differently_where_memory_binds() -> None:
     load, place, few, many = _sizes("cpu:1")
-    assert load.counts == (2, 2) and load.group_names == ("first", "second")
+    assert load.layer_counts == (2, 2) and load.group_names == ("first", "second")
     found = [
         planner.search(
             load.problem, with_memory(place, few + (many - few) * share), ANY, workload=load

@@ -155,7 +155,7 @@ def tallied(quote: Quote, figures: Mapping[str, Any]) -> Tallied:
         setting = {**figures, "misaligned": figures.get("misaligned", 1.0)}
         return replace(found, factor=quote.seconds(setting) / found.seconds(setting))
     pricer = Pricer(replace(quote.topology, efficiency={**figures, **UNIT}), load.profile)
-    c, classes = _candidate(how, pricer), len(load.counts)
+    c, classes = _candidate(how, pricer), len(load.layer_counts)
     work = load.programs[how.remat, quote.candidate.routes].work
     kernels, parts, hosts = _split(work, choice, load.profile, classes)
     fixed, launches = (np.zeros((classes + 2) * ROWS) for _ in range(2))
