@@ -8,7 +8,7 @@ its weight gradients, if a schedule splits them from B. A new schedule is a clas
 
 >>> [str(task) for task in alternating(plain(FORWARD, 3), plain(BACKWARD, 3), 1)]
 ['F0', 'F1', 'B0', 'F2', 'B1', 'B2']
->>> named("interleaved").words(2), named("gpipe") in pipelines()
+>>> named("interleaved").label(2), named("gpipe") in pipelines()
 ('interleaved with 2 chunks per stage', True)
 """
 
@@ -111,7 +111,7 @@ class Schedule(Protocol):
         forward_first: True if a stage does all forward work before any backward work. With several
             chunks, all microbatches then go through one chunk before the next (breadth first,
             arXiv:2211.05953), and the weights of a chunk are gathered once for all of them.
-        backward_in_two: True if weight gradients, which no stage waits for, are computed separately
+        splits_backward: True if weight gradients, which no stage waits for, are computed separately
             from activation gradients (arXiv:2401.10241).
     """
 
@@ -124,9 +124,9 @@ class Schedule(Protocol):
     @property
     def forward_first(self) -> bool: ...
     @property
-    def backward_in_two(self) -> bool: ...
+    def splits_backward(self) -> bool: ...
 
-    def words(self, chunks: int) -> str:
+    def label(self, chunks: int) -> str:
         """The schedule and its number of chunks per stage as text; "" without stages."""
         ...
 
@@ -142,7 +142,7 @@ class Schedule(Protocol):
         """Boolean mask [candidates]: True where the number of microbatches suits the schedule."""
         ...
 
-    def tried(
+    def chunk_options(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
         """The numbers of chunks per stage that planning tries with this schedule."""
@@ -174,11 +174,11 @@ class Schedule(Protocol):
         """
         ...
 
-    def rounds(self, pipelines: Pipelines) -> Array:
-        """A lower bound of `waiting` in units of `tick`, before `put_off` is subtracted."""
+    def bubble(self, pipelines: Pipelines) -> Array:
+        """A lower bound of `waiting` in units of `tick`, before `deferrable` is subtracted."""
         ...
 
-    def put_off(self, *, lockstep: bool) -> float:
+    def deferrable(self, *, lockstep: bool) -> float:
         """The reduction of each of the S - 1 rounds of waiting, at most, in units of the seconds of
         a microbatch's weight gradients.
         """
@@ -191,7 +191,7 @@ def only_whole_stages(name: str, chunks: int) -> None:
         raise ValueError(f"the schedule {name!r} has one chunk a stage, not {chunks}")
 
 
-def words_of(name: str, chunks: int) -> str:
+def label_of(name: str, chunks: int) -> str:
     """The name of a schedule, and its number of chunks."""
     return f"{name} with {chunks} chunks per stage" if chunks > 1 else name
 
@@ -250,10 +250,10 @@ class GPipe:
     staged = True
     lowered = True
     forward_first = True
-    backward_in_two = False
+    splits_backward = False
 
-    def words(self, chunks: int) -> str:
-        return words_of(self.name, chunks)
+    def label(self, chunks: int) -> str:
+        return label_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
         """The same order on every stage."""
@@ -269,7 +269,7 @@ class GPipe:
         """With several chunks, at least one microbatch per stage."""
         return enough_for_chunks(pipelines)
 
-    def tried(
+    def chunk_options(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
         """Tried only if pinned: it is as fast as 1F1B and keeps more activations. With chunks it is
@@ -297,11 +297,11 @@ class GPipe:
         """(S - 1) t / v."""
         return (pipelines.stages - 1) * tick / pipelines.chunks
 
-    def rounds(self, pipelines: Pipelines) -> Array:
+    def bubble(self, pipelines: Pipelines) -> Array:
         """(S - 1) / v."""
         return (pipelines.stages - 1) / pipelines.chunks
 
-    def put_off(self, *, lockstep: bool) -> float:
+    def deferrable(self, *, lockstep: bool) -> float:
         return 0.0
 
 
@@ -326,10 +326,10 @@ class Interleaved:
     staged = True
     lowered = True
     forward_first = False
-    backward_in_two = False
+    splits_backward = False
 
-    def words(self, chunks: int) -> str:
-        return words_of(self.name, chunks)
+    def label(self, chunks: int) -> str:
+        return label_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
         if microbatches % stages:
@@ -368,7 +368,7 @@ class Interleaved:
             return fits
         return fits & (pipelines.microbatches % pipelines.stages == 0)
 
-    def tried(
+    def chunk_options(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
         """With two chunks or more: with one it is 1F1B."""
@@ -394,12 +394,12 @@ class Interleaved:
         filling = np.where(chunks > 1, -pipelines.microbatches % stages * tick, 0.0)
         return (stages - 1) * tick / chunks + filling
 
-    def rounds(self, pipelines: Pipelines) -> Array:
+    def bubble(self, pipelines: Pipelines) -> Array:
         """(S - 1) / v, plus the missing microbatches of the last group."""
         stages, chunks = pipelines.stages, pipelines.chunks
         return (stages - 1) / chunks + np.where(chunks > 1, -pipelines.microbatches % stages, 0)
 
-    def put_off(self, *, lockstep: bool) -> float:
+    def deferrable(self, *, lockstep: bool) -> float:
         return 0.0
 
 
@@ -409,7 +409,7 @@ INTERLEAVED = Interleaved()
 class NoSchedule:
     """A step without pipeline stages: one microbatch at a time, and no waiting.
 
-    >>> NONE.words(1), NONE.staged
+    >>> NONE.label(1), NONE.staged
     ('', False)
     """
 
@@ -417,9 +417,9 @@ class NoSchedule:
     staged = False
     lowered = True
     forward_first = False
-    backward_in_two = False
+    splits_backward = False
 
-    def words(self, chunks: int) -> str:
+    def label(self, chunks: int) -> str:
         return ""
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
@@ -433,7 +433,7 @@ class NoSchedule:
         """True for candidates without stages."""
         return pipelines.stages == 1
 
-    def tried(
+    def chunk_options(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
         """Tried only if pinned."""
@@ -451,10 +451,10 @@ class NoSchedule:
     def waiting(self, pipelines: Pipelines, tick: Array, weights: Array | None) -> Array:
         return np.zeros(len(pipelines.stages))
 
-    def rounds(self, pipelines: Pipelines) -> Array:
+    def bubble(self, pipelines: Pipelines) -> Array:
         return np.zeros(len(pipelines.stages))
 
-    def put_off(self, *, lockstep: bool) -> float:
+    def deferrable(self, *, lockstep: bool) -> float:
         return 0.0
 
 
@@ -479,10 +479,10 @@ class OneForwardOneBackward:
     staged = True
     lowered = True
     forward_first = False
-    backward_in_two = False
+    splits_backward = False
 
-    def words(self, chunks: int) -> str:
-        return words_of(self.name, chunks)
+    def label(self, chunks: int) -> str:
+        return label_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
         """Later stages run fewer forward tasks before their first backward task."""
@@ -496,7 +496,7 @@ class OneForwardOneBackward:
     def fits(self, pipelines: Pipelines) -> Array:
         return pipelines.chunks == 1
 
-    def tried(
+    def chunk_options(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
         return (1,) if chunks in (None, 1) else ()
@@ -516,10 +516,10 @@ class OneForwardOneBackward:
         """(S - 1) t."""
         return (pipelines.stages - 1) * tick / pipelines.chunks
 
-    def rounds(self, pipelines: Pipelines) -> Array:
+    def bubble(self, pipelines: Pipelines) -> Array:
         return (pipelines.stages - 1) / np.ones_like(pipelines.chunks)
 
-    def put_off(self, *, lockstep: bool) -> float:
+    def deferrable(self, *, lockstep: bool) -> float:
         return 0.0
 
 
@@ -684,10 +684,10 @@ class ZeroBubble:
     staged = True
     lowered = True
     forward_first = False
-    backward_in_two = True
+    splits_backward = True
 
-    def words(self, chunks: int) -> str:
-        return words_of(self.name, chunks)
+    def label(self, chunks: int) -> str:
+        return label_of(self.name, chunks)
 
     def order(self, *, stages: int, microbatches: int, chunks: int) -> tuple[Order, ...]:
         """1F1B with each W after the B of the microbatch s positions later."""
@@ -700,7 +700,7 @@ class ZeroBubble:
     def fits(self, pipelines: Pipelines) -> Array:
         return pipelines.chunks == 1
 
-    def tried(
+    def chunk_options(
         self, *, pinned: bool, chunks: int | None, policy: str, limit: int
     ) -> tuple[int, ...]:
         """Tried only without rematerialisation: the operands of the weight gradients are kept under
@@ -726,10 +726,10 @@ class ZeroBubble:
         filled = 0.0 if pipelines.lockstep else np.minimum(rounds, micro - 1) * weights
         return np.maximum(0.0, rounds * (tick - weights) - filled)
 
-    def rounds(self, pipelines: Pipelines) -> Array:
+    def bubble(self, pipelines: Pipelines) -> Array:
         return (pipelines.stages - 1) / np.ones_like(pipelines.chunks)
 
-    def put_off(self, *, lockstep: bool) -> float:
+    def deferrable(self, *, lockstep: bool) -> float:
         """Once for the W that run late, and once more for the W that fill gaps."""
         return 1.0 if lockstep else 2.0
 
@@ -881,7 +881,7 @@ class Timetable:
     @property
     def split(self) -> bool:
         """True if weight gradients are computed later than activation gradients."""
-        return named(self.schedule).backward_in_two
+        return named(self.schedule).splits_backward
 
     @property
     def weights_turn(self) -> int:

@@ -63,10 +63,8 @@ def quantised(
             value in gradients for value in op.results
         )
         if op.kind in _PRODUCTS and wide and trained and graph.trips(op.region) > 1:
-            factors = (
-                casts.cast(value, dtype, op, index if rows else 0) for value in op.operands[:2]
-            )
-            op = replace(op, operands=(*factors, *op.operands[2:]))
+            cast = (casts.cast(value, dtype, op, index if rows else 0) for value in op.operands[:2])
+            op = replace(op, operands=(*cast, *op.operands[2:]))
         casts.ops.append(op)
     return casts.applied(step)
 
@@ -168,11 +166,11 @@ def in_half_precision(
         dtypes = [graph.values[value].dtype for value in op.operands[:2]]
         half = next((dtype for dtype in dtypes if dtype in _HALF), None)
         if op.kind in _PRODUCTS and half and "float32" in dtypes:
-            factors = (
+            cast = (
                 casts.cast(value, half, op) if dtype == "float32" else value
                 for value, dtype in zip(op.operands, dtypes, strict=False)
             )
-            op = replace(op, operands=(*factors, *op.operands[2:]))
+            op = replace(op, operands=(*cast, *op.operands[2:]))
         casts.ops.append(op)
     return casts.applied(step)
 
@@ -690,8 +688,8 @@ def _zeros(graph: Graph) -> list[int]:
 # changes if these would take as much memory. The backward pass of a softmax reads its result, not
 # the exponentials.
 #
-# If no compiler fuses chains (`eager`), the product of two branches saves both factors, as every op
-# of PyTorch's autograd does; norms and rotary embeddings are library kernels there. `save_named`
+# If no compiler fuses chains (`eager`), the product of two branches saves both operands, as every
+# op of PyTorch's autograd does; norms and rotary embeddings are library kernels there. `save_named`
 # goes further: it saves only the named results of a layer (`shardlib.cost.facts`), and
 # rematerialises the rest.
 
@@ -703,8 +701,8 @@ def save_operands(
     results of element-wise ops.
     """
     for forward, backward in _loop_pairs(step.graph):
-        factors = _factors(step.graph, forward) if eager else frozenset[int]()
-        step, colours = _rebuilt(step, colours, forward, backward, elementwise=True, named=factors)
+        operands = _branch_operands(step.graph, forward) if eager else frozenset[int]()
+        step, colours = _rebuilt(step, colours, forward, backward, elementwise=True, named=operands)
     return step, colours
 
 
@@ -793,8 +791,8 @@ def _loop_pairs(graph: Graph) -> list[tuple[int, int]]:
     )
 
 
-def _factors(graph: Graph, region: int) -> frozenset[int]:
-    """Factors of the products of two branches in a loop: values made from different matmuls by
+def _branch_operands(graph: Graph, region: int) -> frozenset[int]:
+    """Operands of the products of two branches in a loop: values made from different matmuls by
     element-wise ops.
     """
     makers = {value: op for op in graph.ops if op.region == region for value in op.results}
@@ -814,21 +812,21 @@ def _factors(graph: Graph, region: int) -> frozenset[int]:
             value for value in sources if makers[value].category in ("matmul", "opaque")
         )
 
-    factors = set[int]()
+    operands = set[int]()
     for op in graph.ops:
         if op.kind == "mul" and op.region == region:
             left, right = (branch(value) for value in op.operands)
             if left and right and not left & right:
-                factors.update(op.operands)
-    return frozenset(factors)
+                operands.update(op.operands)
+    return frozenset(operands)
 
 
 # --------------------------------------------------------------------------------------------------
 # A step as a training framework runs it.
 #
-# A framework with fused attention runs other kernels than the traced program has, and one with
-# hand-written layers saves other values for the backward pass. Both are rewrites of the step graph,
-# so that kernels, live ranges and layouts are computed as for any graph.
+# A framework with fused attention runs different kernels from the traced program, and one with
+# hand-written layers saves different values for the backward pass. Both are rewrites of the step
+# graph, so that kernels, live ranges and layouts are computed as for any graph.
 
 
 def fused(step: StepGraph, block: int = 128) -> StepGraph:

@@ -88,8 +88,8 @@ class FrameworkProfile:
         saves: values that the forward pass saves for the backward pass. "traced": what JAX's
             autodiff saves. "operands": what hand-written layers save, operands of matmuls and
             inputs of non-linear functions; the rest of an element-wise chain is recomputed inside
-            the backward kernels (arXiv:2205.05198, section 4.1). "eager": those and both factors of
-            a product of two branches, as with one kernel per op.
+            the backward kernels (arXiv:2205.05198, section 4.1). "eager": those and both operands
+            of a product of two branches, as with one kernel per op.
         routed_saves: the same for experts with routed tokens: "as others" follows `saves`; "rows"
             saves the rows and products that their matmuls and activations read, as
             `shardlib.lowering.experts` does.

@@ -752,7 +752,7 @@ def head_size(op: Op) -> int:
 
 def head_widths(op: Op) -> tuple[int, int] | None:
     """Elements of a head of queries, over all its parts, and of a head of values; None for a kernel
-    of another form than those of `shardlib.cost.attention`.
+    of a form other than those of `shardlib.cost.attention`.
     """
     if op.kind not in KERNELS:
         return None

@@ -306,7 +306,7 @@ def collectives(
     work: Sequence[tuple[Iterable[Item], Array]],
     choice: Choice,
     plan: Plans,
-    once: Mapping[tuple[Slot, str], float],
+    once_per_step: Mapping[tuple[Slot, str], float],
     mesh: MeshShape,
     placement: Placement,
     collective_matmuls: Mapping[Transfer, tuple[float, int, float]] | None = None,
@@ -314,7 +314,7 @@ def collectives(
     """The collectives of one plan on the fullest stage, equal ones added up, the slowest first.
 
     Args:
-        once: bytes per device that are moved once per step, by slot and cause.
+        once_per_step: bytes per device, by slot and cause, that are moved once per step.
         collective_matmuls: for each collective that a collective matmul replaces: bytes of a
             message, messages per execution, and seconds per message (`shardlib.cost.variants`).
     """
@@ -343,7 +343,7 @@ def collectives(
                 else:
                     size_of_each = float(size[0]) / _head_parts(slot, item.segment, plan)
                     sums.add_slot(slot, size_of_each, runs, term.cause)
-    for (slot, cause), size in once.items():
+    for (slot, cause), size in once_per_step.items():
         sums.add_slot(slot, size, 1.0 if size else 0.0, cause)
     return sums.listed()
 

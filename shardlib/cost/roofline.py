@@ -18,7 +18,7 @@ any compiler, else for chips of its vendor, else `UNKNOWN_MARGIN`. Simulated dev
 much memory they share is not known that exactly.
 
 >>> from shardlib.machines.topology import topology
->>> [(one.quantity, one.factor) for one in applied(topology("h100:8"), corrections=())]
+>>> [(each.quantity, each.factor) for each in applied(topology("h100:8"), corrections=())]
 [('margin', 1.1)]
 >>> applied(topology("cpu:8"), corrections=())
 ()
@@ -26,7 +26,8 @@ much memory they share is not known that exactly.
 ...     chip="h100", versions=(("jaxlib", "0.10.2"),), quantity="temporaries", factor=1.2, n=24,
 ...     median_error_before=0.2, median_error_after=0.05, held_out_error=0.07,
 ... )
->>> [(one.quantity, one.factor, one.n) for one in applied(topology("h100:8"), corrections=(entry,))]
+>>> both = applied(topology("h100:8"), corrections=(entry,))
+>>> [(each.quantity, each.factor, each.n) for each in both]
 [('margin', 1.1, 0), ('temporaries', 1.2, 24)]
 
 Efficiencies are the fractions of data-sheet rates that a chip reaches. The vendor's figures are the

@@ -420,7 +420,7 @@ def _chunked_schedules() -> str:
 
 
 def _tried_unchunked(schedule: Schedule) -> bool:
-    return 1 in schedule.tried(pinned=True, chunks=None, policy="none", limit=2)
+    return 1 in schedule.chunk_options(pinned=True, chunks=None, policy="none", limit=2)
 
 
 #: Decisions fixed by hand, by their names in a plan's JSON: plain data, or the values that it

@@ -531,7 +531,7 @@ class Decisions:
         "none",
         meaning='pipeline schedule; all but `"none"` need a `stage` axis',
         label="pipeline",
-        choices={name: schedule.words(1) or "no stages" for name, schedule in SCHEDULES.items()},
+        choices={name: schedule.label(1) or "no stages" for name, schedule in SCHEDULES.items()},
         read=one_of(SCHEDULES),
     )
     virtual_stages: int = decision(

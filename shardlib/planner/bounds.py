@@ -272,7 +272,7 @@ class Footprints:
         return [
             (schedule, chunks)
             for schedule in pipelines()
-            for chunks in schedule.tried(pinned=False, chunks=None, policy="none", limit=2)
+            for chunks in schedule.chunk_options(pinned=False, chunks=None, policy="none", limit=2)
         ]
 
     def _with_in_flight(
@@ -456,7 +456,7 @@ class ComputeBounds:
         )
         self._group_count = len(scope.workload.layer_counts)
         lockstep = pricer.profile.pipeline == "lockstep"
-        self._deferrable = max(schedule.put_off(lockstep=lockstep) for schedule in pipelines())
+        self._deferrable = max(schedule.deferrable(lockstep=lockstep) for schedule in pipelines())
         work = values.kernel_degrees
         ones = np.ones(len(work), dtype=np.int64)
         self._links = least_link_costs(
@@ -620,7 +620,7 @@ def step_seconds(
 
     Args:
         bubble: lower bound on a stage's waiting time in units of its busy time per microbatch
-            (`Schedule.rounds`), by candidate, for one accumulation group; None for a schedule that
+            (`Schedule.bubble`), by candidate, for one accumulation group; None for a schedule that
             fills the bubble with weight gradients.
         message_s: seconds of the messages of one microbatch.
         overlappable: seconds per step of transfers that overlap with compute.
@@ -1025,7 +1025,7 @@ class StepBounds:
         separate = [
             {policy: seconds(policy, None)}
             for policy in bounds
-            if any(schedule.backward_in_two for schedule in space.schedules(policy))
+            if any(schedule.splits_backward for schedule in space.schedules(policy))
         ]
         options = [(times, False) for times in [mixed, *separate]]
         chunks = space.max_breadth_first_chunks(sizes)
@@ -1056,7 +1056,7 @@ class StepBounds:
         limit = self.space.max_chunks(policy, stages, micro)
         return np.minimum.reduce(
             [
-                schedule.rounds(Pipelines(stages=stages, chunks=chunks, microbatches=concurrent))
+                schedule.bubble(Pipelines(stages=stages, chunks=chunks, microbatches=concurrent))
                 for schedule in self.space.schedules(policy) or (NONE,)
                 for chunks in (np.ones_like(limit), limit)
             ]

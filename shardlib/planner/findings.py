@@ -117,7 +117,7 @@ def few_microbatches(inputs: AdviceInputs) -> Finding | None:
     if (
         stages == 1
         or micro >= PER_STAGE * stages
-        or (named(inputs.plan.schedule).backward_in_two and micro >= stages)
+        or (named(inputs.plan.schedule).splits_backward and micro >= stages)
     ):
         return None
     bubble = inputs.plan.estimate.seconds.bubble / (inputs.plan.estimate.step_seconds or 1.0)
@@ -551,7 +551,7 @@ def _zero_bubble_memory(workload: Workload, plan: Plan) -> list[Finding]:
     gradients stay live whatever is rematerialised, and the estimate does not include them.
     """
     if (
-        not named(plan.schedule).backward_in_two
+        not named(plan.schedule).splits_backward
         or plan.remat == "none"
         or workload.profile.pipeline != "lockstep"
     ):

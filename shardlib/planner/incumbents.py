@@ -1400,7 +1400,7 @@ class RowPricer(PricingInputs):
             chunks=np.full_like(rows.meshes.stage, virtual),
             microbatches=rows.meshes.micro // groups,
         )
-        bubble = None if named(schedule).backward_in_two else named(schedule).rounds(pipelines)
+        bubble = None if named(schedule).splits_backward else named(schedule).bubble(pipelines)
         message_s = (
             message_seconds(rows.bounds[policy], rows.meshes.stage, self.pricer) * virtual
             if named(schedule).staged

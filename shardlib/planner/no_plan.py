@@ -342,7 +342,7 @@ CHECKS: tuple[Callable[[PinnedProblem], str], ...] = (
 # A model has too few layers for the pins.
 
 #: A limit above the number of chunks of any schedule.
-_MAX_CHUNKS = 64
+_LIMIT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -447,7 +447,9 @@ def _chunks(pins: Pins) -> int:
     """The fewest chunks of layers per stage under the pins."""
     if pins.virtual_stages or pins.schedule is None:
         return pins.virtual_stages or 1
-    tried = named(pins.schedule).tried(pinned=True, chunks=None, policy="none", limit=_MAX_CHUNKS)
+    tried = named(pins.schedule).chunk_options(
+        pinned=True, chunks=None, policy="none", limit=_LIMIT
+    )
     return min(tried, default=1)
 
 

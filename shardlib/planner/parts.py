@@ -176,7 +176,7 @@ class Candidate:
             microbatches_text(decisions.microbatches, decisions.accumulation)
             if decisions.microbatches > 1
             else "",
-            named(decisions.schedule).words(decisions.virtual_stages),
+            named(decisions.schedule).label(decisions.virtual_stages),
             "weights gathered once" if decisions.gather == "once" else "",
             _CONTEXT[decisions.context] if "context" in decisions.mesh else "",
             "routed experts" if self.routes else "",

@@ -88,7 +88,7 @@ class ScalingPoint:
         )
 
     def to_json(self) -> JsonObject:
-        """The point as plain data; "fits" is None where there is no plan for another reason than
+        """The point as plain data; "fits" is None where there is no plan for a reason other than
         memory.
         """
         data: dict[str, Any] = {

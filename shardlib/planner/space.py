@@ -398,7 +398,7 @@ class Space:
             for schedule in SCHEDULES.values()
             if pins.schedule in (None, schedule.name)
             and (abilities.free or schedule.name in abilities.schedules)
-            for chunks in schedule.tried(
+            for chunks in schedule.chunk_options(
                 pinned=pins.schedule is not None or len(abilities.schedules) == 1,
                 chunks=pins.virtual_stages,
                 policy=policy,

@@ -142,7 +142,7 @@ def _pipeline(plan: Plan) -> str:
     schedule = named(plan.schedule)
     if not schedule.staged:
         return ""
-    parts = [f"{plan.mesh['stage']} stages, {schedule.words(plan.virtual_stages)}"]
+    parts = [f"{plan.mesh['stage']} stages, {schedule.label(plan.virtual_stages)}"]
     if plan.gather == "once":
         by_group = schedule.forward_first and plan.virtual_stages > 1 and plan.accumulation > 1
         often = "for each group of microbatches" if by_group else "per step"

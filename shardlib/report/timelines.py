@@ -301,7 +301,7 @@ def predicted(plan: Plan, forward: Graph | None = None) -> Timeline:
 def title(plan: Plan, *, lockstep: bool) -> str:
     """The first line of a timeline: what runs where."""
     words = (
-        f"{named(plan.schedule).words(plan.virtual_stages)},"
+        f"{named(plan.schedule).label(plan.virtual_stages)},"
         f" {microbatches_text(plan.microbatches, plan.accumulation)},"
         f" {'in lockstep' if lockstep else 'each stage on its own'}"
     )

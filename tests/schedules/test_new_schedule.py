@@ -62,7 +62,7 @@ class Instant(OneForwardOneBackward):
     def waiting(self, pipelines: Pipelines, tick: Array, weights: Array | None) -> Array:
         return np.zeros_like(tick)
 
-    def rounds(self, pipelines: Pipelines) -> Array:
+    def bubble(self, pipelines: Pipelines) -> Array:
         return np.zeros(len(pipelines.stages))
 
 
