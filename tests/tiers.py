@@ -18,6 +18,7 @@ TESTS = {
     "annotation": "compile",
     "benchmarks": "compile",
     "benchmarks/test_fuzz_files.py": "unit",
+    "benchmarks/test_mutations.py": "unit",
     "benchmarks/test_peers.py": "unit",
     "benchmarks/test_published_plans.py": "unit",
     "benchmarks/test_published_runs.py": "unit",
