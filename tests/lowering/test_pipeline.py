@@ -547,7 +547,7 @@ def test_as_many_layers_are_priced_as_are_rematerialised(pipeline):
             number,
             Plans(
                 decisions=Decisions(virtual_stages=virtual),
-                model=ModelFacts(counts=(layers,), batch_bytes=0.0, state_bytes=0.0),
+                model=ModelFacts(layer_counts=(layers,), batch_bytes=0.0, state_bytes=0.0),
                 pricer=SimpleNamespace(profile=SimpleNamespace(pipeline=pipeline)),
                 meshes=c,
             ),
