@@ -30,7 +30,6 @@ PLANNING = """
 import gc, json, time
 import jax, jax.numpy as jnp, optax, shardlib
 from flax import nnx
-from benchmarks.environment import command_line
 from shardlib import models
 
 class Model(nnx.Module):

@@ -45,7 +45,7 @@ def test_what_moves_of_islands_is_what_is_outer_as_well() -> None:
         for what in ("parameter", "optimizer state", "outer state")
     }
     assert by_kind["parameter"] == 4 * elements and by_kind["outer state"] == 8 * elements
-    assert "a lost island's progress since the last is lost" in " ".join(str(change).split())
+    assert "progress of a lost island since the last one is lost" in " ".join(str(change).split())
     assert np.all(np.asarray(change.moved_bytes_per_device) >= 0)
 
 
