@@ -3,7 +3,8 @@
     python -m benchmarks mutations [--only NAME] [--changed]
 
 Each row of `tables/mutations.yaml` changes one piece of text in one file of a temporary copy of the tree and
-runs the tests that are responsible for it there, up to the first failure. A mutation that the tests
+runs the tests that are responsible for it there, up to the first failure, which has to pass in the
+unchanged tree. A mutation that the tests
 pass is a gap in them: the script ends with 1 and names it. Results are kept, so that `--only` and
 `--changed` (rows whose text has changed, or that have no result) run a part again.
 """
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,21 @@ def copied(folder: Path) -> Path:
     return tree
 
 
+def ran(tree: Path, tests: Sequence[str], seconds: float) -> tuple[int, str]:
+    """The exit status and output of tests in a tree."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, "--draw", "mutations", *tests],
+        cwd=tree,
+        env={**os.environ, "PYTHONPATH": str(tree)},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
 def tested(tree: Path, mutation: Mutation, seconds: float) -> dict[str, Any]:
     """What the responsible tests say of a mutation."""
     path = tree / "shardlib" / mutation.file
@@ -56,20 +73,10 @@ def tested(tree: Path, mutation: Mutation, seconds: float) -> dict[str, Any]:
             f"{mutation.name}: {mutation.before!r} stands {text.count(mutation.before)} times in"
             f" {mutation.file}; it has to stand there once"
         )
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     start = time.monotonic()
     try:
         path.write_text(text.replace(mutation.before, mutation.after))
-        done = subprocess.run(
-            [*command, "--draw", "mutations", *mutation.tests.split()],
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree)},
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-        status, output = done.returncode, done.stdout
+        status, output = ran(tree, mutation.tests.split(), seconds)
     except subprocess.TimeoutExpired:
         status, output = 0, ""
     finally:
@@ -79,6 +86,8 @@ def tested(tree: Path, mutation: Mutation, seconds: float) -> dict[str, Any]:
     failure = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", output, re.MULTILINE)
     if status and (failure is None or "::" not in failure[1]):
         raise RuntimeError(f"{mutation.name}: the tests do not run: {output[-2000:]}")
+    if failure and (unmutated := ran(tree, [failure[1]], seconds))[0]:
+        raise RuntimeError(f"{failure[1]} fails without {mutation.name!r}: {unmutated[1][-2000:]}")
     return {
         **asdict(mutation),
         "caught": status == 1,

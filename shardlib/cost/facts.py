@@ -142,7 +142,7 @@ class Fusion:
     roots: tuple[tuple[int, ...], ...]
 
 
-def _is_materialised(graph: Graph, traits: CompilerTraits) -> frozenset[int]:
+def _materialised(graph: Graph, traits: CompilerTraits) -> frozenset[int]:
     materialised: set[int] = set(graph.inputs) | set(graph.outputs)
     materialised |= {i for i, value in enumerate(graph.values) if value.role in _INPUT_ROLES}
     for op in graph.ops:
@@ -191,7 +191,7 @@ def fuse(graph: Graph, traits: CompilerTraits | None = None) -> Fusion:
     """The kernels of a graph, as a compiler with the given traits makes them; by default
     `CompilerTraits()`.
     """
-    materialised = _is_materialised(graph, traits or CompilerTraits())
+    materialised = _materialised(graph, traits or CompilerTraits())
     roots: list[tuple[int, ...]] = [(i,) for i in range(len(graph.values))]
     kernels: list[Kernel] = []
     inside: dict[int, frozenset[int]] = {}

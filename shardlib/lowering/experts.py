@@ -366,7 +366,7 @@ permuted.defvjp(_permute_forward, _permute_backward)
 # --------------------------------------------------------------------------------------------------
 # Routing of tokens to experts: their order, their destinations, and those that are dropped.
 #
-# Assignment i K + j is the j-th choice of the i-th token of the device. Routing are sorted by
+# Assignment i K + j is the j-th choice of the i-th token of the device. Assignments are sorted by
 # expert, which is also the order of the devices that hold the experts; dropped ones come last.
 
 
@@ -556,7 +556,7 @@ def _dense(sharding: ExpertSharding, routing: Routing, number: Index) -> Exchang
 
 
 def _local_counts(sharding: ExpertSharding, routing: Routing) -> jax.Array:
-    """Routing of every device for every local expert, [X, L]."""
+    """Assignments of every device for every local expert, [X, L]."""
     local = sharding.local(routing.counts.shape[1])
     return jax.lax.dynamic_slice_in_dim(
         routing.counts, jax.lax.axis_index(sharding.expert) * local, local, axis=1

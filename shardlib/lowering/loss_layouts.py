@@ -439,7 +439,7 @@ class LossLayouts:
         """A walk that constrains every value that has a layout in the plan.
 
         Args:
-            loose: constrain only dims that layouts shard, neither gradients nor replace operations.
+            loose: constrain only dims that layouts shard, and no gradients; replace no operations.
         """
         mesh = self.mesh if mesh is None else mesh
         manual = manual_axes(mesh)

@@ -8,8 +8,7 @@ colour       dims of all arrays that are sharded together (`shardlib.propagation
 component    colours that some op ties together; costs are sums over components
 choice       the sharded colours, with or without sequence parallelism
 segment      a layer group, the values inside one layer, or what is outside of the layers:
-embedding,
-             head and loss (`shardlib.cost.terms`)
+             embedding, head and loss (`shardlib.cost.terms`)
 phase        a loop over layers, or the ops between two (`shardlib.cost.facts`)
 degrees      sizes of the mesh axes with a number of microbatches: what divides an amount; many
              candidates share them (`shardlib.cost.terms.Degrees`); by index in `degrees_index`

@@ -437,7 +437,7 @@ class Explorer:
         self.topology = self.pricer.topology
         self.best = BestPlans() if previous is None else previous.best
         self.ranked_meshes: list[RankedMesh] = [] if previous is None else previous.ranked_meshes
-        self._any_plan, self._explored = any_fit, dict[DeviceCounts, list[Entries]]()
+        self._any_fit, self._explored = any_fit, dict[DeviceCounts, list[Entries]]()
         self._priced_entries, self._scopes = set[int](), dict[bool, Scope]()
         self._max_bytes = capacity * (1 + ROUNDING)
         self._too_large = set[int]()
@@ -466,7 +466,7 @@ class Explorer:
     @property
     def limit(self) -> float:
         """Seconds from which on a plan is discarded."""
-        return 0.0 if self._any_plan and self.best.fastest is not None else self.best.limit
+        return 0.0 if self._any_fit and self.best.fastest is not None else self.best.limit
 
     def run(
         self, counts: DeviceCounts, ranking: Ranking[Candidate] | None = None, slack: float = np.inf

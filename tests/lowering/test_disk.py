@@ -81,10 +81,11 @@ def test_state_on_disk_changes_no_number(tmp_path, name, as_written):
         isinstance(leaf, DiskArray) for leaf in jax.tree.leaves((first.params, first.step))
     )
     state, found = stepped(program)
-    assert found == pytest.approx(metrics, rel=1e-6)
-    # Every bit is equal with JAX 0.10; with 0.12, the gradients of "cut" round otherwise in pieces.
+    assert found == metrics
+    # Every bit is equal, but with JAX 0.12 the gradients of "cut" round otherwise in pieces.
+    rounded = name == "cut" and jax.__version_info__ >= (0, 11)
     different = small.farthest((state.params, state.opt_state), (plain.params, plain.opt_state))
-    assert different < 4 * np.finfo(np.float32).eps
+    assert different <= (4 * np.finfo(np.float32).eps if rounded else 0)
     if name == "cut":
         assert float(program.evaluate(first, small.batch())["loss"]) == pytest.approx(
             float(reference.evaluate(reference.init(0), small.batch())["loss"])
