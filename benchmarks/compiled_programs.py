@@ -30,7 +30,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import shardlib
 from benchmarks.compiling import compiled, decisions
 from benchmarks.environment import command_line, show, source_digest, write
-from shardlib.annotation import tree
+from shardlib.annotation.model import no_mesh
 from shardlib.cli.inputs import inputs_of
 from shardlib.frontend import verified
 from shardlib.frontend.model import read_and_trace
@@ -85,7 +85,7 @@ def priced_as_compiled(given: dict[str, Any], plan: shardlib.Plan) -> shardlib.P
     """
     if plan.attention != "cudnn":
         return plan
-    with tree.no_mesh():
+    with no_mesh():
         names = ("init", "loss", "optimizer", "batch", "batch_axes", "name")
         model = read_and_trace(*map(given.get, names))
     return verified.priced_as_compiled(model, plan, shardlib.topology(plan.topology))

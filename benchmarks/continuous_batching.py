@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.environment import alternate, card, command_line, ratio, write
 from shardlib import models, serve
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 
 LLAMA = card("llama-28m")
 SLOTS, LONGEST = 8, 256

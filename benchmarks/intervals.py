@@ -30,8 +30,7 @@ from benchmarks.environment import RESULTS, command_line, show, stored, write
 from benchmarks.published.cases import Case, case_of
 from benchmarks.published.document import read
 from benchmarks.published.summary import TIE
-from shardlib.cost.framework import XLA
-from shardlib.cost.intervals import INDISTINGUISHABLE, Interval
+from shardlib.cost.framework import INDISTINGUISHABLE, XLA, Interval
 
 SHARE = 0.8
 #: Sources that an interval of one profile rests on, at least.

@@ -36,7 +36,7 @@ from benchmarks.environment import command_line, show, source_digest, stored, wr
 from benchmarks.families import FAMILIES
 from benchmarks.order_candidates import Pin, candidates, judged, pins, summary
 from benchmarks.scheduled_wire import waited_seconds
-from shardlib.annotation import tree
+from shardlib.annotation.model import no_mesh
 from shardlib.cost.pricing import collective_seconds, reprice
 from shardlib.frontend import choice
 from shardlib.frontend.lowered import lower
@@ -251,7 +251,7 @@ def _exported(
     given: Mapping[str, Any], machine: Topology, pin: Pin
 ) -> tuple[Program, ExportedStep, Target]:
     """The program of a plan, and its step for a compiler."""
-    with tree.no_mesh():
+    with no_mesh():
         traced = read_and_trace(**{"batch_axes": None, **given})
         traced, plan = choice.searched(traced, machine, pin)
         program = lower(traced, plan, abstract=True)

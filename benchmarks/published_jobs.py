@@ -27,7 +27,7 @@ from benchmarks.environment import command_line, show, source_digest, stored, ta
 from benchmarks.hand_llama import AXIS, HandLlama
 from benchmarks.hlo_collectives import by_overlap
 from shardlib import models
-from shardlib.annotation import tree
+from shardlib.annotation.model import no_mesh
 from shardlib.frontend.lowered import lower
 from shardlib.frontend.model import read_and_trace
 from shardlib.verification.isolation import ExportedStep, Failure, Limits, compile_apart, target
@@ -52,7 +52,7 @@ def prepared(name: str) -> tuple[shardlib.Plan, ExportedStep]:
         return plan, HandLlama(config=config, mesh=mesh).exported(
             given["optimizer"], given["batch"]
         )
-    with tree.no_mesh():
+    with no_mesh():
         traced = read_and_trace(**given, batch_axes=None)
         return plan, export_step(lower(traced, plan, abstract=True), "tpu")
 

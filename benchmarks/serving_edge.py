@@ -25,7 +25,7 @@ import optax
 
 from benchmarks.environment import card, command_line, write
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.frontend.model import problem
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import Device

@@ -27,7 +27,7 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.environment import ROOT, card, command_line, show, table, write
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.checkpointing.huggingface import save_weights
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from shardlib.models.presets import described

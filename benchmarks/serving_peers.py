@@ -35,7 +35,7 @@ import transformers
 from benchmarks.continuous_batching import LLAMA
 from benchmarks.environment import ROOT, Answering, alternate, command_line, ratio, write
 from shardlib import models, serve
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.checkpointing.huggingface import save_weights
 from shardlib.models.presets import described
 from shardlib.serve.folders import byte_tokenizer

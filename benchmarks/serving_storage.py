@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.environment import command_line, table, write
 from shardlib import models, serve
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.serve.loading import TrainedRun, trained_run
 
 LENGTH, PASSAGES = 120, 12

@@ -23,7 +23,7 @@ import jax
 
 from benchmarks.environment import command_line, table, write
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.models import huggingface
 from shardlib.models.config import TransformerConfig
 from shardlib.serve.checks import verify_serving

@@ -1,5 +1,5 @@
-from shardlib.annotation.flax import linen as linen
-from shardlib.annotation.tree import tree as tree
+from shardlib.annotation.model import linen as linen
+from shardlib.annotation.model import tree as tree
 from shardlib.api import compile as compile
 from shardlib.api import plan as plan
 from shardlib.api import verify as verify

@@ -20,8 +20,7 @@ import jax
 import optax
 
 from shardlib import wings
-from shardlib.annotation import tree
-from shardlib.annotation.tree import Init
+from shardlib.annotation.model import Init, no_mesh
 from shardlib.annotation.trees import Filter, Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import PlanError, VerificationError
@@ -138,7 +137,7 @@ def plan(
 
         machine = compiled_choice.with_compiler(machine_of(topology))
     ambient = ambient_mesh()
-    with tree.no_mesh():
+    with no_mesh():
         batch = choice.island_batch(batch, batch_axes, None, pin)
         traced = read_and_trace(
             init,
@@ -242,7 +241,7 @@ def compile(
     from shardlib.frontend.lowered import evaluated_as_trained, lower
 
     ambient = ambient_mesh()
-    with tree.no_mesh():
+    with no_mesh():
         batch = choice.island_batch(batch, batch_axes, plan, pin)
         traced = read_and_trace(
             init,
@@ -355,7 +354,7 @@ def verify(
     )
     machine = with_compiler(machine_of_plan(topology, plan))
     ambient = ambient_mesh()
-    with tree.no_mesh():
+    with no_mesh():
         batch = choice.island_batch(batch, batch_axes, plan, pin)
         traced = read_and_trace(
             init,

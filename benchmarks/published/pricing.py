@@ -14,8 +14,8 @@ import optax
 
 from benchmarks.published.cases import Case
 from benchmarks.published.software import memory_of
-from shardlib.annotation import tree
-from shardlib.annotation.tree import read as read_model
+from shardlib.annotation.model import no_mesh
+from shardlib.annotation.model import read as read_model
 from shardlib.cost.pricing import combine
 from shardlib.cost.stages import Meshes, Plans, step_costs
 from shardlib.cost.tables import Pricer
@@ -218,7 +218,7 @@ def boundless(machine: Topology) -> Topology:
 
 def _traced(case: Case) -> Problem:
     init, loss = build(case.config)
-    with tree.no_mesh():
+    with no_mesh():
         model = read_model(init)
         problem = trace(
             model,

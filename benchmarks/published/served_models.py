@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import shardlib
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.serve.cost import ServedModel
 from shardlib.serve.frontend import traced_served
 

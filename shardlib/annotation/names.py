@@ -486,7 +486,7 @@ def _is_integer(array: jax.Array | np.ndarray) -> bool:
 # --------------------------------------------------------------------------------------------------
 # A user's model as one value, independent of its library.
 #
-# Every front end (`flax.py`, `tree.py`) turns the user's model into a `Model`: pure functions over
+# Every front end (`model.py`) turns the user's model into a `Model`: pure functions over
 # two pytrees. `params` are trained by the optimizer, or frozen; `state` is updated by the model
 # itself (random streams, batch statistics) and may be empty. Tree paths are written with dots:
 # "layers.mlp.up.kernel".

@@ -44,8 +44,7 @@ from shardlib.layout import KINDS
 from shardlib.machines.catalog import CPU
 from shardlib.machines.chips import LARGEST, Chip, Exchange, Measurement, Tier
 from shardlib.machines.topology import Topology, topology
-from shardlib.processes.cache import user_cache
-from shardlib.processes.devices import let_collectives_wait
+from shardlib.processes.machine import let_collectives_wait, user_cache
 from shardlib.processes.timing import QUIET, Busy, Clock, cores
 from shardlib.processes.values import of_first
 from shardlib.untrusted.data import Limits, read_json

@@ -58,7 +58,7 @@ def make_plan(
         framework: the training framework that will run the plan; None for programs of shardlib.
     """
     from shardlib.machines.topology import topology as find_topology
-    from shardlib.processes.devices import set_cpu_devices
+    from shardlib.processes.machine import set_cpu_devices
 
     machine = find_topology(topology)
     vendor = machine.chip.vendor

@@ -102,7 +102,7 @@ def _attached(topology: str | None) -> Topology:
     import jax
 
     from shardlib.machines.topology import topology as parse
-    from shardlib.processes.devices import (
+    from shardlib.processes.machine import (
         cpu_without_accelerators,
         let_collectives_wait,
         simulate_cpu_devices,

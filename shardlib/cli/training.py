@@ -154,7 +154,7 @@ def train_command(
         raise typer.Exit(_supervised(keeping.run, keeping.restarts))
     pins = parse_pins(task.pin or [])
     from shardlib.errors import StoppedError
-    from shardlib.processes.devices import cpu_without_accelerators
+    from shardlib.processes.machine import cpu_without_accelerators
     from shardlib.processes.place import STOPPED, read_place
 
     cpu_without_accelerators()

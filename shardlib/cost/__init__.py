@@ -47,8 +47,8 @@ attention.py      fused attention: cores of attention as one kernel each
 collectives.py    seconds of a collective on the links of its mesh axes
 experts.py        experts with tokens routed between devices
 facts.py          facts of a traced step: kernels, loops over layers, live ranges
-framework.py      framework profiles and abilities: their fields, and XLA's
-intervals.py      intervals of step times, from published runs to which nothing was fitted
+framework.py      framework profiles and abilities: their fields, and XLA's; intervals of step times
+                  from published runs
 items.py          items: the separable parts of a step, each with the terms of its cost
 memory.py         items of memory: gathered parameters, live buffers, stored parameters
 pricing.py        seconds and bytes of candidate plans from the tables: the estimate of a step

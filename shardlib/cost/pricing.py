@@ -30,8 +30,7 @@ from shardlib.cost.collectives import (
     storage_group,
     token_group,
 )
-from shardlib.cost.framework import XLA
-from shardlib.cost.intervals import Interval
+from shardlib.cost.framework import XLA, Interval
 from shardlib.cost.roofline import (
     Applied,
     efficiency_of,

@@ -21,7 +21,7 @@ from shardlib.data.tokens import (
 )
 from shardlib.errors import DataError
 from shardlib.findings import Finding
-from shardlib.processes.cache import user_cache
+from shardlib.processes.machine import user_cache
 
 #: Kinds of files by the ends of their names; all others are text.
 KINDS = {

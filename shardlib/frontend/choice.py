@@ -20,7 +20,7 @@ from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import PlanSource, search, workload_for_framework
-from shardlib.processes.devices import let_collectives_wait
+from shardlib.processes.machine import let_collectives_wait
 from shardlib.processes.timing import in_words
 
 # --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from shardlib.annotation import tree
+from shardlib.annotation.model import no_mesh
 from shardlib.annotation.names import Model, PureLoss
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.decisions.pins import PinMapping, full_names
@@ -115,7 +115,7 @@ def single_loss(traced: TracedStep, marked: StepLoss, colouring: Colouring) -> S
         frozen=frozenset(path for path, position in params if position in marked.frozen),
     )
     abstract_batch = {path: shapes[position] for path, position in batch}
-    with tree.no_mesh():
+    with no_mesh():
         read = trace(
             model, loss, abstract_batch, batch_axes=axes, policies=("none",), rows=form.rows
         )
@@ -276,7 +276,7 @@ def total_problem(traced: TracedStep) -> Problem:
     )
     axes = {_key(path): names for path, _, _, names in described}
     needed = _needed(loss, model.params, batch, others)
-    with tree.no_mesh():
+    with no_mesh():
         total = trace(
             model,
             loss,

@@ -18,10 +18,8 @@ import optax
 from flax import linen as nn
 from jax.sharding import AbstractMesh
 
-from shardlib.annotation import tree
-from shardlib.annotation.flax import LinenInit
+from shardlib.annotation.model import Init, LinenInit, no_mesh, planning_mesh, read
 from shardlib.annotation.names import Model, PureLoss
-from shardlib.annotation.tree import Init, planning_mesh, read
 from shardlib.annotation.trees import Filter, Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import (
@@ -658,7 +656,7 @@ def traced_again(model: TracedModel, batch: Tree, batch_axes: Tree) -> Traced:
     """The loss of a model traced for another batch; how it depends on the rows is not proven
     anew.
     """
-    with tree.no_mesh():
+    with no_mesh():
         return _traced(model.model, model.loss, model.optimizer, batch, batch_axes, "mean")
 
 
@@ -746,7 +744,7 @@ def problem(
         wrt: what is trained; None for all parameters.
     """
     require_arguments("problem", loss=loss, optimizer=optimizer, name=name)
-    with tree.no_mesh():
+    with no_mesh():
         return read_and_trace(
             init, loss, optimizer, batch, batch_axes, name, rows=rows, wrt=wrt
         ).traced.problem

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
 from shardlib._jax_compat import names_alone
+from shardlib.annotation.model import no_mesh
 from shardlib.annotation.names import (
     Seed,
     UserLoss,
@@ -25,7 +26,6 @@ from shardlib.annotation.names import (
     read_seed_or_key,
     stack_dims,
 )
-from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Tree, path_text, static_difference
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import (

@@ -12,9 +12,9 @@ from typing import NoReturn
 import optax
 
 from shardlib import wings
-from shardlib.annotation.tree import Init
+from shardlib.annotation.model import Init
 from shardlib.annotation.trees import Filter, Tree
-from shardlib.cost.intervals import INDISTINGUISHABLE
+from shardlib.cost.framework import INDISTINGUISHABLE
 from shardlib.cost.pricing import reprice
 from shardlib.cost.roofline import without_margin
 from shardlib.decisions.pins import PinMapping, Pins

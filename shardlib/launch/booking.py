@@ -46,7 +46,7 @@ from dataclasses import dataclass, field, replace
 
 import optax
 
-from shardlib.annotation.tree import Init
+from shardlib.annotation.model import Init
 from shardlib.annotation.trees import Filter, Tree
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import ArgumentError, InfeasibleError, PinError, TopologyError, raise_all

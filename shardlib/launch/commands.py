@@ -731,7 +731,7 @@ def doctor_command(
     something is wrong. With several processes: shardlib launch ... -- doctor.
     """
     from shardlib.launch.joining import join
-    from shardlib.processes.devices import cpu_without_accelerators
+    from shardlib.processes.machine import cpu_without_accelerators
 
     cpu_without_accelerators()
     with quiet_stdout(as_json):
@@ -743,7 +743,7 @@ def doctor_command(
 
         if joined is None and topology is not None and topology.startswith("cpu:"):
             from shardlib.machines.topology import topology as parsed
-            from shardlib.processes.devices import simulate_cpu_devices
+            from shardlib.processes.machine import simulate_cpu_devices
 
             simulate_cpu_devices(parsed(topology).devices)
         examination = examine(

@@ -34,7 +34,7 @@ import jax
 from shardlib import _jax_compat
 from shardlib.errors import LaunchError, ShardlibError, raise_all
 from shardlib.processes.code import versions
-from shardlib.processes.devices import set_cpu_devices
+from shardlib.processes.machine import set_cpu_devices
 from shardlib.processes.place import Place, Watchdog, read_place, split_address
 from shardlib.processes.values import differences, processes_text
 from shardlib.processes.wire import LINE_BYTES, StrangerError, number, opened, sealed

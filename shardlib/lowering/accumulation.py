@@ -27,8 +27,8 @@ from jax.extend.random import threefry2x32_p
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
+from shardlib.annotation.model import no_mesh
 from shardlib.annotation.names import Model, PureLoss
-from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Tree
 from shardlib.errors import BatchError, PinError, TracingError, raise_all
 from shardlib.functions.attention import form_of

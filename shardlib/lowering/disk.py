@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, NamedSharding
 
 from shardlib import _jax_compat
-from shardlib.annotation.tree import no_mesh
+from shardlib.annotation.model import no_mesh
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import DiskError
 from shardlib.findings import Finding

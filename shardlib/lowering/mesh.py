@@ -22,7 +22,7 @@ from shardlib.layout import INNER_AXES, Layout, MeshShape
 from shardlib.machines.topology import device_order
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.planner.plan import ParameterLayout, Plan
-from shardlib.processes.devices import let_collectives_wait
+from shardlib.processes.machine import let_collectives_wait
 from shardlib.processes.values import idle_processes, processes_text
 
 # --------------------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from jax.extend import core as jex
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat, schedules
+from shardlib.annotation.model import no_mesh
 from shardlib.annotation.names import Model, PureLoss, Seed, UserLoss, UserModule, read_seed_or_key
-from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Partition, Tree, path_text
 from shardlib.errors import PlanError, StateError, TracingError
 from shardlib.findings import Finding, diagnostic

@@ -16,8 +16,8 @@ import numpy as np
 from jax.extend import core as jex
 
 from shardlib._jax_compat import scan_counts
+from shardlib.annotation.model import no_mesh
 from shardlib.annotation.names import PureLoss
-from shardlib.annotation.tree import no_mesh
 from shardlib.annotation.trees import Tree
 from shardlib.errors import ShardlibError, TracingError
 from shardlib.functions.attention import Attention

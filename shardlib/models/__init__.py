@@ -2,12 +2,11 @@
 
 Finding a model and counting its parameters needs no JAX; building one does.
 
-blocks.py           the parts of the reference models
-config.py           configurations of transformers: decoders and encoder-decoders
-encoder_decoder.py  the reference encoder-decoder
-huggingface.py      families of models on Hugging Face
-presets.py          models by name, in TOML files, and in the `config.json` of Hugging Face
-transformer.py      the reference decoder
+blocks.py       the parts of the reference models
+config.py       configurations of transformers: decoders and encoder-decoders
+huggingface.py  families of models on Hugging Face
+presets.py      models by name, in TOML files, and in the `config.json` of Hugging Face
+transformer.py  the reference decoder and encoder-decoder
 """
 
 from __future__ import annotations
@@ -44,13 +43,11 @@ __all__ = [
 def build(
     config: TransformerConfig | EncoderDecoderConfig,
 ) -> tuple[Function, Function]:
-    """Returns (init, loss) of a configuration, as `shardlib.compile` takes them; see
-    `transformer.build` and `encoder_decoder.build`.
-    """
-    from shardlib.models import encoder_decoder, transformer
+    """Returns (init, loss) of a configuration, as `shardlib.compile` takes them."""
+    from shardlib.models import transformer
 
     return (
-        encoder_decoder.build(config)
+        transformer.build_encoder_decoder(config)
         if isinstance(config, EncoderDecoderConfig)
         else transformer.build(config)
     )
@@ -62,10 +59,10 @@ def example_batch(
     """The abstract batch of a training step: "inputs" and "targets", for an encoder-decoder also
     "decoder_inputs", int32 [batch, seq] each.
     """
-    from shardlib.models import encoder_decoder, transformer
+    from shardlib.models import transformer
 
     return (
-        encoder_decoder.example_batch(config, batch, seq)
+        transformer.encoder_decoder_batch(config, batch, seq)
         if isinstance(config, EncoderDecoderConfig)
         else transformer.example_batch(config, batch, seq)
     )

@@ -12,7 +12,7 @@
 An encoder-decoder transformer as one value.
 
 `EncoderDecoderConfig` describes T5 (arXiv:1910.10683) and Switch (arXiv:2101.03961);
-`encoder_decoder.py` builds it. Layers have no biases and RMS norms before them, and attention has
+`transformer.py` builds it. Layers have no biases and RMS norms before them, and attention has
 no positions but a bias of every head for the distance of key and query. It holds no JAX.
 
 >>> config = EncoderDecoderConfig(

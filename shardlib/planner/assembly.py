@@ -11,8 +11,7 @@ import numpy as np
 
 from shardlib.cost.collectives import DeviceGroup, Slot, axis_group, storage_group
 from shardlib.cost.facts import Facts
-from shardlib.cost.framework import XLA
-from shardlib.cost.intervals import interval
+from shardlib.cost.framework import XLA, interval
 from shardlib.cost.items import kernel_items
 from shardlib.cost.pricing import (
     Offloaded,

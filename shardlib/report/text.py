@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from shardlib.cost.intervals import INDISTINGUISHABLE
+from shardlib.cost.framework import INDISTINGUISHABLE
 from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.decisions.table import TABLE
 from shardlib.errors import MissingFileError, TopologyError

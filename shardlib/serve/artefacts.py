@@ -16,8 +16,8 @@ from jax import export
 from safetensors.numpy import save_file
 
 from shardlib import models
+from shardlib.annotation.model import Init, read
 from shardlib.annotation.names import Model
-from shardlib.annotation.tree import Init, read
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import ArgumentError, CheckpointError, ModelError
 from shardlib.models.presets import UserModel

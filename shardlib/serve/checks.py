@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 
 import jax
 
+from shardlib.annotation.model import Init, read
 from shardlib.annotation.names import Model
-from shardlib.annotation.tree import Init, read
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.findings import Finding
 from shardlib.jax_types import Leaf

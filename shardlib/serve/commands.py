@@ -155,8 +155,7 @@ def _replayed(jobs: list[Job], target: Target) -> list[MeasuredAnswer]:
 def _served(jobs: list[Job], target: Target, options: ServerOptions) -> list[MeasuredAnswer]:
     """Asks a server of this process."""
     from shardlib.serve.hosting import deploy
-    from shardlib.serve.http.app import application
-    from shardlib.serve.http.server import serving
+    from shardlib.serve.http.app import application, serving
     from shardlib.serve.loading import named
     from shardlib.serve.requests import Capacity
 
@@ -527,7 +526,7 @@ def export_command(
     as_json: AsJson = False,
 ) -> None:
     """Write a model for other programs."""
-    from shardlib.processes.devices import cpu_without_accelerators
+    from shardlib.processes.machine import cpu_without_accelerators
 
     cpu_without_accelerators()
     targets = [target for target in (into.huggingface, into.jax, into.triton) if target is not None]
@@ -665,7 +664,7 @@ def generate_command(
     """Continue a text with what a run has learned, or with a model of Hugging Face, as it is
     written. A run may still be training; its newest whole checkpoint counts.
     """
-    from shardlib.processes.devices import cpu_without_accelerators
+    from shardlib.processes.machine import cpu_without_accelerators
     from shardlib.serve.requests import GenerationRequest, Sampling
 
     options = {name: value for name, value in vars(choosing).items() if value is not None}
@@ -1005,7 +1004,7 @@ def devices_of(space: CapacityOptions) -> int:
             f"{space.groups} groups do not divide the {topology.devices} devices of {topology.name}"
         )
     if topology.name.startswith("cpu:"):
-        from shardlib.processes.devices import simulate_cpu_devices
+        from shardlib.processes.machine import simulate_cpu_devices
 
         simulate_cpu_devices(topology.devices)
     return topology.devices
@@ -1051,7 +1050,7 @@ def _require_fit(plan: ServingPlan, served: Served) -> None:
     """Refuses a plan for another model, for longer requests, or for smaller weights than it has."""
     import jax
 
-    from shardlib.annotation.tree import read
+    from shardlib.annotation.model import read
 
     model = read(served.init)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((model.params, model.state)))
@@ -1186,8 +1185,7 @@ def serve_command(
     """Serve models to any client of OpenAI's interface. A run may still be training: its newest
     checkpoint is served, without dropping a request.
     """
-    from shardlib.serve.http import server, settings
-    from shardlib.serve.http.app import application
+    from shardlib.serve.http import app, settings
 
     tokens = () if place.token_file is None else settings.read_tokens(place.token_file)
     limits = settings.Settings(
@@ -1203,7 +1201,7 @@ def serve_command(
             err=True,
         )
     # What is taken is said before anything is made.
-    with server.listen(place.host, place.port) as listening:
+    with app.listen(place.host, place.port) as listening:
         with quiet_stdout(as_json):
             deployed = _deployed(
                 models or [], room, planned, (guesses, adapted), limits, average=average
@@ -1218,7 +1216,7 @@ def serve_command(
             else:
                 echo(f"{', '.join(names)} at {url}/v1 for clients, at {url} for people")
 
-        server.run(application(deployed, limits), limits, listening, ready=ready)
+        app.run(app.application(deployed, limits), limits, listening, ready=ready)
 
 
 def _deployed(
@@ -1231,7 +1229,7 @@ def _deployed(
     average: bool,
 ) -> list[Deployment]:
     """The models of the command line, each with an engine of its own."""
-    from shardlib.processes.devices import cpu_without_accelerators
+    from shardlib.processes.machine import cpu_without_accelerators
 
     cpu_without_accelerators()
     devices = devices_of(space)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardlib.annotation.model import Init, read
 from shardlib.annotation.names import Model
-from shardlib.annotation.tree import Init, read
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import ArgumentError, ModelError, raise_all
 from shardlib.jax_types import Leaf

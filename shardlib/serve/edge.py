@@ -22,8 +22,8 @@ import numpy as np
 from jax import export
 
 from shardlib._jax_compat import scan_counts
+from shardlib.annotation.model import Init, read
 from shardlib.annotation.names import Model
-from shardlib.annotation.tree import Init, read
 from shardlib.annotation.trees import Tree
 from shardlib.errors import ArgumentError, LaunchError, MissingFileError, ModelError
 from shardlib.jax_types import Function, Value

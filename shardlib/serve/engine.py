@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 import jax
 import numpy as np
 
-from shardlib.annotation.tree import Init
+from shardlib.annotation.model import Init
 from shardlib.annotation.trees import Tree
 from shardlib.errors import ArgumentError, raise_all
 from shardlib.serve.computing import (

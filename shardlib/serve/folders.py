@@ -35,8 +35,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from shardlib import models
+from shardlib.annotation.model import read
 from shardlib.annotation.names import Model
-from shardlib.annotation.tree import read
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.checkpointing.huggingface import (
     Located,

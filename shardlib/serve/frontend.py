@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from shardlib.annotation.model import Init, read
 from shardlib.annotation.names import Model
-from shardlib.annotation.tree import Init, read
 from shardlib.annotation.trees import Tree, path_text
 from shardlib.frontend.choice import machine_of
 from shardlib.frontend.model import problem

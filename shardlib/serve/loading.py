@@ -22,7 +22,7 @@ from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import ModelError, RunError
 from shardlib.lowering.program import Program
 from shardlib.models.config import TransformerConfig
-from shardlib.processes.cache import user_cache
+from shardlib.processes.machine import user_cache
 from shardlib.serve.folders import is_folder, read_folder
 from shardlib.serve.served import ByteText, Newer, Served
 from shardlib.training.byte_program import GUARDS

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import jax
 
-from shardlib.annotation.tree import Init
+from shardlib.annotation.model import Init
 from shardlib.annotation.trees import Tree
 from shardlib.models.config import TransformerConfig
 from shardlib.serve.engine import Engine

@@ -16,7 +16,7 @@ from shardlib.lowering.step import Guards
 from shardlib.machines.topology import of_size
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
-from shardlib.processes.devices import HOST_DEVICES, simulate_cpu_devices
+from shardlib.processes.machine import HOST_DEVICES, simulate_cpu_devices
 from shardlib.training.run import RunFolder
 from shardlib.training.settings import TrainConfig, optimizer
 

@@ -11,9 +11,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import shardlib._jax_compat as compat
-from shardlib.annotation.flax import linen
+from shardlib.annotation.model import linen, planning_mesh, read, tree
 from shardlib.annotation.names import spelled
-from shardlib.annotation.tree import planning_mesh, read, tree
 from shardlib.annotation.trees import path_text
 from shardlib.errors import AnnotationError
 

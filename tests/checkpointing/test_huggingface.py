@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.checkpointing import huggingface
 from shardlib.checkpointing.huggingface import locate, names, stored
 from shardlib.checkpointing.tree import named_leaves

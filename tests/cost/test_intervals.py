@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.environment import RESULTS, stored
 from benchmarks.intervals import SHARE, Residual, between, coverage
-from shardlib.cost.intervals import INDISTINGUISHABLE, interval, intervals
+from shardlib.cost.framework import INDISTINGUISHABLE, interval, intervals
 from shardlib.cost.pricing import Estimate
 from shardlib.planner.plan import Plan, Rejected
 from shardlib.report.text import reasons

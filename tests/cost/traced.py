@@ -8,7 +8,7 @@ from functools import lru_cache
 import optax
 
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.cost.activations import saved_pairs
 from shardlib.graph import Problem, StepGraph
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig

@@ -16,10 +16,8 @@ from jax.sharding import Mesh, PartitionSpec
 import shardlib
 from shardlib.errors import ModelError, PinError
 from shardlib.functions.attention import Alibi, BiasForm, RelativeBias
-from shardlib.lowering.context.block import PositionBias, Scores
-from shardlib.lowering.context.dispatch import RinglessAttention
-from shardlib.lowering.context.ring import Ring
-from shardlib.lowering.context.sequence_partition import Cut
+from shardlib.lowering.context.block import Cut, PositionBias, Scores
+from shardlib.lowering.context.dispatch import Ring, RinglessAttention
 from tests.functions.biased import BUCKETS, FAR, GROUPS, HEADS, WIDTH, Biased, loss, written_bias
 
 SEQ = 32

@@ -34,7 +34,7 @@ from shardlib.launch.doctor import (
     unreached,
 )
 from shardlib.machines.topology import Span, topology
-from shardlib.processes.devices import _DRIVERS, _LENT
+from shardlib.processes.machine import _DRIVERS, _LENT
 from tests.processes import python
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import shardlib
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.lowering.program import BuildOptions, build_program
 from tests.lowering.hand_plan import hand_plan
 

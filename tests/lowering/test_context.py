@@ -18,10 +18,8 @@ from jax.sharding import Mesh, PartitionSpec
 from shardlib._jax_compat import open_jaxpr
 from shardlib.errors import LayoutError
 from shardlib.layout import MeshShape
-from shardlib.lowering.context.block import Positions, Scores
-from shardlib.lowering.context.dispatch import RinglessAttention
-from shardlib.lowering.context.ring import Ring, attention
-from shardlib.lowering.context.sequence_partition import Cut
+from shardlib.lowering.context.block import Cut, Positions, Scores
+from shardlib.lowering.context.dispatch import Ring, RinglessAttention, attention
 from shardlib.tracing.program import subjaxprs
 from shardlib.verification.traffic import read_traffic
 

@@ -16,14 +16,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from shardlib.errors import LayoutError, MissingPackageError
 from shardlib.functions.attention import Attention, attend
-from shardlib.lowering.context.block import AttentionMask, Scores
+from shardlib.lowering.context.block import AttentionMask, Cut, Scores
 from shardlib.lowering.context.dispatch import (
     AttentionCall,
     HeadSharding,
     Kernels,
     RinglessAttention,
 )
-from shardlib.lowering.context.sequence_partition import Cut
 from shardlib.verification.isolation import GPU_PLUGINS, environment
 from tests.processes import python
 
@@ -230,7 +229,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardlib.lowering.context.block import Scores
-from shardlib.lowering.context.sequence_partition import Cut
+from shardlib.lowering.context.block import Cut
 from shardlib.lowering.context.dispatch import RinglessAttention
 from shardlib.lowering.context.dispatch import Kernels
 

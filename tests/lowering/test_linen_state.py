@@ -12,7 +12,7 @@ import pytest
 from flax import linen as nn
 
 import shardlib
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.errors import TracingError
 
 

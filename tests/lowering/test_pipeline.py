@@ -21,7 +21,7 @@ from flax import nnx
 import shardlib
 from shardlib import _jax_compat
 from shardlib import models as transformers
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.cost.stages import ModelFacts, Plans
 from shardlib.cost.variants import rematerialised_share
 from shardlib.decisions.table import Decisions

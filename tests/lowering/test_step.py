@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from shardlib._jax_compat import unsharded_variables
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.lowering.program import build_program
 from tests.lowering import models
 from tests.lowering.hand_plan import hand_plan

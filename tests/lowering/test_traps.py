@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib
 from shardlib._jax_compat import unsharded_variables
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.errors import BatchError, LayoutError, PinError, TopologyError
 from shardlib.layout import Layout, MeshShape
 from shardlib.lowering.mesh import (

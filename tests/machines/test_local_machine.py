@@ -348,7 +348,7 @@ def test_threads_for_several_collectives_of_every_device(said: dict[str, str]):
     shardlib they are fewer than four a device.
     """
     code = (
-        "import os; from shardlib.processes.devices import let_collectives_wait;"
+        "import os; from shardlib.processes.machine import let_collectives_wait;"
         " {}; import jax; jax.devices(); print(len(os.listdir('/proc/self/task')))"
     )
     environ = {k: v for k, v in os.environ.items() if not k.endswith("NPROC")} | said

@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.checkpointing.huggingface import held_state, locate, names, read_config, stored
 from shardlib.checkpointing.tree import named_leaves
 from tests.checkpointing.test_huggingface import transformers_name, weights

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from functools import cache
 
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.graph import Problem
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology

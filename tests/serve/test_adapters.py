@@ -16,13 +16,13 @@ from safetensors.numpy import load_file, save_file
 
 import shardlib
 from shardlib import serve as serving
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.errors import ArgumentError, MissingFileError, ModelError
 from shardlib.serve.engine import Engine
 from shardlib.serve.folders import adapted, read_adapter
 from shardlib.serve.hosting import Companions, Deployment, Embedder, Renderer, Worker
 from shardlib.serve.http.app import application
-from shardlib.serve.http.server import serving as serve
+from shardlib.serve.http.app import serving as serve
 from shardlib.serve.requests import Capacity, GenerationRequest, Request, Sampling, Storage
 from tests.models.configs import tiny
 from tests.serve.hf_folders import write_adapter, write_folder

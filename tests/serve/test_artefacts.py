@@ -87,7 +87,7 @@ def test_a_language_model_runs_without_shardlib(name: str, tmp_path: Path):
         "('logits',)",
     )
     served = serve.read_folder(folder)
-    from shardlib.annotation.tree import read
+    from shardlib.annotation.model import read
 
     assert isinstance(served.weights, tuple)
     module = read(served.init).rebuild(*served.weights)

@@ -19,7 +19,7 @@ from jax import export
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.errors import ArgumentError, ModelError
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import Device

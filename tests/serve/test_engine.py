@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import shardlib
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.errors import AnnotationError, ArgumentError, ModelError
 from shardlib.serve.engine import Engine
 from shardlib.serve.requests import Capacity, GenerationRequest, Sampling

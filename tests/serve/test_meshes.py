@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.errors import ArgumentError
 from shardlib.models.config import Experts, LatentAttention, TransformerConfig
 from shardlib.serve.cache import CacheGroup, TokenPlacement

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import shardlib
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.errors import ArgumentError, ModelError
 from shardlib.serve.engine import Engine
 from shardlib.serve.requests import Capacity, GenerationRequest, Sampling

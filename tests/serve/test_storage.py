@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.annotation.trees import path_text
 from shardlib.errors import ArgumentError
 from shardlib.functions.attention import Attention

@@ -14,7 +14,7 @@ from rich.console import Console
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import RunError
 from shardlib.serve.loading import named, trained_run

@@ -12,7 +12,7 @@ import pytest
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.layout import Collective
 from shardlib.machines.topology import topology
 from shardlib.serve.checks import findings

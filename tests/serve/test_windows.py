@@ -13,7 +13,7 @@ from flax import nnx
 
 import shardlib
 from shardlib import models
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.serve.engine import Engine
 from shardlib.serve.program import TracedForward, traced_forward
 from shardlib.serve.requests import Capacity, GenerationRequest, Request, Storage

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 import pytest
 
+from shardlib.annotation.model import read
 from shardlib.annotation.names import Model
-from shardlib.annotation.tree import read
 from shardlib.errors import AnnotationError, BatchError, TracingError
 from shardlib.tracing.folding import fold
 from shardlib.tracing.program import Run, find_repeats, flatten

@@ -24,7 +24,7 @@ from shardlib.errors import (
     TopologyError,
     TrainingError,
 )
-from shardlib.processes.devices import simulate_cpu_devices
+from shardlib.processes.machine import simulate_cpu_devices
 from shardlib.training.display import generate
 from shardlib.training.fit import train
 from shardlib.training.settings import TrainConfig, TrainResult

@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax import nnx
 
 import shardlib
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 
 #: By the name of a parameter of a constructor, for both packages.
 ARGUMENTS: dict[str, Any] = {

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from shardlib.annotation.tree import Init
+from shardlib.annotation.model import Init
 from shardlib.annotation.trees import Filter, Tree, path_text
 from shardlib.api import compile
 from shardlib.decisions.pins import PinMapping

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 
-from shardlib.annotation.tree import Init
+from shardlib.annotation.model import Init
 from shardlib.annotation.trees import Filter, Tree
 from shardlib.api import compile
 from shardlib.decisions.pins import PinMapping

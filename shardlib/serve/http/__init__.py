@@ -2,7 +2,7 @@
 
 settings.py   limits, keys, faults, the catalog of models, figures of a running server
 bodies.py     requests: read, checked, refused with the reason
-app.py        the paths, the answers and the application; `server.py` runs it
+app.py        the paths, the answers, the application, and the process that serves
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 from shardlib import serve as serving
 from shardlib.serve.hosting import Deployment, deploy
 from shardlib.serve.http.app import application
-from shardlib.serve.http.server import serving as serve
+from shardlib.serve.http.app import serving as serve
 from shardlib.serve.http.settings import Settings
 from tests.models.configs import tiny
 from tests.serve.cards import card as model_card

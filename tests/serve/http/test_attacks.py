@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from benchmarks import hostile_forms
-from shardlib.serve.http.server import serving as serve
+from shardlib.serve.http.app import serving as serve
 from shardlib.serve.http.settings import Guard, Settings
 from tests.serve.http.conftest import TOKENS
 

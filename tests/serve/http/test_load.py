@@ -20,11 +20,11 @@ import openai
 import pytest
 
 from shardlib import serve as serving
-from shardlib.annotation.tree import read
+from shardlib.annotation.model import read
 from shardlib.errors import ArgumentError
 from shardlib.serve.hosting import Deployment, Stream, StreamError, StreamEvent, deploy
 from shardlib.serve.http.app import application
-from shardlib.serve.http.server import serving as serve
+from shardlib.serve.http.app import serving as serve
 from shardlib.serve.http.settings import Settings
 from shardlib.serve.requests import GenerationRequest, Request, SampledToken
 from tests.processes import until

@@ -1,4 +1,4 @@
-"""One CPU as several simulated devices.
+"""This machine: its CPU as several simulated devices, and the folder for what is kept between runs.
 
 JAX decides how many CPU devices there are when it first looks at them, so this must be settled
 before.
@@ -13,9 +13,21 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 import jax
+import platformdirs
 
 from shardlib import _jax_compat
 from shardlib.errors import TopologyError
+
+
+def user_cache() -> Path:
+    """The user's cache folder of shardlib (measured prices, prepared data, demonstrations), or what
+    `SHARDLIB_CACHE_DIR` says.
+    """
+    return Path(
+        os.environ.get("SHARDLIB_CACHE_DIR")
+        or platformdirs.user_cache_dir("shardlib", appauthor=False)
+    )
+
 
 _FLAG = "xla_force_host_platform_device_count"
 
