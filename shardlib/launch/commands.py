@@ -27,14 +27,11 @@ from shardlib.cli.inputs import duration, given, inputs_of, parse_pins, price, q
 from shardlib.cli.output import echo, quiet_stdout, status, writable, write
 from shardlib.errors import ArgumentError, LaunchError, MissingFileError, PlanError
 from shardlib.launch.booking import LARGEST, TOKENS_PER_PARAMETER, Failures
+from shardlib.launch.clouds import SKYPILOT, TPU_VM
+from shardlib.launch.clusters import KUBERNETES, RAY, SLURM
 from shardlib.launch.job import COMMANDS as OWN
 from shardlib.launch.job import Job
-from shardlib.launch.kubernetes import KUBERNETES
-from shardlib.launch.ray import RAY
-from shardlib.launch.skypilot import SKYPILOT
-from shardlib.launch.slurm import SLURM
 from shardlib.launch.submission import Engine, Submission
-from shardlib.launch.tpu_vm import TPU_VM
 from shardlib.untrusted.data import shown
 from shardlib.wings import NoOptions, extension
 

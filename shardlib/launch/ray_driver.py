@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.errors import LaunchError, MissingPackageError
-from shardlib.launch.ray import RayHosts
+from shardlib.launch.clusters import RayHosts
 from shardlib.launch.submission import SAVE_SECONDS
 from shardlib.processes.place import STOPPED, USAGE
 

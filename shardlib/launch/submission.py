@@ -4,7 +4,7 @@ command line, scripts, and Google's names of TPU slices.
 Settings are written as KEY=VALUE, with the names of the fields; a field that holds several values
 may be given several times.
 
->>> from shardlib.launch.slurm import SlurmSettings
+>>> from shardlib.launch.clusters import SlurmSettings
 >>> words = ["partition=gpu", "chain=3", "exclusive=true"]
 >>> found = settings_of(SlurmSettings, [*words, "setup=module load cuda", "setup=ulimit -n 65536"])
 >>> found.partition, found.chain, found.setup, found.exclusive

@@ -19,13 +19,20 @@ import pytest
 import yaml
 
 from shardlib.errors import LaunchError
+from shardlib.launch.clouds import TASK, SkyPilotSettings, TpuVmSettings, host_text, skypilot
+from shardlib.launch.clusters import (
+    MANIFEST,
+    SCRIPT,
+    KubernetesSettings,
+    RayHosts,
+    RaySettings,
+    SlurmSettings,
+    kubernetes,
+    ray,
+    slurm,
+)
 from shardlib.launch.job import Job
-from shardlib.launch.kubernetes import MANIFEST, KubernetesSettings, kubernetes
-from shardlib.launch.ray import RayHosts, RaySettings, ray
-from shardlib.launch.skypilot import TASK, SkyPilotSettings, skypilot
-from shardlib.launch.slurm import SCRIPT, SlurmSettings, slurm
 from shardlib.launch.submission import Submission, submit
-from shardlib.launch.tpu_vm import TpuVmSettings, host_text
 from shardlib.processes.console import Processes
 
 WORDS = (

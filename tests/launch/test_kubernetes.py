@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 import yaml
 
+from shardlib.launch.clusters import MANIFEST, KubernetesSettings, kubernetes
 from shardlib.launch.job import Job
-from shardlib.launch.kubernetes import MANIFEST, KubernetesSettings, kubernetes
 from shardlib.processes.place import read_place
 
 SCHEMA = jsonschema.Draft202012Validator(

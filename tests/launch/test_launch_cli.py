@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from shardlib.errors import LaunchError
-from shardlib.launch.kubernetes import KubernetesSettings
-from shardlib.launch.slurm import SlurmSettings
+from shardlib.launch.clusters import KubernetesSettings, SlurmSettings
 from shardlib.launch.submission import settings_of
 
 

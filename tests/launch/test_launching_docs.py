@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardlib.cli import main
-from shardlib.launch.kubernetes import KubernetesSettings
-from shardlib.launch.ray import RaySettings
-from shardlib.launch.skypilot import SkyPilotSettings
-from shardlib.launch.slurm import SlurmSettings
-from shardlib.launch.tpu_vm import TpuVmSettings
+from shardlib.launch.clouds import SkyPilotSettings, TpuVmSettings
+from shardlib.launch.clusters import KubernetesSettings, RaySettings, SlurmSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
 EXAMPLES = re.findall(

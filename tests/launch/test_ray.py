@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from shardlib.launch.clusters import RayHosts, RaySettings, ray, ray_hosts
 from shardlib.launch.job import Job
-from shardlib.launch.ray import RayHosts, RaySettings, ray, ray_hosts
 from shardlib.launch.ray_driver import Host
 from tests.processes import python
 

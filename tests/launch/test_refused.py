@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from shardlib.errors import LaunchError
+from shardlib.launch.clouds import SkyPilotSettings, TpuVmSettings, skypilot, tpu_vm
+from shardlib.launch.clusters import (
+    KubernetesSettings,
+    RayHosts,
+    RaySettings,
+    SlurmSettings,
+    kubernetes,
+    ray,
+    slurm,
+)
 from shardlib.launch.job import Job
-from shardlib.launch.kubernetes import KubernetesSettings, kubernetes
-from shardlib.launch.ray import RayHosts, RaySettings, ray
-from shardlib.launch.skypilot import SkyPilotSettings, skypilot
-from shardlib.launch.slurm import SlurmSettings, slurm
 from shardlib.launch.submission import Submission, submit
-from shardlib.launch.tpu_vm import TpuVmSettings, tpu_vm
 
 pytestmark = pytest.mark.unit
 VOLUME = KubernetesSettings(volumes=("runs:/runs", "data:/data"))

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from shardlib.launch.clouds import TASK, SkyPilotSettings, skypilot
 from shardlib.launch.job import Job
-from shardlib.launch.skypilot import TASK, SkyPilotSettings, skypilot
 from tests.processes import python
 
 LLAMA = Job(

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from shardlib.launch.clusters import SCRIPT, SlurmSettings, slurm
 from shardlib.launch.job import Job
-from shardlib.launch.slurm import SCRIPT, SlurmSettings, slurm
 from shardlib.launch.submission import Submission, submit
 from shardlib.processes.place import port_of_job
 from tests.launch import slurm_cluster

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from shardlib.launch.clouds import TpuVmSettings, tpu_vm
 from shardlib.launch.job import Job
-from shardlib.launch.tpu_vm import TpuVmSettings, tpu_vm
 
 HERE = TpuVmSettings(zone="us-east5-a", project="p")
 
