@@ -10,7 +10,7 @@ commands.py      `shardlib launch --islands`
 compression.py   gradients that cross between islands in every step, compressed
 delayed.py       islands whose outer gradients cross beside their next steps
 exchanges.py     how islands meet, as values free of JAX
-federated/       clients of Flower that train on rows of their own
+federated.py     clients of Flower that train on rows of their own
 lowering.py      the batch of one of several islands, and the programs of all
 meeting.py       the outer step: exchange of parameters, outer gradients, and the update
 outer.py         the outer update, and the form in which numbers cross, over any transport
