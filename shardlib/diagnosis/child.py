@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 from shardlib.untrusted.data import JsonObject
-from shardlib.verification.child import compile_devices, main, versions
-from shardlib.verification.isolation import Target
+from shardlib.verification.isolation import Target, compile_devices, main, versions
 
 
 def run_job(folder: Path) -> JsonObject:

@@ -1,6 +1,5 @@
 """Verification of plans with the real compiler: ahead of time, without the hardware.
 
-child.py      the process that compiles
 hlo.py        a reader of optimised HLO
 isolation.py  compilation in a child process, which a failing compiler ends instead of this one
 report.py     the report of a verification

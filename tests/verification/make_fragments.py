@@ -14,8 +14,7 @@ from pathlib import Path
 
 from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
-from shardlib.verification.child import compile_devices
-from shardlib.verification.isolation import environment, target
+from shardlib.verification.isolation import compile_devices, environment, target
 
 SPELLING = {"cpu": "cpu:8", "tpu": "v5e:2x4", "cuda": "h100:8"}
 
