@@ -13,8 +13,7 @@ commands.py  the commands of the core and of the wings, and errors as messages
 inputs.py    from the words of a command line to models and plans
 output.py    what commands print, and the files that they read and write
 planning.py  pages and comparisons of plans
-training.py  `shardlib train | status`
-measuring.py `shardlib measure`
+running.py   `shardlib train | status | measure`
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from shardlib import wings
-from shardlib.cli import measuring, planning, training
+from shardlib.cli import planning, running
 from shardlib.cli.app import app
 from shardlib.cli.output import report
 from shardlib.errors import ArgumentError, LaunchError, ShardlibError
@@ -20,8 +20,7 @@ ORDER = (
 )
 _ALL: Mapping[str, Callable[..., None]] = {
     **planning.COMMANDS,
-    **training.COMMANDS,
-    **measuring.COMMANDS,
+    **running.COMMANDS,
     **wings.commands(),
 }
 #: The commands of the core and of the wings, in the order of the help.

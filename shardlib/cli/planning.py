@@ -25,7 +25,7 @@ from shardlib.cli.inputs import (
     with_source,
 )
 from shardlib.cli.output import echo, quiet_stdout, read_text, show, status, writable, write
-from shardlib.cli.training import Run
+from shardlib.cli.running import Run
 from shardlib.errors import (
     BatchError,
     PinError,

@@ -24,7 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from shardlib.processes import child
+#: The program of a child and of a guard.
+CHILD = Path(__file__).with_name("child.py")
 
 
 class Guard:
@@ -34,7 +35,7 @@ class Guard:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", child.__file__],
+            [sys.executable, "-I", "-S", str(CHILD)],
             stdin=subprocess.PIPE,
             start_new_session=True,
             text=True,
@@ -92,7 +93,7 @@ def start(
         env: all variables; None for those of this process.
     """
     process = subprocess.Popen(
-        [sys.executable, "-I", "-S", child.__file__, str(os.getpid()), *words],
+        [sys.executable, "-I", "-S", str(CHILD), str(os.getpid()), *words],
         env=env,
         stdin=stdin,
         stdout=stdout,

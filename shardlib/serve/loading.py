@@ -25,7 +25,7 @@ from shardlib.models.config import TransformerConfig
 from shardlib.processes.machine import user_cache
 from shardlib.serve.folders import is_folder, read_folder
 from shardlib.serve.served import ByteText, Newer, Served
-from shardlib.training.byte_program import GUARDS
+from shardlib.training.fit import GUARDS
 from shardlib.training.run import RunFolder, read_manifest
 from shardlib.training.settings import TrainConfig, optimizer
 from shardlib.training.states import averaged

@@ -22,9 +22,8 @@ from shardlib.checkpointing import huggingface
 from shardlib.checkpointing.store import Checkpoints
 from shardlib.data.open import read
 from shardlib.errors import RunError
-from shardlib.training.byte_program import byte_model, planned
 from shardlib.training.display import generate
-from shardlib.training.fit import PROMPT, VALIDATION_BATCHES, train
+from shardlib.training.fit import PROMPT, VALIDATION_BATCHES, byte_model, planned, train
 from shardlib.training.measures import Policy, by_step, read_records
 from shardlib.training.run import RunFolder
 from shardlib.training.settings import TrainConfig
