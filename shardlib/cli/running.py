@@ -22,7 +22,7 @@ from shardlib.report.elements import aligned, seconds_text
 from shardlib.untrusted.data import JsonObject
 
 if TYPE_CHECKING:
-    from shardlib.calibration.attached import Prices
+    from shardlib.calibration import Prices
     from shardlib.machines.topology import Topology
     from shardlib.models.config import TransformerConfig
     from shardlib.planner.answers import RunCost
@@ -402,7 +402,7 @@ def _attached(topology: str | None) -> Topology:
 
 def _say_list(base: Topology, as_json: bool) -> None:
     """Prints what would be measured."""
-    from shardlib.calibration.attached import figure_list
+    from shardlib.calibration import figure_list
     from shardlib.processes.values import is_first
 
     figures = {**figure_list(base), "step": STEP}
@@ -422,7 +422,7 @@ def _measure(base: Topology, out: Path, minutes: float, as_json: bool) -> None:
     import jax
     import tomli_w
 
-    from shardlib.calibration.attached import prices
+    from shardlib.calibration import prices
     from shardlib.cli.output import write
     from shardlib.processes.values import is_first
 

@@ -11,8 +11,8 @@ import jax
 import pytest
 import tomli_w
 
-from shardlib.calibration import attached
-from shardlib.calibration.attached import (
+from shardlib import calibration
+from shardlib.calibration import (
     along_tier,
     figure_list,
     intervals,
@@ -114,8 +114,8 @@ def test_devices_of_another_machine_are_refused():
 
 @pytest.mark.long
 def test_measured_prices_are_a_topology_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, value in {"LEAST_PASSES": 1, "MOST_PASSES": 2, "BUDGET_S": 1e-3}.items():
-        monkeypatch.setattr(attached, name, value)
+    for name, value in {"LEAST_PASSES": 1, "MOST_PASSES": 2, "ATTACHED_S": 1e-3}.items():
+        monkeypatch.setattr(calibration, name, value)
     base = topology("cpu:2")
     found = prices(base, jax.devices()[:2], 1e-6)
     assert found.figures.keys() == figure_list(base).keys()
