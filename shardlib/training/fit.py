@@ -202,10 +202,6 @@ def fit(
 #     result = train(TrainConfig(steps=100))
 #     print(result.validation_loss, "against", result.bigram_loss)
 
-# --------------------------------------------------------------------------------------------------
-# `shardlib train`: the program of a byte-level transformer (its model, the available machine, its
-# plan), and its training.
-
 #: Non-finite steps are skipped, and gradients are clipped to a norm of 1.
 GUARDS = Guards(clip=1.0)
 
