@@ -563,18 +563,30 @@ class Tally:
     rows: Array
     measures: tuple[int, ...]
     matrix: Array
-    _folded: dict[tuple[int, int, tuple[int, ...]], Tally] = field(
-        default_factory=dict[tuple[int, int, tuple[int, ...]], "Tally"], init=False, repr=False
+    _derived: dict[Hashable, Tally] = field(
+        default_factory=dict[Hashable, "Tally"], init=False, repr=False
     )
+
+    def where(self, key: Hashable, mask: Callable[[Array], Array]) -> Tally:
+        """The rows of a mask, which is called with their indices; cached by the key."""
+        if key not in self._derived:
+            rows = mask(self.rows)
+            used = np.flatnonzero(self.matrix[rows].any(0))
+            self._derived[key] = Tally(
+                rows=self.rows[rows],
+                measures=tuple(self.measures[i] for i in used),
+                matrix=self.matrix[rows][:, used],
+            )
+        return self._derived[key]
 
     def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
         """The sum of the segments of `width` rows within the first `length` rows, restricted to
         those of `rows` that are not empty.
         """
         key = length, width, tuple(rows)
-        if key not in self._folded:
-            self._folded[key] = self._fold(length, width, rows)
-        return self._folded[key]
+        if key not in self._derived:
+            self._derived[key] = self._fold(length, width, rows)
+        return self._derived[key]
 
     def _fold(self, length: int, width: int, rows: Sequence[int]) -> Tally:
         distinct, inverse = np.unique(self.rows % width, return_inverse=True)
@@ -601,6 +613,17 @@ class Tally:
     def evaluated(self, values: MeasureValues, index: Array) -> Array:
         """The rows on the degrees at some indices, array [rows, degrees]."""
         return self.matrix @ values.stacked(self.measures, index)
+
+
+def evaluated_together(
+    tallies: Sequence[Tally], values: MeasureValues, index: Array
+) -> Iterator[Array]:
+    """The rows of every tally on the degrees at some indices; each measure is read once."""
+    measures = sorted({number for tally in tallies for number in tally.measures})
+    stacked = values.stacked(tuple(measures), index)
+    position = {number: row for row, number in enumerate(measures)}
+    for tally in tallies:
+        yield tally.matrix @ stacked[[position[number] for number in tally.measures]]
 
 
 def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:

@@ -8,6 +8,7 @@ space cheaply.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
@@ -27,22 +28,29 @@ from shardlib.cost.collectives import (
 )
 from shardlib.cost.pricing import heap_ratio
 from shardlib.cost.stages import Meshes
-from shardlib.cost.tables import BYTES, COUNTS, ROWS, MeasureValues, Pricer, Quantity, Tally
+from shardlib.cost.tables import (
+    BYTES,
+    COUNTS,
+    ROWS,
+    MeasureValues,
+    Pricer,
+    Quantity,
+    Tally,
+    evaluated_together,
+)
 from shardlib.cost.terms import ArrayTable, BoundedTable, LazyTable, distinct_rows
 from shardlib.layout import MESH_AXES, STORED_AXES, TOKEN_AXES
 from shardlib.planner.space import (
     MAX_CHUNKS,
-    MIN_CHUNKS,
     ComponentCosts,
     LazyColumns,
-    RowChoices,
     Scope,
     Space,
     TallyValues,
     forward_first,
 )
 from shardlib.planner.workload import ItemTallies
-from shardlib.schedules import NONE, Pipelines, Schedule, least_in_flight, named, pipelines
+from shardlib.schedules import Pipelines, Schedule, least_in_flight, named, pipelines
 
 Array = np.ndarray
 
@@ -105,7 +113,7 @@ def with_stack_deficits(points: Array) -> Array:
     Offloading all stacks takes at most the largest ones off the peak, so every point still needs at
     least its own bytes less those.
     """
-    by_point = points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), points.shape[-1])
+    by_point = points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), *points.shape[1:])
     by_point[:, STACK_DEFICIT] = by_point[:, LIVE_STACKS] - by_point[:, LIVE_STACKS].max(0)
     return points
 
@@ -120,7 +128,7 @@ def with_stack_deficits(points: Array) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
+class Footprint(ArrayTable):
     """Lower bounds on the bytes per device of candidates; arrays of equal length.
 
     Attributes:
@@ -191,10 +199,12 @@ class Footprints:
         ) -> ComponentCosts:
             weighted: dict[int, Tally] = {}
 
-            def evaluate(tally: Tally, index: Array) -> Array:
-                if id(tally) not in weighted:  # the tallies keep it
-                    weighted[id(tally)] = tally.weighted(weights)
-                return after(weighted[id(tally)].evaluated(values, index))
+            def evaluate(listed: Sequence[Tally], index: Array) -> Array:
+                for tally in listed:
+                    if id(tally) not in weighted:  # the tallies keep it
+                        weighted[id(tally)] = tally.weighted(weights)
+                sums = [weighted[id(tally)] for tally in listed]
+                return after(np.stack([*evaluated_together(sums, values, index)], axis=1))
 
             return ComponentCosts(scope, tallies, values.degrees, evaluate, len(weights))
 
@@ -217,10 +227,10 @@ class Footprints:
             policy: costs.least(index) for policy, costs in self._points.items()
         }
 
-    def total(self, row_choices: RowChoices, index: Array) -> tuple[Array, dict[str, Array]]:
+    def total(self, choices: Array, index: Array) -> tuple[Array, dict[str, Array]]:
         """Bytes of the given choices on the given degrees (by index); see `footprint`."""
-        return self._stored.total(row_choices, index), {
-            policy: costs.total(row_choices, index) for policy, costs in self._points.items()
+        return self._stored.total(choices, index), {
+            policy: costs.total(choices, index) for policy, costs in self._points.items()
         }
 
     def footprint(self, stored: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
@@ -343,24 +353,29 @@ class Footprints:
 # The least time of a mixture of remat policies that fits.
 
 
-def fastest_mixture(points: Sequence[tuple[Array, Array]], capacity: float) -> Array:
-    """The least seconds of any mixture of the points whose bytes are within the capacity, by
+def fastest_mixture(seconds: Array, sizes: Array, capacity: float) -> Array:
+    """The least seconds of any mixture of two points whose bytes are within the capacity, by
     candidate; infinite where there is none.
 
     Args:
-        points: (seconds, bytes) by candidate; a mixture of two is on the straight line between
-            them, or above it.
+        seconds, sizes: of every point, [points, candidates]; a mixture is on the straight line
+            between two, or above it.
         capacity: bytes.
     """
-    fastest = np.minimum.reduce([np.where(size <= capacity, time, np.inf) for time, size in points])
-    for quick, large in points:
-        beyond = large > capacity
-        for slow, small in points if beyond.any() else ():
-            improved = np.flatnonzero(beyond & (small <= capacity) & (quick < fastest))
-            share = (large[improved] - capacity) / (large[improved] - small[improved])
-            fastest[improved] = np.minimum(
-                fastest[improved], quick[improved] + (slow[improved] - quick[improved]) * share
-            )
+    within = sizes <= capacity
+    fastest = np.where(within, seconds, np.inf).min(0)
+    beyond = np.where(within, np.inf, seconds).min(0)
+    columns = np.flatnonzero((beyond < fastest) & np.isfinite(fastest))
+    if not len(columns):
+        return fastest
+    seconds, sizes, within = (array[:, columns] for array in (seconds, sizes, within))
+    best = fastest[columns]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        for quick, large, fits in zip(seconds, sizes, within, strict=True):
+            share = (large - capacity) / (large - sizes)
+            mixed = quick + (seconds - quick) * share
+            best = np.minimum(best, np.where(within & ~fits & (quick < best), mixed, np.inf).min(0))
+    fastest[columns] = best
     return fastest
 
 
@@ -395,7 +410,8 @@ class MicrobatchBounds(LazyTable):
         ring_exposed: `busy` with ring transfers in place of the compute that could hide them.
         message_count: number of messages between stages, per microbatch and chunk of layers.
         message_bytes: bytes of these messages.
-        blocked: those seconds of `busy` that are collectives.
+        compute: those seconds of `busy` that are kernels.
+        ring: seconds of ring transfers.
         layer_seconds: those seconds of `busy` that are spent in layers, where all layers are alike
             and each stage has whole ones; 0 where layers differ.
     """
@@ -405,7 +421,8 @@ class MicrobatchBounds(LazyTable):
     ring_exposed: Array
     message_count: Array
     message_bytes: Array
-    blocked: Array
+    compute: Array
+    ring: Array
     layer_seconds: Array
 
     @classmethod
@@ -414,14 +431,28 @@ class MicrobatchBounds(LazyTable):
         return cls(**{f.name: row for f, row in zip(fields(cls), rows, strict=True)})
 
     def with_blocked(self, blocked: Array) -> MicrobatchBounds:
-        """The same bounds with `blocked` seconds of blocking collectives."""
-        extra_s = blocked - self.blocked
+        """The bounds of given choices with `blocked` seconds of collectives that block compute."""
+        extra_s = self.compute + blocked - self.busy
         return replace(
             self,
             busy=self.busy + extra_s,
             undeferrable=self.undeferrable + extra_s,
             ring_exposed=self.ring_exposed + extra_s,
-            blocked=blocked,
+        )
+
+    def with_least_blocked(self, blocked: Array, overlap: float) -> MicrobatchBounds:
+        """Minima over choices with at least `blocked` seconds of collectives that block compute.
+        The choice with the least of one quantity may not have the least of another.
+
+        Args:
+            overlap: share of compute that hides ring transfers.
+        """
+        return replace(
+            self,
+            busy=np.maximum(self.busy, self.compute + blocked),
+            ring_exposed=np.maximum(
+                self.ring_exposed, (1 - overlap) * self.compute + self.ring + blocked
+            ),
         )
 
 
@@ -470,6 +501,7 @@ class ComputeBounds:
         )
         self._first = np.zeros(len(work), dtype=np.int64)
         self._first[values.kernel_index[::-1]] = np.arange(len(values.kernel_index))[::-1]
+        self._factors = pricer.corrected(np.ones((ROWS, 1)))[..., None]
         policies = scope.space.policies
 
         def costs(policy: str, evaluate: TallyValues) -> ComponentCosts:
@@ -487,15 +519,15 @@ class ComputeBounds:
         """Indices into `MeasureValues.kernel_degrees` of the given degrees."""
         return self._values.kernel_index[index]
 
-    def of_choices(self, policy: str, row_choices: RowChoices, index: Array) -> MicrobatchBounds:
+    def of_choices(self, policy: str, choices: Array, index: Array) -> MicrobatchBounds:
         """Lower bounds for one microbatch under the given choices, on the given degrees."""
         if policy != BEST_PER_GROUP:
             return MicrobatchBounds.of(
-                self._costs[policy].total(row_choices, self._values.kernel_index[index])
+                self._costs[policy].total(choices, self._values.kernel_index[index])
             )
         work = self._values.kernel_index[index]
         minima = (
-            np.minimum.reduce([costs.total(row_choices, work) for costs in segment])
+            np.minimum.reduce([costs.total(choices, work) for costs in segment])
             for segment in self._by_group
         )
         return MicrobatchBounds.of(sum(minima, np.zeros((BOUND_COUNT, len(index)))))
@@ -517,25 +549,27 @@ class ComputeBounds:
         )
         return MicrobatchBounds.of(sum(minima, np.zeros(1))[:, inverse])
 
-    def _segment_seconds(self, segment: int, tally: Tally, index: Array) -> Array:
+    def _segment_seconds(self, segment: int, tallies: Sequence[Tally], index: Array) -> Array:
         """The rows of a `MicrobatchBounds` for one segment; see `_seconds`."""
-        of_segment = tally.rows // ROWS == segment
-        return self._seconds(
-            replace(tally, rows=tally.rows[of_segment], matrix=tally.matrix[of_segment]), index
-        )
+        parts = [tally.where(segment, lambda rows: rows // ROWS == segment) for tally in tallies]
+        return self._seconds(parts, index)
 
-    def _seconds(self, tally: Tally, index: Array) -> Array:
-        """The rows of a `MicrobatchBounds` on the given degrees, whatever fsdp is."""
+    def _seconds(self, tallies: Sequence[Tally], index: Array) -> Array:
+        """The rows of a `MicrobatchBounds` by tally on the given degrees, whatever fsdp is."""
         block, ring, stage = self._blocking, self._ring, role_slots("stage")
-        blocking_rows = [first + slot for first in (COUNTS, BYTES) for slot in block]
 
-        def rows_of(segments: int, quantities: list[int]) -> Array:
-            folded = tally.folded(ROWS * segments, ROWS, quantities)
-            rows = np.zeros((ROWS, len(index)))
-            rows[folded.rows] = folded.evaluated(self._values, self._first[index])
-            return self._pricer.corrected(rows)
+        def rows_of(segments: int, quantities: list[int]) -> dict[int, Array]:
+            """Some rows, each [tallies, degrees]."""
+            position = np.full(ROWS, -1)
+            position[quantities] = np.arange(len(quantities))
+            rows = np.zeros((len(quantities), len(tallies), len(index)))
+            folded = [tally.folded(ROWS * segments, ROWS, quantities) for tally in tallies]
+            together = evaluated_together(folded, self._values, self._first[index])
+            for number, (tally, evaluated) in enumerate(zip(folded, together, strict=True)):
+                rows[position[tally.rows], number] = evaluated
+            return dict(zip(quantities, rows * self._factors[quantities], strict=True))
 
-        def waiting(rows: Array, slots: list[int]) -> Array:
+        def waiting(rows: Mapping[int, Array], slots: list[int]) -> Array:
             used = [slot for slot in slots if rows[COUNTS + slot].any()]
             shares = self._pricer.exposed_share(used)[:, 0] if used else ()
             return sum(
@@ -547,21 +581,15 @@ class ComputeBounds:
                     )
                     for share, slot in zip(shares, used, strict=True)
                 ),
-                np.zeros(len(index)),
+                np.zeros((len(tallies), len(index))),
             )
 
-        rows = rows_of(
-            self._group_count + 2,
-            [
-                Quantity.COMPUTE,
-                Quantity.WEIGHT_GRADIENTS,
-                *blocking_rows,
-                *(first + slot for first in (COUNTS, BYTES) for slot in (*ring, *stage)),
-            ],
-        )
-        blocked = waiting(rows, block)
-        busy, layers = rows[Quantity.COMPUTE] + blocked, np.zeros(len(index))
+        moved = [first + slot for first in (COUNTS, BYTES) for slot in (*block, *ring, *stage)]
+        rows = rows_of(self._group_count + 2, [Quantity.COMPUTE, Quantity.WEIGHT_GRADIENTS, *moved])
+        compute, ring_s = rows[Quantity.COMPUTE], waiting(rows, ring)
+        busy, layers = compute + waiting(rows, block), np.zeros_like(compute)
         if self._equal_layers:
+            blocking_rows = [first + slot for first in (COUNTS, BYTES) for slot in block]
             in_layers = rows_of(1, [Quantity.COMPUTE, *blocking_rows])
             layers = in_layers[Quantity.COMPUTE] + waiting(in_layers, block)
         (send,), (share,) = stage, self._pricer.exposed_share(stage)[:, 0]
@@ -569,12 +597,11 @@ class ComputeBounds:
             [
                 busy,
                 busy - self._deferrable * rows[Quantity.WEIGHT_GRADIENTS],
-                busy
-                - self._pricer.efficiency.overlap * rows[Quantity.COMPUTE]
-                + waiting(rows, ring),
+                busy - self._pricer.efficiency.overlap * compute + ring_s,
                 share * rows[COUNTS + send],
                 share * rows[BYTES + send],
-                blocked,
+                compute,
+                ring_s,
                 layers,
             ]
         )
@@ -609,74 +636,57 @@ def step_seconds(
     bounds: MicrobatchBounds,
     stages: Array,
     micro: Array,
-    bubble: Array | None,
-    layers: int,
-    accumulation_groups: int = 1,
-    message_s: Array | float = 0.0,
+    overhead: Array | float,
     overlappable: Array | float = 0.0,
     exposed_share: float = 0.0,
 ) -> Array:
     """A lower bound on the step time.
 
     Args:
-        bubble: lower bound on a stage's waiting time in units of its busy time per microbatch
-            (`Schedule.bubble`), by candidate, for one accumulation group; None for a schedule that
-            fills the bubble with weight gradients.
-        message_s: seconds of the messages of one microbatch.
+        overhead: seconds per step beyond an equal share of the work for every stage, see
+            `pipeline_overhead`.
         overlappable: seconds per step of transfers that overlap with compute.
         exposed_share: least share of them that does not.
     """
-    finite = np.isfinite(bounds.busy)
-    imbalance = np.where(finite, bounds.layer_seconds, 0.0) * (
-        np.ceil(layers / stages) / max(layers, 1) - 1 / stages
+    rounds = micro / stages
+    return (
+        np.maximum(
+            bounds.busy * rounds + exposed_share * overlappable,
+            bounds.ring_exposed * rounds + overlappable,
+        )
+        + overhead
     )
-    busy, undeferrable, ring_exposed = (
-        seconds / stages + imbalance + message_s
-        for seconds in (bounds.busy, bounds.undeferrable, bounds.ring_exposed)
-    )
-    waiting = (
-        (stages - 1) * np.maximum(0.0, np.where(finite, undeferrable, 0.0))
-        if bubble is None
-        else bubble * np.where(finite, busy, 0.0)
-    )
-    return np.maximum(
-        busy * micro + exposed_share * overlappable, ring_exposed * micro + overlappable
-    ) + np.where(finite, accumulation_groups * waiting, 0.0)
 
 
-def breadth_first_seconds(
+def pipeline_overhead(
     bounds: MicrobatchBounds,
-    stages: Array,
-    micro: Array,
-    chunks: Array,
+    pipelines: Pipelines,
+    schedule: Schedule,
+    message_s: Array | float,
     layers: int,
-    accumulation_groups: int,
-    message_s: Array,
-    overlappable: Array | float = 0.0,
-    exposed_share: float = 0.0,
-    *,
-    pinned: bool,
+    accumulation_groups: int = 1,
 ) -> Array:
-    """A lower bound on the step time of pipelines that take all microbatches through one chunk of
-    layers before the next; more chunks give a smaller bubble and more messages.
+    """A lower bound on the seconds per step that a pipeline adds to an equal share of the work for
+    every stage: the fullest stage has more layers, messages, and waiting.
 
     Args:
-        bounds, stages, micro, layers, accumulation_groups: see `step_seconds`.
+        pipelines: with the microbatches of one accumulation group.
         message_s: seconds of the messages of one microbatch and chunk.
-        overlappable, exposed_share: see `step_seconds`.
     """
-    fits = chunks > 0
-    if not pinned:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            best = np.sqrt(
-                accumulation_groups * (stages - 1) * bounds.busy / stages / (micro * message_s)
-            )
-        best = np.nan_to_num(best, nan=np.inf)
-        chunks = np.clip(best, MIN_CHUNKS, np.maximum(chunks, MIN_CHUNKS))
-    chunks = np.maximum(chunks, 1)
-    pipelines = bounds, stages, micro, (stages - 1) / chunks, layers, accumulation_groups
-    seconds = step_seconds(*pipelines, message_s * chunks, overlappable, exposed_share)
-    return np.where(fits, seconds, np.inf)
+    stages, chunks = pipelines.stages, pipelines.chunks
+    finite = np.isfinite(bounds.busy)
+    fullest_share = chunks * np.ceil(layers / (stages * chunks)) / max(layers, 1)
+    per_microbatch = (
+        np.where(finite, bounds.layer_seconds, 0.0) * (fullest_share - 1 / stages)
+        + message_s * chunks
+    )
+    if schedule.splits_backward:  # weight gradients fill the bubble
+        undeferrable = np.where(finite, bounds.undeferrable, 0.0) / stages + per_microbatch
+        waiting = (stages - 1) * np.maximum(0.0, undeferrable)
+    else:
+        busy = np.where(finite, bounds.busy, 0.0) / stages + per_microbatch
+        waiting = schedule.bubble(pipelines) * busy
+    return accumulation_groups * (per_microbatch * pipelines.microbatches + waiting)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -697,6 +707,8 @@ class TrafficBounds(ArrayTable):
         reduce: all-reduces of gradients that are stored replicated, per microbatch.
         routed: the part of `reduce` that is gradients of experts on their devices.
         blocked: collectives that block compute, per microbatch and over all stages.
+        outside_gather, outside_scatter: the parts of `gather` and `scatter` that are parameters of
+            embedding and head.
         gather_updated: the all-gather of updated parameters, per step.
     """
 
@@ -705,16 +717,22 @@ class TrafficBounds(ArrayTable):
     reduce: Array
     routed: Array
     blocked: Array
+    outside_gather: Array
+    outside_scatter: Array
     gather_updated: Array
 
     def seconds(
         self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather_time: str
     ) -> Array:
-        """Seconds per step under a ZeRO stage."""
+        """Seconds per step under a ZeRO stage, of pipelines that do not work breadth first."""
         micro, staged, profile = sizes["micro"], sizes["stage"] > 1, pricer.profile
         if zero == 3:
-            times = np.where(staged, 0.5, micro) if gather_time == "once" else micro
-            return self.gather * times + self.scatter * np.maximum(times, 1)
+            if gather_time == "use":
+                return (self.gather + self.scatter) * micro
+            once = self.gather / 2 + self.scatter
+            if profile.outside_on_all_stages:
+                once = once + self.outside_gather / 2
+            return np.where(staged, once, (self.gather + self.scatter) * micro)
         update = self.gather_updated if zero else 0.0
         reduced = self.scatter if profile.scatters(zero) else self.reduce
         if profile.reduces_once_per_step(zero):
@@ -724,6 +742,24 @@ class TrafficBounds(ArrayTable):
         if profile.reduces_in_last_microbatch(zero):
             return reduced + np.where(staged, 0.0, self.routed * (micro - 1)) + update
         return reduced * np.where(staged, 1, micro) + update
+
+    def breadth_first_seconds(
+        self, pricer: Pricer, micro: Array, max_chunks: Array, accumulation_groups: int
+    ) -> Array:
+        """Seconds per step of pipelines that work breadth first: every group of microbatches
+        gathers the weights of layers twice and reduces their gradients once, one chunk more than
+        there are; embedding and head do so for every microbatch.
+        """
+        gathers = accumulation_groups
+        scatters = accumulation_groups * (1 + 1 / np.maximum(max_chunks, 1))
+        seconds = self.gather * gathers + self.scatter * scatters
+        if not pricer.profile.outside_on_all_stages:
+            return seconds
+        return (
+            seconds
+            + self.outside_gather * np.maximum(micro - gathers, 0)
+            + self.outside_scatter * np.maximum(micro - scatters, 0)
+        )
 
 
 class Traffic:
@@ -771,6 +807,7 @@ class Traffic:
                 *([SLOTS[slot].role == role for slot in slots] for role in _ROLES),
                 [SLOTS[slot].role == "reduce" and SLOTS[slot].group.of_experts for slot in slots],
                 [slot in blocking for slot in slots],
+                *([SLOTS[slot].role == role for slot in slots] for role in _OUTSIDE_ROLES),
             ],
             dtype=float,
         )
@@ -782,6 +819,7 @@ class Traffic:
             ),
             kinds=np.concatenate([kinds, kinds], axis=1),
             all_stages=np.concatenate([all_stages, all_stages]),
+            outside_kinds=len(_OUTSIDE_ROLES),
         )
         dense, experts = (
             links.per_byte[SLOT_INDEX[Slot("gather", storage_group(experts=flag), "all-gather")]]
@@ -801,7 +839,7 @@ class Traffic:
                 scope,
                 model_tallies.work[policy, scope.routes],
                 degrees,
-                lambda tally, positions: self._seconds(tally, positions, self._roles),
+                lambda tallies, positions: self._seconds(tallies, positions, self._roles),
                 len(kinds),
             )
             for policy in scope.space.policies
@@ -810,7 +848,7 @@ class Traffic:
             scope,
             model_tallies.stored,
             degrees,
-            lambda tally, positions: self._seconds(tally, positions, self._updates),
+            lambda tallies, positions: self._seconds(tallies, positions, self._updates),
             1,
         )
 
@@ -822,44 +860,45 @@ class Traffic:
             for policy, costs in self._work.items()
         }
 
-    def total(self, row_choices: RowChoices, positions: Array) -> dict[str, TrafficBounds]:
+    def total(self, choices: Array, positions: Array) -> dict[str, TrafficBounds]:
         """The traffic of the given choices, by remat policy."""
-        updates = self._stored.total(row_choices, positions)
+        updates = self._stored.total(choices, positions)
         return {
-            policy: _traffic_bounds(costs.total(row_choices, positions), updates)
+            policy: _traffic_bounds(costs.total(choices, positions), updates)
             for policy, costs in self._work.items()
         }
 
-    def _seconds(self, tally: Tally, positions: Array, row_weights: _RowWeights) -> Array:
-        """Seconds of the rows of a tally, by kind."""
-        weight_rows = np.searchsorted(row_weights.rows, tally.rows % ROWS)
-        weight_rows = np.minimum(weight_rows, len(row_weights.rows) - 1)
-        weighted = np.flatnonzero(row_weights.rows[weight_rows] == tally.rows % ROWS)
-        matrix, weight_rows = tally.matrix[weighted], weight_rows[weighted]
-        used = np.flatnonzero(matrix.any(0))
-        if not len(used):
-            return np.zeros((len(row_weights.kinds), len(positions)))
+    def _seconds(
+        self, tallies: Sequence[Tally], positions: Array, row_weights: _RowWeights
+    ) -> Array:
+        """Seconds of the rows of tallies, by kind."""
+        own = row_weights.rows
+        moved = [
+            tally.where(own.tobytes(), lambda rows: np.isin(rows % ROWS, own)) for tally in tallies
+        ]
         needed = self._position[positions]
-        present = np.zeros(len(self._distinct), dtype=bool)
-        present[needed] = True
-        distinct, position = self._distinct[present], (np.cumsum(present) - 1)[needed]
-        values = matrix[:, used] @ self._values.stacked(
-            tuple(tally.measures[i] for i in used), distinct
-        )
-        shares = np.where(
-            row_weights.all_stages[weight_rows][:, None],
-            1.0,
-            self._shares[tally.rows[weighted] // ROWS].take(positions, axis=1),
-        )
-        return row_weights.kinds[:, weight_rows] @ (
-            values.take(position, axis=1)
-            * shares
-            * row_weights.rates[weight_rows].take(positions, axis=1)
-        )
+        distinct, position = np.unique(needed, return_inverse=True)
+        together = evaluated_together(moved, self._values, self._distinct[distinct])
+        seconds = np.zeros((len(row_weights.kinds), len(tallies), len(positions)))
+        rates = row_weights.rates.take(positions, axis=1)
+        shares = self._shares.take(positions, axis=1)
+        for number, (tally, values) in enumerate(zip(moved, together, strict=True)):
+            if not len(tally.rows):
+                continue
+            row = np.searchsorted(row_weights.rows, tally.rows % ROWS)
+            segments = tally.rows // ROWS
+            kinds = row_weights.kinds[:, row]
+            if row_weights.outside_kinds:
+                kinds[-row_weights.outside_kinds :] *= segments == len(self._shares) - 1
+            share = np.where(row_weights.all_stages[row][:, None], 1.0, shares[segments])
+            seconds[:, number] = kinds @ (values.take(position, axis=1) * share * rates[row])
+        return seconds
 
 
 #: Roles of collectives, in the order of the first fields of `TrafficBounds`.
 _ROLES = ("gather", "scatter", "reduce")
+#: Those of `TrafficBounds.outside_gather` and the field after it.
+_OUTSIDE_ROLES = ("gather", "scatter")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -871,12 +910,14 @@ class _RowWeights:
         rates: seconds by row and candidate.
         kinds: the kinds of seconds that each row counts towards, array [kinds, rows].
         all_stages: True for rows that are summed over all stages instead of taken from one.
+        outside_kinds: how many kinds, the last ones, count only embedding and head.
     """
 
     rows: Array
     rates: Array
     kinds: Array
     all_stages: Array
+    outside_kinds: int = 0
 
 
 def _traffic_bounds(work: Array, updates: Array) -> TrafficBounds:
@@ -918,9 +959,10 @@ class StepBounds:
         footprints: Mapping[str, Footprint],
         traffic: Mapping[str, TrafficBounds],
         sizes: Mapping[str, Array],
+        limit: float = np.inf,
     ) -> Array:
         """Lower bound on the step time of plans that fit; infinite where none fits."""
-        kinds = self.by_kind(bounds, footprints, traffic, sizes)
+        kinds = self.by_kind(bounds, footprints, traffic, sizes, limit)
         return np.minimum.reduce([np.full(len(sizes["micro"]), np.inf), *kinds.values()])
 
     def by_kind(
@@ -929,54 +971,74 @@ class StepBounds:
         footprints: Mapping[str, Footprint],
         traffic: Mapping[str, TrafficBounds],
         sizes: Mapping[str, Array],
+        limit: float = np.inf,
     ) -> dict[PlanKind, Array]:
-        """The same for every kind of plan."""
-        efficiency = self.pricer.efficiency
+        """The same for every kind of plan.
+
+        Args:
+            limit: seconds; what takes as long whether or not it fits is not looked at further.
+        """
+        chip, efficiency = self.pricer.topology.chip, self.pricer.efficiency
+        groups = self.space.accumulation_groups
         fixed = efficiency.step_s + efficiency.microbatch_s * (
-            sizes["micro"] + self.space.accumulation_groups * (sizes["stage"] - 1)
+            sizes["micro"] + groups * (sizes["stage"] - 1)
         )
-        kinds = dict[PlanKind, Array]()
+        by_policy = MicrobatchBounds.stacked(bounds.values())
+        footprint = Footprint.stacked(footprints[policy] for policy in bounds)
+        collectives = TrafficBounds.stacked(traffic[policy] for policy in bounds)
+        options = self._pipeline_options(tuple(bounds), by_policy, sizes)
+        #: by the number of points: kind of plan, points, and seconds beyond those of the points
+        points = defaultdict[int, list[tuple[PlanKind, Array, Array, Array]]](list)
         for zero, gather, legal in self._zero_options(sizes):
-            by_policy = {
-                policy: footprint.with_zero(zero, gather)
-                for policy, footprint in footprints.items()
-            }
-            state = next(iter(by_policy.values())).state
-            overlappable = {
-                policy: collectives.seconds(zero, self.pricer, sizes, gather)
-                for policy, collectives in traffic.items()
-            }
-            for times, breadth_first in self._alternatives(bounds, sizes, overlappable, gather):
-                kind = zero, breadth_first, gather
-                minimum = kinds.get(kind, np.full(len(sizes["micro"]), np.inf))
+            with_zero = footprint.with_zero(zero, gather)
+            state = with_zero.state[0]
+            update_s = 2 * state / (chip.hbm_bytes_per_s * efficiency.update_share)
+            update_s = np.where(legal, update_s, np.inf)
+            for overhead, breadth_first in options:
+                if not breadth_first:
+                    overlappable = collectives.seconds(zero, self.pricer, sizes, gather)
+                elif gather == "once":
+                    chunks = self.space.max_breadth_first_chunks(sizes)
+                    overlappable = collectives.breadth_first_seconds(
+                        self.pricer, sizes["micro"], chunks, groups
+                    )
+                else:
+                    continue
                 for offload in self.offloads:
-                    points = [
-                        point
-                        for policy, time in times.items()
-                        for point in self._time_memory_points(
-                            time,
-                            _breadth_first(footprints[policy])
-                            if breadth_first
-                            else by_policy[policy],
-                            offload,
-                        )
-                    ]
-                    fitting = fastest_mixture(points, self.capacity * (1 + ROUNDING))
-                    if "optimizer" in offload:
-                        fitting = fitting + 2 * state / self.pricer.topology.chip.host_bytes_per_s
-                    minimum = np.minimum(minimum, np.where(legal, fitting, np.inf))
-                kinds[kind] = minimum
-        return {kind: minimum + fixed for kind, minimum in kinds.items()}
+                    seconds, size = self._time_memory_points(
+                        _breadth_first(footprint) if breadth_first else with_zero,
+                        offload,
+                        sizes,
+                        by_policy,
+                        overhead,
+                        overlappable,
+                        collectives.blocked,
+                    )
+                    moved_s = 2 * state / chip.host_bytes_per_s if "optimizer" in offload else 0.0
+                    kind = zero, breadth_first, gather
+                    points[len(seconds)].append((kind, seconds, size, update_s + moved_s + fixed))
+        kinds = dict[PlanKind, Array]()
+        for listed in points.values():
+            seconds = np.concatenate([part + added for _, part, _, added in listed], axis=1)
+            size = np.concatenate([size for _, _, size, _ in listed], axis=1)
+            fitting = np.nan_to_num(seconds.min(0), nan=np.inf, posinf=np.inf)  # no choice fits
+            columns = np.flatnonzero(fitting < limit)
+            fitting[columns] = fastest_mixture(
+                seconds[:, columns], size[:, columns], self.capacity * (1 + ROUNDING)
+            )
+            for (kind, *_), part in zip(listed, np.split(fitting, len(listed)), strict=True):
+                kinds[kind] = np.minimum(kinds[kind], part) if kind in kinds else part
+        return kinds
 
     def unlimited_seconds(
         self, bounds: Mapping[str, MicrobatchBounds], sizes: Mapping[str, Array]
     ) -> Array:
         """Lower bound on the step time with unlimited memory."""
+        by_policy = MicrobatchBounds.stacked(bounds.values())
         return np.minimum.reduce(
             [
-                time
-                for times, _ in self._alternatives(bounds, sizes, {}, "once")
-                for time in times.values()
+                step_seconds(by_policy, sizes["stage"], sizes["micro"], overhead).min(0)
+                for overhead, _ in self._pipeline_options(tuple(bounds), by_policy, sizes)
             ]
         )
 
@@ -992,97 +1054,109 @@ class StepBounds:
         once = 3 in zeros and "once" in self.space.gathers and bool(staged.any())
         return [*stages, (3, "once", staged)] if once else stages
 
-    def _alternatives(
-        self,
-        bounds: Mapping[str, MicrobatchBounds],
-        sizes: Mapping[str, Array],
-        overlappable: Mapping[str, Array],
-        gather: str,
-    ) -> list[tuple[dict[str, Array], bool]]:
-        """Bounds on the step time by policy, each with a flag that is True for breadth first.
+    def _pipeline_options(
+        self, policies: Sequence[str], bounds: MicrobatchBounds, sizes: Mapping[str, Array]
+    ) -> list[tuple[Array, bool]]:
+        """Lower bounds on `pipeline_overhead`, [policies, candidates], each with a flag that is
+        True for breadth first; infinite where no schedule fits.
 
-        Three sets: policies that one plan may mix; for schedules that split the backward pass in
-        two, each policy alone (plans do not mix them there); and breadth-first pipelines, whose
-        stages all-gather weights once.
+        Three sets: schedules under which one plan may mix policies; for schedules that split the
+        backward pass in two, each policy alone (plans do not mix them there); and breadth-first
+        pipelines, whose stages all-gather weights once.
+
+        Args:
+            bounds: [policies, candidates].
         """
         stages, micro, space = sizes["stage"], sizes["micro"], self.space
-        layers, groups = space.limits.layers, space.accumulation_groups
-        overlappable_s = {policy: overlappable.get(policy, 0.0) for policy in bounds}
-        exposed = 0.0 if self.pricer.profile.states_overlap else 1 - self.pricer.efficiency.hidden
-        pipelined = (stages > 1).any()
-        message_s = {
-            policy: message_seconds(bound, stages, self.pricer) if pipelined else np.zeros(1)
-            for policy, bound in bounds.items()
-        }
-
-        def seconds(policy: str, bubble: Array | None) -> Array:
-            costs = message_s[policy], overlappable_s[policy], exposed
-            return step_seconds(bounds[policy], stages, micro, bubble, layers, groups, *costs)
-
-        mixed = {policy: seconds(policy, self._bubble(policy, stages, micro)) for policy in bounds}
-        if not pipelined:
+        mixed = np.full((len(policies), len(stages)), np.inf)
+        mixed[:, stages == 1] = 0.0
+        staged = np.flatnonzero(stages > 1)
+        if not len(staged):
             return [(mixed, False)]
-        separate = [
-            {policy: seconds(policy, None)}
-            for policy in bounds
-            if any(schedule.splits_backward for schedule in space.schedules(policy))
-        ]
-        options = [(times, False) for times in [mixed, *separate]]
-        chunks = space.max_breadth_first_chunks(sizes)
-        if gather != "once" or not chunks.any():
-            return options
-        breadth_first = {
-            policy: breadth_first_seconds(
-                bound,
-                stages,
-                micro,
-                chunks,
-                layers,
-                groups,
-                message_s[policy],
-                overlappable_s[policy],
-                exposed,
-                pinned=space.pins.virtual_stages is not None,
+        groups, layers = space.accumulation_groups, space.limits.layers
+
+        def least(rows: Array, schedule: Schedule, chunks: Sequence[int]) -> Array:
+            """The least over some numbers of chunks per stage, [policies, rows]."""
+            own, stages_of_rows = bounds.take(rows), stages[rows]
+            pipelines = Pipelines(
+                stages=stages_of_rows,
+                chunks=np.array(chunks)[:, None, None],
+                microbatches=micro[rows] // groups,
+                lockstep=self.pricer.profile.pipeline == "lockstep",
             )
-            for policy, bound in bounds.items()
-        }
+            message_s = message_seconds(own, stages_of_rows, self.pricer)
+            overhead = pipeline_overhead(own, pipelines, schedule, message_s, layers, groups)
+            fits = (pipelines.chunks == 1) | (
+                (pipelines.microbatches >= stages_of_rows)
+                & (stages_of_rows * pipelines.chunks <= layers)
+            )
+            return np.where(fits, overhead, np.inf).min(0)
+
+        split = list[Array]()
+        by_schedule = defaultdict[Schedule, dict[str, list[int]]](dict)
+        for policy in policies:
+            for schedule, chunks in space.schedules(policy):
+                by_schedule[schedule].setdefault(policy, []).append(chunks)
+        for schedule, chunks in by_schedule.items():
+            overhead = least(staged, schedule, next(iter(chunks.values())))
+            for number, policy in enumerate(policies):
+                if policy not in chunks:
+                    continue
+                if schedule.splits_backward:
+                    split.append(np.full_like(mixed, np.inf))
+                    split[-1][number, staged] = overhead[number]
+                else:
+                    mixed[number, staged] = np.minimum(mixed[number, staged], overhead[number])
+        options = [(overhead, False) for overhead in (mixed, *split)]
+        if "once" not in space.gathers or not space.max_breadth_first_chunks(sizes).any():
+            return options
+        breadth_first = np.full_like(mixed, np.inf)
+        for rows, chunks in space.breadth_first_rows(sizes):
+            breadth_first[:, rows] = least(rows, forward_first()[0], chunks)
         return [*options, (breadth_first, True)]
 
-    def _bubble(self, policy: str, stages: Array, micro: Array) -> Array:
-        """Waiting time of a stage in units of its busy time per microbatch: the least of one chunk
-        per stage and as many as a stage can have.
-        """
-        concurrent = micro // self.space.accumulation_groups
-        limit = self.space.max_chunks(policy, stages, micro)
-        return np.minimum.reduce(
-            [
-                schedule.bubble(Pipelines(stages=stages, chunks=chunks, microbatches=concurrent))
-                for schedule in self.space.schedules(policy) or (NONE,)
-                for chunks in (np.ones_like(limit), limit)
-            ]
-        )
-
     def _time_memory_points(
-        self, seconds: Array, footprint: Footprint, offload: tuple[str, ...]
-    ) -> list[tuple[Array, Array]]:
-        """(seconds, bytes) that bracket all plans of a policy, with some parts in host memory.
+        self,
+        footprint: Footprint,
+        offload: tuple[str, ...],
+        sizes: Mapping[str, Array],
+        bounds: MicrobatchBounds,
+        overhead: Array,
+        overlappable: Array,
+        blocked: Array,
+    ) -> tuple[Array, Array]:
+        """Seconds and bytes, [points, candidates], that bracket all plans of every policy, with
+        some parts in host memory.
 
-        Offloading activations costs `transfer_s_per_byte` seconds per byte, part of which overlaps
-        with compute. So some bytes can move for free, and moving all of them takes at least their
-        transfer time.
+        Offloaded activations move while kernels run: as many bytes as these hide, and all of them
+        in at least the time that is left of their transfer. In lockstep, stages also fill the stash
+        in host memory before compute begins.
+
+        Args:
+            overhead, overlappable: see `step_seconds`.
+            blocked: seconds of `bounds.busy` that are not kernels, at least.
         """
+        stages, micro, profile = sizes["stage"], sizes["micro"], self.pricer.profile
+        efficiency = self.pricer.efficiency
+        exposed = 0.0 if profile.states_overlap else 1 - efficiency.hidden
+        seconds = step_seconds(bounds, stages, micro, overhead, overlappable, exposed)
         least_bytes = footprint.device_bytes(offload)
         if "activations" not in offload:
-            return [(seconds, least_bytes)]
-        bytes_per_s = self.pricer.topology.chip.host_bytes_per_s
-        transfer_s_per_byte = (
-            2 * footprint.stack_fills / (bytes_per_s * max(1.0, self.pricer.efficiency.overlap))
-        )
-        all_bytes = least_bytes + footprint.live - footprint.live_without_stacks
-        return [
-            (seconds, np.maximum(least_bytes, all_bytes - seconds / transfer_s_per_byte)),
-            (np.maximum(seconds, (all_bytes - least_bytes) * transfer_s_per_byte), least_bytes),
-        ]
+            return seconds, least_bytes
+        second_per_byte = 1 / self.pricer.topology.chip.host_bytes_per_s
+        moving = 2 * footprint.stack_fills * second_per_byte
+        in_lockstep = (stages > 1) & (profile.pipeline == "lockstep")
+        filling = np.where(in_lockstep, second_per_byte / heap_ratio(self.pricer, stages), 0.0)
+        movable = footprint.live - footprint.live_without_stacks
+        hidden = efficiency.overlap * (bounds.busy - blocked) * micro / stages
+        free = np.minimum(movable, hidden / moving)
+        blocking = bounds.busy * micro / stages + exposed * overlappable + overhead
+        waiting = np.maximum(0.0, movable * moving - hidden) + movable * filling
+        times = [np.maximum(seconds, blocking + extra) for extra in (free * filling, waiting)]
+        sizes_of_points = [least_bytes + movable - free, least_bytes]
+        if in_lockstep.any():
+            times, sizes_of_points = [seconds, *times], [least_bytes + movable, *sizes_of_points]
+        return np.concatenate(times), np.concatenate(sizes_of_points)
 
     def least_bytes(self, footprints: Mapping[str, Footprint]) -> Array:
         """Lower bound on bytes per device."""
@@ -1141,7 +1215,8 @@ class MemoryAgnosticBounds:
         self._last_answer = np.inf, -np.inf, empty  # limits between which the answer is the same
         count = len(self._first)
         self._columns = {
-            stop: LazyColumns(1, count, partial(self._bound, stop)) for stop in (*REFINEMENTS, None)
+            stop: LazyColumns((1,), count, partial(self._bound, stop))
+            for stop in (*REFINEMENTS, None)
         }
 
     def __len__(self) -> int:
@@ -1210,7 +1285,7 @@ class Entries:
         self._pricer, self._step_bounds = pricer, step_bounds
         self.bounds = ComputeBounds(scope, pricer, values)
         self.choices = scope.choices
-        self._seconds = LazyColumns(1, len(index), self._evaluate)
+        self._seconds = LazyColumns((1,), len(index), self._evaluate)
         self._mixes_remat = scope.space.mixes_remat  # then the bounds ignore memory
         self._policies = (
             (*scope.space.policies, BEST_PER_GROUP) if self._mixes_remat else scope.space.policies
@@ -1301,11 +1376,15 @@ class Entries:
         index = self.degrees_index[entries]
         return self._least_seconds(index, self.sizes_of(entries), traffic)[None]
 
-    def seconds_on(self, meshes: Meshes) -> Array:
+    def seconds_on(self, meshes: Meshes, limit: float = np.inf) -> Array:
         """The same for placed candidates, whose links are known."""
         traffic = self._traffic_on(meshes).least(np.arange(len(meshes)))
         return self._least_seconds(
-            meshes.degrees_index, {**meshes.sizes, "micro": meshes.micro}, traffic, placed=True
+            meshes.degrees_index,
+            {**meshes.sizes, "micro": meshes.micro},
+            traffic,
+            limit,
+            placed=True,
         )
 
     def _least_seconds(
@@ -1313,6 +1392,7 @@ class Entries:
         index: Array,
         sizes: Mapping[str, Array],
         traffic: Mapping[str, TrafficBounds],
+        limit: float = np.inf,
         *,
         placed: bool = False,
     ) -> Array:
@@ -1320,8 +1400,14 @@ class Entries:
         with np.errstate(invalid="ignore"):  # what no choice fits is infinite
             bounds = {policy: self.bounds.least(policy, index) for policy in self._policies}
             if placed:
-                bounds = {p: bound.with_blocked(traffic[p].blocked) for p, bound in bounds.items()}
-            return self._step_bounds.seconds(bounds, self._least(index, sizes), traffic, sizes)
+                overlap = self._pricer.efficiency.overlap
+                bounds = {
+                    policy: bound.with_least_blocked(traffic[policy].blocked, overlap)
+                    for policy, bound in bounds.items()
+                }
+            return self._step_bounds.seconds(
+                bounds, self._least(index, sizes), traffic, sizes, limit
+            )
 
     def pairs(
         self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False
@@ -1336,68 +1422,63 @@ class Entries:
         fitting = self._legal_pairs(entries)
         if not len(fitting):
             return fitting
-        row_choices, index, sizes = self._rows(fitting)
+        index, sizes = self._rows(fitting)
         if minimum_memory:
             minimum_bytes = (
                 np.zeros(len(fitting))
                 if self._mixes_remat
-                else self._step_bounds.least_bytes(self._footprint(row_choices, index, sizes))
+                else self._step_bounds.least_bytes(self._footprint(fitting.choices, index, sizes))
             )
             return replace(fitting, bound=minimum_bytes).below(limit)
         bounds = {
-            policy: self.bounds.of_choices(policy, row_choices, index) for policy in self._policies
+            policy: self.bounds.of_choices(policy, fitting.choices, index)
+            for policy in self._policies
         }
         unlimited = self._step_bounds.unlimited_seconds(bounds, sizes)
         below = np.flatnonzero(unlimited < limit)
         fitting_pairs = replace(fitting, bound=unlimited).take(below)
         if not self._mixes_remat and len(fitting_pairs):
-            row_choices, index, sizes = self._rows(fitting_pairs)
+            index, sizes = self._rows(fitting_pairs)
+            entries, choices = fitting_pairs.entries, fitting_pairs.choices
             fitting_pairs = replace(
                 fitting_pairs,
                 bound=self._step_bounds.seconds(
                     {policy: bound.take(below) for policy, bound in bounds.items()},
-                    self._footprint(row_choices, index, sizes),
-                    self._traffic.total(row_choices, self._mesh[fitting_pairs.entries]),
+                    self._footprint(choices, index, sizes),
+                    self._traffic.total(choices, self._mesh[entries]),
                     sizes,
+                    limit,
                 ),
             )
         return fitting_pairs.take(
             np.lexsort((fitting_pairs.choices, self.sizes["tensor"][fitting_pairs.entries]))
         ).below(limit)
 
-    def _rows(self, pairs: Pairs) -> tuple[RowChoices, Array, dict[str, Array]]:
-        """Choices, indices of degrees, and sizes of pairs."""
-        return (
-            RowChoices(self.scope.choice_groups, pairs.choices),
-            self.degrees_index[pairs.entries],
-            self.sizes_of(pairs.entries),
-        )
+    def _rows(self, pairs: Pairs) -> tuple[Array, dict[str, Array]]:
+        """Indices of degrees, and sizes of pairs."""
+        return self.degrees_index[pairs.entries], self.sizes_of(pairs.entries)
 
     def seconds_by_kind(
-        self, meshes: Meshes, positions: Array, choices: Array
+        self, meshes: Meshes, positions: Array, choices: Array, limit: float = np.inf
     ) -> dict[PlanKind, Array]:
         """Lower bound on the step time by kind of plan, for placed candidates, whose links are
         known.
         """
-        sizes, row_choices = (
-            {**meshes.sizes, "micro": meshes.micro},
-            RowChoices(self.scope.choice_groups, choices),
-        )
-        index, sizes = (
-            meshes.degrees_index[positions],
-            {axis: size[positions] for axis, size in sizes.items()},
-        )
-        traffic = self._traffic_on(meshes).total(row_choices, positions)
+        index = meshes.degrees_index[positions]
+        sizes = {axis: size[positions] for axis, size in meshes.sizes.items()}
+        sizes["micro"] = meshes.micro[positions]
+        traffic = self._traffic_on(meshes).total(choices, positions)
         return self._step_bounds.by_kind(
             {
-                policy: self.bounds.of_choices(policy, row_choices, index).with_blocked(
+                policy: self.bounds.of_choices(policy, choices, index).with_blocked(
                     traffic[policy].blocked
                 )
                 for policy in self._policies
             },
-            self._footprint(row_choices, index, sizes),
+            self._footprint(choices, index, sizes),
             traffic,
             sizes,
+            limit,
         )
 
     def _legal_pairs(self, entries: Array) -> Pairs:
@@ -1423,10 +1504,10 @@ class Entries:
         return Pairs.joined(tables)
 
     def _footprint(
-        self, row_choices: RowChoices, index: Array, sizes: Mapping[str, Array]
+        self, choices: Array, index: Array, sizes: Mapping[str, Array]
     ) -> dict[str, Footprint]:
         """Footprints of candidates under the given choices, by policy."""
-        stored, points = self._footprints.total(row_choices, index)
+        stored, points = self._footprints.total(choices, index)
         return {
             policy: self._footprints.footprint(stored, points[policy], sizes)
             for policy in self._policies

@@ -65,6 +65,7 @@ from shardlib.planner.bounds import (
     MicrobatchBounds,
     PlanKind,
     message_seconds,
+    pipeline_overhead,
     step_seconds,
 )
 from shardlib.planner.parts import Candidate
@@ -1394,27 +1395,18 @@ class RowPricer(PricingInputs):
 
     def _bound(self, rows: CandidateRows, policy: str, schedule: str, virtual: int) -> Array:
         """A lower bound on the step time under a schedule, by row."""
-        groups = self.space.accumulation_groups
+        groups, bounds = self.space.accumulation_groups, rows.bounds[policy]
+        stages, micro = rows.meshes.stage, rows.meshes.micro
         pipelines = Pipelines(
-            stages=rows.meshes.stage,
-            chunks=np.full_like(rows.meshes.stage, virtual),
-            microbatches=rows.meshes.micro // groups,
+            stages=stages,
+            chunks=np.full_like(stages, virtual),
+            microbatches=micro // groups,
         )
-        bubble = None if named(schedule).splits_backward else named(schedule).bubble(pipelines)
-        message_s = (
-            message_seconds(rows.bounds[policy], rows.meshes.stage, self.pricer) * virtual
-            if named(schedule).staged
-            else 0.0
+        message_s = message_seconds(bounds, stages, self.pricer) if named(schedule).staged else 0.0
+        overhead = pipeline_overhead(
+            bounds, pipelines, named(schedule), message_s, self.space.limits.layers, groups
         )
-        return step_seconds(
-            rows.bounds[policy],
-            rows.meshes.stage,
-            rows.meshes.micro,
-            bubble,
-            self.space.limits.layers,
-            groups,
-            message_s,
-        )
+        return step_seconds(bounds, stages, micro, overhead)
 
     def _price_policy(
         self,

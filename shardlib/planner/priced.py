@@ -36,7 +36,7 @@ from shardlib.planner.incumbents import (
     RowPricer,
 )
 from shardlib.planner.parts import Candidate, PricedPlan, choice_of_rules, rules_in_colours
-from shardlib.planner.space import RowChoices, Scope, Space, spaces, unsupported_for
+from shardlib.planner.space import Scope, Space, spaces, unsupported_for
 from shardlib.planner.workload import ItemTallies, Workload
 from shardlib.propagation.colours import Choice
 
@@ -124,7 +124,8 @@ class PairPricer(PricingInputs):
         if placed is None or self.space.mixes_remat:
             return placed
         bounds = np.maximum(
-            placed.bound, entries.seconds_on(placed.block.meshes)[placed.candidates]
+            placed.bound,
+            entries.seconds_on(placed.block.meshes, self.best.limit)[placed.candidates],
         )
         return replace(placed, bound=bounds).below(self.best.limit).compacted()
 
@@ -135,7 +136,9 @@ class PairPricer(PricingInputs):
         if self.space.mixes_remat or not len(placed):
             return placed
         placed = placed.compacted()
-        kinds = entries.seconds_by_kind(placed.block.meshes, placed.candidates, placed.choices)
+        kinds = entries.seconds_by_kind(
+            placed.block.meshes, placed.candidates, placed.choices, self.best.limit
+        )
         bounds = np.minimum.reduce([np.full(len(placed), np.inf), *kinds.values()])
         return replace(placed, bound=bounds, kinds=kinds).below(self.best.limit)
 
@@ -197,9 +200,8 @@ class PairPricer(PricingInputs):
             replace(meshes, degrees_index=column.reshape(-1)),
             columns(model_tallies.stored)[0],
         )
-        row_choices = RowChoices(entries.scope.choice_groups, keys[0])
         bounds = {
-            policy: entries.bounds.of_choices(policy, row_choices, index[keys[1]]).take(
+            policy: entries.bounds.of_choices(policy, keys[0], index[keys[1]]).take(
                 local.degrees_index
             )
             for policy in bounded_policies
@@ -796,27 +798,35 @@ def explore(explorers: Sequence[Explorer], counts: DeviceCounts) -> None:
     limit = min((explorer.least_seconds(counts) for explorer in explorers), default=np.inf)
     if not np.isfinite(limit) or all(explorer.too_large(counts) for explorer in explorers):
         return
-    frontiers, fresh_entries = dict[int, Frontier](), list[tuple[float, int, Array]]()
+    best, frontiers = explorers[0].best, dict[int, Frontier]()
+    fresh_entries = list[tuple[float, int, Array]]()
     farthest = limit * MAX_LIMIT_RATIO
     while sum(len(new) for *_, new in fresh_entries) < MIN_FITTING_ENTRIES:
         seen = _count_below(frontiers, limit)
         if seen >= MAX_UNFIT_ENTRIES or not limit < farthest:
             return
-        limit *= LIMIT_GROWTH if seen else EMPTY_LIMIT_GROWTH
+        limit = _grown(limit, LIMIT_GROWTH if seen else EMPTY_LIMIT_GROWTH, best.limit)
         fresh_entries = _ready_entries(explorers, counts, frontiers, limit)
-    best, previous = explorers[0].best, np.inf
+        if limit == best.limit:
+            break
+    previous = np.inf
     while limit != previous:
         previous = limit
         for _, number, new in sorted(fresh_entries, key=lambda entry: entry[:2]):
             frontiers[number].advance(new, limit)
         if not np.isfinite(best.seconds) and _count_below(frontiers, limit) >= MAX_UNFIT_ENTRIES:
             return
-        limit = min(limit * LIMIT_GROWTH, best.limit) if limit < best.limit else limit
+        limit = _grown(limit, LIMIT_GROWTH, best.limit) if limit < best.limit else limit
         fresh_entries = _ready_entries(explorers, counts, frontiers, limit)
     for explorer in explorers:
         explorer.skip(counts, frontiers)
     for frontier in frontiers.values():
         frontier.close()
+
+
+def _grown(limit: float, growth: float, farthest: float) -> float:
+    """A limit one step farther; all the way where little would be left for another step."""
+    return farthest if farthest <= limit * growth * LIMIT_GROWTH else limit * growth
 
 
 def _count_below(frontiers: Mapping[int, Frontier], limit: float) -> int:

@@ -134,6 +134,9 @@ def with_more_free_memory(
     decisions = candidate.decisions
     if pins.zero is not None or not (1 <= decisions.zero < 3):
         return candidate
+    _, peak, best_of_mesh = priced.best.by_mesh.get(candidate.mesh, (0.0, math.inf, None))
+    if best_of_mesh == candidate and peak < FULL_MEMORY_SHARE * fitting_bytes(topology):
+        return candidate
     fewest_bytes = float(price(workload, topology, candidate).peak_bytes[0])
     if fewest_bytes < FULL_MEMORY_SHARE * fitting_bytes(topology):
         return candidate

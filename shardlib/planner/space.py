@@ -408,9 +408,11 @@ class Space:
         self._schedules_of[policy] = sorted(tried, key=lambda pair: pair[1] > 1)
         return self._schedules_of[policy]
 
-    def schedules(self, policy: str) -> list[Schedule]:
-        """Schedules of the space under a remat policy, without breadth-first ones."""
-        return [named(name) for name in dict.fromkeys(name for name, _ in self._schedules(policy))]
+    def schedules(self, policy: str) -> list[tuple[Schedule, int]]:
+        """Schedules of the space under a remat policy with numbers of chunks per stage, without
+        breadth-first ones.
+        """
+        return [(named(name), chunks) for name, chunks in self._schedules(policy)]
 
     @cached_property
     def _standard_schedules(self) -> set[tuple[str, int]]:
@@ -460,14 +462,22 @@ class Space:
             else np.zeros_like(stages)
         )
 
-    def max_chunks(self, policy: str, stages: Array, micro: Array) -> Array:
-        """The most chunks per stage of any schedule of the space, by candidate."""
-        limit = max((virtual for _, virtual in self._schedules(policy)), default=1)
-        return np.where(
-            micro >= stages * self.accumulation_groups,
-            np.maximum(1, np.minimum(limit, self.limits.layers // stages)),
-            1,
-        )
+    def breadth_first_rows(
+        self, sizes: Mapping[str, Array]
+    ) -> Iterator[tuple[Array, Sequence[int]]]:
+        """Candidates that may have breadth-first pipelines, by number of stages, with their numbers
+        of chunks per stage.
+        """
+        stages, most = sizes["stage"], self.max_breadth_first_chunks(sizes)
+        for number in np.unique(stages[most > 0]).tolist():
+            chunks = [
+                chunks
+                for chunks in self.breadth_first_chunks
+                if number * chunks <= self.limits.layers
+                and (self.pins.virtual_stages or -(-self.limits.layers // number) % chunks == 0)
+            ]
+            if chunks:
+                yield np.flatnonzero((stages == number) & (most > 0)), chunks
 
     def legal_schedule(self, decisions: Decisions, meshes: Meshes) -> Array:
         """Mask of the candidates that a schedule fits: a layer for every chunk, and, with several
@@ -875,8 +885,8 @@ def _dividing(layers: int) -> tuple[int, ...]:
 # choice are a sum of cached arrays, and the minimum over all choices is the sum of the minima of
 # the components. The caller defines the quantities: seconds or bytes (`planner/bounds.py`).
 
-#: Turns a tally into quantities on some degrees, by index: array [quantities, degrees].
-TallyValues = Callable[[Tally, Array], Array]
+#: Turns tallies into quantities on some degrees, by index: array [quantities, tallies, degrees].
+TallyValues = Callable[[Sequence[Tally], Array], Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -906,36 +916,33 @@ class Scope:
         return [self.choice(choice) for choice in self.space.choices]
 
     @cached_property
-    def choice_groups(self) -> ChoiceGroups:
-        """The choices, grouped by how they shard a component."""
-        return ChoiceGroups(self.choices)
-
-    @cached_property
     def first_choices(self) -> dict[str | None, Choice]:
         """The first choice with and without sequence parallelism, by the colour of the sequence."""
         return {choice.sequence: choice for choice in reversed(self.choices)}
 
-    def component_choices(self, component: tuple[str, ...], sequence: str | None) -> list[Choice]:
-        """Choices that shard one component, in every way, and nothing else."""
-        if (component, sequence) not in self._component_choices:
-            unsharded = self.first_choices[sequence]
-            rules_pinned = self.space.pins.rules is not None
-            options = (
-                {
-                    tuple(name for name in choice.tensor if name in component)
-                    for choice in self.choices
-                    if choice.sequence == sequence
-                }
-                if rules_pinned
-                else subsets(component)
+    def component_choices(self, component: tuple[str, ...]) -> ComponentChoices:
+        """The ways to shard one component and nothing else."""
+        if component not in self._component_choices:
+            options: dict[Choice, None] = {}
+            if self.space.pins.rules is not None:
+                options = dict.fromkeys(_restricted(choice, component) for choice in self.choices)
+            else:
+                for first in self.first_choices.values():
+                    options |= dict.fromkeys(
+                        replace(first, tensor=tensor) for tensor in subsets(component)
+                    )
+            numbers = {option: number for number, option in enumerate(options)}
+            self._component_choices[component] = ComponentChoices(
+                options=tuple(options),
+                of_choices=np.array(
+                    [numbers[_restricted(choice, component)] for choice in self.choices],
+                    dtype=np.int64,
+                ),
             )
-            self._component_choices[component, sequence] = [
-                replace(unsharded, tensor=tensor) for tensor in options
-            ]
-        return self._component_choices[component, sequence]
+        return self._component_choices[component]
 
     @cached_property
-    def _component_choices(self) -> dict[tuple[tuple[str, ...], str | None], list[Choice]]:
+    def _component_choices(self) -> dict[tuple[str, ...], ComponentChoices]:
         return {}
 
     def choice(self, choice: Choice) -> Choice:
@@ -947,90 +954,70 @@ class Scope:
         )
 
 
-class ChoiceGroups:
-    """Choices, grouped by how they shard a component."""
+@dataclass(frozen=True, kw_only=True)
+class ComponentChoices:
+    """The ways to shard a component.
 
-    def __init__(self, choices: Sequence[Choice]) -> None:
-        self.choices = choices
-        self._by_component: dict[tuple[str, ...], tuple[Array, list[Choice]]] = {}
+    Attributes:
+        options: choices that shard nothing else.
+        of_choices: index of the option of each choice of the space.
+    """
 
-    def by_component(self, component: tuple[str, ...]) -> tuple[Array, list[Choice]]:
-        """The group of each choice (choices that shard a component alike share one), and the first
-        choice of each group.
-        """
-        if component not in self._by_component:
-            first: dict[Choice, int] = {}
-            numbers = [
-                first.setdefault(_restricted(choice, component), len(first))
-                for choice in self.choices
-            ]
-            self._by_component[component] = np.array(numbers, dtype=np.int64), list(first)
-        return self._by_component[component]
+    options: tuple[Choice, ...]
+    of_choices: Array
 
 
 def _restricted(choice: Choice, component: tuple[str, ...]) -> Choice:
     return replace(choice, tensor=tuple(name for name in choice.tensor if name in component))
 
 
-class RowChoices:
-    """The choice of each row.
-
-    Args:
-        indices: index of the choice, by row.
-    """
-
-    def __init__(self, choice_groups: ChoiceGroups, indices: Array) -> None:
-        self._choice_groups, self._indices = choice_groups, indices
-        self._rows: dict[tuple[str, ...], list[tuple[Choice, Array | None]]] = {}
-
-    def rows(self, component: tuple[str, ...]) -> list[tuple[Choice, Array | None]]:
-        """Choices that shard a component differently, each with its rows; None for all of them."""
-        if component not in self._rows:
-            group_of_choice, first = self._choice_groups.by_component(component)
-            groups = group_of_choice[self._indices]
-            used = np.flatnonzero(np.bincount(groups)).tolist()
-            self._rows[component] = [
-                (first[number], None if len(used) == 1 else np.flatnonzero(groups == number))
-                for number in used
-            ]
-        return self._rows[component]
-
-
 class LazyColumns:
     """Quantities by degrees or entry, evaluated lazily and once.
 
     Args:
-        count: number of quantities.
+        shape: of the quantities.
         size: number of degrees or entries.
         evaluate: computes the quantities at the given indices (ascending).
     """
 
-    def __init__(self, count: int, size: int, evaluate: Callable[[Array], Array]) -> None:
-        self._values, self._used = np.empty((count, 0)), 0
+    def __init__(
+        self, shape: tuple[int, ...], size: int, evaluate: Callable[[Array], Array]
+    ) -> None:
+        self._values, self._used = np.empty((*shape, 0)), 0
         self._position, self._evaluate = np.full(size, -1), evaluate
 
     def take(self, index: Array) -> Array:
-        """The quantities at the given indices, array [quantities, indices]; callers must not modify
+        """The quantities at the given indices, array [*shape, indices]; callers must not modify
         it.
         """
+        positions = self._positions(index)
+        if len(positions) == self._used and np.array_equal(positions, np.arange(self._used)):
+            return self._values[..., : self._used]
+        return self._values.take(positions, axis=-1)
+
+    def select(self, rows: Array, index: Array) -> Array:
+        """The quantities at one row of the last dim of `shape` for each index."""
+        positions = self._positions(index)
+        return self._values[..., rows, positions]
+
+    def _positions(self, index: Array) -> Array:
+        """Where the quantities at some indices are stored."""
         positions = self._position[index]
         if positions.min(initial=0) < 0:
             new = np.zeros(len(self._position), dtype=bool)
             new[index] = True
             self._add(np.flatnonzero(new & (self._position < 0)))
             positions = self._position[index]
-        if len(positions) == self._used and np.array_equal(positions, np.arange(self._used)):
-            return self._values[:, : self._used]
-        return self._values.take(positions, axis=1)
+        return positions
 
     def _add(self, new: Array) -> None:
         """Evaluates the quantities at new indices."""
         end = self._used + len(new)
-        if end > self._values.shape[1]:
-            grown = np.empty((len(self._values), max(end, 2 * self._used)))
-            grown[:, : self._used] = self._values[:, : self._used]
+        if end > self._values.shape[-1]:
+            grown = np.empty((*self._values.shape[:-1], max(end, 2 * self._used)))
+            grown[..., : self._used] = self._values[..., : self._used]
             self._values = grown
-        self._values[:, self._used : end] = self._evaluate(new)
+        self._values[..., self._used : end] = self._evaluate(new)
         self._position[new] = np.arange(self._used, end)
         self._used = end
 
@@ -1041,7 +1028,7 @@ class ComponentCosts:
     Args:
         scope: the choices.
         tallies: of the items.
-        values: turns a tally into quantities.
+        values: turns tallies into quantities.
         count: number of quantities.
     """
 
@@ -1052,24 +1039,19 @@ class ComponentCosts:
         self._tensor = degrees.tensor
         self._legal = degrees.expert >= 1 if scope.routes else degrees.expert == 1
         colours = scope.workload.colouring.colours
-        self._fits = {name: colours[name].divisor % degrees.tensor == 0 for name in scope.shardable}
-        self._cache: dict[tuple[tuple[str, ...], Choice], LazyColumns] = {}
-        self._minima: dict[tuple[tuple[str, ...], str | None], LazyColumns] = {}
+        self._divides = {
+            name: colours[name].divisor % degrees.tensor == 0 for name in scope.shardable
+        }
+        self._cache: dict[tuple[str, ...], LazyColumns] = {}
+        self._minima: dict[tuple[str, ...], LazyColumns] = {}
         self._sums: dict[int | None, LazyColumns] = {}
 
-    def total(self, row_choices: RowChoices, index: Array) -> Array:
-        """The quantities of the given choices on some degrees, array [quantities, degrees].
-
-        Choices that shard a component alike are summed together.
-        """
+    def total(self, choices: Array, index: Array) -> Array:
+        """The quantities of some choices, each on some degrees, array [quantities, choices]."""
         total = np.zeros((self._count, len(index)))
         for component in ((), *self._tallies.components):
-            for choice, positions in row_choices.rows(component):
-                quantities = self._of_component(component, choice)
-                if positions is None:
-                    total += quantities.take(index)
-                else:
-                    total[:, positions] += quantities.take(index[positions])
+            options = self._scope.component_choices(component).of_choices[choices]
+            total += self._of_component(component).select(options, index)
         return total
 
     def least(self, index: Array, stop: int | None = None) -> Array:
@@ -1079,60 +1061,64 @@ class ComponentCosts:
         """
         if stop not in self._sums:
             self._sums[stop] = LazyColumns(
-                self._count, len(self._tensor), lambda new: self._minimum(new, stop)
+                (self._count,), len(self._tensor), lambda new: self._minimum(new, stop)
             )
         return self._sums[stop].take(index)
 
     def _minimum(self, index: Array, stop: int | None) -> Array:
         """See `least`."""
-        minimum = np.full((self._count, len(index)), np.inf)
-        for sequence, choice in self._scope.first_choices.items():
-            constant = self._of_component((), choice).take(index)
-            total = np.where((self._tensor[index] > 1) | (sequence is None), constant, np.inf)
-            for component in self._tallies.components[:stop]:
-                total += self._component_minimum(component, sequence).take(index)
-            minimum = np.minimum(minimum, total)
-        return np.where(self._legal[index], minimum, np.inf)
+        total = sum(
+            (
+                self._component_minimum(component).take(index)
+                for component in ((), *self._tallies.components[:stop])
+            ),
+            np.zeros((self._count, len(self._scope.first_choices), len(index))),
+        )
+        for number, sequence in enumerate(self._scope.first_choices):
+            if sequence is not None:
+                total[:, number, self._tensor[index] == 1] = np.inf
+        return np.where(self._legal[index], total.min(1), np.inf)
 
-    def _component_minimum(self, component: tuple[str, ...], sequence: str | None) -> LazyColumns:
-        """The minimum of a component over the ways to shard it that fit."""
-        key = component, sequence
-        if key not in self._minima:
-
-            def evaluate(index: Array) -> Array:
-                tensor, minimum = (self._tensor[index], np.full((self._count, len(index)), np.inf))
-                for choice in self._scope.component_choices(component, sequence):
-                    colours = choice.tensor
-                    fits = np.logical_and.reduce(
-                        [self._fits[name][index] for name in colours]
-                        + [tensor > (1 if colours else 0)]
-                    )
-                    fitting = np.flatnonzero(fits)
-                    if len(fitting):
-                        minimum[:, fitting] = np.minimum(
-                            minimum[:, fitting],
-                            self._of_component(component, choice).take(index[fitting]),
-                        )
-                return minimum
-
-            self._minima[key] = LazyColumns(self._count, len(self._tensor), evaluate)
-        return self._minima[key]
-
-    def _of_component(self, component: tuple[str, ...], choice: Choice) -> LazyColumns:
-        """The quantities of a component under a choice; zeros where the choice does not apply."""
-        (_, restricted), tally = self._tallies.of(component, choice)
-        key = component, restricted
-        if key not in self._cache:
-            shards = bool(restricted.tensor or restricted.sequence)
+    def _component_minimum(self, component: tuple[str, ...]) -> LazyColumns:
+        """The minimum of a component over the ways to shard it that fit, with and without sequence
+        parallelism: [quantities, sequences, degrees].
+        """
+        if component not in self._minima:
+            options = self._scope.component_choices(component).options
+            sequences = list(self._scope.first_choices)
+            fits = np.stack([self._fits(option) for option in options])
+            rows = [
+                [number for number, option in enumerate(options) if option.sequence == sequence]
+                for sequence in sequences
+            ]
 
             def evaluate(index: Array) -> Array:
-                applies = (self._tensor[index] > (1 if shards else 0)) & self._legal[index]
-                if applies.all():
-                    return self._evaluate(tally, index)
-                quantities = np.zeros((self._count, len(index)))
-                if applies.any():
-                    quantities[:, applies] = self._evaluate(tally, index[applies])
-                return quantities
+                quantities = self._of_component(component).take(index)
+                quantities = np.where(fits[:, index], quantities, np.inf)
+                return np.stack([quantities[:, own].min(1) for own in rows], axis=1)
 
-            self._cache[key] = LazyColumns(self._count, len(self._tensor), evaluate)
-        return self._cache[key]
+            shape = self._count, len(sequences)
+            self._minima[component] = LazyColumns(shape, len(self._tensor), evaluate)
+        return self._minima[component]
+
+    def _fits(self, option: Choice) -> Array:
+        """Mask of the degrees on which a component can be sharded in a way."""
+        divides = [self._divides[name] for name in option.tensor]
+        return np.logical_and.reduce([*divides, self._tensor > (1 if option.tensor else 0)])
+
+    def _of_component(self, component: tuple[str, ...]) -> LazyColumns:
+        """The quantities of a component under every way to shard it, [quantities, options,
+        degrees]; zeros where one does not apply.
+        """
+        if component not in self._cache:
+            options = self._scope.component_choices(component).options
+            tallies = [self._tallies.of(component, option) for option in options]
+            sharded = np.array([bool(option.tensor or option.sequence) for option in options])
+
+            def evaluate(index: Array) -> Array:
+                applies = (self._tensor[index] > sharded[:, None]) & self._legal[index]
+                return np.where(applies, self._evaluate(tallies, index), 0.0)
+
+            shape = self._count, len(options)
+            self._cache[component] = LazyColumns(shape, len(self._tensor), evaluate)
+        return self._cache[component]

@@ -378,13 +378,11 @@ class ItemTallies:
     groups: tuple[ItemGroup, ...]
     components: tuple[tuple[str, ...], ...]
     _cache: dict[Key, Tally] = field(default_factory=dict[Key, Tally], init=False, repr=False)
-    _by_request: dict[Key, tuple[Key, Tally]] = field(
-        default_factory=dict[Key, tuple[Key, Tally]], init=False, repr=False
-    )
+    _by_request: dict[Key, Tally] = field(default_factory=dict[Key, Tally], init=False, repr=False)
 
-    def of(self, component: tuple[str, ...], choice: Choice) -> tuple[Key, Tally]:
-        """The tally of a component under a choice, and its cache key; choices that shard the
-        component alike share both.
+    def of(self, component: tuple[str, ...], choice: Choice) -> Tally:
+        """The tally of a component under a choice; choices that shard the component alike share
+        it.
         """
         request = component, choice
         if request not in self._by_request:
@@ -403,7 +401,7 @@ class ItemTallies:
                 self._cache[key] = tallied(
                     entry for group in groups for entry in group.entries(choice)
                 )
-            self._by_request[request] = key, self._cache[key]
+            self._by_request[request] = self._cache[key]
         return self._by_request[request]
 
     def evaluated(self, values: MeasureValues, index: Array) -> EvaluatedTallies:
@@ -418,7 +416,7 @@ class EvaluatedTallies:
     tallies: ItemTallies
     values: MeasureValues
     index: Array
-    _cache: dict[Key, Array] = field(default_factory=dict[Key, Array], init=False, repr=False)
+    _cache: dict[int, Array] = field(default_factory=dict[int, Array], init=False, repr=False)
 
     def total(self, choice: Choice) -> Array:
         """Quantities under a choice: array [lists, segments, rows, degrees]."""
@@ -439,10 +437,10 @@ class EvaluatedTallies:
         for choice, positions in choices:
             columns = slice(begin, begin := begin + len(positions))
             for component in ((), *tallies.components):
-                key, tally = tallies.of(component, choice)
-                if key not in self._cache:
-                    self._cache[key] = tally.evaluated(self.values, self.index)
-                quantities[tally.rows, columns] += self._cache[key][:, positions]
+                tally = tallies.of(component, choice)
+                if id(tally) not in self._cache:
+                    self._cache[id(tally)] = tally.evaluated(self.values, self.index)
+                quantities[tally.rows, columns] += self._cache[id(tally)][:, positions]
         return quantities.reshape(tallies.lists, tallies.segments, ROWS, -1)
 
 

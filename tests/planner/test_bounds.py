@@ -23,11 +23,13 @@ from shardlib.planner.bounds import (
     Pairs,
     StepBounds,
     fastest_mixture,
+    pipeline_overhead,
     step_seconds,
 )
 from shardlib.planner.parts import Candidate
 from shardlib.planner.space import AttentionStrategy, Scope, build_space
 from shardlib.planner.workload import Workload, prepare
+from shardlib.schedules import Pipelines, named
 from tests.planner import worlds
 from tests.planner.brute_force import every_candidate, variants
 
@@ -192,17 +194,20 @@ def test_no_plan_is_smaller_than_its_bounds(world: str, software: str) -> None:
 
 
 def test_a_mixture_lies_on_the_line_between_policies() -> None:
-    none = (np.array([1.0, 1.0, 1.0, 2.0]), np.array([10.0, 10.0, 4.0, 10.0]))
-    full = (np.array([2.0, 2.0, 2.0, 1.0]), np.array([2.0, 6.0, 2.0, 2.0]))
-    np.testing.assert_allclose(fastest_mixture([none, full], 5.0), [1 + 5 / 8, np.inf, 1.0, 1.0])
+    seconds = np.array([[1.0, 1.0, 1.0, 2.0], [2.0, 2.0, 2.0, 1.0]])  # none and full, by candidate
+    sizes = np.array([[10.0, 10.0, 4.0, 10.0], [2.0, 6.0, 2.0, 2.0]])
+    expected = [1 + 5 / 8, np.inf, 1.0, 1.0]
+    np.testing.assert_allclose(fastest_mixture(seconds, sizes, 5.0), expected)
 
 
 def test_the_fullest_stage_has_whole_layers() -> None:
     busy, layers = np.array([7.0]), np.array([6.0])  # six layers, and a second outside of them
     none = np.zeros(1)
-    tick = MicrobatchBounds.of(np.stack([busy, busy, busy, none, none, none, layers]))
+    tick = MicrobatchBounds.of(np.stack([busy, busy, busy, none, none, busy, none, layers]))
     stages, micro = np.array([4]), np.array([8])
-    seconds = step_seconds(tick, stages, micro, stages - 1, 6)
+    pipelines = Pipelines(stages=stages, chunks=np.ones(1), microbatches=micro)
+    overhead = pipeline_overhead(tick, pipelines, named("1f1b"), 0.0, 6)
+    seconds = step_seconds(tick, stages, micro, overhead)
     np.testing.assert_allclose(seconds, (8 + 3) * (2 + 1 / 4))
 
 
