@@ -370,11 +370,13 @@ def fastest_mixture(seconds: Array, sizes: Array, capacity: float) -> Array:
         return fastest
     seconds, sizes, within = (array[:, columns] for array in (seconds, sizes, within))
     best = fastest[columns]
-    with np.errstate(invalid="ignore", divide="ignore"):
-        for quick, large, fits in zip(seconds, sizes, within, strict=True):
-            share = (large - capacity) / (large - sizes)
-            mixed = quick + (seconds - quick) * share
-            best = np.minimum(best, np.where(within & ~fits & (quick < best), mixed, np.inf).min(0))
+    for quick, large, fits in zip(seconds, sizes, within, strict=True):
+        mixed = np.flatnonzero(~fits & (quick < best))
+        slow, small, own = seconds[:, mixed], sizes[:, mixed], within[:, mixed]
+        quick, large = quick[mixed], large[mixed]
+        share = (large - capacity) / np.where(own, large - small, np.inf)
+        mixtures = np.where(own, quick + (slow - quick) * share, np.inf)
+        best[mixed] = np.minimum(best[mixed], mixtures.min(0))
     fastest[columns] = best
     return fastest
 
