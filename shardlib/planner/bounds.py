@@ -372,9 +372,9 @@ def fastest_mixture(seconds: Array, sizes: Array, capacity: float) -> Array:
     best = fastest[columns]
     for quick, large, fits in zip(seconds, sizes, within, strict=True):
         mixed = np.flatnonzero(~fits & (quick < best))
-        slow, small, own = seconds[:, mixed], sizes[:, mixed], within[:, mixed]
-        quick, large = quick[mixed], large[mixed]
-        share = (large - capacity) / np.where(own, large - small, np.inf)
+        quick, large, own = quick[mixed], large[mixed], within[:, mixed]
+        slow = np.where(own, seconds[:, mixed], quick)
+        share = (large - capacity) / np.where(own, large - sizes[:, mixed], np.inf)
         mixtures = np.where(own, quick + (slow - quick) * share, np.inf)
         best[mixed] = np.minimum(best[mixed], mixtures.min(0))
     fastest[columns] = best
