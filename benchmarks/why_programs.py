@@ -34,7 +34,7 @@ def measured(case: Case, topology: str) -> dict[str, Any]:
         "line": judgement.line,
         "shardings": judgement.shardings,
         "cure": judgement.cure,
-        "avoidable": case.avoidable,
+        "avoidable": case.avoidable and topology.partition(":")[0] not in case.local,
         "row": judgement.row,
         "cures": [cure.text for cure in diagnosis.cures],
         "bytes": round(diagnosis.communication.wire_bytes),

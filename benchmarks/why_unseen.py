@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import importlib
 import json
@@ -234,6 +235,48 @@ def levanter(sources: Path) -> Case:
     )
 
 
+def midgpt(sources: Path) -> Case:
+    """Its train step, `shard_gpt` with `shard_model`, and its sharding of the batch."""
+    absent("wandb tqdm")
+    sys.path.insert(0, str(sources / "midGPT"))
+    import equinox as eqx
+    import optax
+    from src.model import GPT, GPTConfig, shard_gpt
+    from src.train import ExperimentConfig, make_training_fns
+
+    sizes = {"block_size": 256, "vocab_size": 8192, "n_layer": 4, "n_head": 8, "n_embd": 512}
+    model_config = GPTConfig(dropout=0.0, **sizes)
+    settings = dict.fromkeys(field.name for field in dataclasses.fields(ExperimentConfig))
+    settings |= {"compute_dtype": "bfloat16", "g_accum_iters": 1, "shard_model": True}
+    config = ExperimentConfig(**{**settings, "model_config": model_config})
+    mesh = mesh_of(replica=1, data=8)
+    optimizer = optax.adamw(1e-3)
+    step, _ = make_training_fns(config, optimizer, mesh)
+
+    def init(key: jax.Array) -> Any:
+        model = GPT(model_config, key)
+        return model, optimizer.init(eqx.filter(model, eqx.is_array))
+
+    def laid_out(tree: Any) -> Any:
+        """A tree of arrays as `shard_gpt` lays them out."""
+        shardings = list[NamedSharding]()
+        eqx.filter_eval_shape(
+            lambda tree: shard_gpt(tree, mesh, True, lambda x, s: shardings.append(s) or x), tree
+        )
+        left = iter(shardings)
+        return jax.tree.map(lambda x: struct(x, next(left)) if hasattr(x, "shape") else x, tree)
+
+    batch = NamedSharding(mesh, PartitionSpec(None, ("replica", "data"), None))
+    tokens = jax.ShapeDtypeStruct((1, 64, 256), jnp.int32, sharding=batch)
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return Case(
+        function=step,
+        arguments=(*map(laid_out, eqx.filter_eval_shape(init, key)), tokens, tokens, key),
+        layout="the authors': shard_gpt",
+        mesh=mesh,
+    )
+
+
 def maxtext(sources: Path) -> Case:
     """Its train step as `train_compile` hands it to JAX, of `base.yml` with smaller sizes."""
     absent(
@@ -301,6 +344,7 @@ EXAMPLES = (
 CASES: dict[str, Callable[[Path], Case]] = {
     **{name: functools.partial(example, name) for name in EXAMPLES},
     "levanter": levanter,
+    "midgpt": midgpt,
     "maxtext": maxtext,
 }
 

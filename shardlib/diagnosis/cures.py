@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from shardlib.cost.pricing import collective_seconds
 from shardlib.diagnosis.edits import LAYOUTS, Edit, Spec
 from shardlib.diagnosis.program import Argument, TracedFunction
-from shardlib.diagnosis.rows import Meeting, Row, ValueOrigin, read_meetings
+from shardlib.diagnosis.rows import Meeting, Row, ValueOrigin, batch_dim, read_meetings
 from shardlib.diagnosis.source import read_source
 from shardlib.machines.topology import Topology
 from shardlib.untrusted.data import JsonObject
@@ -77,7 +77,11 @@ def _batch_edits(
     shardings: JsonObject, function: TracedFunction, batch: frozenset[str]
 ) -> Iterator[Edit]:
     """Values of the forward pass whose first dim is the batch's and has lost its sharding."""
-    data = {a.shape[0]: a.spec[0] for a in function.arguments if a.shape and set(a.spec[0]) & batch}
+    data = {
+        a.shape[dim]: a.spec[dim]
+        for a in function.arguments
+        if a.shape and set(a.spec[dim := batch_dim(a)]) & batch
+    }
     seen = set[tuple[str, int, int]]()
     for value in shardings.get("values", ()):
         source = read_source(value["location"])
@@ -103,11 +107,23 @@ def _edits_of(meeting: Meeting, function: TracedFunction) -> Iterator[Edit]:
         if source.user:
             yield Edit(spec=(), frame=source.user, removes=True)
     user = next((user.user for user in meeting.users if not user.operation.backward), None)
-    made, sizes = meeting.result, dict(function.mesh)
+    made, sizes, value = meeting.result, dict(function.mesh), meeting.value
     if user and len(made) == len(meeting.needed) and _divides(made, meeting.needed, sizes):
         yield Edit(spec=meeting.needed, frame=user, shape=made)
-        yield Edit(spec=meeting.needed, frame=user, shape=meeting.value.shape, manual=True)
-    yield from _on(meeting.value, meeting.needed, meeting.axes, function)
+        argument = None if value.argument is None else function.arguments[value.argument]
+        yield Edit(
+            spec=meeting.needed,
+            frame=user,
+            shape=value.shape,
+            manual=True,
+            name=meeting.users[0].operation.primitive,
+            written=argument and _stored(value, meeting.needed, argument),
+        )
+    parts = [function.arguments[number] for number in meeting.parts]
+    if len(parts) > 1 and {part.spec for part in parts} == {meeting.produced}:
+        name = ", ".join(part.name for part in parts)
+        yield Edit(spec=meeting.needed, arguments=meeting.parts, name=name)
+    yield from _on(value, meeting.needed, meeting.axes, function)
     for user in meeting.users[:1]:
         if user.user and not user.operation.backward and user not in layouts:
             yield Edit(spec=meeting.produced, frame=user.user, shape=meeting.value.shape)
@@ -120,15 +136,17 @@ def _on(
     value: ValueOrigin, needed: Spec | None, axes: frozenset[str], function: TracedFunction
 ) -> Iterator[Edit]:
     """Layouts of a value where it is made, of an argument where it is stored."""
-    sizes = dict(function.mesh)
-    for layout in _layouts(value, needed, axes, sizes):
-        argument = value.argument
+    sizes, argument = dict(function.mesh), value.argument
+    layouts = list(_layouts(value, needed, axes, sizes))
+    if argument is not None:  # those first that take no more memory
+        layouts.sort(key=lambda layout: sum(map(len, layout)) < sum(map(len, value.spec)))
+    for layout in layouts:
         if argument is not None:
             stored = _stored(value, layout, function.arguments[argument])
             if stored not in (None, function.arguments[argument].spec) and _divides(
                 function.arguments[argument].shape, stored, sizes
             ):
-                yield Edit(spec=stored, argument=argument, name=value.name)
+                yield Edit(spec=stored, arguments=(argument,), name=value.name)
         if value.source.user and not value.source.operation.backward:
             yield Edit(spec=layout, frame=value.source.user, shape=value.shape)
 

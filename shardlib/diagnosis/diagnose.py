@@ -371,13 +371,18 @@ class _Work:
             raise _not_compiled(outcome, function, shardings)
         before = self.read(function, machine, outcome, shardings)
         cures, tried = self.find_cures(function, machine, before, shardings, limit)
+        cured = _removed(before.rows, cures)
+        rows = tuple(
+            replace(row, inherent=False) if number in cured and row.inherent else row
+            for number, row in enumerate(before.rows)
+        )
         return Diagnosis(
             function=function.name,
             topology=self.topology.name,
             mesh=function.mesh,
-            communication=before,
+            communication=replace(before, rows=rows),
             cures=tuple(cure for cure, _ in cures),
-            cured=_removed(before.rows, [after for _, after in cures]),
+            cured=cured,
             tried=tried,
             versions=outcome.versions,
             searched=limit > 0,
@@ -461,7 +466,7 @@ class _Work:
                     continue
                 after = self.read(edited, machine, outcome, layout)
                 if _helps(before, after):
-                    cure = _cure(edit, function.explicit, before, after)
+                    cure = _cure(edit, edited, before, after)
                     cures.append((cure, after))
                     accepted, before, shardings, improved = (*accepted, edit), after, layout, True
             if not improved:
@@ -496,20 +501,21 @@ def _helps(before: Communication, after: Communication) -> bool:
     )
 
 
-def _cure(edit: Edit, explicit: bool, before: Communication, after: Communication) -> Cure:
+def _cure(edit: Edit, edited: TracedFunction, before: Communication, after: Communication) -> Cure:
     return Cure(
         edit=edit,
         place=edit.place,
-        text=edit.text(explicit),
+        text=edit.text(edited.explicit, edited.mapped.get(edit, 0)),
         bytes=(before.wire_bytes, after.wire_bytes),
         seconds=(before.step_seconds, after.step_seconds),
         memory=(before.memory["peak"], after.memory["peak"]),
     )
 
 
-def _removed(rows: Sequence[Row], after: Sequence[Communication]) -> dict[int, int]:
+def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -> dict[int, int]:
     """Row -> the first cure that takes at least half of its bytes away: what is left of it has its
-    kind and axes, and its line or its size.
+    kind and axes, and its line or its size. That of an argument takes nothing away that is inherent
+    where the arguments are sharded so.
     """
 
     def left(row: Row, communication: Communication) -> float:
@@ -526,8 +532,11 @@ def _removed(rows: Sequence[Row], after: Sequence[Communication]) -> dict[int, i
 
     removed: dict[int, int] = {}
     for number, row in enumerate(rows):
-        for cure, communication in enumerate(after):
-            if row.inherent is not True and left(row, communication) <= row.bytes / 2:
+        for cure, (made, communication) in enumerate(cures):
+            is_open = row.inherent is not True or (
+                made.edit.frame is not None and row.cause in ("partial-sums", "weights")
+            )
+            if is_open and left(row, communication) <= row.bytes / 2:
                 removed[number] = cure
                 break
     return removed

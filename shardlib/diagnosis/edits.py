@@ -13,14 +13,15 @@ import ast
 import functools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.diagnosis.source import Frame, expression, is_users, text_of
@@ -39,40 +40,44 @@ class Edit:
         spec: the layout: of the value of the expression at `frame`, or of the argument.
         frame: the expression; None for an argument.
         shape: of its value.
-        argument: number of the argument; None for an expression.
-        name: of the argument.
+        arguments: numbers of the arguments, of which all are stored so; () for an expression.
+        name: of the arguments, or of the operation that each device runs on its part.
         removes: True for a layout that is left out; `spec` is what is there without it.
         manual: True for an operation of one operand that each device runs on its part
             (`jax.shard_map`); `spec` and `shape` are those of the operand.
+        written: the spec in the line, where the expression turns the dims of what it takes.
     """
 
     spec: Spec
     frame: Frame | None = None
     shape: tuple[int, ...] = ()
-    argument: int | None = None
+    arguments: tuple[int, ...] = ()
     name: str = ""
     removes: bool = False
     manual: bool = False
+    written: Spec | None = None
 
     @property
     def entries(self) -> list[str | tuple[str, ...] | None]:
         """The spec as `jax.sharding.PartitionSpec` takes it; without None at its end."""
-        entries = [None if not a else a[0] if len(a) == 1 else a for a in self.spec]
-        while entries and entries[-1] is None:
-            entries.pop()
-        return entries
+        return _entries(self.spec)
 
     @property
     def place(self) -> str:
         """The line to edit."""
         return self.frame.place if self.frame else f"the sharding of {self.name}"
 
-    def text(self, explicit: bool) -> str:
+    def text(self, explicit: bool, mapped: int = 0) -> str:
         """The line as it should be, or the new sharding of the argument.
 
         Args:
             explicit: whether the mesh is of explicit mode.
+            mapped: how many of the first dims the line does not see, as `jax.vmap` adds them.
         """
+        if mapped:
+            names = ", ".join(map(repr, filter(None, _entries(self.spec[:mapped]))))
+            line = replace(self, spec=self.spec[mapped:]).text(explicit)
+            return f"{line}  # under jax.vmap(..., spmd_axis_name={names})" if names else line
         spec = f"jax.P({', '.join(map(repr, self.entries))})"
         if self.frame is None:
             return f"{self.name}: {spec}"
@@ -80,12 +85,21 @@ class Edit:
         if self.removes:
             return line.replace(inner, _first_argument(inner), 1)
         if self.manual:
+            entries = _entries(self.spec if self.written is None else self.written)
+            spec = f"jax.P({', '.join(map(repr, entries))})"
             return line.replace(inner, _by_part(inner, spec), 1)
         layout = "jax.sharding.reshard" if explicit else "jax.lax.with_sharding_constraint"
         if target := re.match(r"([\w.]+)\s*[-+*/@%&|^<>]+=\s", inner):  # an update, not a value
             return f"{line}; {target[1]} = {layout}({target[1]}, {spec})"
         edited = f"{layout}({inner}, {spec})"
         return line.replace(inner, edited, 1) if inner in line else edited
+
+
+def _entries(spec: Spec) -> list[str | tuple[str, ...] | None]:
+    entries = [None if not a else a[0] if len(a) == 1 else a for a in spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return entries
 
 
 def _first_argument(call: str) -> str:
@@ -122,24 +136,40 @@ def _by_part(call: str, spec: str) -> str:
 
 
 _BIND = Primitive.bind
-#: The mesh and the edits that are tried in this process; tracing is done by one thread at a time.
-_STATE: list[tuple[Mesh | AbstractMesh, Sequence[Edit]]] = []
+
+
+class _Tried(NamedTuple):
+    """What is tried: `made` counts how often each edit was made, `mapped` are the dims that its
+    line does not see.
+    """
+
+    mesh: Mesh | AbstractMesh
+    edits: Sequence[Edit]
+    made: Counter[Edit]
+    mapped: dict[Edit, int]
+
+
+#: What is tried in this process; tracing is done by one thread at a time.
+_STATE: list[_Tried] = []
 
 
 @contextmanager
-def edited(edits: Sequence[Edit], mesh: Mesh | AbstractMesh) -> Iterator[None]:
+def edited(edits: Sequence[Edit], mesh: Mesh | AbstractMesh) -> Iterator[Mapping[Edit, int]]:
     """A context in which functions are traced with edits; clears JAX's caches of traced functions
     before and after, where there are edits of expressions.
+
+    Yields:
+        Edit -> how many of the first dims its line does not see, of those that were made.
     """
-    of_expressions = [edit for edit in edits if edit.frame is not None]
-    if not of_expressions:
-        yield
+    tried = _Tried(mesh, [edit for edit in edits if edit.frame is not None], Counter(), {})
+    if not tried.edits:
+        yield tried.mapped
         return
     jax.clear_caches()
-    _STATE.append((mesh, of_expressions))
+    _STATE.append(tried)
     Primitive.bind = _bind
     try:
-        yield
+        yield tried.mapped
     finally:
         _STATE.pop()
         Primitive.bind = _BIND
@@ -151,30 +181,38 @@ def _bind(self: Primitive, *arguments: Any, **parameters: Any) -> Any:
     state = _STATE[-1] if _STATE else None
     if state is None:
         return _BIND(self, *arguments, **parameters)
-    mesh, edits = state
+    mesh, edits, made, mapped = state
+    nothing, before = _Tried(mesh, (), Counter(), {}), made.copy()
     if self.name in LAYOUTS:
         if any(edit.removes and _runs(edit) for edit in edits):
             return arguments[0]
         return _BIND(self, *arguments, **parameters)
     for edit in edits:
-        if edit.manual and [v.shape for v in arguments] == [edit.shape] and _runs(edit):
+        is_named = edit.name in (self.name, parameters.get("name"))
+        shapes = [getattr(value, "shape", None) for value in arguments]
+        if edit.manual and is_named and shapes == [edit.shape] and _runs(edit):
             spec = PartitionSpec(*edit.entries)
-            _STATE.append((mesh, ()))
+            _STATE.append(nothing)
             try:
-                return jax.shard_map(
-                    lambda value: _BIND(self, value, **parameters),
-                    mesh=mesh,
-                    in_specs=spec,
-                    out_specs=spec,
-                )(*arguments)
+                called = parameters.get("jaxpr")  # a function that JAX has traced for whole arrays
+                by_part = (
+                    jaxpr_as_fun(called)
+                    if isinstance(called, ClosedJaxpr)
+                    else functools.partial(_BIND, self, **parameters)
+                )
+                mapped_over = jax.shard_map(by_part, mesh=mesh, in_specs=spec, out_specs=spec)
+                return mapped_over(*arguments)
             finally:
                 _STATE.pop()
     result = _BIND(self, *arguments, **parameters)
     results = list(result) if isinstance(result, list | tuple) else [result]
     shapes = [getattr(value, "shape", None) for value in results]
     for edit in edits:
-        if not (edit.removes or edit.manual) and edit.shape in shapes and _runs(edit):
-            _STATE.append((mesh, ()))  # the layout itself is bound as it is
+        if edit.removes or edit.manual:
+            continue
+        if edit.shape in shapes and _runs(edit):
+            made[edit] += 1
+            _STATE.append(nothing)  # the layout itself is bound as it is
             try:
                 results = [
                     _laid_out(value, edit, mesh) if shape == edit.shape else value
@@ -182,6 +220,10 @@ def _bind(self: Primitive, *arguments: Any, **parameters: Any) -> Any:
                 ]
             finally:
                 _STATE.pop()
+        elif made[edit] > before[edit]:  # bound by a rule of vmap's, with more dims than here
+            hidden = (len(edit.shape) - len(shape) for shape in shapes if shape is not None)
+            fits = [n for n in hidden if n > 0 and edit.shape[n:] in shapes and _runs(edit)]
+            mapped[edit] = max([mapped.get(edit, 0), *fits])
     return type(result)(results) if isinstance(result, list | tuple) else results[0]
 
 
@@ -193,9 +235,13 @@ def _laid_out(value: Any, edit: Edit, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def _runs(edit: Edit) -> bool:
-    """Returns whether the user's innermost line that runs now is the edit's expression."""
+    """Returns whether the user's innermost line that runs now is the edit's expression; not within
+    a function of a library's that JAX traces once for all lines that call it.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and not is_users(frame.f_code.co_filename):
+        if frame.f_code.co_name.startswith("trace_to_jaxpr"):
+            return False
         frame = frame.f_back
     if frame is None or edit.frame is None or frame.f_code.co_filename != edit.frame.file:
         return False

@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -58,6 +58,7 @@ class TracedFunction:
         arguments: in the order of the program.
         donated: numbers of the arguments that are donated.
         kinds: "Auto", "Explicit" or "Manual" of every axis.
+        mapped: edit that was made -> how many dims of its value its line does not see.
     """
 
     name: str
@@ -68,6 +69,7 @@ class TracedFunction:
     arguments: tuple[Argument, ...]
     donated: tuple[int, ...]
     kinds: tuple[str, ...]
+    mapped: Mapping[Edit, int] = field(default_factory=dict[Edit, int])
 
     @property
     def explicit(self) -> bool:
@@ -155,8 +157,7 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
     names = argument_names(call, [paths[i][0] for i in arrays])
     name = _function_name(call.function)
     for edit in edits:
-        if edit.argument is not None:
-            number = arrays[edit.argument]
+        for number in (arrays[argument] for argument in edit.arguments):
             leaves[number] = _struct(leaves[number], PartitionSpec(*edit.entries), mesh)
 
     def flat(*values: Any) -> Any:
@@ -174,9 +175,11 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
 
     flat.__name__ = flat.__qualname__ = name
     program, data, donated = None, b"", list[int]()
+    mapped: Mapping[Edit, int] = {}
     errors = list[Exception]()
     for context in _contexts(call, mesh):
-        with context(), edited(edits, mesh), _all_frames():
+        with context(), edited(edits, mesh) as made, _all_frames():
+            mapped = made
             try:
                 donated = _donated(call, tree.unflatten(leaves))
                 program = export.export(
@@ -209,6 +212,7 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
         ),
         donated=tuple(arrays.index(i) for i in donated if i in arrays),
         kinds=tuple(kind.name for kind in mesh.axis_types),
+        mapped=mapped,
     )
 
 

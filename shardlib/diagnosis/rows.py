@@ -98,8 +98,9 @@ class Meeting:
         count: how often they meet in one call.
         computed: whether they meet in an operation that XLA's partitioner computes: `produced` is
             the sharding of its operand, `needed` the same without the dims that it works along.
-        result: the shape of what that operation makes, where a device may make a part of it of a
-            part of the operand: a sort of rows; () for others.
+        result: the shape of what an operation that takes it makes, where a device may make a part
+            of that of a part of the operand: a sort of rows; () for others.
+        parts: numbers of the arguments of which the value is made element by element.
     """
 
     value: ValueOrigin
@@ -112,6 +113,7 @@ class Meeting:
     count: int
     computed: bool
     result: tuple[int, ...]
+    parts: tuple[int, ...]
 
     @property
     def axes(self) -> frozenset[str]:
@@ -141,7 +143,8 @@ def read_meetings(shardings: JsonObject, function: TracedFunction) -> tuple[Meet
                 source=read_source(entry["location"]),
                 count=entry["count"],
                 computed=entry["op"] == "computed",
-                result=tuple(entry.get("result", ())),
+                result=tuple(entry["result"]),
+                parts=tuple(entry.get("parts", ())),
                 users=tuple(read_source(user["location"]) for user in entry["users"]),
                 contraction=contraction
                 and Contraction(
@@ -508,7 +511,11 @@ def _match(
         places = [meeting.source, meeting.value.source, *meeting.users]
         if meeting.contraction:
             places += [operand.source for operand in meeting.contraction.operands]
-        same = key is not None and any(source.key == key for source in places)
+        call = row.source.operation.primitive.startswith("jit(")  # stands for all that is in it
+        same = key is not None and any(
+            source.key == key or (call and source.key and source.key[1] == key[1])
+            for source in places
+        )
         line = key is not None and any(
             source.key is not None and source.key[1][:2] == key[1][:2] for source in places
         )
@@ -521,6 +528,8 @@ def _match(
         points = 4.0 * same + 1.0 * line + 2.0 * (set(row.axes) == meeting.axes) + 2.0 * sums
         origin = meeting.contraction.source if meeting.contraction else meeting.source
         points += 3.0 * (row.source.operation.backward == origin.operation.backward)
+        # partial sums of what XLA computes come from the operand of that
+        points += is_sum and bool(meeting.result)
         return points + 3.0 * fits - 0.5 * bool(taken[id(meeting)])
 
     best = max(meetings, key=score, default=None)
@@ -650,11 +659,18 @@ def explain(rows: Iterable[Row], function: TracedFunction) -> tuple[Row, ...]:
     )
 
 
+def batch_dim(argument: Argument) -> int:
+    """The dim of data that is the batch's: the first, or of whole numbers the first that is
+    sharded, as the first may be of microbatches.
+    """
+    of_tokens = argument.dtype.startswith(("int", "uint"))
+    return next((dim for dim, axes in enumerate(argument.spec) if axes and of_tokens), 0)
+
+
 def batch_axes(function: TracedFunction) -> frozenset[str]:
-    """The mesh axes that shard the first dim of the data. Arguments that come back as results with
-    the same shape are state and not data; of the others those of whole numbers say it, or, where
-    there are none, those that are not parts of a tree, and of them those with the first dim of a
-    result.
+    """The mesh axes that shard the batch. Arguments that come back as results with the same shape
+    are state and not data; of the others those of whole numbers say it, or, where there are none,
+    those that are not parts of a tree, and of them those with the first dim of a result.
     """
     arguments, shapes = function.arguments, set(function.results)
     first_dims = {shape[0] for shape, _ in function.results if shape}
@@ -667,7 +683,7 @@ def batch_axes(function: TracedFunction) -> frozenset[str]:
         [a for a in arguments if a.shape],
     ):
         if chosen:
-            return frozenset(axis for a in chosen for axis in a.spec[0])
+            return frozenset(axis for a in chosen for axis in a.spec[batch_dim(a)])
     return frozenset()
 
 
@@ -708,7 +724,14 @@ def _reduction(
     if is_backward and parameter is not None:
         of_batch = "the batch, which" if set(row.axes) <= batch else "what"
         gradient = f"the gradient of {_quoted(parameter.name) or 'a parameter'}"
-        return "gradient", f"{gradient} is summed over {of_batch} {over} shards", True
+        reason = f"{gradient} is summed over {of_batch} {over} shards"
+        # rows that are added by index may be sent in the place of what they are added to
+        few = (
+            contraction is not None
+            and "scatter" in source.operation.primitive
+            and math.prod(contraction.operands[0].shape) <= math.prod(meeting.value.shape)
+        )
+        return "gradient", reason, None if few else True
     if contraction is None:
         return "partial-sums", f"partial sums of {_quoted(meeting.value.name)} are added", None
     summed = [

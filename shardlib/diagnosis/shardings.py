@@ -67,7 +67,7 @@ def read_shardings(text: str) -> JsonObject:
         empty: Any = jax.jit(lambda: 0).lower().compiler_ir("stablehlo")
         context = empty.context  # which knows the dialects of JAX's programs
         with context:
-            module = type(empty).parse(text)
+            module = _without_dead_values(type(empty), text)
             layouts = [
                 _location(operation)
                 for operation, _ in _walk(module.operation, 1)
@@ -103,6 +103,20 @@ def read_shardings(text: str) -> JsonObject:
     return {"meetings": meetings, "values": values, "layouts": layouts, "problem": ""}
 
 
+def _without_dead_values(kind: Any, text: str) -> Any:
+    """A module without what no result takes, which compilers drop: the forward pass of a gradient
+    that is all that is asked for.
+    """
+    from jaxlib.mlir import passmanager
+
+    module = kind.parse(text)
+    try:
+        passmanager.PassManager.parse("builtin.module(remove-dead-values)").run(module.operation)
+    except Exception:  # it does not know every operation
+        return kind.parse(text)
+    return module
+
+
 #: Operations of Shardy that communicate.
 _MOVES = ("sdy.reshard", "sdy.all_reduce", "sdy.reduce_scatter", "sdy.all_to_all")
 #: Operations that show the one array that they are given in another form.
@@ -115,6 +129,14 @@ _VIEWS = (
     "stablehlo.transpose",
 )
 
+
+#: Operations of which each element is made of the elements of the operands at the same place.
+_ELEMENTWISE = frozenset(
+    (
+        *("add", "subtract", "multiply", "divide", "power", "maximum", "minimum", "select"),
+        *("convert", "negate", "exponential", "tanh", "logistic", "and", "or", "xor", "not"),
+    )
+)
 
 #: Operations whose region takes their operands as they are.
 _REGIONS = ("sdy.manual_computation", "sdy.named_computation")
@@ -141,8 +163,7 @@ class _Reader:
         for name, function in self.functions.items():
             for operation, count in _walk(function, 1):
                 if operation.name == "func.call":
-                    callee = str(operation.attributes["callee"]).lstrip("@").strip('"')
-                    self.calls.setdefault(callee, []).append((name, operation, count))
+                    self.calls.setdefault(_callee(operation), []).append((name, operation, count))
 
     def location(self, operation: Any) -> JsonObject:
         """The name and the frames of an operation; in a loop or a function the name follows that of
@@ -183,9 +204,17 @@ class _Reader:
         return self.counts[function]
 
     def operations(self) -> Iterator[tuple[Any, int]]:
-        """Every operation, with how often it runs."""
-        for name, function in self.functions.items():
-            yield from _walk(function, self.count(name))
+        """Every operation, with how often it runs, in the order in which the first of it runs."""
+        seen = set[str]()
+
+        def within(name: str) -> Iterator[tuple[Any, int]]:
+            seen.add(name)
+            for operation, count in _walk(self.functions[name], self.count(name)):
+                yield operation, count
+                if operation.name == "func.call" and _callee(operation) not in seen:
+                    yield from within(_callee(operation))
+
+        yield from (entry for name in self.functions if name not in seen for entry in within(name))
 
     def meeting(self, operation: Any) -> JsonObject:
         """A value that is made in one sharding and needed in another, or partial sums of it."""
@@ -208,6 +237,16 @@ class _Reader:
             "reduced": axes,
             "origin": self.described(value),
             "contraction": self.contraction(_origin(value), axes),
+            "parts": sorted(self.parts(value)),
+            "result": next(
+                (
+                    _tensor(user.results[0])[0]
+                    for user in _users(result)
+                    for _, dims in _worked(user)
+                    if _by_part(user, dims)
+                ),
+                [],
+            ),
             "users": [
                 {"op": user.name, "location": self.location(user)} for user in _users(result)
             ],
@@ -236,12 +275,28 @@ class _Reader:
             value = shown
         return None
 
+    def parts(self, value: Any) -> set[int]:
+        """Numbers of the program's arguments of which a value is made element by element."""
+        operation = _origin(value)
+        if operation is None:
+            described = self.described(value)
+            return {described["argument"]} if described.get("op") == "argument" else set()
+        shape, _ = _tensor(value)
+        if operation.name.rpartition(".")[2] not in _ELEMENTWISE:
+            return set()
+        return set().union(
+            *(self.parts(operand) for operand in operation.operands if _tensor(operand)[0] == shape)
+        )
+
     def computed(self, operation: Any) -> Iterator[JsonObject]:
         """Operands of an operation that are sharded along the dims that it works along: Shardy
         leaves it to XLA's partitioner to compute such an operation.
         """
         for value, dims in _worked(operation):
             made = self.spec(value)
+            if operation.name.endswith("composite"):  # no more is gathered than the result asks for
+                kept = self.spec(operation.results[0])
+                dims = {dim for dim in dims if not set(made[dim]) <= set(kept[dim])}
             if not any(made[dim] for dim in dims if dim < len(made)):
                 continue
             shape, dtype = _tensor(value)
@@ -316,7 +371,7 @@ class _Reader:
         number = next(i for i, result in enumerate(operation.results) if result == value)
         if operation.name == "stablehlo.optimization_barrier":
             return operation.operands[number]
-        function = self.functions[str(operation.attributes["callee"]).lstrip("@").strip('"')]
+        function = self.functions[_callee(operation)]
         block = function.regions[0].blocks[0]
         inner = list(block.operations)[-1].operation.operands[number]
         while hasattr(inner.owner, "name"):
@@ -384,6 +439,11 @@ class _Reader:
         if value.arg_number < len(parent.results):
             return self._sharding(parent.results[value.arg_number])
         return ""
+
+
+def _callee(call: Any) -> str:
+    """The function that a call is of."""
+    return str(call.attributes["callee"]).lstrip("@").strip('"')
 
 
 def _numbers(operation: Any, name: str) -> list[int]:
