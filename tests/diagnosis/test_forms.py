@@ -5,6 +5,7 @@ layers; and the frames of compiled programs.
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 
 import jax
@@ -136,3 +137,51 @@ def test_layouts_of_updates_follow_them(tmp_path: Path) -> None:
     file.write_text("x += y\n")
     edit = Edit(spec=(("data",),), frame=Frame(str(file), 1, 0, 1, 6), shape=(8,))
     assert edit.text(False) == "x += y; x = jax.lax.with_sharding_constraint(x, jax.P('data'))"
+
+
+def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table[tokens]
+
+
+def test_a_line_under_vmap_does_not_see_the_dims_that_it_adds() -> None:
+    """Its layout has the others, and the axes of the batch are those of `jax.vmap`; written so, the
+    program has the layout that was tried.
+    """
+
+    def mapped(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        return jax.vmap(functools.partial(rows_of, table))(tokens)
+
+    def written(table: jax.Array, tokens: jax.Array) -> jax.Array:
+        spec = jax.NamedSharding(model.MESH, jax.P())
+        return jax.vmap(
+            lambda row: jax.lax.with_sharding_constraint(table[row], spec), spmd_axis_name="data"
+        )(tokens)
+
+    arguments = model.array((256, 64), None, "data"), model.array((16, 32), dtype=jnp.int32)
+    line = rows_of.__code__.co_firstlineno + 1
+    edit = Edit(
+        spec=(("data",), (), ()), frame=Frame(__file__, line, 11, line, 24), shape=(16, 32, 64)
+    )
+    call = Call(function=mapped, arguments=arguments, keywords={})
+    tried = trace(call, "cpu", find_mesh(call), [edit])
+    assert edit.text(False, tried.mapped[edit]) == (
+        "return jax.lax.with_sharding_constraint(table[tokens], jax.P())"
+        "  # under jax.vmap(..., spmd_axis_name='data')"
+    )
+    layout = re.compile(r"sdy.sharding_constraint %\w+ (<@mesh, \[.*?\]>) : tensor<16x32x64xf32>")
+    expected = layout.findall(traced(written, *arguments).module)
+    assert expected and set(layout.findall(tried.module)) == set(expected)
+
+
+def test_a_layout_is_at_its_line_and_not_at_others_that_call_the_same_function() -> None:
+    """JAX traces `jnp.add` once for both lines."""
+
+    def twice(a: jax.Array, b: jax.Array) -> jax.Array:
+        c = jnp.add(a, b)
+        return jnp.add(c, b)
+
+    line = twice.__code__.co_firstlineno + 1
+    edit = Edit(spec=((), ("model",)), frame=Frame(__file__, line, 12, line, 25), shape=(64, 128))
+    call = Call(function=twice, arguments=(X, X), keywords={})
+    program = trace(call, "cpu", find_mesh(call), [edit])
+    assert program.module.count("sdy.sharding_constraint") == 1
