@@ -68,7 +68,7 @@ from shardlib.lowering.training_program import CompositeState, TrainingProgram, 
 from shardlib.planner.plan import Plan, plan_from_data, plan_to_data
 from shardlib.processes import values
 from shardlib.processes.values import ArrayHandler, by_owners, owners_of, whole
-from shardlib.untrusted.data import Json, JsonMapping, JsonObject, construct, shown
+from shardlib.untrusted.data import Json, JsonMapping, JsonObject, construct, require_types, shown
 
 # --------------------------------------------------------------------------------------------------
 # The description of a checkpoint: a JSON document with a digest.
@@ -725,7 +725,7 @@ class Keep:
             None for no such rule.
 
     Raises:
-        CheckpointError: numbers out of range, all of them listed.
+        CheckpointError: values of another kind or out of range, all of them listed.
     """
 
     newest: int | None = 3
@@ -735,6 +735,7 @@ class Keep:
     every_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        require_types(self, "shardlib.checkpointing.store.Keep", CheckpointError)
         wrong = [
             f"{name} is {value!r}; it must be at least 1"
             for name, value in (("newest", self.newest), ("best_count", self.best_count))

@@ -15,6 +15,7 @@ The steps themselves are in `shardlib.training.stepping`.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -57,6 +58,16 @@ def _count(value: Any) -> bool:
     return not isinstance(value, bool) and hasattr(value, "__index__") and value >= 0
 
 
+def _takes_step(value: Any) -> bool:
+    try:
+        inspect.signature(value).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # callables of C have no signature
+        return callable(value)
+    return True
+
+
 #: Expected kinds of the arguments of `fit`.
 _KINDS: Mapping[str, Kind] = {
     "program": (
@@ -65,8 +76,8 @@ _KINDS: Mapping[str, Kind] = {
         "program=shardlib.compile(init, loss, optimizer, batch), or shardlib.compile_step(...)",
     ),
     "data": (
-        lambda value: callable(value) or hasattr(value, "rows"),
-        "a dataset or function of the step",
+        lambda value: hasattr(value, "rows") or _takes_step(value),
+        "a dataset or a function of the step",
         "data=lambda step: batch",
     ),
     "steps": (_count, "a number of steps, from 0 on", "steps=1000"),

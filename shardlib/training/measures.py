@@ -37,8 +37,8 @@ from typing import Any, Protocol
 
 from tensorboardX import SummaryWriter
 
-from shardlib.errors import ModelError, RunError, raise_all
-from shardlib.untrusted.data import JsonMapping, JsonObject, read_regular
+from shardlib.errors import ModelError, RunError, SettingsError, raise_all
+from shardlib.untrusted.data import JsonMapping, JsonObject, read_regular, require_types
 
 #: Former submodules are resolved by `shardlib._moved`.
 __path__: list[str] = []
@@ -71,7 +71,7 @@ class Policy:
             too high takes up to twenty.
 
     Raises:
-        ModelError: numbers out of range, all of them listed.
+        ModelError: values of another kind or out of range, all of them listed.
     """
 
     window: int = 64
@@ -82,6 +82,7 @@ class Policy:
     skips: int = 20
 
     def __post_init__(self) -> None:
+        require_types(self, "shardlib.training.measures.Policy", SettingsError)
         failures = [
             f"{name} is {getattr(self, name)!r}; it must be at least {minimum}"
             for name, minimum in (("window", 2), ("spike", 0), ("attempts", 0), ("skips", 0))

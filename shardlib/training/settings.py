@@ -29,6 +29,7 @@ from shardlib.untrusted.data import (
     is_count,
     is_positive,
     require_kinds,
+    require_types,
 )
 
 
@@ -214,7 +215,7 @@ class TrainConfig:
         quiet: show only the result.
 
     Raises:
-        ModelError: numbers out of range, all of them listed.
+        ModelError: values of another kind or out of range, all of them listed.
     """
 
     data: str | Path | None = None
@@ -240,6 +241,7 @@ class TrainConfig:
     quiet: bool = False
 
     def __post_init__(self) -> None:
+        require_types(self, "shardlib.training.settings.TrainConfig", SettingsError)
         failures = [
             f"{name} is {getattr(self, name)!r}; it must be at least 1"
             for name in ("steps", "batch", "seq", "save_every", "keep")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from shardlib.annotation.trees import Tree, path_text
@@ -1132,6 +1133,8 @@ class Loop:
                 self.display.say(f"the loss of step {step} is {loss:.3f}, far above those before")
             return True
         what, advice = f"the loss of step {step} of {self.task.steps} is {loss:g}", self.task.advice
+        if bad := self._not_finite(step):
+            what, advice = f"{what}: {bad}", f"batches without them; data({step - 1 + self.offset})"
         if verdict == "stop" or self.saving is None or not self.saving.kept():
             raise TrainingError(f"{what}\nTry: {advice}")
         if self.rollbacks >= self.task.settings.policy.attempts:
@@ -1141,6 +1144,23 @@ class Loop:
             )
         self._roll_back(self.saving, step, loss)
         return False
+
+    def _not_finite(self, step: int) -> str:
+        """The numbers of a step's batch that are not finite; "" where there are none, or where it
+        cannot be made again.
+        """
+        if not callable(self.task.data):
+            return ""
+        with contextlib.suppress(Exception):  # whatever the user's function raises the second time
+            batch = self.task.data(step - 1 + self.offset)
+            counts = {
+                path_text(path): np.sum(~np.isfinite(np.asarray(leaf, np.float64)))
+                for path, leaf in jax.tree_util.tree_leaves_with_path(batch)
+                if jax.dtypes.issubdtype(np.asarray(leaf).dtype, np.inexact)
+            }
+            leaves = [f"{count} of {path}" for path, count in counts.items() if count]
+            return f"its batch has numbers that are not finite ({', '.join(leaves)})" * bool(leaves)
+        return ""
 
     def _roll_back(self, saving: Saving, step: int, loss: float) -> None:
         """Rolls back to the newest checkpoint, and skips all batches since."""

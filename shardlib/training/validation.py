@@ -16,7 +16,7 @@ import numpy as np
 
 from shardlib.annotation.names import UserLoss
 from shardlib.annotation.trees import Tree
-from shardlib.errors import BatchError, ModelError, raise_all
+from shardlib.errors import BatchError, ModelError, SettingsError, raise_all
 from shardlib.functions.losses import WeightedMean
 from shardlib.graph import Dependence, Rows
 from shardlib.lowering.runtime import shapes_of_batch
@@ -24,6 +24,7 @@ from shardlib.lowering.training_program import TrainingProgram
 from shardlib.tracing.rows import LossInputs, prove
 from shardlib.tracing.trace import describe_batch, result_names, rows_of, with_rows
 from shardlib.training.states import averaged
+from shardlib.untrusted.data import require_types
 
 #: A function () -> batches of any number of rows; or a dataset (`shardlib.data.open.read`); or a
 #: tree of host arrays with all rows.
@@ -54,7 +55,7 @@ class Validation:
         name: prefix of its metrics: "validation/loss".
 
     Raises:
-        ModelError: numbers out of range, all of them listed.
+        ModelError: values of another kind or out of range, all of them listed.
     """
 
     data: Data
@@ -66,6 +67,7 @@ class Validation:
     name: str = "validation"
 
     def __post_init__(self) -> None:
+        require_types(self, "shardlib.training.validation.Validation", SettingsError)
         failures = [f"every is {self.every!r}; it must be at least 1"] if self.every < 1 else []
         if self.rows is not None and self.rows < 0:
             failures.append(f"rows is {self.rows!r}; it must be at least 1, or None for all")

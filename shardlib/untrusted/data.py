@@ -22,12 +22,15 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, SupportsIndex, TypeAlias, TypeGuard, TypeVar, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, TypeAlias, TypeGuard, TypeVar, cast
 
 from shardlib.errors import ArgumentError, MissingFileError, ShardlibError, raise_all
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 #: Plain data, as JSON and TOML have it: None, booleans, numbers, strings, and lists and dicts of
 #: plain data, with strings as keys.
@@ -76,6 +79,53 @@ def require_kinds(
         )
 
 
+def _reads_as(read: Callable[[Any], object]) -> Callable[[Any], bool]:
+    def check(value: Any) -> bool:
+        try:
+            return not isinstance(value, bool | str | bytes) and read(value) is not None
+        except (TypeError, ValueError, OverflowError):
+            return False
+
+    return check
+
+
+#: Annotations of fields whose values are checked, and the values in words.
+_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "int": (_reads_as(operator.index), "an integer"),
+    "float": (_reads_as(float), "a number"),
+    "bool": (lambda value: isinstance(value, bool), "True or False"),
+    "str": (lambda value: isinstance(value, str), "a string"),
+    "Path": (lambda value: isinstance(value, os.PathLike), "a path"),
+    "None": (lambda value: value is None, "None"),
+    "UserLoss": (callable, "a function"),
+    "JsonMapping": (lambda value: isinstance(value, Mapping), "a mapping"),
+    "tuple[int, int]": (
+        lambda value: (
+            isinstance(value, tuple | list)
+            and len(value) == 2
+            and all(map(_TYPES["int"][0], value))
+        ),
+        "two integers",
+    ),
+}
+
+
+def require_types(settings: DataclassInstance, name: str, error: type[ShardlibError]) -> None:
+    """Refuses fields of a dataclass whose values are of other types than their annotations, as far
+    as those are in `_TYPES`.
+    """
+    failures: list[str] = []
+    examples: list[str] = []
+    for field_ in fields(settings):
+        types, value = str(field_.type).split(" | "), getattr(settings, field_.name)
+        if {*types} <= _TYPES.keys() and not any(_TYPES[word][0](value) for word in types):
+            words = " or ".join(_TYPES[word][1] for word in types)
+            failures.append(f"{field_.name} is {_shown(value)}, not {words}")
+            examples.append(f"{field_.name}={field_.default!r}")
+    if failures:
+        raise_all(error, f"{name} cannot use its arguments", failures, hint="; ".join(examples))
+
+
 def is_integer(value: object) -> TypeGuard[int]:
     """True for an integer; a boolean is none."""
     return isinstance(value, int) and not isinstance(value, bool)
@@ -120,8 +170,8 @@ def _shown(value: Any) -> str:
     if isinstance(value, plain):
         text = shown(value, 1000)
         return text if len(text) <= 40 else f"{text[:40]}..."
-    if name := getattr(value, "__name__", ""):
-        return f"the function {name}"
+    if callable(value) and (name := getattr(value, "__name__", "")):
+        return f"the {'class' if isinstance(value, type) else 'function'} {name}"
     shape = getattr(value, "shape", ())
     return (
         f"an array of shape {tuple(shape)}"

@@ -29,7 +29,8 @@ from shardlib.training.fit import Fitted, fit
 from shardlib.training.measures import JsonLines, Policy, by_step, read_records
 from shardlib.training.rates import Ramp
 from shardlib.training.run import RunFolder, status
-from shardlib.training.settings import Settings
+from shardlib.training.settings import Settings, TrainConfig
+from shardlib.training.validation import Validation
 from tests.checkpointing.states import numbers
 from tests.training.small import BATCH, Model, batch_of, compiled, loss
 
@@ -246,11 +247,16 @@ def test_losses_that_stay_bad_end_the_run(program: Program, tmp_path: Path):
         run(program, tmp_path, batches=poisoned, policy=Policy(attempts=2))
     assert (
         str(caught.value)
-        == "the loss of step 8 of 30 is nan, after the run went back 2 times to step 7 and past"
-        " other batches\nTry: a smaller learning rate, or another seed"
+        == "the loss of step 8 of 30 is nan: its batch has numbers that are not finite (128 of x, 128"
+        " of y), after the run went back 2 times to step 7 and past other batches\nTry: batches"
+        " without them; data(12)"
     )
-    with pytest.raises(TrainingError, match="the loss of step 11 of 30 is nan\nTry: "):
+    with pytest.raises(TrainingError) as caught:
         fit(program, poisoned, steps=30)
+    assert str(caught.value) == (
+        "the loss of step 11 of 30 is nan: its batch has numbers that are not finite (128 of x, 128"
+        " of y)\nTry: batches without them; data(10)"
+    )
     assert RunFolder(tmp_path).saved() == (7,)
 
 
@@ -394,6 +400,54 @@ def test_bad_requests(program: Program, tmp_path: Path):
     )
     with pytest.raises(RunError, match='data is "b", the run has "a"'):
         fit(program, batch_of, steps=1, settings=Settings(run=tmp_path), identity={"data": "b"})
+
+
+@pytest.mark.parametrize(
+    ("data", "kind"),
+    [
+        (lambda: batch_of(0), "the function <lambda>"),
+        ((batch_of(step) for step in range(3)), "a generator"),
+        (type("Rows", (), {"__init__": lambda self: None}), "the class Rows"),
+        (5, "5"),
+    ],
+)
+def test_data_that_give_no_batch_of_a_step_are_refused(program: Program, data: Any, kind: str):
+    with pytest.raises(ArgumentError) as caught:
+        fit(program, data, steps=1)
+    assert str(caught.value) == (
+        f"shardlib.fit cannot use its arguments: data is {kind}, not a dataset or a function of the"
+        " step\nTry: data=lambda step: batch"
+    )
+
+
+def test_settings_of_another_kind_name_the_field():
+    with pytest.raises(ModelError) as caught:
+        Policy(spike="20", window=True)  # pyright: ignore
+    assert isinstance(caught.value, ArgumentError)
+    assert str(caught.value) == (
+        "shardlib.training.measures.Policy cannot use its arguments:\n  - window is True, not an"
+        " integer\n  - spike is '20', not a number\nTry: window=64; spike=20.0"
+    )
+    with pytest.raises(CheckpointError) as caught:
+        Keep(newest="3", best=1)  # pyright: ignore
+    assert str(caught.value) == (
+        "shardlib.checkpointing.store.Keep cannot use its arguments:\n  - newest is '3', not an"
+        " integer or None\n  - best is 1, not a string or None\nTry: newest=3; best=None"
+    )
+    with pytest.raises(ModelError) as caught:
+        Validation(data=batch_of(0), every=None, loss="mean")  # pyright: ignore
+    assert str(caught.value) == (
+        "shardlib.training.validation.Validation cannot use its arguments:\n  - every is None, not"
+        " an integer\n  - loss is 'mean', not a function or None\nTry: every=100; loss=None"
+    )
+    with pytest.raises(ModelError) as caught:
+        TrainConfig(steps="10", profile=(1, 2.5), pin=["tensor"])  # pyright: ignore
+    assert str(caught.value) == (
+        "shardlib.training.settings.TrainConfig cannot use its arguments:\n  - steps is '10', not an"
+        " integer\n  - pin is a list, not a mapping or None\n  - profile is (1, 2.5), not two"
+        " integers or None\nTry: steps=400; pin=None; profile=None"
+    )
+    assert Policy(window=np.int64(8), spike=np.float32(3)).window == 8
 
 
 @pytest.mark.long
