@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from shardlib import wings
@@ -11,6 +12,7 @@ from shardlib.cli import planning, running
 from shardlib.cli.app import app
 from shardlib.cli.output import report
 from shardlib.errors import ArgumentError, LaunchError, ShardlibError
+from shardlib.untrusted.data import shown
 
 #: The order of the help; commands that are not named here follow.
 ORDER = (
@@ -53,21 +55,30 @@ def run(arguments: list[str] | None) -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # of click, which typer may have inside of itself
             raise
-        _report_usage(error, as_json="--json" in words)
+        _report_usage(error, words)
         _end(2)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _report_usage(error: Any, *, as_json: bool) -> None:
+def _report_usage(error: Any, words: Sequence[str]) -> None:
     """Says what is wrong with a command line: what is missing with its description, everything else
     in the words of the parser.
     """
-    context, missing = error.ctx, getattr(error, "param", None)
+    context, missing, as_json = error.ctx, getattr(error, "param", None), "--json" in words
     if type(error).__name__ == "MissingParameter" and context is not None and missing is not None:
         option = missing.param_type_name == "option"
         name = " / ".join(missing.opts) if option else missing.metavar or missing.name.upper()
         what = (getattr(missing, "help", "") or "").rstrip(".")
         problem = f"{context.info_name} needs {name}: {what}"
+        report(ArgumentError(f"{problem}\nTry: {context.command_path} -h"), as_json=as_json)
+        return
+    names = getattr(missing, "opts", [])
+    parts = [
+        part for word in words for part in (word.split("=", 1) if word[:2] == "--" else [word])
+    ]
+    said = [after for word, after in pairwise(parts) if word in names]
+    if said and context is not None:
+        problem = f"{names[0]} is {shown(said[-1])}: {error.message}"
         report(ArgumentError(f"{problem}\nTry: {context.command_path} -h"), as_json=as_json)
         return
     if as_json:

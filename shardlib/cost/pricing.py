@@ -248,7 +248,10 @@ class Estimate:
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilisation: executed FLOP/s over peak."""
+        """Hardware FLOPs utilisation: executed FLOP/s over peak. Above `mfu` by what is
+        rematerialised; below it where kernels skip products of the traced model, such as masked
+        blocks of attention and empty rows of experts.
+        """
         return (
             self.hardware_flops / (self.step_seconds * self.peak_flops_per_s)
             if self.step_seconds

@@ -486,10 +486,13 @@ class Offers:
         others = len(self.in_time) - 1
         best = self.cheapest
         assert best is not None and self.gap is not None
+        least, less = ("is the cheapest", "be over {} cheaper")
+        if money(best) is None:
+            least, less = ("needs the fewest device-hours", "need over {} fewer")
         return (
-            f"{proof}. {best.topology} is the cheapest of {others + 1} sizes in time that were"
-            f" planned, and no size could be over {percent_text(self.gap)} cheaper, as its kernels"
-            " alone take the rest"
+            f"{proof}. {best.topology} {least} of {others + 1} sizes in time that were planned, and"
+            f" no size could {less.format(percent_text(self.gap))}, as its kernels alone take the"
+            " rest"
         )
 
     def to_json(self) -> JsonObject:
@@ -616,11 +619,13 @@ class Comparison:
             smallest, cheapest = family.smallest, family.cheapest
             if smallest is None or cheapest is None:
                 yield (family.family, "none in time", *[""] * (len(HEAD) - 2))
-            elif smallest == cheapest:
-                yield _row(smallest, "smallest, cheapest")
+                continue
+            least = "fewest device-hours" if money(cheapest) is None else "cheapest"
+            if smallest == cheapest:
+                yield _row(smallest, f"smallest, {least}")
             else:
                 yield _row(smallest, "smallest")
-                yield _row(cheapest, "cheapest")
+                yield _row(cheapest, least)
 
     def svg(self) -> str:
         """The comparison as a picture: days over devices, one line a family, with the deadline."""

@@ -10,7 +10,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -105,7 +105,30 @@ def differences(
                     + (hint if name in ("loss", "optimizer", "lr") else ""),
                 )
             )
-    return results
+    if all(difference.name != "model" for difference in results):
+        return results
+    same = [word.name for word in results if _follows(word.name, stored, current)]
+    return [
+        replace(word, text=f"{word.text}, with which {' and '.join(same)} are traced")
+        if word.name == "model" and same
+        else word
+        for word in results
+        if word.name not in same
+    ]
+
+
+#: Parts of traces whose kinds stay where only the arrays of the model are others.
+_KINDS = {"loss": "operations", "optimizer": "operations", "lr": "constants"}
+
+
+def _follows(name: str, *traces: JsonMapping) -> bool:
+    """Whether a difference follows from other arrays of the model: the operations or numbers of a
+    trace are of the same kinds.
+    """
+    kinds = {
+        frozenset(map(repr, trace.get(name, {}).get(_KINDS.get(name)) or ())) for trace in traces
+    }
+    return name in _KINDS and len(kinds) == 1
 
 
 #: Values of entries that descriptions of older runs lack.

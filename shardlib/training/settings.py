@@ -247,6 +247,11 @@ class TrainConfig:
             for name in ("steps", "batch", "seq", "save_every", "keep")
             if getattr(self, name) < 1
         ]
+        failures += [
+            f"{name} is {getattr(self, name)}; it must be below {SEEDS}"
+            for name in ("steps", "batch", "seq")
+            if getattr(self, name) >= SEEDS
+        ]
         if not (math.isfinite(self.lr) and self.lr > 0):
             failures.append(f"lr is {self.lr!r}; it must be positive")
         failures += [

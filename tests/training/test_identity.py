@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from rich.console import Console
 
 import shardlib
@@ -177,6 +178,36 @@ def test_constraints_in_the_loss_count_for_nothing():
 
 
 @pytest.mark.long
+def test_another_model_is_one_change(plain: dict[str, Any], tmp_path: Path):
+    def other(act: Any, width: int, optimizer: optax.GradientTransformation) -> dict[str, Any]:
+        class Wider(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs):
+                self.up = nnx.Linear(16, width, rngs=rngs)
+                self.down = nnx.Linear(width, 16, rngs=rngs)
+
+        def loss(model: Wider, batch: dict[str, jax.Array]) -> jax.Array:
+            return jnp.mean((model.down(act(model.up(batch["x"]))) - batch["y"]) ** 2)
+
+        return what(
+            shardlib.compile(
+                Wider, loss, optimizer, batch_of(0), topology="cpu:2", pin={"mesh": MESH}
+            )
+        )
+
+    folder = RunFolder(tmp_path / "run")
+    folder.open({}, other(jnp.tanh, 32, optax.adam(1e-2)))
+    with pytest.raises(RunError) as caught:
+        folder.check({}, other(jnp.tanh, 48, optax.adam(1e-2)))
+    assert str(caught.value).startswith(
+        f"{folder.path} holds another run: model: the model has other arrays, with which loss and"
+        " optimizer are traced\nTry: "
+    )
+    assert "--allow-changes model, or" in str(caught.value)
+    with pytest.raises(RunError) as caught:
+        folder.check({}, other(jnp.sin, 48, optax.sgd(1e-2)))
+    assert "--allow-changes loss,optimizer,lr,model, or" in str(caught.value)
+
+
 @pytest.mark.processes
 def test_the_same_in_every_process(plain: dict[str, Any]):
     code = (
