@@ -109,6 +109,15 @@ def test_errors_are_one_message_and_a_json_object(
     assert code == 2 and json.loads(out) == {"error": {"kind": kind, "message": message}}
 
 
+@pytest.mark.parametrize("words", [("-b", "1e99"), ("--batch", "1e99"), ("--batch=1e99",)])
+def test_a_value_of_another_kind_is_shown(shell, words: tuple[str, ...]):
+    code, out, err = shell("plan", "gpt2-small", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --batch is '1e99': ") and err.endswith(
+        "\nTry: shardlib plan -h\n"
+    )
+
+
 def test_every_command_is_in_the_readme():
     words = re.findall(r"^shardlib ([\w-]+)|; shardlib ([\w-]+)$", README.read_text(), re.MULTILINE)
     assert {first or second for first, second in words} == set(COMMANDS)

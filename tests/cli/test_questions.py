@@ -100,6 +100,11 @@ def test_a_comparison_is_a_table_json_pictures_and_plans(shell, tmp_path: Path):
     assert digests == {one["digest"] for one in chosen if one is not None} and digests
 
 
+def test_a_comparison_without_prices_names_no_cheapest_size(shell):
+    code, out, _ = shell(*WORDS)
+    assert code == 0 and "cheap" not in out and "fewest device-hours" in out
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

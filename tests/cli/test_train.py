@@ -151,6 +151,10 @@ def test_the_action_and_the_hook_fail_when_the_model_has_grown(shell, card: Path
             ("--seed=99999999999999999999",),
             "seed is 99999999999999999999; it must be below 2147483648",
         ),
+        (
+            ("--batch=99999999999999999999",),
+            "batch is 99999999999999999999; it must be below 2147483648",
+        ),
     ],
 )
 def test_train_refuses_nonsense_before_it_reads_or_makes_a_folder(
