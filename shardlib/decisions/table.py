@@ -468,9 +468,9 @@ class Decisions:
     )
     zero: int = decision(
         0,
-        meaning="what is sharded over `fsdp` as it is stored: nothing, optimizer state, gradients"
-        " too, parameters too; `zero=0` is refused beside an `fsdp` axis that is pinned to more"
-        " than 1, where the `data` axis does the same",
+        meaning="what is sharded over `fsdp` and `context` as it is stored: nothing, optimizer"
+        " state, gradients too, parameters too; `zero=0` is refused beside an `fsdp` axis that is"
+        " pinned to more than 1, where the `data` axis does the same",
         label="stored layout",
         choices={
             0: "nothing more than in compute",

@@ -1,8 +1,9 @@
 """Lower bounds on memory and step time for candidate plans.
 
-The bounds are admissible: no plan of a candidate needs fewer bytes or seconds. They are computed
-before pricing, most of them before placement too, so branch and bound can discard most of the
-space cheaply.
+No plan of a candidate needs fewer bytes or seconds than its bounds. They are computed before
+pricing, most of them before the axes are placed on the links, so branch and bound can discard most
+of the space cheaply. Terms (tally, degrees, component, entry, pair) are those of
+`shardlib/planner/__init__.py`.
 """
 
 from __future__ import annotations
@@ -57,16 +58,17 @@ Array = np.ndarray
 #: Stored quantities: with everything that ZeRO may shard sharded, and replicated.
 _SHARDED = (Quantity.PARAMETERS_SHARDED, Quantity.STATE_SHARDED, Quantity.ACCUMULATED_SHARDED)
 STORED = (*_SHARDED, Quantity.PARAMETERS, Quantity.STATE, Quantity.ACCUMULATED)
-#: Trained parameters, replicated: the resident copy of stages that all-gather once per step.
+#: Trained parameters, replicated: what a stage keeps that all-gathers its weights once per step.
 TRAINED = len(STORED)
 #: Frozen parameters count as parameters here.
 _FROZEN = {
     Quantity.PARAMETERS_SHARDED: Quantity.FROZEN_SHARDED,
     Quantity.PARAMETERS: Quantity.FROZEN,
 }
-#: Live bytes at a point, by what divides them: activation stacks (saved for every microbatch in
-#: flight), other arrays of layers, those of the embedding and the head, those of every stage;
-#: and the stack bytes minus those of the point that has the most (zero or negative).
+#: Bytes that are alive at a point of the step where memory may peak: activation stacks (saved for
+#: every microbatch in flight) and other arrays of layers, both divided by the stages; those of
+#: embedding and head; those inside a layer, which every stage has; and the stack bytes minus those
+#: of the point that has the most (zero or negative).
 LIVE_STACKS, LIVE_LAYERS, LIVE_OUTSIDE, LIVE_EVERYWHERE, STACK_DEFICIT = LIVE_KINDS = range(5)
 
 
@@ -111,7 +113,7 @@ def with_stack_deficits(points: Array) -> Array:
     with the most.
 
     Offloading all stacks takes at most the largest ones off the peak, so every point still needs at
-    least its own bytes less those.
+    least its own bytes less the largest stacks.
     """
     by_point = points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), *points.shape[1:])
     by_point[:, STACK_DEFICIT] = by_point[:, LIVE_STACKS] - by_point[:, LIVE_STACKS].max(0)
@@ -136,11 +138,10 @@ class Footprint(ArrayTable):
         state: optimizer state.
         live: live arrays of a step (activations, temporaries, copies).
         live_without_stacks: the same with all activation stacks offloaded to host memory.
-        stack_fills: minimum number of times per step that the resident activation stacks are
-            produced, divided by their share of the heap.
+        stack_fills: least bytes of activations that a step writes to stacks, per byte of heap that
+            the stacks take: microbatches over those in flight, over `heap_ratio`.
         breadth_first: the footprint of breadth-first pipelines, whose stages keep the activations
-            of all microbatches that are in the pipeline together; None where no pipeline works
-            breadth first unless that is pinned.
+            of all microbatches that are in the pipeline together; None where the space has none.
         replicated: extra bytes where parameters, accumulated gradients, and state are stored
             replicated.
         gathered_once: extra bytes where stages all-gather sharded parameters once for all
@@ -407,15 +408,15 @@ class MicrobatchBounds(LazyTable):
 
     Attributes:
         busy: seconds of kernels and of collectives that block compute.
-        undeferrable: `busy` less the weight-gradient work with which zero-bubble schedules can fill
-            bubbles.
-        ring_exposed: `busy` with ring transfers in place of the compute that could hide them.
+        undeferrable: `busy` less the weight gradients that zero-bubble schedules compute while a
+            stage would wait.
+        ring_exposed: `busy` plus the ring transfers, less the compute that can hide them.
         message_count: number of messages between stages, per microbatch and chunk of layers.
         message_bytes: bytes of these messages.
         compute: those seconds of `busy` that are kernels.
         ring: seconds of ring transfers.
         layer_seconds: those seconds of `busy` that are spent in layers, where all layers are alike
-            and each stage has whole ones; 0 where layers differ.
+            and stages are made of whole layers; 0 where layers differ.
     """
 
     busy: Array
@@ -668,8 +669,8 @@ def pipeline_overhead(
     layers: int,
     accumulation_groups: int = 1,
 ) -> Array:
-    """A lower bound on the seconds per step that a pipeline adds to an equal share of the work for
-    every stage: the fullest stage has more layers, messages, and waiting.
+    """A lower bound on the seconds per step beyond those of stages that share the work equally: the
+    fullest stage has more layers, and there are messages and waiting.
 
     Args:
         pipelines: with the microbatches of one accumulation group.
@@ -704,10 +705,11 @@ class TrafficBounds(ArrayTable):
     """Lower bounds on collective seconds, on the stage that has the most; arrays [candidates].
 
     Attributes:
-        gather: all-gathers of parameters that are stored sharded, per microbatch.
+        gather: all-gathers of parameters that are stored sharded, for the forward and the backward
+            pass of a microbatch.
         scatter: reduce-scatters of gradients, per microbatch.
         reduce: all-reduces of gradients that are stored replicated, per microbatch.
-        routed: the part of `reduce` that is gradients of experts on their devices.
+        routed: the part of `reduce` that is gradients of experts to which tokens are routed.
         blocked: collectives that block compute, per microbatch and over all stages.
         outside_gather, outside_scatter: the parts of `gather` and `scatter` that are parameters of
             embedding and head.
@@ -748,9 +750,9 @@ class TrafficBounds(ArrayTable):
     def breadth_first_seconds(
         self, pricer: Pricer, micro: Array, max_chunks: Array, accumulation_groups: int
     ) -> Array:
-        """Seconds per step of pipelines that work breadth first: every group of microbatches
-        gathers the weights of layers twice and reduces their gradients once, one chunk more than
-        there are; embedding and head do so for every microbatch.
+        """Seconds per step of pipelines that work breadth first. The weights of layers are gathered
+        (for both passes) and their gradients reduced once per group of microbatches, and the
+        gradients of one chunk twice; those of embedding and head for every microbatch.
         """
         gathers = accumulation_groups
         scatters = accumulation_groups * (1 + 1 / np.maximum(max_chunks, 1))
@@ -786,7 +788,7 @@ class Traffic:
         profile, stages, model = pricer.profile, sizes["stage"], scope.workload.model
         self._values, self._degrees_index, self._layers = values, index, len(model.layer_counts)
         self._distinct, self._position = np.unique(index, return_inverse=True)
-        # overlap that a profile states itself is not part of `MicrobatchBounds.ring_exposed`
+        # overlaps that a profile states are not in `MicrobatchBounds.ring_exposed`
         counts_overlap = not profile.states_overlap
         if profile.embedding_and_head == "owners":
             outside_share = np.where(stages > 1, model.largest_outside_share, 1.0)
@@ -978,7 +980,8 @@ class StepBounds:
         """The same for every kind of plan.
 
         Args:
-            limit: seconds; what takes as long whether or not it fits is not looked at further.
+            limit: seconds; memory is not considered for candidates that take as long with unlimited
+                memory.
         """
         chip, efficiency = self.pricer.topology.chip, self.pricer.efficiency
         groups = self.space.accumulation_groups
@@ -1127,12 +1130,12 @@ class StepBounds:
         overlappable: Array,
         blocked: Array,
     ) -> tuple[Array, Array]:
-        """Seconds and bytes, [points, candidates], that bracket all plans of every policy, with
-        some parts in host memory.
+        """Corners of a lower bound on seconds over bytes for plans of every policy, [points,
+        candidates], with some parts in host memory: no plan lies below the lines between them.
 
-        Offloaded activations move while kernels run: as many bytes as these hide, and all of them
-        in at least the time that is left of their transfer. In lockstep, stages also fill the stash
-        in host memory before compute begins.
+        With offloaded activations the corners are: none moved, as many bytes moved as kernels hide,
+        and all moved, which takes the rest of their transfer. In lockstep, stages also write zeros
+        to the stacks in host memory before compute begins.
 
         Args:
             overhead, overlappable: see `step_seconds`.
@@ -1179,10 +1182,10 @@ def _breadth_first(footprint: Footprint) -> Footprint:
 # --------------------------------------------------------------------------------------------------
 # Memory-agnostic lower bounds on the step time, per entry.
 #
-# Entries with the same kernels and stages share a bound, however data and fsdp share the batch, so
-# it is computed once for all of them. It is refined in steps, each for the entries that the step
-# before could not discard: from the terms that depend on no colour, from some components of the
-# colours, and from all.
+# Entries with the same kernels and stages share a bound, whatever the sizes of data and fsdp (only
+# whether there is fsdp counts), so it is computed once for all of them. It is refined in steps,
+# each for the entries that the step before could not discard: from the terms that depend on no
+# colour, from some components of the colours, and from all.
 
 #: Components of the colours summed in each refinement step: none, all but the last (which can be
 #: sharded in the most ways), and all (None).

@@ -229,13 +229,15 @@ def require_no_row_results(rows: Rows, microbatches: int, stages: int) -> None:
 #   `remat_classes` is "any", a policy and a number of layers for each layer group
 #   (`shardlib.planner.incumbents`);
 # - schedules: 1F1B, interleaved with up to `MAX_CHUNKS` chunks per stage, zero-bubble
-#   without rematerialisation. GPipe is as fast as 1F1B and needs more memory, so it must be pinned;
-# - sharded weights on stages in lockstep: all-gathered for every operation, or once for all
-#   microbatches; then also breadth first (GPipe with chunks), with chunks that divide the layers of
-#   a stage, but at least three, since two chunks are all-gathered at a time;
+#   without rematerialisation. GPipe with whole stages is as fast as 1F1B and needs more memory, so
+#   it must be pinned;
+# - sharded weights on stages in lockstep (all in one program): all-gathered for every operation, or
+#   once for all microbatches; then also breadth first (GPipe with chunks), with chunks that divide
+#   the layers of a stage, but at least three, since two chunks are all-gathered at a time;
 # - attention by the chip vendor's kernel where it applies, in blocks, or as traced; along a context
 #   axis keys and values all-gathered or passed around a ring, or heads exchanged (Ulysses);
-# - tokens of experts sorted as the model is written, or routed;
+# - tokens sorted by expert where they are, as the model is written, or sent to the devices of
+#   their experts (routed);
 # - optimizer state, activations or both in host memory, where a plan does not fit without;
 # - dtypes of the traced model, and others where they are allowed (`shardlib.planner.parts`).
 #
@@ -996,7 +998,7 @@ class LazyColumns:
         return self._values.take(positions, axis=-1)
 
     def select(self, rows: Array, index: Array) -> Array:
-        """The quantities at one row of the last dim of `shape` for each index."""
+        """The quantities at one position of the last dim of `shape` for each index."""
         positions = self._positions(index)
         return self._values[..., rows, positions]
 
@@ -1102,13 +1104,13 @@ class ComponentCosts:
         return self._minima[component]
 
     def _fits(self, option: Choice) -> Array:
-        """Mask of the degrees on which a component can be sharded in a way."""
+        """Mask of the degrees on which a component can be sharded as an option says."""
         divides = [self._divides[name] for name in option.tensor]
         return np.logical_and.reduce([*divides, self._tensor > (1 if option.tensor else 0)])
 
     def _of_component(self, component: tuple[str, ...]) -> LazyColumns:
         """The quantities of a component under every way to shard it, [quantities, options,
-        degrees]; zeros where one does not apply.
+        degrees]; 0 for ways that need a tensor axis where there is none.
         """
         if component not in self._cache:
             options = self._scope.component_choices(component).options
