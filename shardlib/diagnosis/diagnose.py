@@ -27,6 +27,7 @@ from shardlib.diagnosis.cures import (
     propagated_seconds,
 )
 from shardlib.diagnosis.edits import Edit
+from shardlib.diagnosis.overlap import overlaps
 from shardlib.diagnosis.peak import live_values
 from shardlib.diagnosis.program import AnyMesh, Call, TracedFunction, find_mesh, mesh_of, trace
 from shardlib.diagnosis.report import Communication, Diagnosis
@@ -58,7 +59,7 @@ from shardlib.verification.isolation import (
     run_child,
     target,
 )
-from shardlib.verification.traffic import read_traffic, scheduled, wire_bytes
+from shardlib.verification.traffic import read_traffic, wire_bytes
 
 if TYPE_CHECKING:
     from shardlib.lowering.program import Program
@@ -271,15 +272,16 @@ def why_text(
     traffic = read_traffic(module, function.shape)
     index = Index(module, FrameTable(text))
     clock = 0.0 if machine is None else target_of(function, machine).cycles_per_s
-    rows = read_rows(
-        index,
+    hidden, kernels = overlaps(
+        module,
         traffic,
-        scheduled(module, function.shape),
-        mesh=function.shape,
-        names=function.axis_names,
+        function.shape,
+        axes=tuple(function.axis_names),
         topology=machine,
         cycles_per_s=clock,
-        meetings=(),
+    )
+    rows = read_rows(
+        index, traffic, hidden, mesh=function.shape, names=function.axis_names, meetings=()
     )
     live_bytes, live = live_values(index, None, {})
     return Diagnosis(
@@ -289,7 +291,7 @@ def why_text(
         communication=Communication(
             rows=explain(rows, function),
             wire_bytes=sum(item.wire_bytes for item in traffic.found),
-            kernel_seconds=traffic.cycles / clock if clock else 0.0,
+            kernel_seconds=kernels,
             memory={},
             live=live,
             live_bytes=live_bytes,
@@ -386,6 +388,7 @@ class _Work:
             tried=tried,
             versions=outcome.versions,
             searched=limit > 0,
+            after=cures[-1][1] if cures else None,
         )
 
     def read(
@@ -396,23 +399,30 @@ class _Work:
         names = [argument.name for argument in function.arguments]
         traffic = read_traffic(module, mesh, names, machine.positions)
         index = Index(module, FrameTable(outcome.text))
+        hidden, kernels = overlaps(
+            module,
+            traffic,
+            mesh,
+            axes=tuple(function.axis_names),
+            topology=self.topology,
+            cycles_per_s=machine.cycles_per_s,
+            slices=len(machine.positions),
+        )
         rows = read_rows(
             index,
             traffic,
-            scheduled(module, mesh) if len(machine.positions) == 1 else (),
+            hidden,
             mesh=mesh,
             names=function.axis_names,
-            topology=self.topology,
-            cycles_per_s=machine.cycles_per_s,
             meetings=read_meetings(shardings, function),
         )
         rows, unjoined = with_warnings(rows, outcome.log)
         temporaries, live = live_values(index, function, shardings)
-        clock, problem = machine.cycles_per_s, shardings["problem"]
+        problem = shardings["problem"]
         return Communication(
             rows=explain(rows, function),
             wire_bytes=sum(item.wire_bytes for item in traffic.found),
-            kernel_seconds=traffic.cycles / clock if clock else 0.0,
+            kernel_seconds=kernels,
             memory=outcome.memory,
             live=live,
             live_bytes=temporaries,

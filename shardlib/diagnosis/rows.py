@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardlib.cost.pricing import collective_seconds
 from shardlib.diagnosis.edits import LAYOUTS, Spec
+from shardlib.diagnosis.overlap import Overlap
 from shardlib.diagnosis.program import Argument, TracedFunction
 from shardlib.diagnosis.source import (
     NOWHERE,
@@ -25,7 +25,6 @@ from shardlib.diagnosis.source import (
     value_name,
 )
 from shardlib.layout import MeshShape
-from shardlib.machines.topology import Topology
 from shardlib.untrusted.data import JsonObject
 from shardlib.verification.hlo import (
     BITS,
@@ -39,9 +38,7 @@ from shardlib.verification.hlo import (
 )
 from shardlib.verification.traffic import (
     InstructionTraffic,
-    Scheduled,
     Traffic,
-    estimated_cycles,
     result_shape,
     wire_bytes,
 )
@@ -237,7 +234,6 @@ class Index:
     where: dict[str, tuple[Instruction, Computation]] = field(default_factory=dict)
     users: dict[str, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
     callers: dict[str, Instruction] = field(default_factory=dict)
-    chains: dict[str, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
 
     def __post_init__(self) -> None:
         for computation in self.module.computations.values():
@@ -280,18 +276,6 @@ class Index:
         )
         return next((source for source in around if source.user), own)
 
-    def chain(self, instruction: Instruction) -> list[Instruction]:
-        """The fusions that carry along a collective of a TPU, which is cut into pieces."""
-        link = _CHAIN.search(instruction.attribute("frontend_attributes"))
-        if link is None:
-            return []
-        if not self.chains:
-            for other, computation in self.where.values():
-                match = _CHAIN.search(other.attribute("frontend_attributes"))
-                if match and computation.name in self.callers:
-                    self.chains[match[1]].append(self.callers[computation.name])
-        return self.chains[link[1]]
-
     def _readers(self, instruction: Instruction) -> Iterator[Instruction]:
         waiting, seen = [instruction.name], set[str]()
         while waiting and len(seen) < 24:
@@ -327,28 +311,23 @@ class Index:
         return next((source for source in inside if source.user), own)
 
 
-_CHAIN = re.compile(r"chain_id=\"?(\w+)")
 _VIEWS = frozenset({"bitcast", "copy", "get-tuple-element", "reshape", "convert", "transpose"})
 
 
 def read_rows(
     index: Index,
     traffic: Traffic,
-    overlaps: Sequence[Scheduled],
+    overlaps: Mapping[str, Overlap],
     *,
     mesh: MeshShape,
     names: Mapping[str, str],
-    topology: Topology | None,
-    cycles_per_s: float,
     meetings: Sequence[Meeting],
 ) -> tuple[Row, ...]:
     """The rows of a compiled program, the most bytes first; their bytes are those of the program.
 
     Args:
         mesh: in shardlib's axes, `names` are the user's for them.
-        topology: None where seconds are not priced.
     """
-    scheduled = {item.name: item for item in overlaps}
     taken = Counter[int]()
     parts: dict[Any, list[Row]] = defaultdict(list)
     by_line: dict[tuple[str, int], list[Meeting]] = defaultdict(list)
@@ -360,30 +339,16 @@ def read_rows(
             by_line[place].append(meeting)
     for item in traffic.found:
         instruction, _ = index.where[item.name]
-        seconds = (
-            item.count
-            * collective_seconds(
-                item.kind,  # pyright: ignore[reportArgumentType]
-                item.axes,
-                item.members,
-                float(item.bytes),
-                mesh,
-                topology,
-                tuple(names),
-            )
-            if topology
-            else 0.0
-        )
-        exposed, overlap = _exposure(index, scheduled.get(item.name), item, seconds, cycles_per_s)
+        hidden = overlaps[item.name]
         for source, size, share, dtype in _elements(index, instruction, item):
             row = Row(
                 kind=item.kind,
                 axes=tuple(names[axis] for axis in item.axes),
                 bytes=wire_bytes(item.kind, size, item.members) * item.count,
                 count=item.count,
-                seconds=seconds * share,
-                exposed=None if exposed is None else exposed * share,
-                overlap=overlap,
+                seconds=hidden.seconds * share,
+                exposed=None if hidden.exposed is None else hidden.exposed * share,
+                overlap=hidden.sentence,
                 source=source,
                 meeting=None,
                 dtypes=(dtype,) if dtype else item.dtypes,
@@ -441,32 +406,6 @@ def _elements(
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         dtype = arrays(part)[0][0]
         yield index.source(instruction, number), size, size / item.bytes, dtype
-
-
-def _exposure(
-    index: Index,
-    scheduled: Scheduled | None,
-    item: InstructionTraffic,
-    seconds: float,
-    cycles_per_s: float,
-) -> tuple[float | None, str]:
-    """Seconds that nothing hides, and a sentence about it."""
-    chained = index.chain(index.where[item.name][0])
-    if chained:
-        hidden = sum(map(estimated_cycles, chained)) / cycles_per_s * item.count
-        return max(0.0, seconds - hidden), f"asynchronous, carried along by {len(chained)} kernels"
-    if scheduled is None or not scheduled.split:
-        return seconds, "synchronous: the compiler did not split it into a start and a done"
-    if not scheduled.cycles or not cycles_per_s:
-        behind = (
-            f"asynchronous, behind {scheduled.matmuls} kernels with matmuls"
-            if scheduled.matmuls
-            else "asynchronous, but no matmul stands between its start and its done"
-        )
-        return None, behind
-    hidden = scheduled.cycles / cycles_per_s * item.count
-    kernels = f"{scheduled.matmuls} kernels with matmuls" if scheduled.matmuls else "other work"
-    return max(0.0, seconds - hidden), f"asynchronous, behind {kernels}"
 
 
 # --------------------------------------------------------------------------------------------------

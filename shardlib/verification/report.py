@@ -22,6 +22,7 @@ from shardlib.report.elements import bytes_text, percent_text, seconds_text, sho
 from shardlib.report.markup import card
 from shardlib.untrusted.data import JsonObject, construct, parse_json, shown
 from shardlib.verification.hlo import BITS
+from shardlib.verification.schedule import Schedule
 from shardlib.verification.traffic import REDUCTIONS, InstructionTraffic, Scheduled
 
 # --------------------------------------------------------------------------------------------------
@@ -44,6 +45,8 @@ class CompiledStep:
         reductions: (kind, axes, dtype, bytes of the results of a step) of every kind of reduction.
         scheduled: the collectives as they stand in the schedule, with the matmuls that they hide
             behind; absent from JSON.
+        schedule: seconds of its kernels, and those in which they wait for collectives; None where
+            its text tells nothing of that.
         meeting: what it made of the meeting of islands; None where there is one island.
     """
 
@@ -55,6 +58,7 @@ class CompiledStep:
     unread: tuple[str, ...] = ()
     reductions: tuple[tuple[str, tuple[str, ...], str, int], ...] = ()
     scheduled: tuple[Scheduled, ...] = ()
+    schedule: Schedule | None = None
     meeting: CompiledStep | None = None
 
     def to_json(self) -> JsonObject:
@@ -63,6 +67,7 @@ class CompiledStep:
             "device_bytes": dict(self.device_bytes),
             "wire_bytes": self.wire_bytes,
             "compute_seconds": self.compute_seconds,
+            "exposed_seconds": self.schedule.exposed if self.schedule else None,
             "device_kind": self.device_kind,
             "unread": list(self.unread),
             "reductions": [
@@ -287,18 +292,18 @@ def _memory_lines(verification: Verification) -> list[str]:
 
 def _time_lines(verification: Verification) -> list[str]:
     assert verification.compiled
-    if not verification.compiled.compute_seconds:
+    seconds, compiled = verification.plan.estimate.seconds, verification.compiled
+    rows: list[tuple[str, float, float]] = []
+    if compiled.compute_seconds:
+        predicted = seconds.compute + seconds.optimizer
+        rows.append(("compute and optimizer", predicted, compiled.compute_seconds))
+    if compiled.schedule is not None:
+        rows.append(("exposed communication", seconds.exposed, compiled.schedule.exposed))
+    if not rows:
         return []
-    seconds = verification.plan.estimate.seconds
-    predicted = seconds.compute + seconds.optimizer
     return [
-        _row("time of kernels", "predicted", "compiled", "error"),
-        _row(
-            "compute and optimizer",
-            seconds_text(predicted),
-            seconds_text(verification.compiled.compute_seconds),
-            _difference(predicted, verification.compiled.compute_seconds),
-        ),
+        _row("time of a step", "predicted", "compiled", "error"),
+        *(_row(name, seconds_text(a), seconds_text(b), _difference(a, b)) for name, a, b in rows),
         "",
     ]
 
@@ -568,6 +573,7 @@ def compare(
         *kernels(plan, compiled),
         *traffic(plan, topology, compiled, found),
         *rematerialised(log),
+        *profile_of_another(log),
         *wire_dtypes(plan, compiled),
         *idle_axes(plan, compiled),
         *replicated(plan, topology),
@@ -654,6 +660,19 @@ def kernels(plan: Plan, compiled: CompiledStep) -> Iterable[Finding]:
                 f" {percent_text((compiled_seconds - predicted) / predicted)} more."
             ),
             hint="believe the compiler: MFU and step time of this plan are too good",
+        )
+
+
+@diagnostic
+def profile_of_another(log: str) -> Iterable[Finding]:
+    """A finding where a profile that the GPU compiler was given knows nothing of the program."""
+    counts = [int(count) for count in re.findall(r"Found (\d+) instructions from the profile", log)]
+    if counts and not any(counts):
+        yield Finding(
+            code="profile-of-another",
+            severity="warning",
+            message="The profile has no instruction of this program, and changes nothing.",
+            hint="a profile of a run of this program, with this version of JAX and these options",
         )
 
 

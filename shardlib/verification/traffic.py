@@ -644,6 +644,22 @@ def as_reduce_scatters(
     return (*(collective for collective in collectives if id(collective) not in windows), *scatters)
 
 
+def once(
+    traffic: Traffic, mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()
+) -> dict[str, float]:
+    """Seconds of one execution of each collective on the links, by the name of its instruction.
+
+    Args:
+        order: of the mesh axes on these links; by default the usual one.
+    """
+    return {
+        item.name: collective_seconds(
+            item.kind, item.axes, item.members, float(item.bytes), mesh, topology, order
+        )
+        for item in traffic.found
+    }
+
+
 def timed(
     traffic: Traffic, mesh: MeshShape, topology: Topology, order: tuple[str, ...] = ()
 ) -> tuple[Collective, ...]:
@@ -653,14 +669,12 @@ def timed(
     Args:
         order: of the mesh axes on these links; by default the usual one.
     """
-    seconds: defaultdict[Collective, float] = defaultdict(float)
+    seconds, each = defaultdict[Collective, float](float), once(traffic, mesh, topology, order)
     for item in traffic.found:
         key = Collective(
             kind=item.kind, axes=item.axes, bytes=item.bytes, count=0, cause=item.op_name
         )
-        seconds[key] += item.count * collective_seconds(  # pyright: ignore[reportArgumentType]
-            item.kind, item.axes, item.members, float(item.bytes), mesh, topology, order
-        )
+        seconds[key] += item.count * each[item.name]
     return tuple(
         replace(collective, seconds=seconds[replace(collective, count=0)])
         for collective in traffic.collectives
@@ -704,7 +718,7 @@ class Scheduled:
 
 def scheduled(text: str | Module, mesh: MeshShape) -> tuple[Scheduled, ...]:
     """The collectives of a compiled program, in the order of its text."""
-    reader = _OverlapReader(module=parse(text) if isinstance(text, str) else text, mesh=mesh)
+    reader = ScheduleReader(module=parse(text) if isinstance(text, str) else text, mesh=mesh)
     return tuple(
         collective
         for body in reader.module.computations.values()
@@ -713,7 +727,9 @@ def scheduled(text: str | Module, mesh: MeshShape) -> tuple[Scheduled, ...]:
 
 
 @dataclass
-class _OverlapReader:
+class ScheduleReader:
+    """Reads what overlaps in a program."""
+
     module: Module
     mesh: MeshShape
     known: dict[str, bool] = field(default_factory=dict[str, bool])
@@ -743,7 +759,7 @@ class _OverlapReader:
                 axes=self._axes(inner, kind),
                 bytes=_bytes(inner),
                 split=split,
-                matmuls=sum(map(self._multiplies, between)),
+                matmuls=sum(map(self.multiplies, between)),
                 cycles=sum(map(estimated_cycles, between)),
                 operation=inner.op_name,
                 name=inner.name,
@@ -782,7 +798,7 @@ class _OverlapReader:
         except HloError:
             return ()
 
-    def _multiplies(self, instruction: Instruction) -> bool:
+    def multiplies(self, instruction: Instruction) -> bool:
         """Returns whether an instruction computes a matmul."""
         if instruction.opcode in ("dot", "convolution"):
             return True
@@ -794,7 +810,7 @@ class _OverlapReader:
         if name not in self.known:
             self.known[name] = False
             self.known[name] = any(
-                map(self._multiplies, self.module.computations[name].instructions)
+                map(self.multiplies, self.module.computations[name].instructions)
             )
         return self.known[name]
 

@@ -10,6 +10,7 @@ import jax
 from shardlib.layout import MeshShape
 from shardlib.lowering.program import Program
 from shardlib.machines.topology import Topology
+from shardlib.planner.compiler_flags import require_profile
 from shardlib.planner.plan import Plan
 from shardlib.verification.hlo import parse
 from shardlib.verification.isolation import (
@@ -25,7 +26,8 @@ from shardlib.verification.isolation import (
     target,
 )
 from shardlib.verification.report import CompiledStep, Verification, compare, other_compiler
-from shardlib.verification.traffic import Traffic, read_traffic, scheduled, timed
+from shardlib.verification.schedule import Rates, schedule
+from shardlib.verification.traffic import Traffic, once, read_traffic, scheduled, timed
 
 
 def verify_program(
@@ -36,17 +38,17 @@ def verify_program(
 ) -> Verification:
     """Compiles the step of a program for a topology in a process of its own and compares it with
     its plan.
+
+    Args:
+        options: of the compiler; by default those of the plan.
     """
     compile_target = target(topology, program.plan.mesh, program.plan.axis_order)
     require_compiler(compile_target.platform)
+    options = program.plan.compiler_options if options is None else options
+    require_profile(options)
     step = export_step(program, compile_target.platform)
-    return judge(
-        program.plan,
-        topology,
-        compile_target,
-        step,
-        compile_apart(step, compile_target, limits, options),
-    )
+    outcome = compile_apart(step, compile_target, limits, options)
+    return judge(program.plan, topology, compile_target, step, outcome)
 
 
 def judge(
@@ -91,17 +93,20 @@ def read_compiled(
     """Reads a compiled program, and the collectives that it runs."""
     module = parse(program.text)
     traffic = read_traffic(module, mesh, step.arguments, compile_target.positions)
+    whole, clock = len(compile_target.positions) == 1, compile_target.cycles_per_s
+    run = None
+    if whole and compile_target.platform != "cpu":
+        run = schedule(module, Rates.of(topology, clock), once(traffic, mesh, topology, axes))
     compiled = CompiledStep(
         device_bytes=program.memory,
         collectives=timed(traffic, mesh, topology, axes),
         wire_bytes=sum(item.wire_bytes for item in traffic.found),
-        compute_seconds=traffic.cycles / compile_target.cycles_per_s
-        if compile_target.cycles_per_s
-        else 0.0,
+        compute_seconds=traffic.cycles / clock if clock else 0.0,
         device_kind=program.device_kind,
         unread=traffic.problems,
         reductions=traffic.reductions,
-        scheduled=scheduled(module, mesh) if len(compile_target.positions) == 1 else (),
+        scheduled=scheduled(module, mesh) if whole else (),
+        schedule=run,
     )
     return compiled, traffic
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import re
 from pathlib import Path
 
 import jax
@@ -111,6 +112,11 @@ def test_json_text_page_and_annotations(diagnosis: Diagnosis, tmp_path: Path) ->
     page = diagnosis.show(tmp_path / "why.html").read_text()
     assert "with_sharding_constraint" in page and "lookup_model.py" in page
     assert "shardlib-card" in diagnosis._repr_html_()
+    before, after = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    for rows, graph in ((diagnosis.rows, before), (diagnosis.after.rows, after)):
+        met = [row for row in rows if row.meeting is not None]
+        assert graph.count(' Z"') == len(met) > 0
+        assert all(f"{row.kind} over" in graph for row in met)
 
 
 def test_mesh_may_be_a_word_and_shardings_those_of_jit() -> None:

@@ -8,6 +8,7 @@ from benchmarks.order_candidates import judged
 from benchmarks.scheduled_wire import waited_seconds
 from shardlib.layout import MeshShape
 from shardlib.verification.hlo import parse
+from shardlib.verification.schedule import Rates, schedule
 from shardlib.verification.traffic import read_traffic
 
 GATHER = (
@@ -70,6 +71,9 @@ def test_what_stands_between_start_and_done_hides(wire, waited):
     assert sorted(one.kind for one in found) == sorted(wire)
     seconds = waited_seconds(module, found, lambda one: wire[one.kind], 1.0)
     assert {kind: wait for (kind, _), wait in seconds.items()} == waited
+    rates = Rates(flops_per_s=lambda _: 1.0, bytes_per_s=1.0, cycles_per_s=1.0)
+    run = schedule(module, rates, {one.name: wire[one.kind] for one in found})
+    assert {one.kind: run.waited[one.name] for one in found} == waited and run.kernels == 1400.0
 
 
 def test_regret_is_of_the_plan_that_is_predicted_to_be_the_fastest():
