@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from shardlib.diagnosis.cures import Cure
+from shardlib.diagnosis.graph import sharding_graph
 from shardlib.diagnosis.peak import LiveValue
 from shardlib.diagnosis.rows import Row, spec_text
 from shardlib.diagnosis.source import Frame, shown, text_of
 from shardlib.report.elements import bytes_text, seconds_text, short
-from shardlib.report.markup import card, render
+from shardlib.report.markup import Picture, card, render
 from shardlib.untrusted.data import JsonObject
 
 #: Lines around a row's on a page.
@@ -29,7 +30,8 @@ class Communication:
     Attributes:
         rows: the most bytes first.
         wire_bytes: that a device sends in one call.
-        kernel_seconds: the compiler's estimate of all kernels; 0 where it gives none.
+        kernel_seconds: of all kernels: the TPU compiler's estimate, or at the rates of a GPU; 0
+            where neither is known.
         memory: bytes per device: "arguments", "temporaries", "peak", ...
         live: values that live at the peak, the largest first; of `live_bytes` together.
         problems: what could not be read.
@@ -71,6 +73,7 @@ class Diagnosis:
         cured: row -> the number of the cure that removes it, counted from 0.
         tried: how many programs were compiled to find cures.
         searched: whether cures were looked for.
+        after: the communication with all cures; None without.
         versions: package -> version of the compiler.
     """
 
@@ -83,6 +86,7 @@ class Diagnosis:
     tried: int
     versions: Mapping[str, str]
     searched: bool = False
+    after: Communication | None = None
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -402,7 +406,20 @@ def page(diagnosis: Diagnosis) -> str:
             for file, lines in by_file.items()
         ],
         memory=_memory_lines(diagnosis, 12)[1:],
+        graphs=_graphs(diagnosis),
     )
+
+
+def _graphs(diagnosis: Diagnosis) -> list[Picture]:
+    """The graph of shardings, with cures that before and after them."""
+    pictures = [
+        sharding_graph(
+            diagnosis.rows, diagnosis.cured, "Before cures" if diagnosis.cures else "As it is"
+        )
+    ]
+    if diagnosis.after is not None:
+        pictures.append(sharding_graph(diagnosis.after.rows, {}, "After them"))
+    return [picture for picture in pictures if picture is not None]
 
 
 def _listing(file: str, rows: dict[int, list[tuple[int, Row]]]) -> Iterator[dict[str, Any]]:
