@@ -155,7 +155,8 @@ def runnable(
 
     A `Compiled` of JAX 0.10 refuses arrays of fewer than 8 bits that have a sharding: it compares
     two descriptions of one layout. Called through `jax.jit`, the program that is compiled already
-    runs; JAX 0.12 needs no detour.
+    runs; JAX 0.12 needs no detour. With `jax_enable_pgle` JAX profiles the first steps on a GPU and
+    compiles again with what it saw, in both versions only through `jax.jit`.
 
     Args:
         mesh: that the function was lowered under; None for none.
@@ -163,7 +164,9 @@ def runnable(
     import jax
 
     leaves = jax.tree.leaves(arguments)
-    if jax.__version_info__ >= (0, 12) or not any(str(leaf.dtype) in SUB_BYTE for leaf in leaves):
+    narrow = any(str(leaf.dtype) in SUB_BYTE for leaf in leaves)
+    profiled: bool = jax.config.jax_enable_pgle  # noqa: B009: a name without a type
+    if not profiled and (jax.__version_info__ >= (0, 12) or not narrow):
         return compiled
 
     def run(*values: Any) -> Any:

@@ -176,6 +176,7 @@ def compile(
     rows: str = "prove",
     wrt: Filter = None,
     honour: str = "hints",
+    compiler_options: Options | None = None,
 ) -> Program:
     """Plans, and lowers the plan to a program that XLA compiles at its first use.
 
@@ -210,6 +211,8 @@ def compile(
             proof.
         wrt: what is trained, see `plan`; all parameters if left out.
         honour: "hints" or "pins", see `plan`.
+        compiler_options: options of the compiler for the step, by its own names; by default those
+            of the plan (`plan.compiler_options`), on the devices that it was made for.
 
     Returns:
         The program; nothing is compiled or allocated before its first use. With an exchange it is
@@ -237,6 +240,7 @@ def compile(
         guards=guards,
         disk=disk,
         evaluation=evaluation,
+        compiler_options=compiler_options,
     )
     from shardlib.frontend.lowered import evaluated_as_trained, lower
 
@@ -273,6 +277,7 @@ def compile(
                 else layout_free(traced.model.evaluated(evaluation), ambient)
             ),
             evaluation_user_loss=evaluation or loss,
+            compiler_options=compiler_options,
         )
         return replace(program, verifier=_verified)
 
@@ -317,8 +322,8 @@ def verify(
         name: what to call the model.
         plan: a plan to verify instead of searching for one.
         limits: seconds and bytes of memory that the compiler may take.
-        options: options of the compiler, by its own names, for this compilation; one that it does
-            not know is a finding.
+        options: options of the compiler, by its own names, for this compilation; by default those
+            of the plan. One that it does not know is a finding.
         rows: "prove" or "mean", see `plan`.
         wrt: what is trained, see `plan`.
         honour: "hints" or "pins", see `plan`.

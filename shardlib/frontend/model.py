@@ -511,6 +511,11 @@ _KINDS: Mapping[str, Kind] = {
         "the path of a folder",
         'disk="/path"',
     ),
+    "compiler_options": (
+        lambda value: isinstance(value, Mapping),
+        "a mapping of options",
+        'compiler_options={"xla_gpu_enable_pipelined_all_gather": True}',
+    ),
 }
 #: Those that cannot be left out.
 _NEEDED = ("loss", "optimizer")

@@ -471,7 +471,8 @@ def _written(
     text = _code(plain)
     for function in {*_OF_LOSS, *_OF_STEP} - {*kept}:
         text = text.replace(inspect.getsource(function) + "\n\n", "")
-    tables = {**_where(plan), "MODE": repr(mode), **tables}
+    options = repr(plan.compiler_options)
+    tables = {**_where(plan), "MODE": repr(mode), "COMPILER_OPTIONS": options, **tables}
     if own:
         tables = {**tables, "WITHOUT_LAYOUTS": "lambda function: _freeing()(function)"}
         text += _freeing()

@@ -26,6 +26,8 @@ DEVICE_ORDER: Sequence[int] | None = None
 #: Kind of the mesh axes: "explicit" if the types of arguments and results have shardings, or
 #: "auto".
 MODE = "auto"
+#: Options that the compiler is given.
+COMPILER_OPTIONS: Mapping[str, Any] = {}
 
 
 #: Positions in a row of `Layouts.parameters`: the shape, and the shardings of the stored parameter,
@@ -196,6 +198,7 @@ def make_step(
         donate_argnums=(0, 1),
         in_shardings=(*state, batch_shardings(batch, mesh)),
         out_shardings=results,
+        compiler_options=dict(COMPILER_OPTIONS),
     )
 
 
@@ -243,6 +246,7 @@ def shard_step(step: Callable[[Any, Any], Any], state: Any, batch: Any, mesh: Me
         donate_argnums=0,
         in_shardings=(stored, batch_shardings(batch, mesh)),
         out_shardings=results,
+        compiler_options=dict(COMPILER_OPTIONS),
     )
 
 

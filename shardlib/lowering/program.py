@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -20,10 +20,10 @@ from shardlib import _jax_compat, schedules
 from shardlib.annotation.model import no_mesh
 from shardlib.annotation.names import Model, PureLoss, Seed, UserLoss, UserModule, read_seed_or_key
 from shardlib.annotation.trees import Partition, Tree, path_text
-from shardlib.errors import PlanError, StateError, TracingError
+from shardlib.errors import ArgumentError, PlanError, StateError, TracingError
 from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Rows
-from shardlib.jax_types import Index, Metrics
+from shardlib.jax_types import Function, Index, Metrics
 from shardlib.layout import Layout, LogicalAxes
 from shardlib.lowering.accumulation import (
     Contribution,
@@ -103,6 +103,7 @@ from shardlib.lowering.step import (
 )
 from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
 from shardlib.lowering.weights import gather_updated
+from shardlib.planner.compiler_flags import OptionValue, require_profile
 from shardlib.planner.plan import Plan
 from shardlib.processes.values import in_every_process
 from shardlib.report.text import plan_card, plan_line
@@ -110,6 +111,8 @@ from shardlib.tracing.program import flatten
 
 #: A value of one field of `BuildOptions`.
 BuildOption = Any
+#: Compiler options by name.
+Options: TypeAlias = Mapping[str, OptionValue]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +127,7 @@ class BuildOptions:
             or else the system's folder for temporary files.
         evaluation: the loss of `Program.evaluate`; by default the training loss.
         evaluation_user_loss: the same as the user wrote it; None if unknown.
+        compiler_options: of the step, by the compiler's names; None for those of the plan.
     """
 
     devices: Sequence[jax.Device] | None = None
@@ -132,6 +136,7 @@ class BuildOptions:
     disk: str | os.PathLike[str] | None = None
     evaluation: PureLoss | None = None
     evaluation_user_loss: UserLoss | None = None
+    compiler_options: Options | None = None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -336,10 +341,6 @@ def build_driver(
 # There is no ambient state: layouts, rules and the mesh are fixed when the program is built, and
 # every program compiles its own functions.
 
-#: Compiler options by name.
-Options: TypeAlias = Mapping[str, str | bool | int]
-
-
 #: (program, limits, options) -> `shardlib.Verification`.
 Verifier: TypeAlias = Callable[[Any, Any, Options | None], Any]
 
@@ -383,6 +384,7 @@ class Program:
         verifier: the function behind `verify`, given by a higher layer.
         evaluated: the evaluation behind `evaluate`.
         source: the loss traced for the global batch, before any plan; None if it was not.
+        compiler_options: that the step is compiled with.
     """
 
     plan: Plan
@@ -398,6 +400,7 @@ class Program:
     verifier: Verifier | None = None
     evaluated: Evaluation
     source: LossJaxpr | None = None
+    compiler_options: Options = field(default_factory=dict)
 
     @property
     def rows(self) -> Tree:
@@ -449,12 +452,15 @@ class Program:
 
     @cached_property
     def _jitted_step(self) -> jax.stages.Wrapped:
-        return jax.jit(
+        return self._jit(
             self.step_function(),
             donate_argnums=(0,),
             in_shardings=shardings_of((self.state, self.batch)),
             out_shardings=(shardings_of(self.state), named_sharding(self.mesh, Layout())),
         )
+
+    def _jit(self, function: Function, **where: Any) -> jax.stages.Wrapped:
+        return jax.jit(function, compiler_options=dict(self.compiler_options), **where)
 
     @cached_property
     def _run_step(self) -> Callable[[TrainState, Tree], tuple[TrainState, Metrics]]:
@@ -536,7 +542,7 @@ class Program:
         self._require_one_program()
         run = with_digest(gradients_function(self.parts), "gradients", self.plan.digest)
         with _jax_compat.in_mesh(self.mesh):
-            jitted = jax.jit(run, in_shardings=shardings_of((self.state, self.batch)))
+            jitted = self._jit(run, in_shardings=shardings_of((self.state, self.batch)))
             compiled = jitted.lower(self.state, self.batch).compile()
         return _jax_compat.runnable(jitted, compiled, (self.state, self.batch), self.mesh)
 
@@ -546,7 +552,7 @@ class Program:
         self._require_one_program()
         run = with_digest(apply_function(self.parts), "apply", self.plan.digest)
         replicated = named_sharding(self.mesh, Layout())
-        return jax.jit(
+        return self._jit(
             run, donate_argnums=(0,), out_shardings=(shardings_of(self.state), replicated)
         )
 
@@ -576,7 +582,15 @@ class Program:
 
     @cached_property
     def _compiled_step(self) -> jax.stages.Compiled:
-        return self.lower().compile()
+        try:
+            return self.lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            if not self.compiler_options or "compile option" not in str(error):
+                raise
+            raise ArgumentError(
+                f"the compiler refuses compiler_options {dict(self.compiler_options)}:"
+                f" {str(error)[:300]}\nTry: its own names of options, or compiler_options={{}}"
+            ) from error
 
     @cached_property
     def _stage_step(self) -> StepPrograms:
@@ -973,7 +987,30 @@ def build_program(
         programs=driver.programs,
         disk=writer,
         source=planned.traced,
+        compiler_options=_compiler_options(
+            original_plan, mesh, options.compiler_options, driver.programs
+        ),
     )
+
+
+def _compiler_options(
+    plan: Plan, mesh: Mesh | AbstractMesh, asked: Options | None, programs: StagePrograms | None
+) -> Options:
+    """The compiler options of a step: the user's, or those of the plan where it runs on the
+    devices that it was made for.
+
+    Args:
+        programs: of a step that is not a single program.
+    """
+    several = programs is not None or "disk" in plan.offload
+    if asked and several:
+        raise PlanError(
+            "compiler_options are for a step that is a single program; this one is several"
+            " (pipeline='programs', or optimizer state on disk)\nTry: the variable XLA_FLAGS"
+        )
+    require_profile(asked or {})
+    on_gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform in ("gpu", "cuda")
+    return asked if asked is not None else plan.compiler_options if on_gpus and not several else {}
 
 
 def _without_axes(batch: Tree) -> dict[str, LogicalAxes]:

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         RunCost,
         Sensitivity,
     )
+    from shardlib.planner.compiler_flags import CompilerFlag, OptionValue
     from shardlib.planner.layouts import AxisSizes, PlanShardings
     from shardlib.planner.parts import Candidate
     from shardlib.planner.workload import Workload
@@ -346,6 +347,20 @@ class Plan(Decisions):
             ],
         }
         return hashlib.sha256(json.dumps(identifying, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def compiler_flags(self) -> tuple[CompilerFlag, ...]:
+        """Options of the compiler that the plan's programs are compiled with, with their reasons
+        (`docs/flags.md`).
+        """
+        from shardlib.planner.compiler_flags import compiler_flags
+
+        return compiler_flags(self)
+
+    @property
+    def compiler_options(self) -> dict[str, OptionValue]:
+        """The same as `jax.jit(compiler_options=...)` takes them."""
+        return {flag.name: flag.value for flag in self.compiler_flags}
 
     def with_findings(self, *findings: Finding) -> Self:
         """The same plan with more findings.

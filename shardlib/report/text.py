@@ -199,6 +199,9 @@ _LINES: Mapping[str, Callable[[Plan], str]] = {
     "disk": _disk,
     "dtypes": _dtypes,
     "links": _links,
+    "compiler flags": lambda plan: ", ".join(
+        f"{flag.name}={flag.value}" for flag in plan.compiler_flags
+    ),
 }
 
 #: What plans decide that do not have a line, by its label, where the table does not say it alone.
@@ -211,6 +214,7 @@ _UNTOLD: Mapping[str, Callable[[Plan], str]] = {
     ],
     "dtypes": lambda plan: "those of the model",
     "links": lambda plan: "the usual order",
+    "compiler flags": lambda plan: "those of the compiler",
 }
 
 

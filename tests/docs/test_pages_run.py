@@ -92,6 +92,17 @@ state, batches = program.init(seed=0), [batch] * 1001
     "dropout": Page(
         holds="float(validation['loss']) != float(metrics['loss'])",
     ),
+    "flags": Page(
+        before={
+            0: """
+from shardlib.cli.inputs import inputs_of
+
+job = inputs_of("llama2-7b", 256, 2048)
+""",
+        },
+        unrun={1: "asks the compiler of GPUs", 2: "profiles a run on GPUs"},
+        holds="plan.compiler_options == {'xla_gpu_all_gather_combine_threshold_bytes': 1 << 27}",
+    ),
     "evaluation": Page(
         before={
             0: """
