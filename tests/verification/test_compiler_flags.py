@@ -74,7 +74,7 @@ def test_profiles_reach_the_compiler(tmp_path):
     file.write_text("".join(f'costs {{ name: "{name}" cost_us: 5 }}\n' for name in names))
     texts.append(verify("h100:8", options={PROFILE: str(file)}))
     assert "profile-of-another" not in {finding.code for finding in texts[0].findings}
-    with pytest.raises(ArgumentError, match="is no profile"):
+    with pytest.raises(ArgumentError, match="is not a profile"):
         verify("h100:8", options={PROFILE: str(tmp_path / "missing.pb")})
 
 
