@@ -458,7 +458,7 @@ class _Work:
                     self.propagated(accepted, listed, machine)
                 )
                 if (seconds := propagated_seconds(layout, edited, self.topology))
-                < base * (1 - LEAST)
+                < base  # what it is worth, the compiler says
             ]
             # seconds before any compiler are rough: of those that are near the best, the first
             near = 1.05 * min((entry[0] for entry in better), default=0.0)

@@ -294,7 +294,8 @@ class _Reader:
         """
         for value, dims in _worked(operation):
             made = self.spec(value)
-            if operation.name.endswith("composite"):  # no more is gathered than the result asks for
+            # no more is gathered than the result asks for
+            if operation.name.endswith("composite") and _is_top_k(operation):
                 kept = self.spec(operation.results[0])
                 dims = {dim for dim in dims if not set(made[dim]) <= set(kept[dim])}
             if not any(made[dim] for dim in dims if dim < len(made)):
@@ -476,6 +477,9 @@ def _worked(operation: Any) -> Iterator[tuple[Any, set[int]]]:
     elif name == "fft":
         rank = len(_tensor(operands[0])[0])
         yield operands[0], set(range(rank - len(_numbers(operation, "fft_length")), rank))
+    elif _is_scan(operation):
+        match = re.search(r"\bdimension = (\d+)", _attribute(operation, "composite_attributes"))
+        yield operands[0], {int(match[1])} if match else set()
     elif _is_top_k(operation):
         last = len(_tensor(operands[0])[0]) - 1
         yield operands[0], {last}
@@ -495,8 +499,13 @@ def _is_top_k(operation: Any) -> bool:
     return any(re.search("top_?k", name, re.IGNORECASE) for name in names)
 
 
+def _is_scan(operation: Any) -> bool:
+    """A running sum, product or maximum, as GPUs have it."""
+    return "chlo.scan" in _attribute(operation, "name")
+
+
 def _by_part(operation: Any, dims: set[int]) -> bool:
-    name = operation.name.rpartition(".")[2]
+    name = "reduce_window" if _is_scan(operation) else operation.name.rpartition(".")[2]
     rank = len(_tensor(operation.operands[0])[0])
     return name in ("sort", "fft", "reduce_window") or (_is_top_k(operation) and rank - 1 in dims)
 

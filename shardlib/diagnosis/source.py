@@ -54,7 +54,7 @@ def operation_name(name: str) -> Operation:
     """Reads the name of an operation; of one that several were fused into, the first."""
     name = name.partition(";")[0]
     return Operation(
-        primitive=name.rpartition("/")[2],
+        primitive=name.rpartition("/")[2].rstrip(":"),
         backward="transpose(" in name,
         recomputed="rematted_computation" in name,
     )

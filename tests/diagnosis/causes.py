@@ -626,6 +626,8 @@ CASES = (
         made="[data, model]",
         needed="[data, -]",
         avoidable=True,
+        # with JAX 0.12 GPUs send each other's last sums, 64 bytes, and need less memory so
+        misses={"h100": ("cure",)},
         report="https://github.com/jax-ml/jax/issues/21403",
     ),
     Case(
@@ -635,6 +637,9 @@ CASES = (
         line="return jax.lax.top_k(logits, 8)[0]",
         made="[data, model]",  # corrected: the dim of the batch is not kept either
         avoidable=True,
+        # with JAX 0.12 the result stays sharded; the 512 bytes that are left go where logits are
+        # stored over both axes along the rows and the result is laid out so, two edits at once
+        misses={"v5e": ("cure",), "h100": ("cure",)},
         report="https://github.com/jax-ml/jax/issues/19271",
     ),
 )
