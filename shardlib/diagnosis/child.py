@@ -6,33 +6,22 @@ there; an abort ends this process and no other.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
 
 from shardlib.untrusted.data import JsonObject
-from shardlib.verification.isolation import Target, compile_devices, main, versions
+from shardlib.verification.isolation import main, read_job, versions
 
 
 def run_job(folder: Path) -> JsonObject:
     """Runs the job of a folder; returns what is known beside the texts."""
     import jax
-    import numpy as np
-    from jax import export
-    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from shardlib._jax_compat import compiled_memory
 
-    job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
-    exported = export.deserialize(bytearray((folder / "program.bin").read_bytes()))
-    devices = compile_devices(Target.from_json(job["target"]))
-    names, sizes = zip(*job["mesh"], strict=True)
-    mesh = Mesh(
-        np.array(devices, dtype=object).reshape(sizes),
-        names,
-        axis_types=tuple(AxisType[kind] for kind in job["kinds"]),
-    )
+    job, exported, devices, mesh = read_job(folder)
     replicated = NamedSharding(mesh, PartitionSpec())
     arguments = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding or replicated)

@@ -42,9 +42,12 @@ def sharding_graph(rows: Sequence[Row], cured: Mapping[int, int], label: str) ->
         cured: rows that a cure removes.
         label: what the picture is of.
     """
-    met = [(number, row, row.meeting) for number, row in enumerate(rows) if row.meeting][:MOST]
+    met = [(number, row, row.meeting) for number, row in enumerate(rows) if row.meeting]
     if not met:
         return None
+    if len(met) > MOST:
+        label = f"{label}: the {MOST} of {len(met)} collectives with the most bytes"
+    met = met[:MOST]
     met.sort(key=lambda entry: _order(entry[2].value.source) or _order(entry[1].source))
     largest = max(row.bytes for _, row, _ in met)
     nodes, edges = dict[tuple[str, str, str], Node](), list[Edge]()

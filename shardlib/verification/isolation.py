@@ -45,6 +45,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from shardlib import _jax_compat
 from shardlib.annotation.trees import Tree
@@ -688,21 +689,26 @@ def _tpu_key(i: int, device: Any) -> tuple[int, ...]:
     return (getattr(device, "slice_index", 0), *device.coords, device.core_on_chip)
 
 
-def compile_job(folder: Path) -> JsonObject:
-    """Compiles the program of a folder and writes its text there; returns what else is worth
-    knowing.
+def read_job(
+    folder: Path,
+) -> tuple[dict[str, Any], export.Exported, list[jax.Device], Mesh]:
+    """The job of a folder, its program, the devices that it is compiled for, and their mesh, whose
+    axes are automatic unless the job's "kinds" says otherwise.
     """
-    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
     job = json.loads((folder / "job.json").read_text(encoding="utf-8"))
     exported = export.deserialize(bytearray((folder / "program.bin").read_bytes()))
     devices = compile_devices(Target.from_json(job["target"]))
     names, sizes = zip(*job["mesh"], strict=True)
-    mesh = Mesh(
-        np.array(devices, dtype=object).reshape(sizes),
-        names,
-        axis_types=(AxisType.Auto,) * len(names),
-    )
+    kinds = [AxisType[kind] for kind in job.get("kinds", ["Auto"] * len(names))]
+    mesh = Mesh(np.array(devices, dtype=object).reshape(sizes), names, axis_types=tuple(kinds))
+    return job, exported, devices, mesh
+
+
+def compile_job(folder: Path) -> JsonObject:
+    """Compiles the program of a folder and writes its text there; returns what else is worth
+    knowing.
+    """
+    job, exported, devices, mesh = read_job(folder)
 
     def sharding(spec: list[list[str]], kind: str = "") -> NamedSharding:
         return NamedSharding(
