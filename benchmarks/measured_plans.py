@@ -245,6 +245,46 @@ def priced(runs: Sequence[Row]) -> dict[str, tuple[float, bool]]:
     return prices
 
 
+def roofline(runs: Sequence[Row]) -> dict[str, float]:
+    """Seconds by a roofline of six constants, fitted like the figures above: shares of the peak, of
+    HBM, of NVLink and of a NIC, the share of compute behind which gradients hide, fixed seconds.
+    """
+
+    def terms(run: Row) -> list[float]:
+        layers, width, wide, _, _ = MODELS[run["model"]]
+        weights = layers * (4 * width**2 + 3 * width * wide) + 2 * 131072 * width
+        tokens = SEQUENCE * BATCH / run["dp"]
+        bubble = 1 + (run["pp"] - 1) / run["ga"]
+        shards = run["tp"] * run["pp"]
+        gradients = 8 * weights / shards * (1 - 1 / run["dp"])
+        messages = 16 * layers / run["pp"] * tokens * width * (1 - 1 / run["tp"]) * bubble
+        attention = 6 * layers * SEQUENCE * width
+        return [
+            (6 * weights + attention) * tokens / shards * bubble / (CHIP["peak_bf16_tflops"] * 1e12),
+            (34 * layers * tokens * width * bubble / shards + 28 * weights / shards) / 3.35e12,
+            messages / 450e9 if run["tp"] <= 8 else 0.0,
+            messages / 50e9 if run["tp"] > 8 else 0.0,
+            gradients / (450e9 if run["gpus"] <= 8 else 50e9 * min(8, run["dp"])),
+        ]
+
+    def seconds(rows: Sequence[Row], point: Any) -> Any:
+        compute, memory, inside, outside, network = np.array([terms(run) for run in rows]).T
+        flops, hbm, fast, slow, hidden, fixed = np.exp(point)
+        kernels = compute / flops + memory / hbm
+        gradients = np.maximum(network / slow - hidden * kernels, 0.0)
+        return kernels + inside / fast + outside / slow + gradients + fixed
+
+    train = [run for run in runs if is_train(run) and run["ran"] and not run["slow"]]
+    measured = np.array([run["s"] for run in train])
+    fit = least_squares(
+        lambda point: np.log(seconds(train, point) / measured),
+        np.log([0.5, 0.5, 0.7, 0.7, 0.3, 0.1]),
+        loss="soft_l1",
+        f_scale=0.1,
+    )
+    return dict(zip([run["id"] for run in runs], seconds(runs, fit.x).tolist(), strict=True))
+
+
 def main() -> None:
     parser = command_line(__doc__, "measured_plans.json", optional=True)
     parser.add_argument("--data", type=Path, default=DATA)

@@ -75,6 +75,7 @@ from shardlib.report.text import (
     parameter_rows,
     parts_of,
     reasons,
+    settled,
     trial_rows,
 )
 from shardlib.report.timelines import Timeline, predicted
@@ -261,6 +262,7 @@ def html_report(
         evidence=[evidence_head(sources), *evidence_rows(sources)],
         trials=trial_rows(plan.refined) if plan.refined else (),
         trial_head=TRIAL_HEAD,
+        settled=settled(plan, plan.refined) if plan.refined else (),
         collectives=collectives,
         parameters=rows,
         activations=_activations(plan, [row for row, _, _ in collectives]),

@@ -25,7 +25,7 @@ from shardlib.graph import ITEMSIZE
 from shardlib.layout import AXES, MESH_AXES, Collective, Layout, LogicalAxes
 from shardlib.machines.topology import Topology
 from shardlib.machines.topology import topology as find_topology
-from shardlib.planner.parts import Refined
+from shardlib.planner.parts import CHOSEN, Refined, Trial
 from shardlib.planner.plan import ParameterLayout, Plan, Rejected
 from shardlib.report.elements import (
     aligned,
@@ -887,9 +887,59 @@ def _compiler(plan: Plan) -> str:
         [
             "What the compiler said",
             *aligned([TRIAL_HEAD, *trial_rows(record)], right={1, 2, 3, 4}),
-            *(line for text in (sums, *skipped) for line in wrapped("  - ", text)),
+            *(
+                line
+                for text in (sums, *settled(plan, record), *skipped)
+                for line in wrapped("  - ", text)
+            ),
         ]
     )
+
+
+def settled(plan: Plan, record: Refined) -> list[str]:
+    """What compiling or running plans removed of the doubt that predictions leave."""
+    chosen = next((trial for trial in record.trials if trial.verdict == CHOSEN), None)
+    if chosen is None:
+        return []
+
+    def apart(a: float, b: float) -> float:
+        return max(a, b) / (min(a, b) or 1.0) - 1
+
+    def known(trial: Trial) -> float:
+        return trial.run_seconds or trial.compiled_seconds
+
+    even = [
+        trial
+        for trial in record.trials
+        if trial is not chosen
+        and apart(trial.predicted_seconds, chosen.predicted_seconds) <= INDISTINGUISHABLE
+    ]
+    left = [t for t in even if t.survived and apart(known(t), known(chosen)) <= INDISTINGUISHABLE]
+    out = [trial for trial in even if not trial.survived]
+    lines = []
+    if even:
+        lines.append(
+            f"Others predicted within {INDISTINGUISHABLE:.0%} of it: {len(even)}; still within"
+            f" {INDISTINGUISHABLE:.0%}: {len(left)}; further apart:"
+            f" {len(even) - len(left) - len(out)}; cannot run: {len(out)}."
+        )
+    if chosen.compiled_bytes:
+        lines.append(
+            "Peak memory is known, not predicted:"
+            f" {chosen.compiled_bytes / chosen.predicted_bytes - 1:+.1%} beside the prediction,"
+            f" which allows for {percent_text(plan.estimate.margin - 1)}."
+        )
+    if chosen.run_seconds:
+        lines.append(
+            f"It was run: {seconds_text(chosen.run_seconds)} per step, predicted"
+            f" {seconds_text(chosen.predicted_seconds)}."
+        )
+    elif plan.estimate.interval:
+        lines.append(
+            "Still open is how fast kernels and links are: the step time keeps its interval,"
+            f" {interval_text(plan.estimate)}."
+        )
+    return lines
 
 
 def _findings(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardlib.cost.framework import Interval
 from shardlib.cost.pricing import Seconds
 from shardlib.layout import MeshShape
 from shardlib.planner.parts import Refined, Trial
@@ -68,6 +69,8 @@ What the compiler said
        ZeRO 3
   - A step takes 1.88 s and 51.0 GiB per device; kernels and collectives are the compiler's, jax
     0.10.2, libtpu 0.0.42.
+  - Others predicted within 5% of it: 2; still within 5%: 0; further apart: 1; cannot run: 1.
+  - Peak memory is known, not predicted: +6.2% beside the prediction, which allows for 0.0%.
   - 1,234 more candidates were passed over: the compiler found plans like them too large.
 """
 
@@ -100,6 +103,20 @@ def test_where_kernels_are_predicted_the_section_says_so():
     )
 
 
+def test_it_says_what_compiling_and_running_leave_open():
+    interval = Interval(
+        low=0.8, high=1.5, share=0.8, runs=50, sources=8, profile="", vendor="nvidia"
+    )
+    compiled = replace(PLAN_REFINED, estimate=replace(PLAN.estimate, interval=interval))
+    low, high = compiled.estimate.step_interval or (0.0, 0.0)
+    assert f"keeps its interval, {low:.2f} to {high:.2f} s" in " ".join(section(compiled).split())
+    ran = tuple(replace(t, run_seconds=1.9 if t.survived else 0.0) for t in RECORD.trials)
+    text = section(replace(compiled, refined=replace(RECORD, trials=ran)))
+    assert "still within 5%: 1; further apart: 0; cannot run: 1" in text
+    assert "It was run: 1.90 s per step, predicted 1.81 s." in text
+    assert "keeps its interval" not in text
+
+
 def test_json_both_ways():
     assert Plan.from_json(PLAN_REFINED.to_json()) == PLAN_REFINED
     data = json.loads(PLAN_REFINED.to_json())
@@ -112,4 +129,5 @@ def test_html_has_the_table():
     page = html_report(PLAN_REFINED)
     assert "<h3>Plans that were compiled</h3>" in page
     assert "<td>out-of-memory</td>" in page
+    assert "Peak memory is known, not predicted" in page
     assert '<td class="right">2.12 s</td>' in page
