@@ -125,6 +125,18 @@ def tables() -> dict[str, str]:
             [
                 measured("groups that were fitted to", plans["fitted"]),
                 measured("groups never seen", plans["unseen"]),
+                measured("the same by a roofline of six constants", plans["roofline"]),
+            ],
+        ),
+        "feasible plans": rows_of(
+            "configurations | ran | said to fit and ran, of those said to fit | of those that ran",
+            [
+                (
+                    plans["feasibility"]["configurations"],
+                    plans["feasibility"]["ran"],
+                    plans["feasibility"]["precision"],
+                    plans["feasibility"]["recall"],
+                )
             ],
         ),
         "programs of JAX": rows_of(

@@ -302,7 +302,13 @@ def main() -> None:
         "command": "python -m benchmarks measured_plans --out",
         "fitted": figures_of([run for run in clean if is_train(run)], prices),
         "unseen": figures_of([run for run in clean if not is_train(run)], prices),
+        "roofline": figures_of(
+            [run for run in clean if not is_train(run)],
+            {name: (seconds, prices[name][1]) for name, seconds in roofline(runs).items()},
+        ),
         "feasibility": {
+            "configurations": len(runs),
+            "ran": len(ran),
             "precision": len(fits & ran) / len(fits),
             "recall": len(fits & ran) / len(ran),
         },

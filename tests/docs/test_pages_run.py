@@ -369,6 +369,10 @@ start, tokens = 1, (4, 5, 6)
         },
         holds="engine.run() is None",
     ),
+    "quickstart": Page(
+        unrun={1: "an overview, whose calls leave arguments out"},
+        holds="float(metrics['loss']) < 1 and program.plan.mesh.devices == 8",
+    ),
     "serving": Page(unrun={0: "runs in serve/test_docs.py", 1: TPU}),
     "serving_plans": Page(
         before={

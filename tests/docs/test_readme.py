@@ -1,5 +1,5 @@
-"""What the README shows is what happens: outputs are compared line by line, but for measured
-times.
+"""What the README and the page of a large plan show is what happens: outputs are compared line by
+line, but for measured times.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+LARGE = (ROOT / "docs" / "large_plan.md").read_text()
 #: How long a search took: the one figure of these outputs that is measured.
 MEASURED = re.compile(r"priced in [\d.]+ \w+;")
 
@@ -44,9 +46,9 @@ def compare(shown: str, printed: str) -> None:
     assert skipping or not any(found[at:]), found[at:]
 
 
-def block(after: str) -> str:
-    """The fenced text behind a mark."""
-    return re.search(re.escape(after) + r"\n```\n(.*?)```", README, re.DOTALL).group(1)
+def block(page: str, after: str) -> str:
+    """The fenced text of a page behind a mark."""
+    return re.search(re.escape(after) + r"\n```\n(.*?)```", page, re.DOTALL).group(1)
 
 
 def test_the_example_prints_what_follows_it():
@@ -54,27 +56,33 @@ def test_the_example_prints_what_follows_it():
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "README.md", "exec"), {"__name__": "readme"})
-    compare(block("<!-- example -->"), printed.getvalue())
+    compare(block(README, "<!-- example -->"), printed.getvalue())
 
 
 def test_the_program_on_simulated_devices_comes_with_what_simulates_them():
-    section = README.split("## What you can do with it")[1].split("\n## ")[0]
+    section = README.split("## Train")[1].split("\n## ")[0]
     devices = re.search(r'shardlib.compile\(.*topology="cpu:(\d+)"', section).group(1)
     assert f"JAX_NUM_CPU_DEVICES={devices}" in section
 
 
 @pytest.mark.long
 def test_the_command_prints_what_follows_it_and_the_picture_is_of_its_plan(shell, tmp_path):
-    command, shown = block("<!-- llama -->").split("\n", 1)
+    command, shown = block(LARGE, "<!-- llama -->").split("\n", 1)
     assert command.startswith("$ shardlib ")
     words = shlex.split(command.removeprefix("$ shardlib "))
     code, out, _ = shell(*words, "--out", f"{tmp_path}/p.json")
     assert code == 0
     compare(shown, out)
     shell("explain", f"{tmp_path}/p.json", "--svg", f"{tmp_path}/p.svg")
-    stored = Path(__file__).parents[2] / "docs" / "pictures" / "llama3-405b.svg"
+    stored = ROOT / "docs" / "pictures" / "llama3-405b.svg"
     again = "shardlib explain plan.json --svg docs/pictures/llama3-405b.svg"
     assert (tmp_path / "p.svg").read_text() == stored.read_text(), f"old; make it again: {again}"
+
+
+def test_the_readme_is_short_and_its_code_narrow():
+    assert len(README.splitlines()) <= 110
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    assert max(map(len, code.splitlines())) <= 70
 
 
 def test_a_wrong_line_is_noticed():

@@ -60,10 +60,10 @@ COMMANDS = [(page.stem, command) for page in PAGES for command in commands(page)
 PROGRAMS = [
     (page.stem, text) for page in PAGES for language, text in blocks(page) if language == "python"
 ]
-#: What README says that each command takes.
+#: What a page says that each command takes.
 SYNOPSES = [
     line
-    for line in (ROOT / "README.md").read_text().splitlines()
+    for line in (ROOT / "docs" / "quickstart.md").read_text().splitlines()
     if re.match(r"shardlib [a-z-]+ .*[A-Z\[]", line)
 ]
 
