@@ -3,7 +3,8 @@
     python docs/site/build.py [--execute] [--out FOLDER]
 
 The pages are those of the repository; this lays them out in a folder of their own, with
-a front page and a reference from docstrings, and has Sphinx build them. A warning is an error:
+a front page (`index.md`, with the example of the README) and a reference from docstrings, and has
+Sphinx build them. A warning is an error:
 a link to a page or a heading that does not exist, a page that nothing leads to, a docstring that
 does not parse.
 """
@@ -27,19 +28,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-#: Pages that explain; those of the reference stand on the front page; all others say how to.
-EXPLANATION = (
-    "concepts",
-    "accuracy",
-    "cost_model",
-    "peers",
-    "verification",
-    "collective_matmul",
-    "islands",
-    "parameter_server",
-    "serving",
-)
-REFERENCE = ("pins", "glossary")
+#: What comes first in a reference.
+FIRST = ("plan", "compile", "fit", "compile_step", "why", "verify")
 PACKAGES = {
     "shardlib": "shardlib",
     "booking": "shardlib.launch.booking",
@@ -60,14 +50,12 @@ def lay_out(folder: Path) -> None:
         for name in re.findall(links, page.read_text()):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    pages = sorted(path.stem for path in (ROOT / "docs").glob("*.md"))
-    how_to = [name for name in pages if name not in (*EXPLANATION, *REFERENCE)]
+    readme = (ROOT / "README.md").read_text()
+    code, output = re.search(
+        r"(```python\n.*?```)\n\n<!-- example -->\n(```\n.*?```)", readme, re.DOTALL
+    ).groups()
     front = (HERE / "index.md").read_text()
-    for mark, names in (("@HOW_TO@", how_to), ("@EXPLANATION@", EXPLANATION)):
-        front = front.replace(mark, "\n".join(f"docs/{name}" for name in names))
-    chapters = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
-    front = front.replace("@TUTORIAL@", "\n".join(f"notebooks/{name}" for name in chapters))
-    (folder / "index.md").write_text(front)
+    (folder / "index.md").write_text(front.replace("@CODE@", code).replace("@OUTPUT@", output))
     (folder / "reference").mkdir()
     for name, package in PACKAGES.items():
         (folder / "reference" / f"{name}.md").write_text(reference(package))
@@ -78,6 +66,7 @@ def reference(package: str) -> str:
     """A page of the public names of a package."""
     module = importlib.import_module(package)
     names = [name for name in module.__all__ if not name.startswith("_")]
+    names.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
     values = {name: getattr(module, name) for name in names}
     errors = [n for n, v in values.items() if isinstance(v, type) and issubclass(v, Exception)]
     classes = [n for n, v in values.items() if isinstance(v, type) and n not in errors]
