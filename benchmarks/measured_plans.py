@@ -16,6 +16,7 @@ microbatch to what no plan has: left out of all figures but feasibility).
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 from collections import defaultdict
@@ -62,6 +63,8 @@ CURVE = {
     "dispatch_s": (7e-5, 1e-5, 4e-4),
 }
 PROFILE = {"tensor_stall_s": (3e-4, 1e-6, 2e-3), "replicated_overlap": (0.5, 0.01, 1.0)}
+#: Bytes under which a failed configuration did not fail for want of memory (an H100 has 80 GB).
+SMALL = 45e9
 #: Runs of a group that are ranked at the least, and those that a fit draws.
 LEAST_RUNS, DRAWN = 8, 150
 
@@ -122,6 +125,11 @@ def document() -> Document:
     )
 
 
+def clean(runs: Sequence[Row]) -> list[Row]:
+    """The runs that ran, and not slowly."""
+    return [run for run in runs if run["ran"] and not run["slow"]]
+
+
 def is_train(run: Row) -> bool:
     """Whether constants are fitted to the group of a run."""
     return run["model"] in TRAIN[0] and run["gpus"] <= TRAIN[1]
@@ -132,10 +140,8 @@ def quotes(runs: Sequence[Row]) -> list[tuple[Row, Quote]]:
     source, bench = document(), Bench()
     return [
         (run, bench.quote(case))
-        for run in runs
-        if run["ran"]
-        and not run["slow"]
-        and not isinstance(case := case_of(source, row_of(run)), str)
+        for run in clean(runs)
+        if not isinstance(case := case_of(source, row_of(run)), str)
     ]
 
 
@@ -185,7 +191,9 @@ def fitted(quoted: Sequence[tuple[Row, Quote]]) -> tuple[dict[str, float], dict[
     )
 
 
-def figures_of(rows: Sequence[Row], predicted: Mapping[str, tuple[float, bool]]) -> dict[str, Any]:
+def figures_of(
+    rows: Sequence[Row], predicted: Mapping[str, tuple[float, bool, float]]
+) -> dict[str, Any]:
     """Errors, ranks and regret of clean runs."""
     groups: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for run in rows:
@@ -228,10 +236,12 @@ def figures_of(rows: Sequence[Row], predicted: Mapping[str, tuple[float, bool]])
     }
 
 
-def priced(runs: Sequence[Row]) -> dict[str, tuple[float, bool]]:
-    """Seconds of every configuration and whether it fits; those that the planner refuses do not."""
+def priced(runs: Sequence[Row]) -> dict[str, tuple[float, bool, float]]:
+    """Seconds of every configuration, whether it fits, and bytes of its arrays; those that the
+    planner refuses do not fit.
+    """
     source, bench = document(), Bench()
-    prices: dict[str, tuple[float, bool]] = {}
+    prices: dict[str, tuple[float, bool, float]] = {}
     for run in runs:
         case = case_of(source, row_of(run))
         try:
@@ -239,10 +249,29 @@ def priced(runs: Sequence[Row]) -> dict[str, tuple[float, bool]]:
                 raise ShardlibError(case)
             prediction = bench.predict(case)
         except ShardlibError:
-            prices[run["id"]] = (1e3, False)
+            prices[run["id"]] = (1e3, False, math.inf)
         else:
-            prices[run["id"]] = (prediction.step_s, prediction.fits)
+            prices[run["id"]] = (prediction.step_s, prediction.fits, prediction.arrays)
     return prices
+
+
+def feasibility(
+    runs: Sequence[Row], prices: Mapping[str, tuple[float, bool, float]]
+) -> dict[str, Any]:
+    """Of the configurations that are said to fit those that ran, and of those that ran those that
+    are said to fit; the former also without failures that need so little that memory was not why.
+    """
+    fits = [run for run in runs if prices[run["id"]][1]]
+    both = sum(run["ran"] for run in fits)
+    small = sum(not run["ran"] and prices[run["id"]][2] < SMALL for run in fits)
+    ran = sum(run["ran"] for run in runs)
+    return {
+        "configurations": len(runs),
+        "ran": ran,
+        "precision": both / len(fits),
+        "precision_of_memory": both / (len(fits) - small),
+        "recall": both / ran,
+    }
 
 
 def roofline(runs: Sequence[Row]) -> dict[str, float]:
@@ -260,7 +289,11 @@ def roofline(runs: Sequence[Row]) -> dict[str, float]:
         messages = 16 * layers / run["pp"] * tokens * width * (1 - 1 / run["tp"]) * bubble
         attention = 6 * layers * SEQUENCE * width
         return [
-            (6 * weights + attention) * tokens / shards * bubble / (CHIP["peak_bf16_tflops"] * 1e12),
+            (6 * weights + attention)
+            * tokens
+            / shards
+            * bubble
+            / (CHIP["peak_bf16_tflops"] * 1e12),
             (34 * layers * tokens * width * bubble / shards + 28 * weights / shards) / 3.35e12,
             messages / 450e9 if run["tp"] <= 8 else 0.0,
             messages / 50e9 if run["tp"] > 8 else 0.0,
@@ -274,7 +307,7 @@ def roofline(runs: Sequence[Row]) -> dict[str, float]:
         gradients = np.maximum(network / slow - hidden * kernels, 0.0)
         return kernels + inside / fast + outside / slow + gradients + fixed
 
-    train = [run for run in runs if is_train(run) and run["ran"] and not run["slow"]]
+    train = clean([run for run in runs if is_train(run)])
     measured = np.array([run["s"] for run in train])
     fit = least_squares(
         lambda point: np.log(seconds(train, point) / measured),
@@ -296,21 +329,16 @@ def main() -> None:
         print({name: f"{value:.3g} (x/ {factors[name]:.2f})" for name, value in figures.items()})
         return
     prices = priced(runs)
-    clean = [run for run in runs if run["ran"] and not run["slow"]]
-    fits, ran = ({r["id"] for r in runs if prices[r["id"]][1]}, {r["id"] for r in runs if r["ran"]})
+    train, unseen = ([run for run in runs if is_train(run) is seen] for seen in (True, False))
+    simple = {name: (s, prices[name][1], 0.0) for name, s in roofline(runs).items()}
     result = {
         "command": "python -m benchmarks measured_plans --out",
-        "fitted": figures_of([run for run in clean if is_train(run)], prices),
-        "unseen": figures_of([run for run in clean if not is_train(run)], prices),
-        "roofline": figures_of(
-            [run for run in clean if not is_train(run)],
-            {name: (seconds, prices[name][1]) for name, seconds in roofline(runs).items()},
-        ),
+        "fitted": figures_of(clean(train), prices),
+        "unseen": figures_of(clean(unseen), prices),
+        "roofline": figures_of(clean(unseen), simple),
         "feasibility": {
-            "configurations": len(runs),
-            "ran": len(ran),
-            "precision": len(fits & ran) / len(fits),
-            "recall": len(fits & ran) / len(ran),
+            "fitted": feasibility(train, prices),
+            "unseen": feasibility(unseen, prices),
         },
     }
     print(json.dumps(result, indent=1))

@@ -2,15 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from shardlib import __version__
 
+#: The order of the help of all commands; those that are not named here stand under "Others".
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "Plan": ("plan", "explain", "diff", "timeline", "replan", "scale", "models", "topologies"),
+    "Book": ("compare", "fit-model"),
+    "Check": ("verify", "why", "measure", "doctor"),
+    "Train": ("train", "launch", "status"),
+    "Serve": ("serve", "generate", "export", "bench-serve", "edge", "edge-stage"),
+}
+
+
+class Commands(TyperGroup):
+    """Commands, whose help has them in sections."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes a list for each section."""
+        named = {name for names in SECTIONS.values() for name in names}
+        others = tuple(name for name in self.commands if name not in named)
+        for title, names in (*SECTIONS.items(), ("Others", others)):
+            present = [name for name in names if name in self.commands]
+            if present:
+                with formatter.section(title):
+                    formatter.write_dl(
+                        [(name, self.commands[name].get_short_help_str(96)) for name in present]
+                    )
+
+
+class Command(TyperCommand):
+    """A command whose help has its options in their groups."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes a list for each group, those of no group first."""
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            if record := param.get_help_record(ctx):
+                argument = param.param_type_name == "argument"
+                title = "Arguments" if argument else getattr(param, "rich_help_panel", None)
+                groups.setdefault(title or "Options", []).append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 app = typer.Typer(
+    cls=Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

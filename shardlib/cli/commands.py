@@ -9,31 +9,42 @@ from typing import Any, NoReturn
 
 from shardlib import wings
 from shardlib.cli import planning, running
-from shardlib.cli.app import app
+from shardlib.cli.app import SECTIONS, Command, app
 from shardlib.cli.output import report
 from shardlib.errors import ArgumentError, LaunchError, ShardlibError
 from shardlib.untrusted.data import shown
 
-#: The order of the help; commands that are not named here follow.
-ORDER = (
-    *("doctor", "launch", "measure", "plan", "explain", "diff", "timeline", "replan", "scale"),
-    *("compare", "fit-model", "edge", "edge-stage", "verify", "train", "status", "generate"),
-    *("export", "serve", "bench-serve", "models", "topologies"),
-)
 _ALL: Mapping[str, Callable[..., None]] = {
     **planning.COMMANDS,
     **running.COMMANDS,
     **wings.commands(),
 }
+_ORDER = [*(name for names in SECTIONS.values() for name in names), *_ALL]
 #: The commands of the core and of the wings, in the order of the help.
 COMMANDS: Mapping[str, Callable[..., None]] = {
-    name: _ALL[name] for name in sorted(_ALL, key=[*ORDER, *_ALL].index)
+    name: _ALL[name] for name in sorted(_ALL, key=_ORDER.index)
+}
+#: What help shows below the options.
+EXAMPLES = {
+    "plan": (
+        "shardlib plan llama3-8b -t v5e:16x16 -b 256 -s 4096 --out plan.json",
+        "shardlib plan my_model:make -t '4*h100:8' --pin mesh.tensor=8 --refine 2",
+        "shardlib plan llama3-70b --serve -t h100:8 --prompt 2048 --output 256 --ttft 500ms",
+    ),
+    "why": (
+        "shardlib why my_model:step -t v5e:4x4 --mesh data=4,model=4",
+        "shardlib why program.hlo.txt",
+    ),
 }
 for _name, _command in COMMANDS.items():
     # Words after those of `launch` are another program's.
     app.command(
         _name,
+        cls=Command,
         help=wings.extension(_name).help or None,
+        epilog="\n".join(["\b", "Examples:", *(f"  {line}" for line in EXAMPLES[_name])])
+        if _name in EXAMPLES
+        else None,
         context_settings={"allow_interspersed_args": _name != "launch"},
     )(_command)
 

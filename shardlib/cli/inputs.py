@@ -21,9 +21,10 @@ import json
 import os
 import re
 from collections.abc import Callable
+from copy import copy
 from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 from typer.models import OptionInfo
 
@@ -417,7 +418,13 @@ def spread(command: Callable[..., None], **groups: type) -> Callable[..., None]:
 
 
 def _options(kind: type[Any]) -> list[inspect.Parameter]:
+    """The options of a group; help has them under what its docstring says."""
     hints = get_type_hints(kind, include_extras=True)
+    title = (kind.__doc__ or "").splitlines()[0].removeprefix("Options of ").rstrip(".")
+    for name, hint in hints.items():
+        option = copy(hint.__metadata__[0])  # others may share it
+        option.rich_help_panel = title[:1].upper() + title[1:]
+        hints[name] = Annotated[hint.__origin__, option]
     return [
         inspect.Parameter(
             field.name,
