@@ -523,9 +523,8 @@ def exposed(costs: StepCosts, plans: Plans, compute: Array) -> Array:
     )
     window = compute * micro if zero >= 3 else compute / 3
     backward = compute * (1 if profile.reduces_once_per_step(zero) else micro) * 2 / 3
-    least = 1 - plans.pricer.efficiency.hidden
-    separate = np.maximum(least * gathered, gathered - gather_overlap * window) + np.maximum(
-        least * reduced, reduced - reduce_overlap * backward
+    separate = np.maximum(0.0, gathered - gather_overlap * window) + np.maximum(
+        0.0, reduced - reduce_overlap * backward
     )
     combined = (
         gathered + reduced - max(gather_overlap, reduce_overlap) * compute * micro
