@@ -5,14 +5,15 @@ without an axis, or with the axis on another dim; an argument stored so; a layou
 left out; and, first of all, values that have lost the batch's sharding laid out over it again.
 Shardy propagates the shardings of every candidate, which takes a second and no compiler; the
 best of them are compiled, and what is kept has to help there: fewer bytes sent, a shorter
-step by the compiler's kernels and the links, and no more memory.
+step by the compiler's kernels and the links, and no more memory. Where no edit helps, pairs of them
+are tried the same way: two layouts of a program, of which each alone moves what the other asks for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from shardlib.cost.pricing import collective_seconds
 from shardlib.diagnosis.edits import LAYOUTS, Edit, Spec
@@ -27,30 +28,57 @@ from shardlib.verification.hlo import BITS
 LEAST = 0.02
 #: Candidates that Shardy looks at in one round.
 MOST_CANDIDATES = 24
+#: Edits, the best by Shardy's shardings, of which pairs are made.
+MOST_SEEDS = 8
 #: Layouts of the program that are left out one by one.
 MOST_LAYOUTS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cure:
-    """An edit that helps, as it was measured by the compiler.
+class Change:
+    """What to change.
 
     Attributes:
-        edit: what to change.
-        place: the line, "model.py:41", or the argument.
+        place: the line, "model.py:41", the argument, or the options of the compiler.
+        before: the line as it is; "" where there is none.
         text: the line as it should be, or the new sharding of the argument.
+    """
+
+    place: str
+    before: str
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cure:
+    """Edits that help, as they were measured by the compiler; none of them can be left out.
+
+    Attributes:
+        edits: what was edited; () for options of the compiler.
+        changes: the same as a user writes it.
         bytes: sent per device and call, (before, after).
         seconds: of the step, (before, after): kernels where the compiler estimates them, and
             communication that nothing hides.
         memory: peak bytes per device, (before, after).
+        options: of the compiler.
     """
 
-    edit: Edit
-    place: str
-    text: str
+    edits: tuple[Edit, ...]
+    changes: tuple[Change, ...]
     bytes: tuple[float, float]
     seconds: tuple[float, float]
     memory: tuple[int, int]
+    options: Mapping[str, str | bool | int] = field(default_factory=dict[str, str | bool | int])
+
+    @property
+    def place(self) -> str:
+        """The lines."""
+        return " and ".join(change.place for change in self.changes)
+
+    @property
+    def text(self) -> str:
+        """The lines as they should be."""
+        return " and ".join(change.text for change in self.changes)
 
 
 def candidates(
@@ -64,9 +92,7 @@ def candidates(
         edits.setdefault(edit)
     for row in rows:
         if row.inherent is not True and row.meeting is not None:
-            for edit in _edits_of(row.meeting, function):
-                if edit.removes or not any(":" in axis for dim in edit.spec for axis in dim):
-                    edits.setdefault(edit)
+            edits |= dict.fromkeys(_edits_of(row.meeting, function))
     written = dict.fromkeys(read_source(place).user for place in shardings.get("layouts", ()))
     for frame in list(filter(None, written))[:MOST_LAYOUTS]:
         edits.setdefault(Edit(spec=(), frame=frame, removes=True))
@@ -97,7 +123,48 @@ def _batch_edits(
         yield Edit(spec=(axes, *others), frame=source.user, shape=shape)
 
 
+def pairs(
+    singles: Sequence[tuple[Edit, TracedFunction, JsonObject]], topology: Topology
+) -> list[tuple[Edit, Edit]]:
+    """Pairs of edits, those of the best first.
+
+    Args:
+        singles: edits, each with its program and shardings, the best first.
+    """
+    ranked: dict[tuple[Edit, Edit], int] = {}
+    edits = [edit for edit, _, _ in singles]
+    for number, (edit, function, shardings) in enumerate(singles[:MOST_SEEDS]):
+        meetings = sorted(
+            read_meetings(shardings, function),
+            key=lambda meeting: -meeting_seconds(meeting, function, topology),
+        )
+        left = dict.fromkeys(
+            other for meeting in meetings for other in _edits_of(meeting, function)
+        )  # of what this edit alone leaves or makes
+        own = [other for other in left if other not in edits][:MOST_SEEDS]
+        later = edits[number + 1 :]
+        for others, start in ((own, number), (later, 2 * number + 1)):
+            for place, other in enumerate(others):
+                if _together(edit, other):
+                    ranked.setdefault((edit, other), start + place)
+    return sorted(ranked, key=lambda pair: ranked[pair])[:MOST_CANDIDATES]
+
+
+def _together(edit: Edit, other: Edit) -> bool:
+    """Whether two edits are of different expressions and arguments."""
+    if edit.frame and other.frame and edit.frame.key == other.frame.key:
+        return edit.removes != other.removes
+    return not set(edit.arguments) & set(other.arguments)
+
+
 def _edits_of(meeting: Meeting, function: TracedFunction) -> Iterator[Edit]:
+    """Edits that may remove a meeting, without those whose layout has parts of axes."""
+    for edit in _all_edits_of(meeting, function):
+        if edit.removes or not any(":" in axis for dim in edit.spec for axis in dim):
+            yield edit
+
+
+def _all_edits_of(meeting: Meeting, function: TracedFunction) -> Iterator[Edit]:
     layouts = [
         source
         for source in (meeting.source, *meeting.users)
@@ -120,7 +187,8 @@ def _edits_of(meeting: Meeting, function: TracedFunction) -> Iterator[Edit]:
             written=argument and _stored(value, meeting.needed, argument),
         )
     parts = [function.arguments[number] for number in meeting.parts]
-    if len(parts) > 1 and {part.spec for part in parts} == {meeting.produced}:
+    is_made = len(parts) > 1 or value.argument is None
+    if parts and is_made and {part.spec for part in parts} == {meeting.produced}:
         name = ", ".join(part.name for part in parts)
         yield Edit(spec=meeting.needed, arguments=meeting.parts, name=name)
     yield from _on(value, meeting.needed, meeting.axes, function)
@@ -203,45 +271,43 @@ def propagated_seconds(
     """Seconds of the communication that Shardy's shardings ask for, before any compiler: what
     candidates are compared by.
     """
+    meetings = read_meetings(shardings, function)
+    return sum(meeting_seconds(meeting, function, topology) for meeting in meetings)
+
+
+def meeting_seconds(meeting: Meeting, function: TracedFunction, topology: Topology) -> float:
+    """Seconds of the collective that a meeting asks for, in all executions."""
     mesh, names = function.shape, {v: k for k, v in function.axis_names.items()}
     sizes = dict(function.mesh)
-    total = 0.0
-    for meeting in read_meetings(shardings, function):
-        bits = BITS.get(meeting.value.dtype.replace("i1", "pred"), 32)
-        total_bytes = bits / 8.0
-        for size in meeting.value.shape:
-            total_bytes *= size
+    bits = BITS.get(meeting.value.dtype.replace("i1", "pred"), 32)
+    total_bytes = math.prod(meeting.value.shape) * bits / 8.0
 
-        def part(spec: Spec, total_bytes: float = total_bytes) -> float:
-            degree = 1
-            for dim in spec:
-                for axis in dim:
-                    name, _, piece = axis.partition(":")
-                    degree *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
-            return total_bytes / degree
+    def part(spec: Spec) -> float:
+        degree = 1
+        for dim in spec:
+            for axis in dim:
+                name, _, piece = axis.partition(":")
+                degree *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
+        return total_bytes / degree
 
-        axes = tuple(names[a] for a in sorted(meeting.axes) if sizes.get(a, 1) > 1)
-        if not axes:
-            continue
-        produced, needed = part(meeting.produced), part(meeting.needed)
-        if meeting.reduced:
-            kind, size = "all-reduce", needed
-        elif needed > produced:
-            kind, size = "all-gather", needed
-        elif needed == produced:
-            # where axes leave more than one dim, or go to more than one, XLA replicates the value
-            pairs = list(zip(meeting.produced, meeting.needed, strict=True))
-            moves = (
-                sum(bool(set(a) - set(b)) for a, b in pairs),
-                sum(bool(set(b) - set(a)) for a, b in pairs),
-            )
-            kind, size = (
-                ("all-to-all", produced) if moves == (1, 1) else ("all-gather", total_bytes)
-            )
-        else:
-            continue  # each device keeps a part of what it has
-        members = mesh.ways(axes)
-        total += meeting.count * collective_seconds(
-            kind, axes, members, size, mesh, topology, tuple(function.axis_names)
+    axes = tuple(names[a] for a in sorted(meeting.axes) if sizes.get(a, 1) > 1)
+    if not axes:
+        return 0.0
+    produced, needed = part(meeting.produced), part(meeting.needed)
+    if meeting.reduced:
+        kind, size = "all-reduce", needed
+    elif needed > produced:
+        kind, size = "all-gather", needed
+    elif needed == produced:
+        # where axes leave more than one dim, or go to more than one, XLA replicates the value
+        sides = list(zip(meeting.produced, meeting.needed, strict=True))
+        moves = (
+            sum(bool(set(a) - set(b)) for a, b in sides),
+            sum(bool(set(b) - set(a)) for a, b in sides),
         )
-    return total
+        kind, size = ("all-to-all", produced) if moves == (1, 1) else ("all-gather", total_bytes)
+    else:
+        return 0.0  # each device keeps a part of what it has
+    return meeting.count * collective_seconds(
+        kind, axes, mesh.ways(axes), size, mesh, topology, tuple(function.axis_names)
+    )

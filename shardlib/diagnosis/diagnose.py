@@ -20,10 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from shardlib.diagnosis.annotations import annotated
 from shardlib.diagnosis.cures import (
     LEAST,
+    Change,
     Cure,
     candidates,
+    pairs,
     propagated_seconds,
 )
 from shardlib.diagnosis.edits import Edit
@@ -39,9 +42,10 @@ from shardlib.diagnosis.rows import (
     explain,
     read_meetings,
     read_rows,
+    uses,
     with_warnings,
 )
-from shardlib.diagnosis.source import FrameTable
+from shardlib.diagnosis.source import FrameTable, text_of
 from shardlib.errors import ArgumentError, TopologyError, TracingError, VerificationError
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
@@ -444,63 +448,137 @@ class _Work:
         accepted: tuple[Edit, ...] = ()
         refused, tried = set[Edit](), 0
         batch = batch_axes(function)
+        state = Trial(edits=(), function=function, shardings=shardings, seconds=0.0)
+
+        def measured(trial: Trial) -> Communication | None:
+            nonlocal tried
+            tried += 1
+            places = " and ".join(edit.place for edit in trial.edits)
+            self.say(f"compiling an edit of {places} ({tried} of {limit})")
+            outcome = compile_function(trial.function, machine, self.limits, self.options)
+            refused.update(trial.edits if len(trial.edits) == 1 else ())
+            if isinstance(outcome, Failure):
+                return None
+            after = self.read(trial.function, machine, outcome, trial.shardings)
+            return after if _helps(before, after) else None
+
         while tried < limit:
             listed = [
                 edit
-                for edit in candidates(before.rows, shardings, function, batch)
-                if edit not in refused and edit not in accepted
+                for edit in candidates(before.rows, state.shardings, state.function, batch)
+                if edit not in accepted
             ]
-            self.say(f"propagating the shardings of {len(listed)} edits")
-            base = propagated_seconds(shardings, function, self.topology)
-            better = [
-                (seconds, number, edit, edited, layout)
-                for number, (edit, edited, layout) in enumerate(
-                    self.propagated(accepted, listed, machine)
-                )
-                if (seconds := propagated_seconds(layout, edited, self.topology))
-                < base  # what it is worth, the compiler says
-            ]
-            # seconds before any compiler are rough: of those that are near the best, the first
-            near = 1.05 * min((entry[0] for entry in better), default=0.0)
-            ranked = sorted(better, key=lambda entry: (max(near, entry[0]), entry[1]))
-            refused |= set(listed) - {entry[2] for entry in ranked}
-            improved = False
-            for _, _, edit, edited, layout in ranked:
-                if tried >= limit or improved:
+            found: tuple[Trial, Communication] | None = None
+            for trial in self.trials(state, accepted, listed, refused, limit - tried, machine):
+                if found or tried >= limit:
                     break
-                tried += 1
-                self.say(f"compiling an edit of {edit.place} ({tried} of {limit})")
-                outcome = compile_function(edited, machine, self.limits, self.options)
-                refused.add(edit)
-                if isinstance(outcome, Failure):
-                    continue
-                after = self.read(edited, machine, outcome, layout)
-                if _helps(before, after):
-                    cure = _cure(edit, edited, before, after)
-                    cures.append((cure, after))
-                    accepted, before, shardings, improved = (*accepted, edit), after, layout, True
-            if not improved:
+                if after := measured(trial):
+                    found = trial, after
+            if found is None:
                 break
+            if len(found[0].edits) > 1:  # is one of them enough?
+                parts = [(edit,) for edit in found[0].edits if edit not in refused]
+                for trial in self.propagated(accepted, parts, machine) if tried < limit else ():
+                    alone = measured(trial) if tried < limit else None
+                    if alone and alone.wire_bytes <= found[1].wire_bytes * (1 + LEAST):
+                        found = trial, alone
+            trial, after = found
+            cures.append((_cure(state, trial, before, after), after))
+            accepted, before, state = (*accepted, *trial.edits), after, trial
         return cures, tried
 
-    def propagated(
-        self, accepted: tuple[Edit, ...], edits: Sequence[Edit], machine: Target
-    ) -> list[tuple[Edit, TracedFunction, JsonObject]]:
-        """Edits on top of those that are accepted, each with its program and shardings; without
-        those that the program does not trace with.
+    def trials(
+        self,
+        state: Trial,
+        accepted: tuple[Edit, ...],
+        listed: Sequence[Edit],
+        refused: set[Edit],
+        room: int,
+        machine: Target,
+    ) -> Iterator[Trial]:
+        """Edits in the order in which they are to be compiled: single ones, and pairs of which
+        Shardy's shardings ask for less than those of either edit.
+
+        Args:
+            state: the program with the edits that are accepted.
+            refused: edits that do not help; those that Shardy refuses are added.
+            room: programs that may be compiled; the last is for a pair, where there is one.
         """
-        traced: list[tuple[Edit, TracedFunction]] = []
-        for edit in edits:
+        base = propagated_seconds(state.shardings, state.function, self.topology)
+        fresh = [edit for edit in listed if edit not in refused]
+        self.say(f"propagating the shardings of {len(fresh)} edits")
+        singles = self.propagated(accepted, [(edit,) for edit in fresh], machine)
+        # what it is worth, the compiler says
+        better = _ranked([trial for trial in singles if trial.seconds < base])
+        refused.update(edit for edit in fresh if edit not in {t.edits[0] for t in better})
+        first = max(room - 1, 1)
+        yield from better[:first]
+        known = {trial.edits[0] for trial in singles}
+        singles += self.propagated(
+            accepted, [(edit,) for edit in listed if edit not in known], machine
+        )
+        alone = {trial.edits[0]: trial.seconds for trial in singles}
+        two = pairs(
+            [(trial.edits[0], trial.function, trial.shardings) for trial in _ranked(singles)],
+            self.topology,
+        )
+        self.say(f"propagating the shardings of {len(two)} pairs of edits")
+        yield from _ranked(
+            [
+                trial
+                for trial in self.propagated(accepted, two, machine)
+                if trial.seconds
+                < (1 - LEAST) * min(base, *(alone.get(edit, base) for edit in trial.edits))
+            ]
+        )
+        yield from better[first:]
+
+    def propagated(
+        self, accepted: tuple[Edit, ...], choices: Sequence[tuple[Edit, ...]], machine: Target
+    ) -> list[Trial]:
+        """Edits on top of those that are accepted, without those that the program does not trace
+        with.
+        """
+        traced: list[tuple[tuple[Edit, ...], TracedFunction]] = []
+        for edits in choices:
             try:
-                traced.append((edit, self.trace((*accepted, edit))))
+                traced.append((edits, self.trace((*accepted, *edits))))
             except TracingError:
                 continue
         layouts = propagate([function for _, function in traced], machine, self.limits)
         return [
-            (edit, function, layout)
-            for (edit, function), layout in zip(traced, layouts, strict=True)
+            Trial(
+                edits=edits,
+                function=function,
+                shardings=layout,
+                seconds=propagated_seconds(layout, function, self.topology),
+            )
+            for (edits, function), layout in zip(traced, layouts, strict=True)
             if not layout["problem"]
         ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """Edits on top of those that are accepted, with the program that they make.
+
+    Attributes:
+        shardings: `shardings.read_shardings` of it.
+        seconds: `cures.propagated_seconds` of these.
+    """
+
+    edits: tuple[Edit, ...]
+    function: TracedFunction
+    shardings: JsonObject
+    seconds: float
+
+
+def _ranked(trials: Sequence[Trial]) -> list[Trial]:
+    """Trials, the best first. Seconds before any compiler are rough: of those that are near the
+    best, the first.
+    """
+    near = 1.05 * min((trial.seconds for trial in trials), default=0.0)
+    return sorted(trials, key=lambda trial: max(near, trial.seconds))
 
 
 def _helps(before: Communication, after: Communication) -> bool:
@@ -511,15 +589,42 @@ def _helps(before: Communication, after: Communication) -> bool:
     )
 
 
-def _cure(edit: Edit, edited: TracedFunction, before: Communication, after: Communication) -> Cure:
+def _cure(state: Trial, trial: Trial, before: Communication, after: Communication) -> Cure:
     return Cure(
-        edit=edit,
-        place=edit.place,
-        text=edit.text(edited.explicit, edited.mapped.get(edit, 0)),
+        edits=trial.edits,
+        changes=tuple(change for edit in trial.edits for change in _changes(state, trial, edit)),
         bytes=(before.wire_bytes, after.wire_bytes),
         seconds=(before.step_seconds, after.step_seconds),
         memory=(before.memory["peak"], after.memory["peak"]),
     )
+
+
+def _changes(state: Trial, trial: Trial, edit: Edit) -> Iterator[Change]:
+    """What a user writes for an edit: for an argument the line that annotates it, where the program
+    has one.
+    """
+    function = trial.function
+    if edit.frame:
+        text = edit.text(function.explicit, function.mapped.get(edit, 0))
+        yield Change(place=edit.place, before=text_of(edit.frame), text=text)
+        return
+    flax = sys.modules.get("flax.linen")
+    rules = flax.get_logical_axis_rules() if flax else ()
+    left = list[str]()
+    for number in edit.arguments:
+        argument = state.function.arguments[number]
+        frames = uses(number, read_meetings(state.shardings, state.function))
+        axes = [name for name, _ in function.mesh]
+        found = annotated(argument.name, argument.spec, edit.spec, frames, axes, rules)
+        if found is None:
+            left.append(argument.name)
+            continue
+        frame, line = found
+        text = f"{line}  # {replace(edit, name=argument.name).text(False)}"
+        yield Change(place=frame.place, before=text_of(frame), text=text)
+    if left:
+        of_them = replace(edit, name=", ".join(left))
+        yield Change(place=of_them.place, before="", text=of_them.text(False))
 
 
 def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -> dict[int, int]:
@@ -544,7 +649,7 @@ def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -
     for number, row in enumerate(rows):
         for cure, (made, communication) in enumerate(cures):
             is_open = row.inherent is not True or (
-                made.edit.frame is not None and row.cause in ("partial-sums", "weights")
+                any(edit.frame for edit in made.edits) and row.cause in ("partial-sums", "weights")
             )
             if is_open and left(row, communication) <= row.bytes / 2:
                 removed[number] = cure

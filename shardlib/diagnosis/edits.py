@@ -60,7 +60,7 @@ class Edit:
     @property
     def entries(self) -> list[str | tuple[str, ...] | None]:
         """The spec as `jax.sharding.PartitionSpec` takes it; without None at its end."""
-        return _entries(self.spec)
+        return entries(self.spec)
 
     @property
     def place(self) -> str:
@@ -75,7 +75,7 @@ class Edit:
             mapped: how many of the first dims the line does not see, as `jax.vmap` adds them.
         """
         if mapped:
-            names = ", ".join(map(repr, filter(None, _entries(self.spec[:mapped]))))
+            names = ", ".join(map(repr, filter(None, entries(self.spec[:mapped]))))
             line = replace(self, spec=self.spec[mapped:]).text(explicit)
             return f"{line}  # under jax.vmap(..., spmd_axis_name={names})" if names else line
         spec = f"jax.P({', '.join(map(repr, self.entries))})"
@@ -85,8 +85,8 @@ class Edit:
         if self.removes:
             return line.replace(inner, _first_argument(inner), 1)
         if self.manual:
-            entries = _entries(self.spec if self.written is None else self.written)
-            spec = f"jax.P({', '.join(map(repr, entries))})"
+            listed = entries(self.spec if self.written is None else self.written)
+            spec = f"jax.P({', '.join(map(repr, listed))})"
             return line.replace(inner, _by_part(inner, spec), 1)
         layout = "jax.sharding.reshard" if explicit else "jax.lax.with_sharding_constraint"
         if target := re.match(r"([\w.]+)\s*[-+*/@%&|^<>]+=\s", inner):  # an update, not a value
@@ -95,11 +95,12 @@ class Edit:
         return line.replace(inner, edited, 1) if inner in line else edited
 
 
-def _entries(spec: Spec) -> list[str | tuple[str, ...] | None]:
-    entries = [None if not a else a[0] if len(a) == 1 else a for a in spec]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return entries
+def entries(spec: Spec) -> list[str | tuple[str, ...] | None]:
+    """A spec as `jax.sharding.PartitionSpec` takes it; without None at its end."""
+    found = [None if not a else a[0] if len(a) == 1 else a for a in spec]
+    while found and found[-1] is None:
+        found.pop()
+    return found
 
 
 def _first_argument(call: str) -> str:

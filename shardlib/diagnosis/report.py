@@ -188,13 +188,14 @@ def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
 
 
 def _cure_lines(number: int, cure: Cure) -> list[str]:
-    before = text_of(cure.edit.frame) if cure.edit.frame else ""
-    return [
-        f"  {number + 1}. {cure.place}",
-        *([f"     - {before}"] if before else []),
-        f"     + {cure.text}",
-        "     " + cure_effect(cure),
-    ]
+    lines = list[str]()
+    for place, change in enumerate(cure.changes):
+        lines += [
+            f"  {f'{number + 1}.' if not place else '  '} {change.place}",
+            *([f"     - {change.before}"] if change.before else []),
+            f"     + {change.text}",
+        ]
+    return [*lines, "     " + cure_effect(cure)]
 
 
 def cure_effect(cure: Cure) -> str:
@@ -310,6 +311,10 @@ def _cure_data(cure: Cure) -> JsonObject:
     return {
         "source": cure.place,
         "text": cure.text,
+        "changes": [
+            {"source": change.place, "before": change.before, "text": change.text}
+            for change in cure.changes
+        ],
         "bytes": list(cure.bytes),
         "seconds": list(cure.seconds),
         "memory": list(cure.memory),
@@ -394,9 +399,7 @@ def page(diagnosis: Diagnosis) -> str:
         ],
         cures=[
             {
-                "place": cure.place,
-                "before": text_of(cure.edit.frame) if cure.edit.frame else "",
-                "after": cure.text,
+                "changes": cure.changes,
                 "effect": cure_effect(cure),
             }
             for cure in diagnosis.cures

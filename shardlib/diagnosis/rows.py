@@ -16,6 +16,7 @@ from shardlib.diagnosis.overlap import Overlap
 from shardlib.diagnosis.program import Argument, TracedFunction
 from shardlib.diagnosis.source import (
     NOWHERE,
+    Frame,
     FrameTable,
     Source,
     path,
@@ -152,6 +153,23 @@ def read_meetings(shardings: JsonObject, function: TracedFunction) -> tuple[Meet
             )
         )
     return tuple(meetings)
+
+
+def uses(argument: int, meetings: Iterable[Meeting]) -> Iterator[Frame]:
+    """Frames of the operations that take an argument, where shardings meet.
+
+    Args:
+        argument: its number.
+    """
+    for meeting in meetings:
+        of_value = argument in (meeting.value.argument, *meeting.parts)
+        contraction = meeting.contraction
+        operands = contraction.operands if contraction else ()
+        for operand in operands:
+            if contraction and operand.argument == argument:
+                yield from (*contraction.source.frames, *operand.source.frames)
+        for source in (*meeting.users, meeting.source, meeting.value.source) if of_value else ():
+            yield from source.frames
 
 
 def _spec(data: Sequence[Sequence[str]]) -> Spec:

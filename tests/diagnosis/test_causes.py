@@ -55,7 +55,7 @@ def test_the_page_prints_what_it_shows(
 def test_a_cure_by_shard_map_computes_the_same() -> None:
     (case,) = (case for case in CASES if case.name == "largest")
     diagnosis: Diagnosis = diagnose(case, "cpu:8")
-    edits = [cure.edit for cure in diagnosis.cures]
+    edits = [edit for cure in diagnosis.cures for edit in cure.edits]
     assert [edit.manual for edit in edits] == [True]
     devices = np.array(jax.devices()[:8]).reshape(4, 2)
     mesh = Mesh(devices, ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -66,7 +66,7 @@ def test_the_two_shardings_are_those_that_met(diagnosis: Diagnosis) -> None:
 
 def test_the_cure_is_a_layout_where_the_batch_was_lost(diagnosis: Diagnosis) -> None:
     first = diagnosis.cures[0]
-    assert first.edit.frame is not None and first.edit.frame.line == line_of(LOOKUP)
+    assert [edit.frame.line for edit in first.edits if edit.frame] == [line_of(LOOKUP)]
     assert first.text == (
         "x = jax.lax.with_sharding_constraint(params[\"embedding\"][tokens], jax.P('data'))"
     )
