@@ -12,6 +12,7 @@ are tried the same way: two layouts of a program, of which each alone moves what
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ from shardlib.diagnosis.program import Argument, TracedFunction
 from shardlib.diagnosis.rows import Meeting, Row, ValueOrigin, batch_dim, read_meetings
 from shardlib.diagnosis.source import read_source
 from shardlib.machines.topology import Topology
+from shardlib.planner.compiler_flags import LARGEST, OptionValue
 from shardlib.untrusted.data import JsonObject
 from shardlib.verification.hlo import BITS
 
@@ -28,6 +30,10 @@ from shardlib.verification.hlo import BITS
 LEAST = 0.02
 #: Candidates that Shardy looks at in one round.
 MOST_CANDIDATES = 24
+#: An option of the compiler saves at least this share of a step.
+LEAST_SAVING = 0.01
+#: Sets of options of the compiler that are tried.
+MOST_OPTIONS = 2
 #: Edits, the best by Shardy's shardings, of which pairs are made.
 MOST_SEEDS = 8
 #: Layouts of the program that are left out one by one.
@@ -68,7 +74,7 @@ class Cure:
     bytes: tuple[float, float]
     seconds: tuple[float, float]
     memory: tuple[int, int]
-    options: Mapping[str, str | bool | int] = field(default_factory=dict[str, str | bool | int])
+    options: Mapping[str, OptionValue] = field(default_factory=dict[str, OptionValue])
 
     @property
     def place(self) -> str:
@@ -263,6 +269,55 @@ def _stored(value: ValueOrigin, layout: Spec, argument: Argument) -> Spec | None
         if dim is not None:
             spec[dim] = (*spec[dim], *axes)
     return tuple(spec)
+
+
+#: Options of TPU compilers that make collectives of a kind asynchronous.
+_ASYNCHRONOUS: Mapping[str, Mapping[str, OptionValue]] = {
+    "all-reduce": {
+        "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
+        "xla_enable_async_all_reduce": True,
+    },
+    "reduce-scatter": {
+        "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": True,
+        "xla_enable_async_reduce_scatter_fusion": True,
+    },
+}
+#: Kinds of collectives that GPU compilers combine and pipeline.
+_COMBINED = ("all-gather", "all-reduce", "reduce-scatter")
+
+
+def compiler_options(
+    rows: Sequence[Row], vendor: str, step_seconds: float
+) -> list[Mapping[str, OptionValue]]:
+    """Options of the compiler that may hide communication which nothing hides, the most exposed
+    seconds first: for GPUs to combine collectives of a kind over the same axes, and to pipeline
+    those of a loop; for TPUs to make them asynchronous.
+
+    Args:
+        vendor: of the chips.
+        step_seconds: kernels and exposed communication; kinds that take less than
+            `LEAST_SAVING` of it are left out.
+    """
+    exposed, groups = defaultdict[str, float](float), defaultdict[str, Counter[tuple[str, ...]]](Counter)
+    looped = set[str]()
+    for row in rows:
+        exposed[row.kind] += row.exposed or 0.0
+        groups[row.kind][row.axes] += len(set(row.instructions))
+        if row.count > len(row.instructions):
+            looped.add(row.kind)
+    found = list[Mapping[str, OptionValue]]()
+    for kind, seconds in sorted(exposed.items(), key=lambda entry: -entry[1]):
+        name = kind.replace("-", "_")
+        if seconds < LEAST_SAVING * step_seconds or not seconds:
+            continue
+        if vendor == "nvidia" and kind in _COMBINED:
+            if max(groups[kind].values()) > 1:
+                found.append({f"xla_gpu_{name}_combine_threshold_bytes": LARGEST})
+            if kind in looped:
+                found.append({f"xla_gpu_enable_pipelined_{name}": True})
+        elif vendor == "google" and kind in _ASYNCHRONOUS:
+            found.append(_ASYNCHRONOUS[kind])
+    return found[:MOST_OPTIONS]
 
 
 def propagated_seconds(

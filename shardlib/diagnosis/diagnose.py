@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any, cast
 from shardlib.diagnosis.annotations import annotated
 from shardlib.diagnosis.cures import (
     LEAST,
+    LEAST_SAVING,
     Change,
     Cure,
     candidates,
+    compiler_options,
     pairs,
     propagated_seconds,
 )
@@ -448,6 +450,9 @@ class _Work:
         accepted: tuple[Edit, ...] = ()
         refused, tried = set[Edit](), 0
         batch = batch_axes(function)
+        kept = min(
+            len(self.flags(before)), max(limit - 1, 0)
+        )  # programs for the compiler's options
         state = Trial(edits=(), function=function, shardings=shardings, seconds=0.0)
 
         def measured(trial: Trial) -> Communication | None:
@@ -462,15 +467,16 @@ class _Work:
             after = self.read(trial.function, machine, outcome, trial.shardings)
             return after if _helps(before, after) else None
 
-        while tried < limit:
+        while tried < limit - kept:
             listed = [
                 edit
                 for edit in candidates(before.rows, state.shardings, state.function, batch)
                 if edit not in accepted
             ]
             found: tuple[Trial, Communication] | None = None
-            for trial in self.trials(state, accepted, listed, refused, limit - tried, machine):
-                if found or tried >= limit:
+            room = limit - kept - tried
+            for trial in self.trials(state, accepted, listed, refused, room, machine):
+                if found or tried >= limit - kept:
                     break
                 if after := measured(trial):
                     found = trial, after
@@ -483,9 +489,31 @@ class _Work:
                     if alone and alone.wire_bytes <= found[1].wire_bytes * (1 + LEAST):
                         found = trial, alone
             trial, after = found
-            cures.append((_cure(state, trial, before, after), after))
+            changes = tuple(change for e in trial.edits for change in _changes(state, trial, e))
+            cures.append((_cure(trial.edits, changes, before, after), after))
             accepted, before, state = (*accepted, *trial.edits), after, trial
+        for options in self.flags(before):
+            if tried >= limit:
+                break
+            tried += 1
+            self.say(f"compiling with {', '.join(options)} ({tried} of {limit})")
+            chosen = {**self.options, **options}
+            outcome = compile_function(state.function, machine, self.limits, chosen)
+            if isinstance(outcome, Failure):
+                continue
+            after = self.read(state.function, machine, outcome, state.shardings)
+            saved = after.step_seconds < (1 - LEAST_SAVING) * before.step_seconds
+            if saved and after.memory["peak"] <= before.memory["peak"] * MOST_MEMORY:
+                text = f"compiler_options={dict(options)}"
+                change = Change(place="the compiler's options", before="", text=text)
+                cures.append((_cure((), (change,), before, after, options), after))
+                break
         return cures, tried
+
+    def flags(self, before: Communication) -> list[Mapping[str, str | bool | int]]:
+        """Options of the compiler to try, without those that are given."""
+        sets = compiler_options(before.rows, self.topology.chip.vendor, before.step_seconds)
+        return [options for options in sets if not options.keys() & self.options.keys()]
 
     def trials(
         self,
@@ -589,13 +617,20 @@ def _helps(before: Communication, after: Communication) -> bool:
     )
 
 
-def _cure(state: Trial, trial: Trial, before: Communication, after: Communication) -> Cure:
+def _cure(
+    edits: tuple[Edit, ...],
+    changes: tuple[Change, ...],
+    before: Communication,
+    after: Communication,
+    options: Options | None = None,
+) -> Cure:
     return Cure(
-        edits=trial.edits,
-        changes=tuple(change for edit in trial.edits for change in _changes(state, trial, edit)),
+        edits=edits,
+        changes=changes,
         bytes=(before.wire_bytes, after.wire_bytes),
         seconds=(before.step_seconds, after.step_seconds),
         memory=(before.memory["peak"], after.memory["peak"]),
+        options=options or {},
     )
 
 
@@ -648,6 +683,8 @@ def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -
     removed: dict[int, int] = {}
     for number, row in enumerate(rows):
         for cure, (made, communication) in enumerate(cures):
+            if not made.edits:  # options of the compiler change the schedule
+                continue
             is_open = row.inherent is not True or (
                 any(edit.frame for edit in made.edits) and row.cause in ("partial-sums", "weights")
             )

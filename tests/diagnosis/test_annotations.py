@@ -26,7 +26,7 @@ def frame_of(text: str) -> Frame:
     """The place of the first expression with a text."""
     tree = ast.parse(Path(FILE).read_text())
     node = next(n for n in ast.walk(tree) if isinstance(n, ast.expr) and ast.unparse(n) == text)
-    return Frame(FILE, node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
+    return Frame(FILE, node.lineno, node.col_offset, node.end_lineno or 0, node.end_col_offset or 0)
 
 
 DENSE = "nn.Dense(8, kernel_init=nn.with_partitioning(ONES, ('data', 'model')))(x)"
