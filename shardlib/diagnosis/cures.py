@@ -65,7 +65,7 @@ class Cure:
         bytes: sent per device and call, (before, after).
         seconds: of the step, (before, after): kernels where the compiler estimates them, and
             communication that nothing hides.
-        memory: peak bytes per device, (before, after).
+        memory: bytes per device at the peak without the program's code, (before, after).
         options: of the compiler.
     """
 
@@ -298,7 +298,10 @@ def compiler_options(
         step_seconds: kernels and exposed communication; kinds that take less than
             `LEAST_SAVING` of it are left out.
     """
-    exposed, groups = defaultdict[str, float](float), defaultdict[str, Counter[tuple[str, ...]]](Counter)
+    exposed, groups = (
+        defaultdict[str, float](float),
+        defaultdict[str, Counter[tuple[str, ...]]](Counter),
+    )
     looped = set[str]()
     for row in rows:
         exposed[row.kind] += row.exposed or 0.0
@@ -320,14 +323,41 @@ def compiler_options(
     return found[:MOST_OPTIONS]
 
 
+#: An operation that XLA computes, and the dims of its operand that it works along.
+Worked = tuple[object, tuple[int, ...]]
+
+
+def local_work(rows: Sequence[Row], meetings: Sequence[Meeting]) -> frozenset[Worked]:
+    """What XLA computes without the collectives that Shardy's shardings ask for: operations that
+    have rows, but none for these dims.
+    """
+    made = {_worked(row.meeting) for row in rows if row.meeting is not None}
+    listed = {_worked(meeting) for meeting in meetings if meeting.computed}
+    return frozenset(work for work in listed - made if work[0] in {key for key, _ in made})
+
+
+def _worked(meeting: Meeting) -> Worked:
+    pairs = enumerate(zip(meeting.produced, meeting.needed, strict=True))
+    return meeting.source.key, tuple(dim for dim, (made, needed) in pairs if made and not needed)
+
+
 def propagated_seconds(
-    shardings: JsonObject, function: TracedFunction, topology: Topology
+    shardings: JsonObject,
+    function: TracedFunction,
+    topology: Topology,
+    local: frozenset[Worked] = frozenset(),
 ) -> float:
     """Seconds of the communication that Shardy's shardings ask for, before any compiler: what
     candidates are compared by.
+
+    Args:
+        local: operations that XLA is known to compute without, `local_work`.
     """
-    meetings = read_meetings(shardings, function)
-    return sum(meeting_seconds(meeting, function, topology) for meeting in meetings)
+    return sum(
+        meeting_seconds(meeting, function, topology)
+        for meeting in read_meetings(shardings, function)
+        if not (meeting.computed and _worked(meeting) in local)
+    )
 
 
 def meeting_seconds(meeting: Meeting, function: TracedFunction, topology: Topology) -> float:

@@ -9,6 +9,7 @@ function, arguments --trace--> a program of StableHLO with its source lines
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import tempfile
@@ -26,8 +27,10 @@ from shardlib.diagnosis.cures import (
     LEAST_SAVING,
     Change,
     Cure,
+    Worked,
     candidates,
     compiler_options,
+    local_work,
     pairs,
     propagated_seconds,
 )
@@ -40,6 +43,7 @@ from shardlib.diagnosis.rows import (
     MOST_MEMORY,
     Index,
     Row,
+    argument_bytes,
     batch_axes,
     explain,
     read_meetings,
@@ -450,9 +454,7 @@ class _Work:
         accepted: tuple[Edit, ...] = ()
         refused, tried = set[Edit](), 0
         batch = batch_axes(function)
-        kept = min(
-            len(self.flags(before)), max(limit - 1, 0)
-        )  # programs for the compiler's options
+        kept = limit > 1 and bool(self.flags(before))  # a program for options of the compiler
         state = Trial(edits=(), function=function, shardings=shardings, seconds=0.0)
 
         def measured(trial: Trial) -> Communication | None:
@@ -467,7 +469,7 @@ class _Work:
             after = self.read(trial.function, machine, outcome, trial.shardings)
             return after if _helps(before, after) else None
 
-        while tried < limit - kept:
+        while before.rows and tried < limit - kept:
             listed = [
                 edit
                 for edit in candidates(before.rows, state.shardings, state.function, batch)
@@ -475,16 +477,20 @@ class _Work:
             ]
             found: tuple[Trial, Communication] | None = None
             room = limit - kept - tried
-            for trial in self.trials(state, accepted, listed, refused, room, machine):
-                if found or tried >= limit - kept:
-                    break
+            most = _bytes_of(before) * MOST_MEMORY
+            local = local_work(before.rows, read_meetings(state.shardings, state.function))
+            base = propagated_seconds(state.shardings, state.function, self.topology, local)
+            propagated = functools.partial(self.propagated, accepted, machine, most, local)
+            for trial in self.trials(listed, refused, room, base, propagated):
                 if after := measured(trial):
                     found = trial, after
+                if found or tried >= limit - kept:
+                    break
             if found is None:
                 break
             if len(found[0].edits) > 1:  # is one of them enough?
                 parts = [(edit,) for edit in found[0].edits if edit not in refused]
-                for trial in self.propagated(accepted, parts, machine) if tried < limit else ():
+                for trial in propagated(parts) if tried < limit else ():
                     alone = measured(trial) if tried < limit else None
                     if alone and alone.wire_bytes <= found[1].wire_bytes * (1 + LEAST):
                         found = trial, alone
@@ -492,23 +498,32 @@ class _Work:
             changes = tuple(change for e in trial.edits for change in _changes(state, trial, e))
             cures.append((_cure(trial.edits, changes, before, after), after))
             accepted, before, state = (*accepted, *trial.edits), after, trial
-        for options in self.flags(before):
-            if tried >= limit:
-                break
+        cure, compiled = self.with_options(state, machine, before, limit - tried)
+        return [*cures, *cure], tried + compiled
+
+    def with_options(
+        self, state: Trial, machine: Target, before: Communication, room: int
+    ) -> tuple[list[tuple[Cure, Communication]], int]:
+        """The first options of the compiler that help, if any, and how many were tried.
+
+        Args:
+            room: how many may be.
+        """
+        tried = 0
+        for options in self.flags(before)[:room]:
             tried += 1
-            self.say(f"compiling with {', '.join(options)} ({tried} of {limit})")
+            self.say(f"compiling with {', '.join(options)}")
             chosen = {**self.options, **options}
             outcome = compile_function(state.function, machine, self.limits, chosen)
             if isinstance(outcome, Failure):
                 continue
             after = self.read(state.function, machine, outcome, state.shardings)
             saved = after.step_seconds < (1 - LEAST_SAVING) * before.step_seconds
-            if saved and after.memory["peak"] <= before.memory["peak"] * MOST_MEMORY:
+            if saved and _bytes_of(after) <= _bytes_of(before) * MOST_MEMORY:
                 text = f"compiler_options={dict(options)}"
                 change = Change(place="the compiler's options", before="", text=text)
-                cures.append((_cure((), (change,), before, after, options), after))
-                break
-        return cures, tried
+                return [(_cure((), (change,), before, after, options), after)], tried
+        return [], tried
 
     def flags(self, before: Communication) -> list[Mapping[str, str | bool | int]]:
         """Options of the compiler to try, without those that are given."""
@@ -517,34 +532,31 @@ class _Work:
 
     def trials(
         self,
-        state: Trial,
-        accepted: tuple[Edit, ...],
         listed: Sequence[Edit],
         refused: set[Edit],
         room: int,
-        machine: Target,
+        base: float,
+        propagated: Callable[[Sequence[tuple[Edit, ...]]], list[Trial]],
     ) -> Iterator[Trial]:
         """Edits in the order in which they are to be compiled: single ones, and pairs of which
         Shardy's shardings ask for less than those of either edit.
 
         Args:
-            state: the program with the edits that are accepted.
             refused: edits that do not help; those that Shardy refuses are added.
             room: programs that may be compiled; the last is for a pair, where there is one.
+            base: seconds of the shardings without them.
+            propagated: gives edits their shardings.
         """
-        base = propagated_seconds(state.shardings, state.function, self.topology)
         fresh = [edit for edit in listed if edit not in refused]
         self.say(f"propagating the shardings of {len(fresh)} edits")
-        singles = self.propagated(accepted, [(edit,) for edit in fresh], machine)
+        singles = propagated([(edit,) for edit in fresh])
         # what it is worth, the compiler says
         better = _ranked([trial for trial in singles if trial.seconds < base])
         refused.update(edit for edit in fresh if edit not in {t.edits[0] for t in better})
         first = max(room - 1, 1)
         yield from better[:first]
         known = {trial.edits[0] for trial in singles}
-        singles += self.propagated(
-            accepted, [(edit,) for edit in listed if edit not in known], machine
-        )
+        singles += propagated([(edit,) for edit in listed if edit not in known])
         alone = {trial.edits[0]: trial.seconds for trial in singles}
         two = pairs(
             [(trial.edits[0], trial.function, trial.shardings) for trial in _ranked(singles)],
@@ -554,7 +566,7 @@ class _Work:
         yield from _ranked(
             [
                 trial
-                for trial in self.propagated(accepted, two, machine)
+                for trial in propagated(two)
                 if trial.seconds
                 < (1 - LEAST) * min(base, *(alone.get(edit, base) for edit in trial.edits))
             ]
@@ -562,24 +574,31 @@ class _Work:
         yield from better[first:]
 
     def propagated(
-        self, accepted: tuple[Edit, ...], choices: Sequence[tuple[Edit, ...]], machine: Target
+        self,
+        accepted: tuple[Edit, ...],
+        machine: Target,
+        most: float,
+        local: frozenset[Worked],
+        choices: Sequence[tuple[Edit, ...]],
     ) -> list[Trial]:
         """Edits on top of those that are accepted, without those that the program does not trace
-        with.
+        with, or with which its arguments take more than `most` bytes of a device.
         """
         traced: list[tuple[tuple[Edit, ...], TracedFunction]] = []
         for edits in choices:
             try:
-                traced.append((edits, self.trace((*accepted, *edits))))
+                function = self.trace((*accepted, *edits))
             except TracingError:
                 continue
+            if sum(argument_bytes(function)) <= most:
+                traced.append((edits, function))
         layouts = propagate([function for _, function in traced], machine, self.limits)
         return [
             Trial(
                 edits=edits,
                 function=function,
                 shardings=layout,
-                seconds=propagated_seconds(layout, function, self.topology),
+                seconds=propagated_seconds(layout, function, self.topology, local),
             )
             for (edits, function), layout in zip(traced, layouts, strict=True)
             if not layout["problem"]
@@ -613,8 +632,15 @@ def _helps(before: Communication, after: Communication) -> bool:
     return (
         after.wire_bytes < before.wire_bytes * (1 - LEAST)
         and after.step_seconds < before.step_seconds
-        and after.memory["peak"] <= before.memory["peak"] * MOST_MEMORY
+        and _bytes_of(after) <= _bytes_of(before) * MOST_MEMORY
     )
+
+
+def _bytes_of(communication: Communication) -> int:
+    """Bytes per device at the peak; without the program's code, which that of TPUs has, too."""
+    memory = communication.memory
+    parts = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
+    return min(memory["peak"], parts)
 
 
 def _cure(
@@ -629,7 +655,7 @@ def _cure(
         changes=changes,
         bytes=(before.wire_bytes, after.wire_bytes),
         seconds=(before.step_seconds, after.step_seconds),
-        memory=(before.memory["peak"], after.memory["peak"]),
+        memory=(_bytes_of(before), _bytes_of(after)),
         options=options or {},
     )
 

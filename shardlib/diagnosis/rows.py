@@ -758,14 +758,20 @@ def _reshard(
     return "operation", reason, None
 
 
+def argument_bytes(function: TracedFunction) -> list[int]:
+    """Bytes per device of each argument."""
+    sizes = dict(function.mesh)
+    return [
+        next(iter(_device_sizes(a.shape, a.dtype, (a.spec,), sizes))) for a in function.arguments
+    ]
+
+
 def _is_large(number: int, function: TracedFunction) -> bool:
     """Whether an argument is a part of a tree, as parameters are, or so large that it costs more of
     the arguments' memory than a cure may to store it whole.
     """
     sizes, argument = dict(function.mesh), function.arguments[number]
-    local = [
-        next(iter(_device_sizes(a.shape, a.dtype, (a.spec,), sizes))) for a in function.arguments
-    ]
+    local = argument_bytes(function)
     (whole,) = _device_sizes(argument.shape, argument.dtype, ((),), sizes)
     is_leaf = "[" in argument.name or "." in argument.name
     return is_leaf or whole - local[number] > (MOST_MEMORY - 1) * sum(local)

@@ -637,9 +637,6 @@ CASES = (
         line="return jax.lax.top_k(logits, 8)[0]",
         made="[data, model]",  # corrected: the dim of the batch is not kept either
         avoidable=True,
-        # with JAX 0.12 the result stays sharded; the 512 bytes that are left go where logits are
-        # stored over both axes along the rows and the result is laid out so, two edits at once
-        misses={"v5e": ("cure",), "h100": ("cure",)},
         report="https://github.com/jax-ml/jax/issues/19271",
     ),
 )
