@@ -23,7 +23,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardlib.cli.app import AsJson, Model, PinList, Sizes
-from shardlib.cli.inputs import duration, given, inputs_of, parse_pins, price, quantity, spread
+from shardlib.cli.inputs import (
+    duration,
+    given,
+    inputs_of,
+    parse_pins,
+    price,
+    quantity,
+    read_plan,
+    spread,
+)
 from shardlib.cli.output import echo, quiet_stdout, status, writable, write
 from shardlib.errors import ArgumentError, LaunchError, MissingFileError, PlanError
 from shardlib.launch.booking import LARGEST, TOKENS_PER_PARAMETER, Failures
@@ -32,6 +41,7 @@ from shardlib.launch.clusters import KUBERNETES, RAY, SLURM
 from shardlib.launch.job import COMMANDS as OWN
 from shardlib.launch.job import Job
 from shardlib.launch.submission import Engine, Submission
+from shardlib.machines.topology import topology as find_topology
 from shardlib.untrusted.data import shown
 from shardlib.wings import NoOptions, extension
 
@@ -313,6 +323,44 @@ def option_of(command: Sequence[str], names: tuple[str, str]) -> str | None:
     return None
 
 
+#: Vendor of the chips -> the variable from which their compiler takes options.
+FLAGS_VARIABLES = {"nvidia": "XLA_FLAGS", "google": "LIBTPU_INIT_ARGS"}
+
+
+def flags_of(plan: Path | None, variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables of every process, with the compiler flags of a plan beside those that the variable
+    has; one that is there already stays as it is.
+
+    Args:
+        plan: its file.
+        variables: of the processes.
+    """
+    if plan is None:
+        return {}
+    found = read_plan(plan)
+    options = found.compiler_options
+    return with_flags(options, find_topology(found.topology).chip.vendor, variables)
+
+
+def with_flags(
+    options: Mapping[str, str | bool | int], vendor: str, variables: Mapping[str, str]
+) -> dict[str, str]:
+    """The variable of a compiler with options.
+
+    >>> with_flags({"xla_a": True, "xla_b": 2}, "nvidia", {"XLA_FLAGS": "--xla_b=1"})
+    {'XLA_FLAGS': '--xla_b=1 --xla_a=true'}
+    """
+    name = FLAGS_VARIABLES.get(vendor, "XLA_FLAGS")
+    words = variables.get(name, "").split()
+    given = {word.lstrip("-").partition("=")[0] for word in words}
+    added = [
+        f"--{option}={str(value).lower() if isinstance(value, bool) else value}"
+        for option, value in options.items()
+        if option not in given
+    ]
+    return {name: " ".join((*words, *added))} if added else {}
+
+
 def environment_of(words: Sequence[str]) -> dict[str, str]:
     """Variables from NAME=VALUE."""
     wrong = [word for word in words if "=" not in word]
@@ -490,6 +538,10 @@ class Common:
             help="Start again so often without progress. [0 on this machine, otherwise 3]",
         ),
     ] = None
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="A plan whose compiler flags every process has."),
+    ] = None
     env: Annotated[
         list[str] | None,
         typer.Option(
@@ -595,6 +647,8 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
         """
         engine = chosen(engines, list(given(engine_flags)))
         variables = environment_of(common.env or [])
+        if engine is None:  # processes have the variables of this one
+            variables |= flags_of(common.plan, {**os.environ, **variables})
         if given(islands):
             others = {**given(job), **given(submission), **given(engine_flags)}
             _only(others, "is for an engine, and islands are on this machine, or come by hand")
@@ -636,10 +690,11 @@ def submission_of(
         raise LaunchError(
             "a job needs to know its machine\nTry: --topology 16*h100:8, or v5p:8x8x8"
         )
+    variables = environment_of(common.env or [])
     fields = {
         "name": job.name or NAME,
         "image": job.image,
-        "environment": environment_of(common.env or []),
+        "environment": variables | flags_of(common.plan, variables),
         "plain": tuple(job.plain or ()),
         "restarts": common.restarts,
         "seconds": job.seconds,

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
+import shardlib
+from shardlib.cli.inputs import inputs_of
 from shardlib.errors import LaunchError
 from shardlib.launch.clusters import KubernetesSettings, SlurmSettings
+from shardlib.launch.commands import with_flags
 from shardlib.launch.submission import settings_of
 
 
@@ -145,3 +149,56 @@ def test_all_faults_of_options_are_listed():
         "qos is given twice",
     ):
         assert fault in str(caught.value)
+
+
+NAME = "xla_gpu_all_gather_combine_threshold_bytes"
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan with a compiler flag."""
+    pins = {"microbatches": 1, "remat": "full", "zero": 3, "mesh": {"fsdp": 64}}
+    inputs = inputs_of("llama2-7b", 256, 2048)
+    plan = shardlib.plan(**inputs, topology="8*h100:8", pin=pins)
+    assert plan.compiler_options == {NAME: 128 << 20}
+    file = tmp_path_factory.mktemp("plan") / "plan.json"
+    file.write_text(plan.to_json())
+    return file
+
+
+SHOW = "import os, jax; print(jax.jit(abs)(-jax.device_count()), os.environ['XLA_FLAGS'])"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("--xla_dump_max_hlo_modules=7", f"--xla_dump_max_hlo_modules=7 --{NAME}=134217728"),
+        (f"--{NAME}=1", f"--{NAME}=1"),
+    ],
+)
+def test_processes_have_the_compiler_flags_of_the_plan(
+    shell, plan_file: Path, monkeypatch: pytest.MonkeyPatch, given: str, expected: str
+):
+    """XLA takes them there, and what the user has set stays as it is."""
+    monkeypatch.setenv("XLA_FLAGS", given)
+    words = ["launch", "-n", "2", "--devices-per-process", "2", "--plan", str(plan_file)]
+    code, out, err = shell(*words, "--", sys.executable, "-c", SHOW)
+    assert code == 0, err
+    assert (
+        sorted(line.partition(f"2 {expected}")[1:] for line in out.splitlines())
+        == [(f"2 {expected}", "")] * 2
+    )
+
+
+def test_scripts_have_the_compiler_flags_of_the_plan(shell, plan_file: Path):
+    words = "launch --slurm -t 8*h100:8 --env XLA_FLAGS=--xla_gpu_autotune_level=0 --dry-run"
+    code, out, err = shell(*words.split(), "--plan", str(plan_file), "--", "python", "train.py")
+    assert code == 0, err
+    assert f"export XLA_FLAGS='--xla_gpu_autotune_level=0 --{NAME}=134217728'" in out
+
+
+def test_flags_of_tpus_have_a_variable_of_their_own():
+    options = {"xla_a": True, "xla_b": 2}
+    found = with_flags(options, "google", {"LIBTPU_INIT_ARGS": "--xla_b=3", "XLA_FLAGS": "--c"})
+    assert found == {"LIBTPU_INIT_ARGS": "--xla_b=3 --xla_a=true"}
+    assert with_flags({}, "nvidia", {"XLA_FLAGS": "--c"}) == {}
