@@ -145,22 +145,22 @@ def pairs(
             key=lambda meeting: -meeting_seconds(meeting, function, topology),
         )
         left = dict.fromkeys(
-            other for meeting in meetings for other in _edits_of(meeting, function)
+            partner for meeting in meetings for partner in _edits_of(meeting, function)
         )  # of what this edit alone leaves or makes
-        own = [other for other in left if other not in edits][:MOST_SEEDS]
+        following = [partner for partner in left if partner not in edits][:MOST_SEEDS]
         later = edits[number + 1 :]
-        for others, start in ((own, number), (later, 2 * number + 1)):
-            for place, other in enumerate(others):
-                if _together(edit, other):
-                    ranked.setdefault((edit, other), start + place)
+        for partners, start in ((following, number), (later, 2 * number + 1)):
+            for place, partner in enumerate(partners):
+                if _together(edit, partner):
+                    ranked.setdefault((edit, partner), start + place)
     return sorted(ranked, key=lambda pair: ranked[pair])[:MOST_CANDIDATES]
 
 
-def _together(edit: Edit, other: Edit) -> bool:
+def _together(edit: Edit, partner: Edit) -> bool:
     """Whether two edits are of different expressions and arguments."""
-    if edit.frame and other.frame and edit.frame.key == other.frame.key:
-        return edit.removes != other.removes
-    return not set(edit.arguments) & set(other.arguments)
+    if edit.frame and partner.frame and edit.frame.key == partner.frame.key:
+        return edit.removes != partner.removes
+    return not set(edit.arguments) & set(partner.arguments)
 
 
 def _edits_of(meeting: Meeting, function: TracedFunction) -> Iterator[Edit]:
@@ -308,19 +308,19 @@ def compiler_options(
         groups[row.kind][row.axes] += len(set(row.instructions))
         if row.count > len(row.instructions):
             looped.add(row.kind)
-    found = list[Mapping[str, OptionValue]]()
+    sets = list[Mapping[str, OptionValue]]()
     for kind, seconds in sorted(exposed.items(), key=lambda entry: -entry[1]):
         name = kind.replace("-", "_")
         if seconds < LEAST_SAVING * step_seconds or not seconds:
             continue
         if vendor == "nvidia" and kind in _COMBINED:
             if max(groups[kind].values()) > 1:
-                found.append({f"xla_gpu_{name}_combine_threshold_bytes": LARGEST})
+                sets.append({f"xla_gpu_{name}_combine_threshold_bytes": LARGEST})
             if kind in looped:
-                found.append({f"xla_gpu_enable_pipelined_{name}": True})
+                sets.append({f"xla_gpu_enable_pipelined_{name}": True})
         elif vendor == "google" and kind in _ASYNCHRONOUS:
-            found.append(_ASYNCHRONOUS[kind])
-    return found[:MOST_OPTIONS]
+            sets.append(_ASYNCHRONOUS[kind])
+    return sets[:MOST_OPTIONS]
 
 
 #: An operation that XLA computes, and the dims of its operand that it works along.
@@ -331,14 +331,16 @@ def local_work(rows: Sequence[Row], meetings: Sequence[Meeting]) -> frozenset[Wo
     """What XLA computes without the collectives that Shardy's shardings ask for: operations that
     have rows, but none for these dims.
     """
-    made = {_worked(row.meeting) for row in rows if row.meeting is not None}
+    compiled = {_worked(row.meeting) for row in rows if row.meeting is not None}
     listed = {_worked(meeting) for meeting in meetings if meeting.computed}
-    return frozenset(work for work in listed - made if work[0] in {key for key, _ in made})
+    return frozenset(work for work in listed - compiled if work[0] in {key for key, _ in compiled})
 
 
 def _worked(meeting: Meeting) -> Worked:
     pairs = enumerate(zip(meeting.produced, meeting.needed, strict=True))
-    return meeting.source.key, tuple(dim for dim, (made, needed) in pairs if made and not needed)
+    return meeting.source.key, tuple(
+        dim for dim, (compiled, needed) in pairs if compiled and not needed
+    )
 
 
 def propagated_seconds(

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from shardlib.diagnosis.annotations import annotated
 from shardlib.diagnosis.cures import (
     LEAST,
     LEAST_SAVING,
@@ -34,7 +33,7 @@ from shardlib.diagnosis.cures import (
     pairs,
     propagated_seconds,
 )
-from shardlib.diagnosis.edits import Edit
+from shardlib.diagnosis.edits import Edit, annotated
 from shardlib.diagnosis.overlap import overlaps
 from shardlib.diagnosis.peak import live_values
 from shardlib.diagnosis.program import AnyMesh, Call, TracedFunction, find_mesh, mesh_of, trace
@@ -454,7 +453,7 @@ class _Work:
         accepted: tuple[Edit, ...] = ()
         refused, tried = set[Edit](), 0
         batch = batch_axes(function)
-        kept = limit > 1 and bool(self.flags(before))  # a program for options of the compiler
+        reserved = limit > 1 and bool(self.flags(before))  # a program for options of the compiler
         state = Trial(edits=(), function=function, shardings=shardings, seconds=0.0)
 
         def measured(trial: Trial) -> Communication | None:
@@ -469,32 +468,32 @@ class _Work:
             after = self.read(trial.function, machine, outcome, trial.shardings)
             return after if _helps(before, after) else None
 
-        while before.rows and tried < limit - kept:
+        while before.rows and tried < limit - reserved:
             listed = [
                 edit
                 for edit in candidates(before.rows, state.shardings, state.function, batch)
                 if edit not in accepted
             ]
-            found: tuple[Trial, Communication] | None = None
-            room = limit - kept - tried
-            most = _bytes_of(before) * MOST_MEMORY
+            best: tuple[Trial, Communication] | None = None
+            left = limit - reserved - tried
+            memory_limit = _bytes_of(before) * MOST_MEMORY
             local = local_work(before.rows, read_meetings(state.shardings, state.function))
             base = propagated_seconds(state.shardings, state.function, self.topology, local)
-            propagated = functools.partial(self.propagated, accepted, machine, most, local)
-            for trial in self.trials(listed, refused, room, base, propagated):
+            propagated = functools.partial(self.propagated, accepted, machine, memory_limit, local)
+            for trial in self.trials(listed, refused, left, base, propagated):
                 if after := measured(trial):
-                    found = trial, after
-                if found or tried >= limit - kept:
+                    best = trial, after
+                if best or tried >= limit - reserved:
                     break
-            if found is None:
+            if best is None:
                 break
-            if len(found[0].edits) > 1:  # is one of them enough?
-                parts = [(edit,) for edit in found[0].edits if edit not in refused]
+            if len(best[0].edits) > 1:  # is one of them enough?
+                parts = [(edit,) for edit in best[0].edits if edit not in refused]
                 for trial in propagated(parts) if tried < limit else ():
                     alone = measured(trial) if tried < limit else None
-                    if alone and alone.wire_bytes <= found[1].wire_bytes * (1 + LEAST):
-                        found = trial, alone
-            trial, after = found
+                    if alone and alone.wire_bytes <= best[1].wire_bytes * (1 + LEAST):
+                        best = trial, alone
+            trial, after = best
             changes = tuple(change for e in trial.edits for change in _changes(state, trial, e))
             cures.append((_cure(trial.edits, changes, before, after), after))
             accepted, before, state = (*accepted, *trial.edits), after, trial
@@ -502,15 +501,15 @@ class _Work:
         return [*cures, *cure], tried + compiled
 
     def with_options(
-        self, state: Trial, machine: Target, before: Communication, room: int
+        self, state: Trial, machine: Target, before: Communication, left: int
     ) -> tuple[list[tuple[Cure, Communication]], int]:
         """The first options of the compiler that help, if any, and how many were tried.
 
         Args:
-            room: how many may be.
+            left: how many may be.
         """
         tried = 0
-        for options in self.flags(before)[:room]:
+        for options in self.flags(before)[:left]:
             tried += 1
             self.say(f"compiling with {', '.join(options)}")
             chosen = {**self.options, **options}
@@ -534,7 +533,7 @@ class _Work:
         self,
         listed: Sequence[Edit],
         refused: set[Edit],
-        room: int,
+        left: int,
         base: float,
         propagated: Callable[[Sequence[tuple[Edit, ...]]], list[Trial]],
     ) -> Iterator[Trial]:
@@ -543,7 +542,7 @@ class _Work:
 
         Args:
             refused: edits that do not help; those that Shardy refuses are added.
-            room: programs that may be compiled; the last is for a pair, where there is one.
+            left: programs that may be compiled; the last is for a pair, where there is one.
             base: seconds of the shardings without them.
             propagated: gives edits their shardings.
         """
@@ -553,10 +552,10 @@ class _Work:
         # what it is worth, the compiler says
         better = _ranked([trial for trial in singles if trial.seconds < base])
         refused.update(edit for edit in fresh if edit not in {t.edits[0] for t in better})
-        first = max(room - 1, 1)
+        first = max(left - 1, 1)
         yield from better[:first]
-        known = {trial.edits[0] for trial in singles}
-        singles += propagated([(edit,) for edit in listed if edit not in known])
+        seen = {trial.edits[0] for trial in singles}
+        singles += propagated([(edit,) for edit in listed if edit not in seen])
         alone = {trial.edits[0]: trial.seconds for trial in singles}
         two = pairs(
             [(trial.edits[0], trial.function, trial.shardings) for trial in _ranked(singles)],
@@ -577,12 +576,12 @@ class _Work:
         self,
         accepted: tuple[Edit, ...],
         machine: Target,
-        most: float,
+        memory_limit: float,
         local: frozenset[Worked],
         choices: Sequence[tuple[Edit, ...]],
     ) -> list[Trial]:
         """Edits on top of those that are accepted, without those that the program does not trace
-        with, or with which its arguments take more than `most` bytes of a device.
+        with, or with which its arguments take more than `memory_limit` bytes of a device.
         """
         traced: list[tuple[tuple[Edit, ...], TracedFunction]] = []
         for edits in choices:
@@ -590,7 +589,7 @@ class _Work:
                 function = self.trace((*accepted, *edits))
             except TracingError:
                 continue
-            if sum(argument_bytes(function)) <= most:
+            if sum(argument_bytes(function)) <= memory_limit:
                 traced.append((edits, function))
         layouts = propagate([function for _, function in traced], machine, self.limits)
         return [
@@ -676,11 +675,11 @@ def _changes(state: Trial, trial: Trial, edit: Edit) -> Iterator[Change]:
         argument = state.function.arguments[number]
         frames = uses(number, read_meetings(state.shardings, state.function))
         axes = [name for name, _ in function.mesh]
-        found = annotated(argument.name, argument.spec, edit.spec, frames, axes, rules)
-        if found is None:
+        annotation = annotated(argument.name, argument.spec, edit.spec, frames, axes, rules)
+        if annotation is None:
             left.append(argument.name)
             continue
-        frame, line = found
+        frame, line = annotation
         text = f"{line}  # {replace(edit, name=argument.name).text(False)}"
         yield Change(place=frame.place, before=text_of(frame), text=text)
     if left:

@@ -327,19 +327,19 @@ def option_of(command: Sequence[str], names: tuple[str, str]) -> str | None:
 FLAGS_VARIABLES = {"nvidia": "XLA_FLAGS", "google": "LIBTPU_INIT_ARGS"}
 
 
-def flags_of(plan: Path | None, variables: Mapping[str, str]) -> dict[str, str]:
+def flags_of(file: Path | None, variables: Mapping[str, str]) -> dict[str, str]:
     """Variables of every process, with the compiler flags of a plan beside those that the variable
     has; one that is there already stays as it is.
 
     Args:
-        plan: its file.
+        file: of the plan.
         variables: of the processes.
     """
-    if plan is None:
+    if file is None:
         return {}
-    found = read_plan(plan)
-    options = found.compiler_options
-    return with_flags(options, find_topology(found.topology).chip.vendor, variables)
+    plan = read_plan(file)
+    options = plan.compiler_options
+    return with_flags(options, find_topology(plan.topology).chip.vendor, variables)
 
 
 def with_flags(
@@ -352,11 +352,11 @@ def with_flags(
     """
     name = FLAGS_VARIABLES.get(vendor, "XLA_FLAGS")
     words = variables.get(name, "").split()
-    given = {word.lstrip("-").partition("=")[0] for word in words}
+    names = {word.lstrip("-").partition("=")[0] for word in words}
     added = [
         f"--{option}={str(value).lower() if isinstance(value, bool) else value}"
         for option, value in options.items()
-        if option not in given
+        if option not in names
     ]
     return {name: " ".join((*words, *added))} if added else {}
 

@@ -12,7 +12,7 @@ from flax import linen as nn
 from jax.sharding import NamedSharding
 
 import shardlib
-from shardlib.diagnosis.annotations import annotated
+from shardlib.diagnosis.edits import annotated
 from shardlib.diagnosis.source import Frame
 from tests.diagnosis import annotated_models as models
 from tests.diagnosis.causes import MESH, array
