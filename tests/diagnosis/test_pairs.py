@@ -13,7 +13,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib
-from tests.diagnosis.causes import MESH, array
+from shardlib.diagnosis import diagnose
+from shardlib.diagnosis.edits import Edit
+from shardlib.diagnosis.source import Frame
+from tests.diagnosis.causes import MESH, array, transposition
 
 pytestmark = pytest.mark.long
 OTHER = NamedSharding(MESH, P(None, "data"))
@@ -57,6 +60,23 @@ def test_two_edits_at_once(
     function: Callable[..., Any], arguments: tuple[Any, ...], texts: set[str]
 ) -> None:
     diagnosis = shardlib.why(function, *arguments, topology="cpu:8", out_shardings=P("data"))
-    print(diagnosis)
     (cure,) = diagnosis.cures
     assert {change.text for change in cure.changes} == texts
+
+
+def test_what_of_a_pair_is_not_needed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument alone avoids what the pair avoids."""
+    line = transposition.__code__.co_firstlineno + 1
+    needed = Edit(spec=((), ("data",)), arguments=(0,), name="x")
+    idle = Edit(
+        spec=(("data",), ()),
+        frame=Frame(transposition.__code__.co_filename, line, 11, line, 18),
+        shape=(256, 256),
+    )
+    monkeypatch.setattr(
+        diagnose._Work, "trials", lambda *arguments: iter(arguments[-1]([(needed, idle)]))
+    )
+    diagnosis = shardlib.why(transposition, ROWS, topology="cpu:8", out_shardings=P("data"))
+    (cure,) = diagnosis.cures
+    assert cure.edits == (needed,) and cure.bytes[1] == 0
+    assert diagnosis.tried == 3
