@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,11 +13,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib
+from shardlib.diagnosis import diagnose
 from shardlib.diagnosis.cures import compiler_options
+from shardlib.diagnosis.program import Call
 from shardlib.diagnosis.report import report_text
 from shardlib.diagnosis.rows import Row
 from shardlib.diagnosis.source import NOWHERE
 from shardlib.planner.compiler_flags import LARGEST
+from shardlib.verification.isolation import Compiled, Limits
 
 MESH = AbstractMesh((64,), ("data",), axis_types=(AxisType.Auto,))
 THRESHOLD = {"xla_gpu_all_gather_combine_threshold_bytes": LARGEST}
@@ -42,10 +46,25 @@ def test_gathers_of_a_layer_that_are_not_combined() -> None:
         for _ in range(12)
     ]
     arguments = array((131072, 2048), "data"), blocks
-    diagnosis = shardlib.why(layers, *arguments, topology="8*h100:8", cures=2)
-    (cure,) = diagnosis.cures
-    assert (cure.edits, cure.options) == ((), THRESHOLD)
-    assert not diagnosis.cured  # the bytes are as they were
+    call = Call(function=layers, arguments=arguments, keywords={})
+    work = diagnose._Work(
+        call=call,
+        mesh=MESH,
+        platform="cuda",
+        topology=shardlib.topology("8*h100:8"),
+        limits=Limits(),
+        options={},
+        say=lambda _: None,
+    )
+    function = work.trace()
+    machine = diagnose.target_of(function, work.topology)
+    (shardings,) = diagnose.propagate([function], machine, work.limits)
+    outcome = diagnose.compile_function(function, machine, work.limits, {})
+    assert isinstance(outcome, Compiled)
+    before = work.read(function, machine, outcome, shardings)
+    state = diagnose.Trial(edits=(), function=function, shardings=shardings, seconds=0.0)
+    ((cure, _),), tried = work.with_options(state, machine, before, 2)
+    assert (cure.edits, cure.options, tried) == ((), THRESHOLD, 1)
     written = shardlib.why(layers, *arguments, topology="8*h100:8", cures=0, options=THRESHOLD)
     c = written.communication
     assert (c.wire_bytes, c.step_seconds, c.memory["peak"]) == (
@@ -54,6 +73,7 @@ def test_gathers_of_a_layer_that_are_not_combined() -> None:
         cure.memory[1],
     )
     assert cure.seconds[1] < 0.99 * cure.seconds[0] and cure.bytes[1] == cure.bytes[0]
+    diagnosis = replace(written, cures=(cure,))
     assert f"compiler_options={THRESHOLD}" in report_text(diagnosis)
 
 
