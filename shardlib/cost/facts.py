@@ -74,8 +74,10 @@ class CompilerTraits:
         lanes: elements to which a kernel of attention pads the minor dim of its arrays: TPUs store
             the two minor dims of an array in tiles of 8 x 128 (jax
             `jax/experimental/pallas/ops/tpu/splash_attention`); 0 for none.
-        reassociates_all_reduces: True if partial sums that are only added are reduced once
-            (openxla/xla `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
+        adds_partial_sums: True if partial sums of activations' gradients that are only added are
+            reduced once, as on TPUs and GPUs.
+        reassociates_all_reduces: True if those of uses of a parameter are, too (openxla/xla
+            `all_reduce_reassociate.cc`, which only the GPU pipeline runs).
         reduces_after_loops: True if partial sums that a loop accumulates are all-reduced once,
             after it.
     """
@@ -88,6 +90,7 @@ class CompilerTraits:
     hoists_casts: bool = False
     score_bytes: tuple[float, float] = (6.0, 12.0)
     lanes: int = 0
+    adds_partial_sums: bool = True
     reassociates_all_reduces: bool = False
     reduces_after_loops: bool = False
 
@@ -103,6 +106,7 @@ def traits(vendor: str) -> CompilerTraits:
         hoists_casts=vendor == "google",
         score_bytes=(4.0, 4.0) if vendor == "google" else (6.0, 12.0),
         lanes=128 if vendor == "google" else 0,
+        adds_partial_sums=vendor != "cpu",
         reassociates_all_reduces=vendor == "nvidia",
         reduces_after_loops=vendor != "cpu",
     )

@@ -862,7 +862,7 @@ def sum_groups(facts: Facts) -> list[Summands]:
             maker = producers.get(graph.ops[maker].operands[0])
         return maker
 
-    for op in graph.ops:
+    for op in graph.ops if facts.traits.adds_partial_sums else ():
         if op.kind != "add_any":
             continue
         if op.results[0] in facts.gradients and not facts.traits.reassociates_all_reduces:

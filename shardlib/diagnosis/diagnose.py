@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import sys
 import tempfile
 from collections import defaultdict
@@ -72,6 +73,7 @@ from shardlib.verification.traffic import read_traffic, wire_bytes
 
 if TYPE_CHECKING:
     from shardlib.lowering.program import Program
+    from shardlib.planner.plan import Plan
 
 Options = Mapping[str, str | bool | int]
 
@@ -334,25 +336,52 @@ def _of_program(
         cures=cures,
         progress=progress,
     )
-    left = defaultdict[tuple[str, frozenset[str]], float](float)
+    return with_plan(diagnosis, plan)
+
+
+#: Kind that a compiler for CPUs writes -> the kind of the plan, and what it does.
+_ON_CPU = {
+    "all-reduce": (
+        "reduce-scatter",
+        "as a reduce-scatter, for which this compiler slices an all-reduce",
+    )
+}
+
+
+def with_plan(diagnosis: Diagnosis, plan: Plan) -> Diagnosis:
+    """A diagnosis whose rows say which of them the plan has.
+
+    What a plan has is counted in bytes along each axis of its mesh, so that a planned collective
+    over two axes may be one over each of them. The compiler of CPUs sends 16-bit numbers as
+    float32, and writes a reduce-scatter as an all-reduce and a slice.
+    """
+    on_cpu = parse_topology(plan.topology).chip.vendor == "cpu"
+    sizes, left = dict(diagnosis.mesh), defaultdict[tuple[str, str], float](float)
     for planned in plan.estimate.collectives:
         degree = plan.mesh.ways(planned.axes)
-        if degree > 1:
-            key = planned.kind, frozenset(planned.axes)
-            left[key] += wire_bytes(planned.kind, planned.bytes, degree) * planned.count
-    rows = list[Row]()
-    for row in diagnosis.rows:
-        key = row.kind, frozenset(axis.partition("_")[0] for axis in row.axes)
-        is_planned = row.bytes <= 1.05 * left[key]
-        if is_planned:
-            left[key] -= row.bytes
-        rows.append(
-            replace(row, cause="planned", inherent=True, reason=f"{row.reason} (planned)")
-            if is_planned
-            else row
-        )
-    c = replace(diagnosis.communication, rows=tuple(rows))
-    return replace(diagnosis, communication=c)
+        scattered = degree if planned.kind == "reduce-scatter" else 1
+        for axis in planned.axes:
+            left[planned.kind, axis] += planned.total_bytes * scattered
+    rows = list(diagnosis.rows)
+    for written in (False, True):  # what is of the plan's own kind is counted first
+        for number, row in enumerate(rows):
+            kind, words = _ON_CPU.get(row.kind, ("", "")) if written else (row.kind, "")
+            if row.cause == "planned" or not (row.axes and kind) or (written and not on_cpu):
+                continue
+            members = math.prod(sizes[axis] for axis in row.axes)
+            unit = wire_bytes(row.kind, 1, members)
+            size = row.bytes / (unit / members if row.kind == "reduce-scatter" else unit)
+            widened = on_cpu and row.widened
+            keys = {(kind, axis.partition("_")[0]) for axis in row.axes}  # "data_1": part of data
+            if any(size / (1 + widened) > 1.05 * left[key] for key in keys):
+                continue
+            for key in keys:
+                left[key] -= size / (1 + widened)
+            note = " ".join(["planned", words] if words else ["planned"])
+            note += ", in 16 bits; this compiler sends 32" * widened
+            reason = f"{row.reason} ({note})"
+            rows[number] = replace(row, cause="planned", inherent=True, reason=reason)
+    return replace(diagnosis, communication=replace(diagnosis.communication, rows=tuple(rows)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,6 +216,7 @@ class Row:
         source: the operation of the user's program.
         meeting: the shardings that met; None where Shardy lists none for it.
         dtypes: of the elements that are sent.
+        widened: whether these are float32, and the program's own have 16 bits.
         cause: a word for why it is there, `CAUSES`.
         reason: the same as a sentence.
         inherent: whether what the program computes needs it, given its arguments' shardings; None
@@ -239,6 +240,7 @@ class Row:
     inherent: bool | None = None
     warnings: tuple[str, ...] = ()
     instructions: tuple[str, ...] = ()
+    widened: bool = False
 
 
 @dataclass
@@ -320,6 +322,26 @@ class Index:
             waiting += instruction.operands
         return NOWHERE
 
+    def is_widened(self, name: str) -> bool:
+        """Whether a value is one of 16 bits that is converted to float32."""
+        if name not in self.where:
+            return False
+        instruction, computation = self.where[name]
+        while instruction.opcode in ("bitcast", "copy", "fusion", "reshape", "transpose"):
+            called = self.module.computations.get(instruction.called.get("calls", ""))
+            operand = computation.by_name.get(instruction.operands[0])
+            inner = called.root if called else operand
+            if inner is None:
+                return False
+            instruction, computation = inner, called or computation
+        operand = computation.by_name.get((*instruction.operands, "")[0])
+        return (
+            instruction.opcode == "convert"
+            and operand is not None
+            and instruction.shape.startswith("f32")
+            and operand.shape.startswith(("bf16", "f16"))
+        )
+
     def _source_of(self, instruction: Instruction) -> Source:
         own = self.own(instruction)
         if own.user or instruction.opcode != "fusion":
@@ -358,7 +380,7 @@ def read_rows(
     for item in traffic.found:
         instruction, _ = index.where[item.name]
         hidden = overlaps[item.name]
-        for source, size, share, dtype in _elements(index, instruction, item):
+        for element, (source, size, share, dtype) in enumerate(_elements(index, instruction, item)):
             row = Row(
                 kind=item.kind,
                 axes=tuple(names[axis] for axis in item.axes),
@@ -378,14 +400,19 @@ def read_rows(
             taken[id(meeting)] += 1
             if meeting is not None:
                 source = _place(source, meeting, row.kind)
+            widened = row.dtypes == ("f32",) and (
+                any(map(index.is_widened, instruction.operands[element : element + 1]))
+                or (meeting is not None and BITS.get(hlo_dtype(meeting.value.dtype)) == 16)
+            )
             key = (
                 row.kind,
                 row.axes,
                 source.key or item.name,
                 source.operation,
                 id(meeting) if meeting else None,
+                widened,
             )
-            parts[key].append(replace(row, source=source, meeting=meeting))
+            parts[key].append(replace(row, source=source, meeting=meeting, widened=widened))
     return tuple(sorted(map(_joined, parts.values()), key=lambda row: -row.bytes))
 
 
@@ -520,7 +547,7 @@ def _device_sizes(
     shape: Sequence[int], dtype: str, specs: Iterable[Spec], sizes: Mapping[str, int]
 ) -> set[int]:
     """Bytes per device of a value, in any of its shardings."""
-    size = math.prod(shape) * BITS.get(_hlo_dtype(dtype), 32) // 8
+    size = math.prod(shape) * BITS.get(hlo_dtype(dtype), 32) // 8
 
     def part(spec: Spec) -> int:
         degree = 1
@@ -533,7 +560,7 @@ def _device_sizes(
     return {part(spec) for spec in specs}
 
 
-def _hlo_dtype(dtype: str) -> str:
+def hlo_dtype(dtype: str) -> str:
     """XLA's name of an element type of MLIR."""
     if dtype.startswith("complex"):
         return "c128" if "64" in dtype else "c64"

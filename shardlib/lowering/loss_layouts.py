@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -194,15 +194,21 @@ class LossLayouts:
         """The manual regions of a mesh."""
         return regions_of(self.plan, mesh)
 
-    def parameters(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """The parameters as the loss reads them; stacked ones in their stored sharding."""
-        return [self.parameter(i, leaf) for i, leaf in enumerate(leaves)]
+    def parameters(
+        self, leaves: Sequence[jax.Array], deferred: Iterable[str] = ()
+    ) -> list[jax.Array]:
+        """The parameters as the loss reads them; stacked ones in their stored sharding.
 
-    def parameter(self, parameter: int, leaf: jax.Array) -> jax.Array:
+        Args:
+            deferred: paths of operations that gather their own.
+        """
+        return [self.parameter(i, leaf, deferred) for i, leaf in enumerate(leaves)]
+
+    def parameter(self, parameter: int, leaf: jax.Array, deferred: Iterable[str] = ()) -> jax.Array:
         """One parameter as the loss reads it."""
         if parameter in self.facts.stacked_slices.values():
             return leaf
-        kernels, tables = self._gathered_first(self._outer)
+        kernels, tables = self._gathered_first([*self._outer, *deferred])
         # XLA replicates the rows looked up in a table that is sharded along both dims: the table is
         # gathered first.
         gathered = parameter in tables or leaf.shape in kernels
@@ -322,7 +328,7 @@ class LossLayouts:
         return without_axes(self.plan.parameters[self.plan_indices[number]], removed)
 
     def _gathered_first(
-        self, functions: Mapping[str, Any]
+        self, functions: Iterable[str]
     ) -> tuple[frozenset[tuple[int, ...]], frozenset[int]]:
         """Shapes of kernels, and tables, that are gathered before their uses, without those that a
         replaced operation gathers.

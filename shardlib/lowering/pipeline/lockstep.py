@@ -504,9 +504,10 @@ class Pipeline:
         sections = self.sections
 
         def run(leaves: Arrays) -> tuple[PerStepValues, PerStepConstants]:
+            parameters = self.layouts.parameters(leaves, self.outside_grads.uses)
             env: Values = {
                 **sections.program.constants,
-                **dict(zip(sections.program.inputs, self.layouts.parameters(leaves), strict=False)),
+                **dict(zip(sections.program.inputs, parameters, strict=False)),
             }
             evaluate_equations(sections.per_step_equations, env, self.walk())
             values = {
