@@ -437,7 +437,7 @@ def test_the_user_is_told(monkeypatch: pytest.MonkeyPatch):
         n=24,
         **PATH,
     )
-    monkeypatch.setattr(room, "learned", lambda: (entry,))
+    monkeypatch.setattr(room, "learned_corrections", lambda: (entry,))
     plan = planner.search(workload().problem, "h100:4", PIN, workload=workload())
     assert plan.estimate.corrections == (
         Applied(quantity="margin", factor=UNKNOWN_MARGIN, unknown=True),
