@@ -349,7 +349,7 @@ _ON_CPU = {
 
 
 def with_plan(diagnosis: Diagnosis, plan: Plan) -> Diagnosis:
-    """A diagnosis whose rows say which of them the plan has.
+    """A diagnosis whose rows say which of them the plan has; one with a cure stays avoidable.
 
     What a plan has is counted in bytes along each axis of its mesh, so that a planned collective
     over two axes may be one over each of them. The compiler of CPUs sends 16-bit numbers as
@@ -379,8 +379,12 @@ def with_plan(diagnosis: Diagnosis, plan: Plan) -> Diagnosis:
                 left[key] -= size / (1 + widened)
             note = " ".join(["planned", words] if words else ["planned"])
             note += ", in 16 bits; this compiler sends 32" * widened
-            reason = f"{row.reason} ({note})"
-            rows[number] = replace(row, cause="planned", inherent=True, reason=reason)
+            rows[number] = replace(
+                row,
+                cause="planned",
+                inherent=number not in diagnosis.cured,
+                reason=f"{row.reason} ({note})",
+            )
     return replace(diagnosis, communication=replace(diagnosis.communication, rows=tuple(rows)))
 
 
