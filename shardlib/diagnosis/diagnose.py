@@ -113,6 +113,8 @@ def propagate(
     """The shardings of functions as Shardy propagates them (`shardings.read_shardings`); with a
     "problem" where it does not.
     """
+    if not functions:
+        return ()
     with _folder() as (guard, folder):
         for number, function in enumerate(functions):
             (folder / f"module-{number:03}.mlir").write_text(function.module, encoding="utf-8")
@@ -180,7 +182,8 @@ def why(
             context, or of the function's own layouts.
         in_shardings, out_shardings: as `jax.jit` takes them.
         keywords: keyword arguments of the function.
-        cures: how many programs may be compiled to find cures; 0 for none.
+        cures: how many programs may be compiled to find cures, beside those that say whether both
+            edits of a pair are needed; 0 for none.
         limits: of one compilation.
         options: of the compiler.
         progress: is called with one line before everything that takes long.
@@ -379,12 +382,8 @@ def with_plan(diagnosis: Diagnosis, plan: Plan) -> Diagnosis:
                 left[key] -= size / (1 + widened)
             note = " ".join(["planned", words] if words else ["planned"])
             note += ", in 16 bits; this compiler sends 32" * widened
-            rows[number] = replace(
-                row,
-                cause="planned",
-                inherent=number not in diagnosis.cured,
-                reason=f"{row.reason} ({note})",
-            )
+            reason, inherent = f"{row.reason} ({note})", number not in diagnosis.cured
+            rows[number] = replace(row, cause="planned", inherent=inherent, reason=reason)
     return replace(diagnosis, communication=replace(diagnosis.communication, rows=tuple(rows)))
 
 
@@ -493,7 +492,7 @@ class _Work:
             nonlocal tried
             tried += 1
             places = " and ".join(edit.place for edit in trial.edits)
-            self.say(f"compiling an edit of {places} ({tried} of {limit})")
+            self.say(f"compiling an edit of {places} ({tried} of {max(tried, limit)})")
             outcome = compile_function(trial.function, machine, self.limits, self.options)
             refused.update(trial.edits if len(trial.edits) == 1 else ())
             if isinstance(outcome, Failure):
@@ -521,16 +520,15 @@ class _Work:
             if best is None:
                 break
             if len(best[0].edits) > 1:  # is one of them enough?
-                parts = [(edit,) for edit in best[0].edits if edit not in refused]
-                for trial in propagated(parts) if tried < limit else ():
-                    alone = measured(trial) if tried < limit else None
+                for trial in propagated([(e,) for e in best[0].edits if e not in refused]):
+                    alone = measured(trial)
                     if alone and alone.wire_bytes <= best[1].wire_bytes * (1 + LEAST):
                         best = trial, alone
             trial, after = best
             changes = tuple(change for e in trial.edits for change in _changes(state, trial, e))
             cures.append((_cure(trial.edits, changes, before, after), after))
             accepted, before, state = (*accepted, *trial.edits), after, trial
-        cure, compiled = self.with_options(state, machine, before, limit - tried)
+        cure, compiled = self.with_options(state, machine, before, max(limit - tried, reserved))
         return [*cures, *cure], tried + compiled
 
     def with_options(
@@ -542,8 +540,7 @@ class _Work:
             left: how many may be.
         """
         tried = 0
-        for options in self.flags(before)[:left]:
-            tried += 1
+        for tried, options in enumerate(self.flags(before)[:left], 1):
             self.say(f"compiling with {', '.join(options)}")
             chosen = {**self.options, **options}
             outcome = compile_function(state.function, machine, self.limits, chosen)

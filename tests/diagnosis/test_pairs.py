@@ -68,7 +68,10 @@ def test_two_edits_at_once(
     assert changed in ((texts, apart) if texts & BOTH else (texts,))
 
 
-def test_what_of_a_pair_is_not_needed_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("cures", [1, 4])
+def test_what_of_a_pair_is_not_needed_is_dropped(
+    cures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The argument alone avoids what the pair avoids."""
     line = transposition.__code__.co_firstlineno + 1
     needed = Edit(spec=((), ("data",)), arguments=(0,), name="x")
@@ -80,7 +83,9 @@ def test_what_of_a_pair_is_not_needed_is_dropped(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         diagnose._Work, "trials", lambda *arguments: iter(arguments[-1]([(needed, idle)]))
     )
-    diagnosis = shardlib.why(transposition, ROWS, topology="cpu:8", out_shardings=P("data"))
+    diagnosis = shardlib.why(
+        transposition, ROWS, topology="cpu:8", out_shardings=P("data"), cures=cures
+    )
     (cure,) = diagnosis.cures
     assert cure.edits == (needed,) and cure.bytes[1] == 0
     assert diagnosis.tried == 3

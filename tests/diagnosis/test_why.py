@@ -13,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import shardlib
+from shardlib.diagnosis import diagnose
 from shardlib.diagnosis.diagnose import why_text
 from shardlib.diagnosis.graph import MOST
 from shardlib.diagnosis.report import Diagnosis
@@ -141,7 +142,7 @@ def test_mesh_may_be_a_word_and_shardings_those_of_jit() -> None:
     assert row.bytes == 2 * (1 / 2) * 64 * 64 * 4 / 4
 
 
-def test_explicit_mode_and_manual_regions() -> None:
+def test_explicit_mode_and_manual_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = jax.sharding.AbstractMesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     a = model.array((64, 64), "x", mesh=mesh)
     moved = shardlib.why(
@@ -156,7 +157,14 @@ def test_explicit_mode_and_manual_regions() -> None:
         in_specs=PartitionSpec("x"),
         out_specs=PartitionSpec(),
     )
+    run_child, started = diagnose.run_child, list[str]()
+    monkeypatch.setattr(
+        diagnose,
+        "run_child",
+        lambda command, *rest: started.append(command[2]) or run_child(command, *rest),
+    )
     written = shardlib.why(manual, a, topology="cpu:8")
+    assert sorted(started) == ["shardlib.diagnosis.child", "shardlib.diagnosis.shardings"]
     (row,) = written.rows
     assert (row.kind, row.cause, row.inherent) == ("all-reduce", "written", True)
     assert not written.cures and written.tried == 0
