@@ -508,7 +508,7 @@ class _Work:
             ]
             best: tuple[Trial, Communication] | None = None
             left = limit - reserved - tried
-            memory_limit = _bytes_of(before) * MOST_MEMORY
+            memory_limit = before.peak_bytes * MOST_MEMORY
             local = local_work(before.rows, read_meetings(state.shardings, state.function))
             base = propagated_seconds(state.shardings, state.function, self.topology, local)
             propagated = functools.partial(self.propagated, accepted, machine, memory_limit, local)
@@ -548,7 +548,7 @@ class _Work:
                 continue
             after = self.read(state.function, machine, outcome, state.shardings)
             saved = after.step_seconds < (1 - LEAST_SAVING) * before.step_seconds
-            if saved and _bytes_of(after) <= _bytes_of(before) * MOST_MEMORY:
+            if saved and after.peak_bytes <= before.peak_bytes * MOST_MEMORY:
                 text = f"compiler_options={dict(options)}"
                 change = Change(place="the compiler's options", before="", text=text)
                 return [(_cure((), (change,), before, after, options), after)], tried
@@ -661,15 +661,8 @@ def _helps(before: Communication, after: Communication) -> bool:
     return (
         after.wire_bytes < before.wire_bytes * (1 - LEAST)
         and after.step_seconds < before.step_seconds
-        and _bytes_of(after) <= _bytes_of(before) * MOST_MEMORY
+        and after.peak_bytes <= before.peak_bytes * MOST_MEMORY
     )
-
-
-def _bytes_of(communication: Communication) -> int:
-    """Bytes per device at the peak; without the program's code, which that of TPUs has, too."""
-    memory = communication.memory
-    parts = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
-    return min(memory["peak"], parts)
 
 
 def _cure(
@@ -684,7 +677,7 @@ def _cure(
         changes=changes,
         bytes=(before.wire_bytes, after.wire_bytes),
         seconds=(before.step_seconds, after.step_seconds),
-        memory=(_bytes_of(before), _bytes_of(after)),
+        memory=(before.peak_bytes, after.peak_bytes),
         options=options or {},
     )
 
@@ -719,20 +712,29 @@ def _changes(state: Trial, trial: Trial, edit: Edit) -> Iterator[Change]:
 
 def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -> dict[int, int]:
     """Row -> the first cure that takes at least half of its bytes away: what is left of it has its
-    kind and axes, and its line or its size. That of an argument takes nothing away that is inherent
-    where the arguments are sharded so.
+    kind and axes, and its line, or its size at another line. That of an argument takes nothing away
+    that is inherent where the arguments are sharded so.
     """
 
+    def place(row: Row) -> tuple[object, ...]:
+        user = row.source.user
+        return row.kind, row.axes, user and (user.file, user.line)
+
+    before = defaultdict[tuple[object, ...], float](float)
+    for row in rows:
+        before[place(row)] += row.bytes
+
     def left(row: Row, communication: Communication) -> float:
-        line = row.source.user and (row.source.user.file, row.source.user.line)
-        return sum(
-            entry.bytes
-            for entry in communication.rows
-            if (entry.kind, entry.axes) == (row.kind, row.axes)
-            and (
-                line == (entry.source.user and (entry.source.user.file, entry.source.user.line))
-                or abs(entry.bytes - row.bytes) <= 0.02 * row.bytes
-            )
+        after = defaultdict[tuple[object, ...], float](float)
+        for entry in communication.rows:
+            after[place(entry)] += entry.bytes
+        moved = [
+            size - before[where]
+            for where, size in after.items()
+            if where[:2] == (row.kind, row.axes) and where != place(row)
+        ]
+        return after[place(row)] + sum(
+            size for size in moved if abs(size - row.bytes) <= 0.02 * row.bytes
         )
 
     removed: dict[int, int] = {}

@@ -49,6 +49,13 @@ class Communication:
     text: str
 
     @property
+    def peak_bytes(self) -> int:
+        """Bytes per device at the peak, without the program's code, which that of TPUs has, too."""
+        memory = self.memory
+        parts = memory["arguments"] + memory["outputs"] - memory["aliased"] + memory["temporaries"]
+        return min(memory["peak"], parts)
+
+    @property
     def seconds(self) -> float:
         """Of all collectives, one after the other."""
         return sum(row.seconds for row in self.rows)
@@ -132,7 +139,7 @@ def headline(diagnosis: Diagnosis) -> str:
     mesh = " x ".join(f"{axis} {size}" for axis, size in diagnosis.mesh)
     machine = f" on {diagnosis.topology}" if diagnosis.topology else ""
     seconds = f", {seconds_text(c.seconds)} on the links" if c.seconds else ""
-    peak = f"; peak memory {bytes_text(c.memory['peak'])}" if c.memory else ""
+    peak = f"; peak memory {bytes_text(c.peak_bytes)}" if c.memory else ""
     return (
         f"{diagnosis.function}{machine} ({mesh}): {bytes_text(c.wire_bytes)} sent per device and"
         f" call in {count} collective{'s' * (count != 1)}{seconds}{peak}"

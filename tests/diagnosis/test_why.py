@@ -47,6 +47,27 @@ def test_rows_are_all_bytes_of_the_program_and_have_lines(diagnosis: Diagnosis) 
     assert known >= 0.99 * sent
 
 
+def test_rows_of_one_size_have_each_their_own_cure() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def array(shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(
+            shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+
+    def f(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        query = jnp.einsum("bsd,dhk->bshk", x, first)
+        key = jnp.einsum("bsd,dhk->bshk", x, second)
+        return jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", query, key))
+
+    weights = array((64, 8, 16), "data"), array((64, 8, 16), "data")
+    found = shardlib.why(f, array((8, 128, 64), "data"), *weights, topology="cpu:8", cures=2)
+    cured = {found.rows[row].meeting.value.name: cure for row, cure in found.cured.items()}
+    assert len(found.rows) == len(cured) == 2
+    for name, cure in cured.items():
+        assert found.cures[cure].changes[0].text == f"{name}: jax.P()"
+
+
 def test_the_two_shardings_are_those_that_met(diagnosis: Diagnosis) -> None:
     line = line_of('hidden = jax.nn.relu(x @ weights["up"])')
     row = next(
