@@ -55,17 +55,21 @@ def test_rows_of_one_size_have_each_their_own_cure() -> None:
             shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec(*spec))
         )
 
-    def f(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-        query = jnp.einsum("bsd,dhk->bshk", x, first)
-        key = jnp.einsum("bsd,dhk->bshk", x, second)
-        return jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", query, key))
+    def f(x: jax.Array, wq: jax.Array, wk: jax.Array, wv: jax.Array, wo: jax.Array) -> jax.Array:
+        query = jnp.einsum("bsd,dhk->bshk", x, wq)
+        key = jnp.einsum("bsd,dhk->bshk", x, wk)
+        value = jnp.einsum("bsd,dhk->bshk", x, wv)
+        scores = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", query, key))
+        return jnp.einsum("bqhk,hkd->bqd", jnp.einsum("bhqs,bshk->bqhk", scores, value), wo)
 
-    weights = array((64, 8, 16), "data"), array((64, 8, 16), "data")
-    found = shardlib.why(f, array((8, 128, 64), "data"), *weights, topology="cpu:8", cures=2)
-    cured = {found.rows[row].meeting.value.name: cure for row, cure in found.cured.items()}
-    assert len(found.rows) == len(cured) == 2
-    for name, cure in cured.items():
-        assert found.cures[cure].changes[0].text == f"{name}: jax.P()"
+    weights = [array((64, 8, 16), "data") for _ in range(3)]
+    out = array((8, 16, 64), None, None, "data")
+    found = shardlib.why(f, array((8, 128, 64), "data"), *weights, out, topology="cpu:8")
+    assert len(found.rows) == len(found.cured) == len(found.cures) == 4
+    for row, cure in found.cured.items():
+        meeting = found.rows[row].meeting
+        assert meeting is not None
+        assert found.cures[cure].changes[0].text == f"{meeting.value.name}: jax.P()"
 
 
 def test_the_two_shardings_are_those_that_met(diagnosis: Diagnosis) -> None:
