@@ -39,6 +39,9 @@ def test_nothing_is_unexplained(name: str) -> None:
     plan, noise = program.plan, 1e-3 * found.communication.wire_bytes
     rows = [row for row in with_plan(found, plan).unexplained if row.bytes > noise]
     assert [f"{row.kind} {row.reason}" for row in rows] == []
+    number = next(n for n, row in enumerate(with_plan(found, plan).rows) if row.cause == "planned")
+    row = with_plan(replace(found, cured={number: 0}), plan).rows[number]
+    assert (row.cause, row.inherent) == ("planned", False)
     nothing = replace(plan, estimate=replace(plan.estimate, collectives=()))
     assert with_plan(found, nothing).unexplained
     half = replace(plan.estimate, collectives=plan.estimate.collectives[::2])
