@@ -1,11 +1,14 @@
 """Predictions beside what the real TPU and GPU compilers make.
 
-    python -m benchmarks compiled_programs CASES.json [--out results.json]
+    python -m benchmarks compiled_programs CASES.json ... [--out results.json]
+    python -m benchmarks compiled_programs CASES.json ... --price-again --reuse results.json ...
 
 `CASES.json` is a list of objects with `model` (preset, file or package.module:function),
 `topology`, `batch`, `seq` and, if wanted, `pin`. Each is planned and compiled ahead of time, with
 none of the hardware there. A case whose compiler is not installed, or whose plan or compilation
-fails, is listed with the reason and counts as `failed`. The summary:
+fails, is listed with the reason and counts as `failed`. With `--price-again` nothing is compiled: the
+present predictions stand beside the programs of stored results, whatever code has lowered them
+(`source`, its digest); cases whose present plan is in none of them are left out. The summary:
 
 - `memory_*_error`: |predicted - compiled| / compiled of the peak bytes of a device;
 - `collective_bytes_matched`: over all cases, the bytes that prediction and program have in common
@@ -21,6 +24,7 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,23 +53,39 @@ def compiled_source() -> str:
     return source_digest("lowering", "tracing", "models", "annotation")
 
 
+#: What a row has of its compiled program: the digest of the code that lowered it, and what came out.
+MADE = ("source", "compiled", "compile_seconds", "versions", "findings")
+
+
 def run(
-    case: dict[str, Any], seconds: float, gibibytes: float, known: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """One case: predicted beside compiled, and what they have in common."""
+    case: dict[str, Any], limits: Mapping[str, float] | None, known: Sequence[dict[str, Any]]
+) -> dict[str, Any] | None:
+    """One case: predicted beside compiled, and what they have in common.
+
+    Args:
+        limits: `seconds` and `gibibytes` of the compiler. With None nothing is compiled: the row is
+            None where no known one is of the plan.
+        known: rows whose compiled programs are taken where case, plan and source are the same, or
+            case and plan where nothing is compiled.
+    """
     start = time.monotonic()
     try:
         given = inputs(case)
         plan = shardlib.plan(**given, topology=case["topology"], pin=case.get("pin"))
     except (shardlib.ShardlibError, KeyError) as error:
         return {"case": case, "failed": f"{type(error).__name__}: {error}"}
-    key = {"case": case, "digest": plan.digest, "source": compiled_source()}
-    same = (row for row in known if key.items() <= row.items() and "failed" not in row)
+    key = {"case": case, "digest": plan.digest}
+    source = {"source": compiled_source()}
+    wanted = {**key, **source} if limits else key
+    same = (row for row in known if wanted.items() <= row.items() and "failed" not in row)
     if (made := next(same, None)) is None:
-        found = compiled(given, case["topology"], seconds=seconds, gibibytes=gibibytes, plan=plan)
+        if limits is None:
+            return None
+        found = compiled(given, case["topology"], plan=plan, **limits)
         if isinstance(found, str):
             return {"case": case, "failed": found}
         made = {
+            **source,
             "compiled": found.compiled.to_json(),
             "compile_seconds": found.compile_seconds,
             "versions": dict(found.versions),
@@ -73,7 +93,7 @@ def run(
         }
     return {
         **key,
-        **{name: made[name] for name in ("compiled", "compile_seconds", "versions", "findings")},
+        **{name: made[name] for name in MADE},
         **compared(priced_as_compiled(given, plan), made["compiled"]),
         "wall_seconds": made.get("wall_seconds", time.monotonic() - start),
     }
@@ -162,7 +182,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float | int | None]:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("cases", type=Path, help="a JSON list of cases")
+    parser.add_argument("cases", type=Path, nargs="+", help="JSON lists of cases")
     parser.add_argument("--out", type=Path, help="write the JSON here")
     parser.add_argument(
         "--reuse",
@@ -172,13 +192,20 @@ def main() -> None:
         metavar="RESULTS",
         help="take what was compiled from these results where case, plan and code are the same",
     )
+    parser.add_argument(
+        "--price-again", action="store_true", help="compile nothing: take all from these results"
+    )
     parser.add_argument("--seconds", type=float, default=900.0, help="for a case")
     parser.add_argument("--gibibytes", type=float, default=48.0, help="of memory, for a case")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     known = [row for path in args.reuse for row in json.loads(path.read_text())["rows"]]
-    for case in json.loads(args.cases.read_text()):
-        rows.append(run(case, args.seconds, args.gibibytes, known))
+    limits = {"seconds": args.seconds, "gibibytes": args.gibibytes}
+    for case in [case for path in args.cases for case in json.loads(path.read_text())]:
+        row = run(case, None if args.price_again else limits, known)
+        if row is None:
+            continue
+        rows.append(row)
         show(json.dumps(case), rows[-1], "failed", "memory", "collectives", "compute")
         result = {"benchmark": "compiled_programs", "rows": rows, "summary": summary(rows)}
         if args.out is not None:

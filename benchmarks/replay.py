@@ -1,11 +1,13 @@
 """Plans and programs beside those that were stored.
 
-    python -m benchmarks replay [plans] [programs] [--write]
+    python -m benchmarks replay [plans] [programs] [--only WORD ...] [--write]
 
 Plans of hundreds of jobs (`tests/replay/jobs.py`: digest, price, bytes, mesh, findings) and
 collectives and memory of lowered programs (`tests/replay/programs.py`) are made again and compared
 with the stored tables, `tests/replay/plans.json` and `tests/replay/programs.json`, which have a
 part for every version of JAX. Exit code 1 where something differs; `--write` stores what was found.
+`--only` makes those rows again that have one of some words in their names, or a mesh axis of that
+name and more than one device in what was stored; the others stay.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import importlib
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.environment import command_line, stored
@@ -24,13 +27,21 @@ keep_figures()
 from tests.replay.plans import differences, versions
 
 
-def replayed(what: str, *, write: bool) -> int:
-    """Makes a table again; returns how many rows differ."""
+def replayed(what: str, only: Sequence[str] = (), *, write: bool) -> int:
+    """Makes a table, or those rows that `only` names, again; returns how many rows differ."""
     table = importlib.import_module(f"tests.replay.{what}")
     path: Path = table.STORED
     kept = stored(path)
     before, after, differing, begin = kept.get(versions(), {}), {}, 0, time.perf_counter()
-    for job, row in table.rows(table.everything()):
+    jobs = tuple(
+        job
+        for job in table.everything()
+        if not only
+        or any(
+            word in job.name or word in before.get(job.name, {}).get("mesh", ()) for word in only
+        )
+    )
+    for job, row in table.rows(jobs):
         after[job.name] = row
         changed = differences(before[job.name], row) if job.name in before else ["is new"]
         differing += bool(changed)
@@ -41,7 +52,7 @@ def replayed(what: str, *, write: bool) -> int:
                 json.dumps({**kept, versions(): {**before, **after}}, indent=0, sort_keys=True)
                 + "\n"
             )
-    if write:
+    if write and not only:
         path.write_text(json.dumps({**kept, versions(): after}, indent=0, sort_keys=True) + "\n")
     print(
         f"{what}: {len(after)} made again in {time.perf_counter() - begin:.0f} s, {differing}"
@@ -54,11 +65,15 @@ def main() -> int:
     parser = command_line(__doc__)
     tables = ("plans", "programs")
     parser.add_argument("what", nargs="*", metavar="plans|programs", help="[both]")
+    parser.add_argument("--only", nargs="+", default=(), metavar="WORD", help="rows by their names")
     parser.add_argument("--write", action="store_true", help="store what is found")
     options = parser.parse_args()
     if unknown := set(options.what) - set(tables):
         parser.error(f"{', '.join(sorted(unknown))}: neither of {' and '.join(tables)}")
-    return int(sum(replayed(what, write=options.write) for what in options.what or tables) > 0)
+    return int(
+        sum(replayed(what, options.only, write=options.write) for what in options.what or tables)
+        > 0
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from shardlib.cost.collectives import (
     storage_group,
     token_group,
 )
+from shardlib.cost.facts import traits
 from shardlib.cost.framework import XLA, Interval
 from shardlib.cost.roofline import (
     Applied,
@@ -611,22 +612,24 @@ def _updated_gather(costs: StepCosts, scale: Array, meshes: Meshes) -> Array:
 # --------------------------------------------------------------------------------------------------
 # Bytes per device: stored between steps, and allocated by a step at its peak.
 
-#: Heap of a pipeline in one program over its live bytes, on GPUs: XLA copies stacks of saved
-#: activations and sums of gradients between the loops of a step, and buffers of different sizes
-#: cannot reuse each other's memory. For Llama 3 405B with 2 stages 1.11 (126 layers, one per
-#: chunk), 1.25 (24 layers) and 1.40 (126 layers, three per chunk), by the compiler's own live
-#: ranges (JAX 0.10.2).
+#: Heap over live bytes, on GPUs, of a pipeline in one program that gathers weights where they are
+#: used: XLA copies stacks of saved activations and sums of gradients between the loops of a step.
 PIPELINE_ON_GPUS = 1.25
 
 
 def stored_bytes(costs: StepCosts, plans: Plans) -> tuple[Array, Array, Array, Array]:
     """Bytes of trained and of frozen parameters, of gradients and of optimizer state, as stored;
-    plus unsharded parameters and gradients if a stage gathers and reduces once per step.
+    plus unsharded parameters and gradients if a stage gathers and reduces once per step, and slices
+    of stacks that are not stored as stages use them.
     """
-    stored, zero, scale = costs.stored, plans.decisions.zero, plans.shares_stored
+    stored, zero, scale = costs.stored, plans.decisions.zero, plans.shares_held
     staged = plans.meshes.stage > 1
-    frozen = stage_part(stored.frozen_sharded if zero >= 3 else stored.frozen, scale)
-    parameters = stage_part(stored.parameters_sharded if zero >= 3 else stored.parameters, scale)
+    hoisted = traits(plans.pricer.topology.chip.vendor).hoists_casts
+    kept = plans.shares_stored + plans.shares_sliced * (
+        plans.model.compute_dtype_ratio if hoisted else 1.0
+    )
+    frozen = stage_part(stored.frozen_sharded if zero >= 3 else stored.frozen, kept)
+    parameters = stage_part(stored.parameters_sharded if zero >= 3 else stored.parameters, kept)
     gradients = stage_part(stored.accumulated_sharded if zero >= 2 else stored.accumulated, scale)
     gathered_share = (
         (1.0 if plans.profile.stage_gathers == "step" else plans.weight_gathers[2])
@@ -644,7 +647,7 @@ def stored_bytes(costs: StepCosts, plans: Plans) -> tuple[Array, Array, Array, A
         parameters,
         frozen,
         gradients,
-        stage_part(stored.state_sharded if zero >= 1 else stored.state, scale),
+        stage_part(stored.state_sharded if zero >= 1 else stored.state, plans.shares_stored),
     )
 
 
@@ -783,6 +786,9 @@ def _memory_at(
         )
     else:
         gathered = stage_part(point.gathered, stored)
+        if plans.in_rounds and not combined:
+            chunk = _chunk_bytes(costs, plans)
+            gathered, alive = np.maximum(gathered, chunk), np.maximum(alive, chunk)
     defers = defers_weight_gradients(plans.pricer.topology.chip.name)
     deferred = point.deferred if defers else point.peeled if zero >= 3 else 0.0
     if zero < 2 and not defers:
@@ -793,6 +799,17 @@ def _memory_at(
         gradients=alive,
         gathered=gathered,
     )
+
+
+def _chunk_bytes(costs: StepCosts, plans: Plans) -> Array:
+    """Bytes of the weights of one chunk of layers in the dtype of compute: stages of one program
+    slice those in use from the gathered chunks, and make as many bytes of gradients before they add
+    them to the sums (`shardlib.lowering.pipeline.stage`).
+    """
+    layers = len(plans.model.layer_counts)
+    weights = (costs.stored.parameters[:layers] * plans.shares[:layers]).sum(0)
+    held = weights * plans.model.compute_dtype_ratio / plans.chunks
+    return np.where(plans.meshes.stage > 1, held, 0.0)
 
 
 def _fullest_point(points: list[_LiveBytes], meshes: Meshes) -> _LiveBytes:
@@ -819,7 +836,7 @@ def _fullest_stages(plans: Plans) -> list[_StageShares]:
     layers, first = len(scale) - 2, scale.copy()
     first[:layers] *= plans.in_flight
     if plans.profile.embedding_and_head == "spread":
-        return [_StageShares(once=scale, in_flight=first, stored=plans.shares_stored)]
+        return [_StageShares(once=scale, in_flight=first, stored=plans.shares_held)]
     with_head, without = scale.copy(), scale.copy()
     with_head[OUTSIDE_LAYERS] = 1.0
     without[OUTSIDE_LAYERS] = np.where(plans.meshes.stage > 1, 0.0, 1.0)
@@ -846,10 +863,14 @@ def buffer_sets(plans: Plans) -> Array:
     return np.where(separate, 2.0, 1.0)
 
 
-def heap_ratio(pricer: Pricer, stages: Array) -> Array:
-    """Heap over live bytes, of the allocations of a step."""
+def heap_ratio(pricer: Pricer, stages: Array, *, in_rounds: bool) -> Array:
+    """Heap over live bytes, of the allocations of a step. It is 1 where chunks of layers are
+    gathered in rounds: of Llama 3 405B with 4 stages of 16 chunks, and Llama 2 70B with 4 of 20,
+    1.000 and 1.005 by the buffers that the compiler assigns (JAX 0.10.2).
+    """
     copied = (
-        pricer.profile.name == XLA.name
+        not in_rounds
+        and pricer.profile.name == XLA.name
         and pricer.profile.pipeline == "lockstep"
         and pricer.topology.chip.vendor == "nvidia"
     )
@@ -1146,6 +1167,7 @@ class Totals(LazyTable):
         flops: executed FLOPs per device and step, averaged over the stages.
         stacks: heap bytes of the saved activations of layers, less two layers: the part that
             offloading can move.
+        heap: heap over live bytes (`heap_ratio`).
         in_flight: microbatches whose activations are live at once.
     """
 
@@ -1153,6 +1175,7 @@ class Totals(LazyTable):
     device_bytes: dict[str, Array]
     flops: Array
     stacks: Array
+    heap: Array
     in_flight: Array
 
     @cached_property
@@ -1173,7 +1196,7 @@ def combine(costs: StepCosts, plans: Plans) -> Totals:
     parameters, frozen, gradients, state = stored_bytes(costs, plans)
     seconds, flops = seconds_by_part(costs, plans)
     parts, stacks = bytes_by_part(costs, gradients, plans)
-    heap = heap_ratio(pricer, meshes.stage)
+    heap = heap_ratio(pricer, meshes.stage, in_rounds=plans.in_rounds)
     memory, stacks = {name: size * heap for name, size in parts.items()}, stacks * heap
     sets = buffer_sets(plans)
     memory |= {name: memory[name] * sets for name in ("activations", "temporaries")}
@@ -1207,6 +1230,7 @@ def combine(costs: StepCosts, plans: Plans) -> Totals:
         device_bytes=memory,
         flops=flops,
         stacks=stacks,
+        heap=heap,
         in_flight=plans.in_flight,
     )
 

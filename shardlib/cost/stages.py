@@ -425,12 +425,37 @@ class Plans:
         return np.stack([*parts, np.ones(len(self)), outside])
 
     @cached_property
-    def shares_stored(self) -> Array:
-        """Share of each segment's parameters, gradients and optimizer state stored on the fullest
-        stage: as `shares`, but every stage stores all of embedding and head if their work is spread
-        over the sequence.
+    def shares_held(self) -> Array:
+        """Share of each segment's gradients, and of parameters while stages use them, on the
+        fullest stage: as `shares`, but every stage has all of embedding and head if their work is
+        spread over the sequence.
         """
         return self._with_outside(self.profile.embedding_and_head == "spread")
+
+    @cached_property
+    def shares_stored(self) -> Array:
+        """Share of each segment's parameters and optimizer state stored on the fullest stage: as
+        `shares_held`, but in one program, whose arrays are in equal parts, every stage stores all
+        layers of a stack that the stages do not divide.
+        """
+        shares, stages = self.shares_held.copy(), self.meshes.stage
+        if self.profile.outside_on_all_stages:
+            for k, count in enumerate(self.model.layer_counts):
+                shares[k] = np.where(count % stages, 1.0, shares[k])
+        return shares
+
+    @cached_property
+    def shares_sliced(self) -> Array:
+        """Share of each segment's parameters that the fullest stage of one program has once more,
+        as they are stored: its own layers of a stack that is stored whole, or, with several chunks
+        of layers, those that it has from other stages (`interleaved_bytes`).
+        """
+        shares, stages = np.zeros_like(self.shares), self.meshes.stage
+        if self.profile.outside_on_all_stages:
+            for k, count in enumerate(self.model.layer_counts):
+                copied = (stages > 1) & ((count % stages > 0) | (self.chunks > 1))
+                shares[k] = np.where(copied, self.shares[k], 0.0)
+        return shares
 
     @cached_property
     def shares_moved(self) -> Array:
@@ -488,6 +513,11 @@ class Plans:
                 2 / decisions.virtual_stages,
             )
         return np.full_like(micro, 0.5), np.ones_like(micro), 1.0
+
+    @property
+    def in_rounds(self) -> bool:
+        """True if stages gather the weights of one chunk after the other."""
+        return self.decisions.gather == "once" and self._breadth_first
 
     @property
     def head_gathers(self) -> Array:

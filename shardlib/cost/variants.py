@@ -15,7 +15,7 @@ import numpy as np
 from shardlib.cost.collectives import Slot, axis_group, collective_cost, slot_cost, spans_of
 from shardlib.cost.facts import Facts
 from shardlib.cost.items import gathers_of, kernel_items, reductions_of
-from shardlib.cost.pricing import Totals, heap_ratio
+from shardlib.cost.pricing import Totals
 from shardlib.cost.stages import Meshes, Plans
 from shardlib.cost.tables import Pricer, Quantity, evaluate, local_fraction, transfer_collectives
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, Elements, Transfer, amount
@@ -395,6 +395,7 @@ def interpolated_corners(weighted: Sequence[tuple[Array, Totals]]) -> Totals:
         device_bytes=memory,
         flops=average(lambda totals: totals.flops),
         stacks=average(lambda totals: totals.stacks),
+        heap=first.heap,
         in_flight=first.in_flight,
     )
 
@@ -640,7 +641,7 @@ def offloaded(totals: Totals, kinds: Sequence[str], pricer: Pricer, meshes: Mesh
         )
         memory["optimizer"] = np.zeros_like(stacks)
     if "activations" in kinds:
-        outwards = stacks / heap_ratio(pricer, meshes.stage) / rate
+        outwards = stacks / totals.heap / rate
         moved = 2 * outwards / totals.in_flight * meshes.micro
         seconds["exposed"] = seconds["exposed"] + np.maximum(
             0.0, moved - pricer.efficiency.overlap * seconds["compute"]
@@ -676,6 +677,7 @@ def interpolated(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
         device_bytes=memory,
         flops=between(fast.flops, rematerialised.flops),
         stacks=between(fast.stacks, rematerialised.stacks),
+        heap=fast.heap,
         in_flight=fast.in_flight,
     )
 

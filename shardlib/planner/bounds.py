@@ -261,7 +261,13 @@ class Footprints:
         in_flight, pinned = least_in_flight(pipelines_of(1)), self._space.pins.schedule
         forward_first_pinned = pinned is not None and named(pinned).forward_first
         footprint = self._with_in_flight(
-            stored, points, sizes, in_flight, max_in_flight, 0.0 if forward_first_pinned else 1.0
+            stored,
+            points,
+            sizes,
+            in_flight,
+            max_in_flight,
+            0.0 if forward_first_pinned else 1.0,
+            heap_ratio(self._pricer, stages, in_rounds=forward_first_pinned),
         )
         if not self._space.breadth_first_chunks:
             return footprint
@@ -272,7 +278,13 @@ class Footprints:
         # two chunks are all-gathered at a time
         gathered_share = np.minimum(1.0, 2 / np.maximum(chunks, 1))
         breadth_first = self._with_in_flight(
-            stored, points, sizes, concurrent, max_forward_first, gathered_share
+            stored,
+            points,
+            sizes,
+            concurrent,
+            max_forward_first,
+            gathered_share,
+            np.ones_like(gathered_share),
         )
         return replace(footprint, breadth_first=breadth_first.with_zero(3, "once"))
 
@@ -294,10 +306,12 @@ class Footprints:
         in_flight: Array,
         max_in_flight: Array,
         gathered_share: Array | float,
+        ratio: Array,
     ) -> Footprint:
         """The footprint for a least (`in_flight`) and a most (`max_in_flight`) number of
         microbatches in flight; `gathered_share` is the least share of the parameters that is
-        resident where stages all-gather them once for all microbatches.
+        resident where stages all-gather them once for all microbatches, and `ratio` the least
+        `heap_ratio`.
         """
         profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
         spread = profile.embedding_and_head == "spread"
@@ -313,7 +327,7 @@ class Footprints:
             self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
         )
-        heap = profile.fragmentation * heap_ratio(self._pricer, stages)
+        heap = profile.fragmentation * ratio
         accumulating = heap * ((micro > 1) | profile.gradient_buffer)
         return Footprint(
             replicated=(
@@ -334,7 +348,7 @@ class Footprints:
             live=heap * (stacks * (in_flight / stages) + others).max(0),
             live_without_stacks=heap
             * (deficits * max_in_flight * self._max_layer_share(stages) + others).max(0),
-            stack_fills=micro / max_in_flight / heap_ratio(self._pricer, stages),
+            stack_fills=micro / max_in_flight / ratio,
         )
 
     def _max_layer_share(self, stages: Array) -> Array:
@@ -1151,7 +1165,9 @@ class StepBounds:
         second_per_byte = 1 / self.pricer.topology.chip.host_bytes_per_s
         moving = 2 * footprint.stack_fills * second_per_byte
         in_lockstep = (stages > 1) & (profile.pipeline == "lockstep")
-        filling = np.where(in_lockstep, second_per_byte / heap_ratio(self.pricer, stages), 0.0)
+        filling = np.where(
+            in_lockstep, second_per_byte / heap_ratio(self.pricer, stages, in_rounds=False), 0.0
+        )
         movable = footprint.live - footprint.live_without_stacks
         hidden = efficiency.overlap * (bounds.busy - blocked) * micro / stages
         free = np.minimum(movable, hidden / moving)

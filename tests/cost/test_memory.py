@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -111,6 +113,15 @@ COMPILED = [
     ("gpt2-small", "2*h100:8", 64, 1024, {"mesh": {"fsdp": 16}}, 2547283872),
     ("gpt2-small", "2*h100:8", 64, 1024, {"mesh": {"data": 16}, "remat": "none"}, 6681900568),
     ("gpt2-small", "2*a100:8", 64, 1024, {"mesh": {"fsdp": 16}}, 1872007076),
+    # a pipeline whose chunks of layers are gathered in rounds
+    (
+        "llama2-70b",
+        "16*h100:8",
+        256,
+        4096,
+        {"mesh": {"stage": 4, "fsdp": 32}, "microbatches": 4, "gather": "once"},
+        39861130588,
+    ),
     # gathered along the sequence, and partial sums
     (
         "llama2-7b",
@@ -289,35 +300,55 @@ def placed(stage: int, where: str) -> Meshes:
 
 
 @pytest.mark.parametrize(
-    ("where", "stage", "software", "share"),
+    ("where", "stage", "software", "in_rounds", "share"),
     [
-        ("h100:4", 2, "xla", PIPELINE_ON_GPUS),
-        ("h100:4", 1, "xla", 1.0),
-        ("v5e:2x2", 2, "xla", 1.0),
-        ("h100:4", 2, "megatron-core", 1.0),
+        ("h100:4", 2, "xla", False, PIPELINE_ON_GPUS),
+        ("h100:4", 2, "xla", True, 1.0),
+        ("h100:4", 1, "xla", False, 1.0),
+        ("v5e:2x2", 2, "xla", False, 1.0),
+        ("h100:4", 2, "megatron-core", False, 1.0),
     ],
 )
-def test_pipelines_of_one_program_have_a_larger_heap_on_gpus(where, stage, software, share):
+def test_pipelines_of_one_program_have_a_larger_heap_on_gpus(
+    where, stage, software, in_rounds, share
+):
     pricer = Pricer(topology(where), framework_profile(software))
-    assert heap_ratio(pricer, np.array([stage])) == share
+    assert heap_ratio(pricer, np.array([stage]), in_rounds=in_rounds) == share
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_of_one_program_fill_the_host_memory_that_they_remember_in(stage: int):
     """With zeros, once, before they compute; without stages nothing is filled."""
     pricer, c = Pricer(topology("h100:4")), placed(stage, "h100:4")
-    heap, stacks = heap_ratio(pricer, c.stage), np.array([8e9])
+    heap, stacks = heap_ratio(pricer, c.stage, in_rounds=False), np.array([8e9])
     before = Totals(
         seconds={"compute": np.zeros(1), "exposed": np.zeros(1)},
         device_bytes={"activations": np.array([10e9]) * heap},
         flops=np.ones(1),
         stacks=stacks * heap,
+        heap=heap,
         in_flight=np.array([stage]),
     )
     after = offloaded(before, ("activations",), pricer, c)
     assert after.device_bytes["activations"] == pytest.approx(2e9 * heap)
     transfer = stacks / pricer.topology.chip.host_bytes_per_s
     assert after.seconds["exposed"] == pytest.approx((3 if stage > 1 else 2) * transfer)
+
+
+@pytest.mark.parametrize("layers", (3, 4))
+def test_stages_of_one_program_store_stacks_whole_that_they_do_not_divide(layers: int):
+    """By the shardings of the lowered state; what a step slices from a stack is not between steps."""
+    config = replace(models.load("gpt2-small"), layers=layers, embed=64, vocab_size=128)
+    init, loss = models.build(config)
+    batch = models.example_batch(config, 8, 64)
+    pin = {"mesh": {"stage": 2, "fsdp": 2}, "zero": 3, "microbatches": 4}
+    program = shardlib.compile(init, loss, optax.adamw(1e-3), batch, topology="cpu:4", pin=pin)
+    state = program.state.opt_state
+    stored = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state)
+    )
+    assert program.plan.estimate.device_bytes.optimizer == pytest.approx(stored, rel=1e-3)
 
 
 def test_memory_that_is_mapped_anew_counts_from_half_of_what_an_allocator_gives_back():

@@ -241,6 +241,12 @@ CASES: list[tuple[str, str, dict[str, Any], bool | str]] = [
         False,
     ),
     ("pipeline-on-gpus", "2*h100:8", piped(2, "lockstep"), True),
+    (
+        "pipeline-on-gpus",
+        "2*h100:8",
+        {**piped(2, "lockstep"), "gather": "once", "schedule": "gpipe", "virtual_stages": 2},
+        False,
+    ),
     ("pipeline-on-gpus", "2*h100:8", piped(2, "programs"), False),
     ("pipeline-on-gpus", "2*h100:8", piped(1, "lockstep"), False),
     ("pipeline-on-gpus", "v5e:4x4", piped(2, "lockstep"), False),

@@ -17,6 +17,7 @@ from shardlib.errors import PlanError
 from shardlib.findings import Finding, diagnostic
 from shardlib.jax_types import Leaf, Metrics, Value
 from shardlib.layout import Layout
+from shardlib.lowering.collectives import regions_of
 from shardlib.lowering.loss import fullest_stage, layer_policies, layer_runs, propagated_layouts
 from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
 from shardlib.lowering.mesh import ParameterShardings, physical_axes, plan_indices
@@ -1177,6 +1178,7 @@ def _stages(
         table=table,
         chunk=chunk,
         mesh=mesh,
+        regions=regions_of(plan, mesh),
         axis=axis,
         activations=activations,
         entering_count=entering,

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.jax_types import Index, Value
 from shardlib.layout import Layout
+from shardlib.lowering.collectives import Regions, row_major
 from shardlib.lowering.mesh import physical_axes
 from shardlib.lowering.pipeline.layers import (
     Arrays,
@@ -175,6 +176,7 @@ class Stages:
         layouts: for each, its layout in the plan over the other axes; None if left to the compiler.
         outside: for each, its layout outside of the pipeline, if fully known.
         chunk: the function of a run of layers.
+        regions: manual regions over all mesh axes.
     """
 
     table: Timetable
@@ -187,6 +189,7 @@ class Stages:
     layouts: tuple[Layout | None, ...]
     outside: tuple[Layout | None, ...]
     chunk: Chunk
+    regions: Regions
 
     @property
     def differentiable(self) -> tuple[int, ...]:
@@ -226,6 +229,7 @@ class Stages:
         """The slice of the one stage whose entry in `arrays` [stages, ...] is not zero, in its
         sharding outside of the pipeline.
         """
+        arrays = self._row_major(arrays, position, self.axis)
         return self.outside_layout(
             jax.lax.reduce(arrays, np.zeros((), arrays.dtype), jax.lax.add, (0,)), position
         )
@@ -238,9 +242,22 @@ class Stages:
         spec_dims = self._spec_dims(position, array.ndim)
         if self.outside[position] is None:
             spec_dims[dim] = None  # the plan does not shard this dim inside of the pipeline
-        return jax.lax.with_sharding_constraint(
+        array = jax.lax.with_sharding_constraint(
             array, NamedSharding(self.mesh, PartitionSpec(*spec_dims))
         )
+        return self._row_major(array, position)
+
+    def _row_major(self, array: Value, position: int, *lead: tuple[str, ...]) -> Value:
+        """An activation, after dims sharded over `lead`, with its last dim innermost in memory.
+
+        The collectives over the stages want their dim outermost. XLA for GPUs gives that memory
+        layout to the activation stash of some loops over ticks and not of others, and copies all
+        of it between them (Llama 2 70B on 16*h100:8: 47.5 GiB for 37.1, JAX 0.10.2).
+        """
+        if self.regions.torus or self.layouts[position] is None or not self.stage_dims[position]:
+            return array
+        spec = PartitionSpec(*lead, *self._spec_dims(position, array.ndim - len(lead)))
+        return self.regions.manual(row_major, (spec,), spec)(array)
 
     def _spec_dims(self, position: int, rank: int) -> list[Any]:
         """Mesh axes of the plan by dim, for an array of `activations`; unconstrained where the plan
