@@ -662,6 +662,9 @@ def _helps(before: Communication, after: Communication) -> bool:
         after.wire_bytes < before.wire_bytes * (1 - LEAST)
         and after.step_seconds < before.step_seconds
         and after.peak_bytes <= before.peak_bytes * MOST_MEMORY
+        # what arguments take stays, where temporaries of a larger model would not shrink with it
+        and after.memory["arguments"] - before.memory["arguments"]
+        <= before.peak_bytes * (MOST_MEMORY - 1)
     )
 
 

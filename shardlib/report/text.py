@@ -916,7 +916,7 @@ def settled(plan: Plan, record: Refined) -> list[str]:
     ]
     left = [t for t in even if t.survived and apart(known(t), known(chosen)) <= INDISTINGUISHABLE]
     out = [trial for trial in even if not trial.survived]
-    lines = []
+    lines = list[str]()
     if even:
         lines.append(
             f"Others predicted within {INDISTINGUISHABLE:.0%} of it: {len(even)}; still within"

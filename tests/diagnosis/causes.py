@@ -506,8 +506,6 @@ CASES = (
         backward=True,
         operands=("[data, model]", "[-, model]"),
         avoidable=False,
-        # with JAX 0.10 the TPU compiler counts no temporaries beside whole weights, and a higher peak
-        misses={"v5e": ("cure",)},
     ),
     Case(
         name="norm",
