@@ -273,21 +273,25 @@ class Index:
         """
         own = self.own(instruction)
         if element is not None:
+            ends = (user for user in self.users[instruction.name] if user.opcode.endswith("-done"))
             taken = next(
                 (
                     user
-                    for user in self.users[instruction.name]
+                    for end in (instruction, *ends)
+                    for user in self.users[end.name]
                     if user.opcode == "get-tuple-element"
                     and user.attribute("index") == str(element)
                 ),
                 None,
             )
-            if taken is not None and self.own(taken).user:
-                return self.own(taken)
-            if element < len(instruction.operands):
-                origin = self.made(instruction.operands[element])
-                if origin.user:
-                    return origin
+            origins = [
+                *([self.own(taken)] if taken else []),
+                *(self.made(name) for name in instruction.operands[element : element + 1]),
+                *(self._source_of(user) for user in (self._readers(taken) if taken else ())),
+            ]
+            known = next((origin for origin in origins if origin.user), None)
+            if known is not None:
+                return known
         if own.user:
             return own
         around = (
@@ -321,6 +325,18 @@ class Index:
                 return source
             waiting += instruction.operands
         return NOWHERE
+
+    def packed(self, instruction: Instruction) -> tuple[str, ...]:
+        """The arrays that a collective moves end to end as one, as XLA for GPUs combines them."""
+        if len(instruction.operands) != 1 or instruction.operands[0] not in self.where:
+            return ()
+        made, _ = self.where[instruction.operands[0]]
+        called = self.module.computations.get(made.called.get("calls", ""))
+        root = called.root if called else made
+        if root is None or root.opcode != "concatenate":
+            return ()
+        whole = len(made.operands) == len(root.operands)
+        return made.operands if whole and all(name in self.where for name in made.operands) else ()
 
     def is_widened(self, name: str) -> bool:
         """Whether a value is one of 16 bits that is converted to float32."""
@@ -446,7 +462,14 @@ def _elements(
     sizes = [array_bytes(part) for part in parts]
     cut = item.kind == "all-to-all" and len(parts) == item.members  # one array, cut up
     if len(parts) < 2 or sum(sizes) != item.bytes or cut:
-        yield index.source(instruction), item.bytes, 1.0, ""
+        packed = {
+            name: array_bytes(index.where[name][0].shape) for name in index.packed(instruction)
+        }
+        if sum(packed.values()) != item.bytes:
+            yield index.source(instruction), item.bytes, 1.0, ""
+            return
+        for name, size in packed.items():
+            yield index.made(name), size, size / item.bytes, ""
         return
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         dtype = arrays(part)[0][0]

@@ -1,0 +1,59 @@
+"""Rows of collectives that XLA for GPUs combined: each array has its own line."""
+
+from __future__ import annotations
+
+from shardlib.diagnosis.diagnose import why_text
+
+#: Two gathers in one, whose results are taken from its end, and two sums that are laid end to end.
+TEXT = """\
+HloModule f, is_scheduled=true, num_partitions=4
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%pack (p.0: f32[1], p.1: f32[512]) -> f32[513] {
+  %p.0 = f32[1]{0} parameter(0)
+  %p.1 = f32[512]{0} parameter(1)
+  ROOT %together = f32[513]{0} concatenate(%p.0, %p.1), dimensions={0}
+}
+
+ENTRY %main (x: f32[16,8], y: f32[16,8], s: f32[1], r: f32[512]) -> (f32[64,8], f32[64,8], \
+    f32[513]) {
+  %x = f32[16,8]{1,0} parameter(0)
+  %y = f32[16,8]{1,0} parameter(1)
+  %s = f32[1]{0} parameter(2)
+  %r = f32[512]{0} parameter(3)
+  %start = ((f32[16,8]{1,0}, f32[16,8]{1,0}), (f32[64,8]{1,0}, \
+    f32[64,8]{1,0})) all-gather-start(%x, %y), channel_id=1, replica_groups={{0,1,2,3}}, \
+    dimensions={0}, \
+    metadata={op_name="jit(f)/dot" source_file="m.py" source_line=1}
+  %done = (f32[64,8]{1,0}, f32[64,8]{1,0}) all-gather-done(%start), \
+    metadata={op_name="jit(f)/dot" source_file="m.py" source_line=1}
+  %first = f32[64,8]{1,0} get-tuple-element(%done), index=0, \
+    metadata={op_name="jit(f)/dot" source_file="m.py" source_line=1}
+  %second = f32[64,8]{1,0} get-tuple-element(%done), index=1, \
+    metadata={op_name="jit(f)/dot" source_file="m.py" source_line=2}
+  %small = f32[1]{0} negate(%s), metadata={op_name="jit(f)/sum" source_file="m.py" source_line=3}
+  %large = f32[512]{0} negate(%r), metadata={op_name="jit(f)/take" source_file="m.py" source_line=4}
+  %packed = f32[513]{0} fusion(%small, %large), kind=kLoop, calls=%pack
+  %reduced = f32[513]{0} all-reduce(%packed), channel_id=2, replica_groups={{0,1,2,3}}, \
+    use_global_device_ids=true, to_apply=%add, \
+    metadata={op_name="jit(f)/sum" source_file="m.py" source_line=3}
+  ROOT %results = (f32[64,8]{1,0}, f32[64,8]{1,0}, f32[513]{0}) tuple(%first, %second, %reduced)
+}
+"""
+
+
+def test_every_array_of_a_combined_collective_has_its_line() -> None:
+    rows = why_text(TEXT, mesh="data=4").rows
+    found = {(row.kind, row.bytes, row.source.user and row.source.user.line) for row in rows}
+    gathered, reduced = 3 / 4 * 64 * 8 * 4, 2 * 3 / 4 * 4
+    assert found == {
+        ("all-gather", gathered, 1),
+        ("all-gather", gathered, 2),
+        ("all-reduce", reduced, 3),
+        ("all-reduce", 512 * reduced, 4),
+    }
