@@ -289,9 +289,9 @@ class Index:
                 *(self.made(name) for name in instruction.operands[element : element + 1]),
                 *(self._source_of(user) for user in (self._readers(taken) if taken else ())),
             ]
-            known = next((origin for origin in origins if origin.user), None)
-            if known is not None:
-                return known
+            source = next((origin for origin in origins if origin.user), None)
+            if source is not None:
+                return source
         if own.user:
             return own
         around = (
@@ -330,13 +330,14 @@ class Index:
         """The arrays that a collective moves end to end as one, as XLA for GPUs combines them."""
         if len(instruction.operands) != 1 or instruction.operands[0] not in self.where:
             return ()
-        made, _ = self.where[instruction.operands[0]]
-        called = self.module.computations.get(made.called.get("calls", ""))
-        root = called.root if called else made
+        producer, _ = self.where[instruction.operands[0]]
+        called = self.module.computations.get(producer.called.get("calls", ""))
+        root = called.root if called else producer
         if root is None or root.opcode != "concatenate":
             return ()
-        whole = len(made.operands) == len(root.operands)
-        return made.operands if whole and all(name in self.where for name in made.operands) else ()
+        matching = len(producer.operands) == len(root.operands)
+        present = all(name in self.where for name in producer.operands)
+        return producer.operands if matching and present else ()
 
     def is_widened(self, name: str) -> bool:
         """Whether a value is one of 16 bits that is converted to float32."""
