@@ -19,7 +19,14 @@ from dataclasses import dataclass, field
 from shardlib.cost.pricing import collective_seconds
 from shardlib.diagnosis.edits import LAYOUTS, Edit, Spec
 from shardlib.diagnosis.program import Argument, TracedFunction
-from shardlib.diagnosis.rows import Meeting, Row, ValueOrigin, batch_dim, read_meetings
+from shardlib.diagnosis.rows import (
+    Meeting,
+    Row,
+    ValueOrigin,
+    batch_dim,
+    read_meetings,
+    shards_of,
+)
 from shardlib.diagnosis.source import read_source
 from shardlib.machines.topology import Topology
 from shardlib.planner.compiler_flags import LARGEST, OptionValue
@@ -368,19 +375,12 @@ def meeting_seconds(meeting: Meeting, function: TracedFunction, topology: Topolo
     sizes = dict(function.mesh)
     bits = BITS.get(meeting.value.dtype.replace("i1", "pred"), 32)
     total_bytes = math.prod(meeting.value.shape) * bits / 8.0
-
-    def part(spec: Spec) -> float:
-        degree = 1
-        for dim in spec:
-            for axis in dim:
-                name, _, piece = axis.partition(":")
-                degree *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
-        return total_bytes / degree
-
     axes = tuple(names[a] for a in sorted(meeting.axes) if sizes.get(a, 1) > 1)
     if not axes:
         return 0.0
-    produced, needed = part(meeting.produced), part(meeting.needed)
+    produced, needed = (
+        total_bytes / shards_of(spec, sizes) for spec in (meeting.produced, meeting.needed)
+    )
     if meeting.reduced:
         kind, size = "all-reduce", needed
     elif needed > produced:

@@ -573,15 +573,15 @@ def _device_sizes(
     """Bytes per device of a value, in any of its shardings."""
     size = math.prod(shape) * BITS.get(hlo_dtype(dtype), 32) // 8
 
-    def part(spec: Spec) -> int:
-        degree = 1
-        for axes in spec:
-            for axis in axes:
-                name, _, piece = axis.partition(":")
-                degree *= int(piece.partition(")")[2]) if piece else sizes.get(name, 1)
-        return size // degree
+    return {size // shards_of(spec, sizes) for spec in specs}
 
-    return {part(spec) for spec in specs}
+
+def shards_of(spec: Spec, sizes: Mapping[str, int]) -> int:
+    """Into how many shards a sharding cuts a value; an axis may be a part of one, "data:(1)2"."""
+    parts = (axis.partition(":") for axes in spec for axis in axes)
+    return math.prod(
+        int(piece.partition(")")[2]) if piece else sizes.get(name, 1) for name, _, piece in parts
+    )
 
 
 def hlo_dtype(dtype: str) -> str:
