@@ -13,6 +13,7 @@ import pytest
 
 import shardlib
 from shardlib import wings
+from shardlib.cli.app import SECTIONS
 from tests.processes import python
 
 PACKAGE = Path(shardlib.__file__).parent
@@ -163,7 +164,13 @@ def help_texts() -> dict[str, str]:
 
 def commands_of(text: str) -> list[str]:
     """The commands that a help lists."""
-    lines = text.split("Commands:\n")[1].splitlines()
+    sections = [block.strip("\n").splitlines() for block in text.split("\n\n")]
+    lines = [
+        line
+        for title, *lines in sections
+        if title.rstrip(":") in (*SECTIONS, "Others")
+        for line in lines
+    ]
     return [line.split()[0] for line in lines if line.startswith("  ") and line[2] != " "]
 
 

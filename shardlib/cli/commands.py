@@ -29,7 +29,7 @@ EXAMPLES = {
     "plan": (
         "shardlib plan llama3-8b -t v5e:16x16 -b 256 -s 4096 --out plan.json",
         "shardlib plan my_model:make -t '4*h100:8' --pin mesh.tensor=8 --refine 2",
-        "shardlib plan llama3-70b --serve -t h100:8 --prompt 2048 --output 256 --ttft 500ms",
+        "shardlib plan llama3-8b -t v5p:4x4x4 -b 512 -s 8192 --tokens 15T --price 4.20 --mtbf 3h",
     ),
     "why": (
         "shardlib why my_model:step -t v5e:4x4 --mesh data=4,model=4",
