@@ -34,7 +34,7 @@ class Commands(TyperGroup):
             if present:
                 with formatter.section(title):
                     formatter.write_dl(
-                        [(name, self.commands[name].get_short_help_str(96)) for name in present]
+                        [(name, self.commands[name].get_short_help_str(400)) for name in present]
                     )
 
 

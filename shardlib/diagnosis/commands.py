@@ -13,6 +13,7 @@ import typer
 
 from shardlib.cli.app import AsJson
 from shardlib.cli.output import echo, quiet_stdout, status, writable, write
+from shardlib.diagnosis.source import error_text
 from shardlib.errors import ArgumentError, MissingFileError, TracingError
 
 if TYPE_CHECKING:
@@ -151,17 +152,15 @@ def _load(
     try:
         make = getattr(importlib.import_module(module), name, None)
     except Exception as error:
-        raise ArgumentError(
-            f"{program}: importing {module} fails: {type(error).__name__}: {error}"
-        ) from error
+        raise ArgumentError(f"{program}: importing {module} fails{error_text(error)}") from error
     if not callable(make):
         raise ArgumentError(f"{program}: {module} has no function {name!r}")
     try:
         result = make()
     except Exception as error:
         raise TracingError(
-            f"{program} fails: {type(error).__name__}: {error}\nTry: call it in Python first;"
-            " a mesh of absent devices is a jax.sharding.AbstractMesh"
+            f"{program} fails{error_text(error)}\nTry: call it in"
+            " Python first; a mesh of absent devices is a jax.sharding.AbstractMesh"
         ) from error
     if not isinstance(result, tuple) or not result or not callable(result[0]):
         raise ArgumentError(

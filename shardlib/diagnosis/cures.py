@@ -188,16 +188,16 @@ def _all_edits_of(meeting: Meeting, function: TracedFunction) -> Iterator[Edit]:
             yield Edit(spec=(), frame=source.user, removes=True)
     user = next((user.user for user in meeting.users if not user.operation.backward), None)
     made, sizes, value = meeting.result, dict(function.mesh), meeting.value
-    if user and len(made) == len(meeting.needed) and _divides(made, meeting.needed, sizes):
-        yield Edit(spec=meeting.needed, frame=user, shape=made)
+    if user and len(made) == len(meeting.part) and _divides(made, meeting.part, sizes):
+        yield Edit(spec=meeting.part, frame=user, shape=made)
         argument = None if value.argument is None else function.arguments[value.argument]
         yield Edit(
-            spec=meeting.needed,
+            spec=meeting.part,
             frame=user,
             shape=value.shape,
             manual=True,
             name=meeting.users[0].operation.primitive,
-            written=argument and _stored(value, meeting.needed, argument),
+            written=argument and _stored(value, meeting.part, argument),
         )
     parts = [function.arguments[number] for number in meeting.parts]
     is_made = len(parts) > 1 or value.argument is None

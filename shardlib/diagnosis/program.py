@@ -21,6 +21,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from shardlib import _jax_compat
 from shardlib.annotation.trees import Tree
 from shardlib.diagnosis.edits import Edit, Spec, edited
+from shardlib.diagnosis.source import error_text
 from shardlib.errors import ArgumentError, TracingError
 from shardlib.layout import MESH_AXES, MeshShape
 from shardlib.verification.isolation import unstable_calls
@@ -174,6 +175,7 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
         return [*jax.tree.leaves(result), *after]
 
     flat.__name__ = flat.__qualname__ = name
+    _stand_for(flat, call.function)
     program, data, donated = None, b"", list[int]()
     mapped: Mapping[Edit, int] = {}
     errors = list[Exception]()
@@ -192,7 +194,7 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
             except Exception as error:
                 errors.append(error)
     else:
-        raise _not_lowered(name, platform, errors[0]) from errors[0]
+        raise _not_lowered(name, platform, errors[0], names) from errors[0]
     if program.nr_devices == 1:
         raise _unsharded(name)
     return TracedFunction(
@@ -264,14 +266,17 @@ def find_mesh(call: Call) -> AnyMesh:
         if mesh is not None:
             return mesh
     structs = _structs(call, None)
+    leaves = jax.tree_util.tree_leaves_with_path(structs)
+    arrays = [(path, leaf) for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
     try:
         traced = jax.jit(_without_statics(call.function, structs)).trace(
-            *(leaf for leaf in jax.tree.leaves(structs) if isinstance(leaf, jax.ShapeDtypeStruct))
+            *(leaf for _, leaf in arrays)
         )
     except Exception as error:
+        names = argument_names(call, [path for path, _ in arrays])
         raise TracingError(
-            f"{_function_name(call.function)} does not trace: {type(error).__name__}:"
-            f" {str(error)[:1200]}\nTry: call it with these arguments under jax.eval_shape first"
+            f"{_function_name(call.function)} does not trace{error_text(error, names)}\nTry: call"
+            " it with these arguments under jax.eval_shape first"
         ) from error
     mesh = next(_meshes(traced.jaxpr), None)
     if mesh is None:
@@ -279,7 +284,12 @@ def find_mesh(call: Call) -> AnyMesh:
     return mesh
 
 
-def _not_lowered(name: str, platform: str, error: Exception) -> TracingError:
+def _stand_for(flat: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Lets a function of flat arrays have the place of the user's in messages of JAX."""
+    vars(flat).update(__wrapped__=function, __signature__=inspect.signature(flat))
+
+
+def _not_lowered(name: str, platform: str, error: Exception, names: Sequence[str]) -> TracingError:
     message = str(error)
     if "host_callbacks" in message or "require devices to be present" in message:
         return TracingError(
@@ -289,8 +299,8 @@ def _not_lowered(name: str, platform: str, error: Exception) -> TracingError:
             " callbacks, or with zeros of the same shape for what they return"
         )
     return TracingError(
-        f"{name} does not lower for {platform}: {type(error).__name__}:"
-        f" {message[:1200]}\nTry: call it as {name}(*arguments) under jax.jit here first"
+        f"{name} does not lower for {platform}{error_text(error, names)}\nTry:"
+        f" call it as {name}(*arguments) under jax.jit here first"
     )
 
 
@@ -312,6 +322,7 @@ def _without_statics(function: Callable[..., Any], structs: Tree) -> Callable[..
         positional, keywords = tree.unflatten(filled)
         return jax.tree.leaves(function(*positional, **keywords))
 
+    _stand_for(flat, function)
     return flat
 
 

@@ -76,11 +76,13 @@ class Contraction:
     Attributes:
         operands: its operands, with their shardings.
         dims: of each operand, those that are summed over.
+        chooses: whether it is a reduction of a value and its index at once, as an argmax is.
     """
 
     source: Source
     operands: tuple[ValueOrigin, ...]
     dims: tuple[tuple[int, ...], ...]
+    chooses: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,7 @@ class Meeting:
             the sharding of its operand, `needed` the same without the dims that it works along.
         result: the shape of what an operation that takes it makes, where a device may make a part
             of that of a part of the operand: a sort of rows; () for others.
+        part: the sharding of the operand with which each does.
         parts: numbers of the arguments of which the value is made element by element.
     """
 
@@ -111,6 +114,7 @@ class Meeting:
     count: int
     computed: bool
     result: tuple[int, ...]
+    part: Spec
     parts: tuple[int, ...]
 
     @property
@@ -142,6 +146,7 @@ def read_meetings(shardings: JsonObject, function: TracedFunction) -> tuple[Meet
                 count=entry["count"],
                 computed=entry["op"] == "computed",
                 result=tuple(entry["result"]),
+                part=_spec(entry.get("part", entry["needed"])),
                 parts=tuple(entry.get("parts", ())),
                 users=tuple(read_source(user["location"]) for user in entry["users"]),
                 contraction=contraction
@@ -149,6 +154,7 @@ def read_meetings(shardings: JsonObject, function: TracedFunction) -> tuple[Meet
                     source=read_source(contraction["location"]),
                     operands=tuple(_origin(o, function) for o in contraction["operands"]),
                     dims=tuple(tuple(dims) for dims in contraction["dims"]),
+                    chooses=contraction["chooses"],
                 ),
             )
         )
@@ -757,7 +763,8 @@ def _reduction(
         operand.argument is not None and set(meeting.reduced) <= {a for d in dims for a in d}
         for operand, dims in summed
     )
-    stored &= "gather" not in primitive  # a table may be sharded along its other dim as well
+    # a table may be sharded along its other dim as well, and rows of which the largest is chosen
+    stored &= "gather" not in primitive and not contraction.chooses
     inherent = True if stored and not set(meeting.reduced) & batch else None
     return "partial-sums", reason, inherent
 

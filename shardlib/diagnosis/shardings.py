@@ -239,12 +239,7 @@ class _Reader:
             "contraction": self.contraction(_origin(value), axes),
             "parts": sorted(self.parts(value)),
             "result": next(
-                (
-                    _tensor(user.results[0])[0]
-                    for user in _users(result)
-                    for _, dims in _worked(user)
-                    if _by_part(user, dims)
-                ),
+                (_tensor(user.results[0])[0] for user in _users(result) if _by_part(user)),
                 [],
             ),
             "users": [
@@ -277,16 +272,30 @@ class _Reader:
 
     def parts(self, value: Any) -> set[int]:
         """Numbers of the program's arguments of which a value is made element by element."""
-        operation = _origin(value)
+        described = map(self.described, self._made_of(value))
+        return {entry["argument"] for entry in described if entry.get("op") == "argument"}
+
+    def _made_of(self, value: Any) -> Iterator[Any]:
+        """Values of the same function, which no operation makes, of which a value is made element
+        by element.
+        """
+        value, operation, shape = _unmoved(value), _origin(value), _tensor(value)[0]
         if operation is None:
-            described = self.described(value)
-            return {described["argument"]} if described.get("op") == "argument" else set()
-        shape, _ = _tensor(value)
-        if operation.name.rpartition(".")[2] not in _ELEMENTWISE:
-            return set()
-        return set().union(
-            *(self.parts(operand) for operand in operation.operands if _tensor(operand)[0] == shape)
-        )
+            yield value
+        elif operation.name == "func.call":
+            returned = self._returned(operation)[list(operation.results).index(value)]
+            for inner in self._made_of(returned):
+                if getattr(inner.owner.owner, "operation", inner.owner.owner).name == "func.func":
+                    yield from self._made_of(operation.operands[inner.arg_number])
+        elif operation.name.rpartition(".")[2] in _ELEMENTWISE:
+            for operand in operation.operands:
+                if _tensor(operand)[0] == shape:
+                    yield from self._made_of(operand)
+
+    def _returned(self, call: Any) -> Any:
+        """What the function that is called returns."""
+        block = self.functions[_callee(call)].regions[0].blocks[0]
+        return list(block.operations)[-1].operation.operands
 
     def computed(self, operation: Any) -> Iterator[JsonObject]:
         """Operands of an operation that are sharded along the dims that it works along: Shardy
@@ -301,6 +310,7 @@ class _Reader:
             if not any(made[dim] for dim in dims if dim < len(made)):
                 continue
             shape, dtype = _tensor(value)
+            along = {len(shape) - 1} if _is_top_k(operation) else dims
             location = self.location(operation)
             yield {
                 "op": "computed",
@@ -314,7 +324,8 @@ class _Reader:
                 "contraction": None,
                 "users": [{"op": operation.name, "location": location}],
                 # what it makes of a part of the other dims is that part of what it makes of all
-                "result": _tensor(operation.results[0])[0] if _by_part(operation, dims) else [],
+                "result": _tensor(operation.results[0])[0] if _by_part(operation) else [],
+                "part": [[] if dim in along else axes for dim, axes in enumerate(made)],
             }
 
     def described(self, value: Any) -> JsonObject:
@@ -372,9 +383,7 @@ class _Reader:
         number = next(i for i, result in enumerate(operation.results) if result == value)
         if operation.name == "stablehlo.optimization_barrier":
             return operation.operands[number]
-        function = self.functions[_callee(operation)]
-        block = function.regions[0].blocks[0]
-        inner = list(block.operations)[-1].operation.operands[number]
+        inner = self._returned(operation)[number]
         while hasattr(inner.owner, "name"):
             view = getattr(inner.owner, "operation", inner.owner)
             if view.name not in _VIEWS and not view.name.startswith("sdy."):
@@ -412,6 +421,7 @@ class _Reader:
             "location": self.location(operation),
             "operands": [self.described(value) for value in operands][: len(dims)],
             "dims": dims,
+            "chooses": operation.name == "stablehlo.reduce" and len(operation.results) > 1,
         }
 
     def spec(self, value: Any) -> list[list[str]]:
@@ -504,10 +514,10 @@ def _is_scan(operation: Any) -> bool:
     return "chlo.scan" in _attribute(operation, "name")
 
 
-def _by_part(operation: Any, dims: set[int]) -> bool:
+def _by_part(operation: Any) -> bool:
+    """Returns whether a device may make a part of the result of its part of the other dims."""
     name = "reduce_window" if _is_scan(operation) else operation.name.rpartition(".")[2]
-    rank = len(_tensor(operation.operands[0])[0])
-    return name in ("sort", "fft", "reduce_window") or (_is_top_k(operation) and rank - 1 in dims)
+    return name in ("sort", "fft", "reduce_window") or _is_top_k(operation)
 
 
 def _unlike(shape: list[int], other: list[int]) -> set[int]:
@@ -583,14 +593,20 @@ def _users(value: Any) -> Iterator[Any]:
             yield user
 
 
+def _unmoved(value: Any) -> Any:
+    """A value before reshards and reductions."""
+    while (
+        hasattr(value.owner, "name")
+        and str(value.owner.name).startswith("sdy.")
+        and len(value.owner.operands) == 1
+    ):
+        value = value.owner.operands[0]
+    return value
+
+
 def _origin(value: Any) -> Any:
     """The operation that makes a value, past reshards and reductions; None for an argument."""
-    owner = value.owner
-    while (
-        hasattr(owner, "name") and str(owner.name).startswith("sdy.") and len(owner.operands) == 1
-    ):
-        value = owner.operands[0]
-        owner = value.owner
+    owner = _unmoved(value).owner
     return getattr(owner, "operation", owner) if hasattr(owner, "name") else None
 
 

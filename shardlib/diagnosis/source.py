@@ -15,6 +15,7 @@ import ast
 import linecache
 import re
 import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -250,6 +251,20 @@ class FrameTable:
 def text_of(frame: Frame) -> str:
     """The line of a frame; "" where the file is not there."""
     return linecache.getline(frame.file, frame.line).strip()
+
+
+def error_text(error: Exception, names: Sequence[str] = ()) -> str:
+    """The user's line that an error comes from, where there is one, and what it says:
+    " (model.py:41: return x @ w): TypeError: ...".
+
+    Args:
+        names: of arrays, which a function of flat arrays has in `values`.
+    """
+    lines = reversed(traceback.extract_tb(error.__traceback__))
+    frame = user_frame(Frame(line.filename, line.lineno or 0) for line in lines)
+    place = f" ({frame.place}: {text_of(frame)})" if frame else ""
+    text = re.sub(r"\bvalues\[(\d+)\]", lambda match: names[int(match[1])], str(error)[:1200])
+    return f"{place}: {type(error).__name__}: {text}"
 
 
 @lru_cache(maxsize=256)

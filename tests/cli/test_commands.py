@@ -36,6 +36,7 @@ def test_help_names_every_command(shell):
         "topologies",
     ):
         assert f"\n  {command} " in out
+    assert not any(line.endswith("...") and line[0] == " " for line in out.splitlines())
 
 
 def test_models_and_topologies_as_json(shell):

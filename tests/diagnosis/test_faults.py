@@ -107,3 +107,42 @@ def test_the_command_simulates_the_devices_of_a_mesh(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     assert "mine.py:6" in run.stdout and "all-reduce over data" in run.stdout
+
+
+def test_an_error_of_the_users_function_names_its_line() -> None:
+    def branches(weights, x):
+        if (weights["a"] @ x).sum() > 0:
+            return x
+        return x * 2
+
+    with pytest.raises(shardlib.TracingError) as refusal:
+        shardlib.why(branches, {"a": X}, X, topology="cpu:8", cures=0)
+    message = str(refusal.value)
+    line = branches.__code__.co_firstlineno
+    assert f'test_faults.py:{line + 1}: if (weights["a"] @ x).sum() > 0:)' in message
+    assert f"{__file__}:{line} for jit" in message and "values[" not in message
+    assert str(Path(shardlib.__file__).parent) not in message
+    with pytest.raises(shardlib.TracingError, match=rf"test_faults\.py:{line + 1}"):
+        shardlib.why(branches, {"a": jnp.zeros((8, 8))}, jnp.zeros((8, 8)), topology="cpu:8")
+
+
+@pytest.mark.parametrize(
+    ("function", "spec", "cure"),
+    [
+        (lambda x: jnp.argmax(x, axis=-1), ("data", "model"), "x: jax.P(('data', 'model'))"),
+        (lambda x: jnp.argsort(x, axis=0), ("data",), "x: jax.P(None, 'data')"),
+        (lambda x: jnp.median(x, axis=0), ("data",), "x: jax.P(None, 'data')"),
+        (lambda x: jax.lax.top_k(x, 4)[0], (None, "model"), "x: jax.P('model') and "),
+    ],
+    ids=["argmax", "argsort", "median", "top-k"],
+)
+def test_what_is_ordered_may_be_sharded_along_another_dim(function, spec, cure: str) -> None:
+    diagnosis = shardlib.why(function, model.array((64, 4096), *spec), topology="cpu:8")
+    assert diagnosis.cures[0].text.startswith(cure) and diagnosis.cures[-1].bytes[1] == 0
+    assert set(diagnosis.cured) == set(range(len(diagnosis.rows)))
+
+
+def test_what_no_layout_removes_is_inherent() -> None:
+    diagnosis = shardlib.why(jnp.sort, model.array((4096,), "data"), topology="cpu:8")
+    assert not diagnosis.cures and diagnosis.rows
+    assert all(row.inherent for row in diagnosis.rows)
