@@ -550,7 +550,9 @@ def _match(
     if best is not None and score(best) >= 3.5:
         return best
     if row.source.user is None:
-        alike = [m for m in meetings if set(row.axes) == m.axes and (is_sum or not m.reduced)]
+        alike = [m for m in meetings if set(row.axes) <= m.axes and (is_sum or not m.reduced)]
+        of_dtype = [m for m in alike if hlo_dtype(m.value.dtype) in row.dtypes]
+        alike = of_dtype or alike
         if len({shown(_place(row.source, meeting, row.kind)) for meeting in alike}) == 1:
             return alike[0]
     return None
