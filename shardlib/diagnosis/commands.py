@@ -130,14 +130,15 @@ def _of_text(file: Path, topology: str | None, mesh: str | None) -> Diagnosis:
 
 
 def _simulate(devices: int) -> None:
-    """Gives this process as many simulated devices as the topology has, before JAX starts, so that
-    a function may make its mesh of `jax.devices()`.
+    """Gives this process as many simulated devices as the topology has, and no others, before JAX
+    looks for them, so that a function may make its mesh of `jax.devices()`.
     """
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax
+
+    if not os.environ.get("JAX_PLATFORMS"):
+        jax.config.update("jax_platforms", "cpu")
     if "JAX_NUM_CPU_DEVICES" not in os.environ:
         os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
-        import jax
-
         jax.config.update("jax_num_cpu_devices", devices)
 
 
