@@ -41,7 +41,14 @@ def lay_out(folder: Path) -> None:
     """Copies the pages, and writes the front page and the reference."""
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=shutil.ignore_patterns("site"))
     shutil.copytree(ROOT / "notebooks", folder / "notebooks")
-    for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE"):
+    for name in (
+        "README.md",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "SECURITY.md",
+        "CITATION.cff",
+        "LICENSE",
+    ):
         shutil.copy(ROOT / name, folder)
     shutil.copy(HERE / "conf.py", folder)
     # files that pages lead to, and that are not pages

@@ -1,6 +1,6 @@
 """Runs notebooks and stores their outputs: text, and pictures that are small.
 
-    python docs/site/notebooks.py notebooks/01_annotate_and_plan.ipynb [...]
+    python docs/site/notebooks.py notebooks/02_annotate_and_plan.ipynb [...]
 
 What differs from run to run, times and warnings of libraries, is what `plain` leaves out; the rest
 of a stored notebook is that of a fresh run, which `tests/docs/test_notebooks.py` holds. Where a

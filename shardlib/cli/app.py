@@ -17,7 +17,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Plan": ("plan", "explain", "diff", "timeline", "replan", "scale", "models", "topologies"),
     "Book": ("compare", "fit-model"),
     "Check": ("verify", "why", "measure", "doctor"),
-    "Train": ("train", "launch", "status"),
+    "Train": ("demo", "train", "launch", "status"),
     "Serve": ("serve", "generate", "export", "bench-serve", "edge", "edge-stage"),
 }
 

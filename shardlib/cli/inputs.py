@@ -406,7 +406,7 @@ def spread(command: Callable[..., None], **groups: type) -> Callable[..., None]:
     @functools.wraps(command)
     def run(**options: Any) -> None:
         values = {
-            name: kind(**{field.name: options.pop(field.name) for field in fields(kind)})
+            name: kind(**{f.name: options.pop(f.name, f.default) for f in fields(kind)})
             for name, kind in groups_by_name.items()
         }
         command(**options, **values)

@@ -195,6 +195,13 @@ def train_command(
         raise typer.Exit(STOPPED) from error
 
 
+def demo_command(
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps.")] = None,
+) -> None:
+    """Plan, compile and train a small transformer on eight simulated devices of this machine."""
+    train_command(steps=steps, topology="cpu:8")
+
+
 def status_command(
     run: Annotated[
         Path,
@@ -620,6 +627,7 @@ def _check_text(rows: JsonObject) -> str:
 
 
 COMMANDS: Mapping[str, Callable[..., None]] = {
+    "demo": demo_command,
     "train": train_command,
     "status": status_command,
     "measure": measure_command,

@@ -94,9 +94,9 @@ class Frame:
 
 
 def _short(file: str) -> str:
-    """A path from the current folder, where the file is in it."""
+    """A path from the current folder, where the file is in it; "cell" for that of a notebook."""
     try:
-        return str(Path(file).relative_to(Path.cwd()))
+        return "cell" if "/ipykernel_" in file else str(Path(file).relative_to(Path.cwd()))
     except ValueError:
         return file
 

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from shardlib.planner.layouts import AxisSizes, PlanShardings
     from shardlib.planner.parts import Candidate
     from shardlib.planner.workload import Workload
+    from shardlib.report.pages import Frame
     from shardlib.report.timelines import Timeline
 
 #: Version of the JSON form; readers refuse others.
@@ -456,6 +457,14 @@ class Plan(Decisions):
         return write_page(
             self, path, browser=browser, kernels=None if self.source is None else self.kernels()
         )
+
+    def grid(self) -> Frame:
+        """The arrays of the plan as grids, which a notebook shows: which part a device holds, as it
+        is stored, after its gathers, and before and after each collective.
+        """
+        from shardlib.report.pages import grid
+
+        return grid(self)
 
     def svg(self) -> str:
         """The plan on its machine as one self-contained SVG document.

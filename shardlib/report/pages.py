@@ -13,7 +13,7 @@ import math
 import tempfile
 import webbrowser
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ from shardlib.report.markup import (
 )
 from shardlib.report.text import (
     LABELS,
+    NEXT_HEAD,
     TRIAL_HEAD,
     CollectiveRow,
     ParameterRow,
@@ -71,6 +72,8 @@ from shardlib.report.text import (
     in_every_step,
     interval_text,
     lanes,
+    limit_bytes,
+    next_rows,
     notation,
     parameter_rows,
     parts_of,
@@ -222,6 +225,29 @@ def write_page(
     return target
 
 
+@dataclass(frozen=True, kw_only=True)
+class Frame:
+    """A page that a notebook shows in a frame of its own.
+
+    Attributes:
+        page: HTML.
+        height: of the frame, in pixels.
+    """
+
+    page: str = field(repr=False)
+    height: int
+
+    def _repr_html_(self) -> str:
+        return render("report/templates/frame.html", page=self.page, height=self.height)
+
+
+def grid(plan: Plan) -> Frame:
+    """The arrays of a plan as grids; see `Plan.grid`."""
+    data = page_data(plan, parameter_rows(plan.parameters), None, None) | {"landscape": None}
+    title = f"Arrays of {_title(plan)}"
+    return Frame(page=render("report/templates/grid.html", data=data, title=title), height=460)
+
+
 def html_report(
     plan: Plan,
     *,
@@ -249,13 +275,15 @@ def html_report(
         data=page_data(plan, rows, usable, None if machine is None else fitting_bytes(machine)),
         decisions=decision_lines(plan),
         reasons=reasons(plan, usable),
+        following=next_rows(plan),
+        next_head=NEXT_HEAD,
         machine=drawn,
         links=links,
         step=step_picture(plan),
         lanes=lane_rows(plan),
         timeline=_pipeline(plan),
         most_slices=_MOST_SLICES,
-        memory=memory_picture(parts, usable),
+        memory=memory_picture(parts, usable and limit_bytes(plan.estimate, usable)),
         memory_legend=memory_legend(parts),
         live_at_peak=memory_rows(parts),
         landscape=_landscape_rows(plan),
@@ -824,10 +852,11 @@ def memory_picture(parts: DeviceBytes, usable: float | None) -> Picture:
 
     Args:
         parts: bytes at the peak.
-        usable: bytes per device that a program can use; None where it is not known.
+        usable: bytes per device that a plan may fill; None where they are not known.
     """
     near = usable is not None and usable <= _FAR * parts.peak
     top = max(parts.peak, usable if usable and near else 0) * 1.06 or 1.0
+    step = 2.0 ** math.ceil(math.log2(top / 6))
 
     def x(share: float) -> float:
         return _MEMORY_LEFT + (WIDTH - _MEMORY_LEFT - 10) * share
@@ -850,7 +879,16 @@ def memory_picture(parts: DeviceBytes, usable: float | None) -> Picture:
     )
     height = _MEMORY_TOP + _MEMORY_HEIGHT + 34
     return _picture(
-        "memory.svg", label, height, bands=bands, top=top, x=x, y=y, peak=parts.peak, usable=usable
+        "memory.svg",
+        label,
+        height,
+        bands=bands,
+        top=top,
+        ticks=[step * k for k in range(int(top / step) + 1)],
+        x=x,
+        y=y,
+        peak=parts.peak,
+        usable=usable,
     )
 
 

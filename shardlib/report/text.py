@@ -271,7 +271,7 @@ def memory_section(plan: Plan, hbm_bytes: float | None) -> str:
     total = hbm_bytes or parts.peak or 1.0
     if hbm_bytes and hbm_bytes > parts.peak:
         rows += spare_rows(plan.estimate, hbm_bytes)
-    of = f" of {limit_text(plan.estimate, hbm_bytes)}" if hbm_bytes else ""
+    of = f" of {bytes_text(limit_bytes(plan.estimate, hbm_bytes))}" if hbm_bytes else ""
     return "\n".join(
         [
             f"Memory: {bytes_text(parts.peak)}{of} on the fullest device",
@@ -287,18 +287,6 @@ def limit_bytes(estimate: Estimate, hbm_bytes: float) -> float:
         hbm_bytes: what a device has.
     """
     return hbm_bytes / estimate.margin
-
-
-def limit_text(estimate: Estimate, hbm_bytes: float) -> str:
-    """The limit that plans keep to: "14.7 GiB usable of 15.8 GiB"; the whole where nothing is held
-    back.
-
-    Args:
-        hbm_bytes: what a device has.
-    """
-    limit = limit_bytes(estimate, hbm_bytes)
-    capacity = bytes_text(hbm_bytes)
-    return capacity if limit == hbm_bytes else f"{bytes_text(limit)} usable of {capacity}"
 
 
 def spare_rows(estimate: Estimate, hbm_bytes: float) -> list[Part]:
@@ -615,23 +603,24 @@ def reasons(plan: Plan, hbm_bytes: float | None = None) -> list[str]:
         )
     lines += [*_communication_reason(plan), *_sure_reason(plan), *_prices_reason(plan)]
     if hbm_bytes:
-        limit = limit_bytes(estimate, hbm_bytes)
-        spare = limit - estimate.device_bytes.peak
+        limit, peak = limit_bytes(estimate, hbm_bytes), estimate.device_bytes.peak
         lines.append(
-            f"Memory: {bytes_text(estimate.device_bytes.peak)} of"
-            f" {limit_text(estimate, hbm_bytes)} per device, "
+            f"Memory: {bytes_text(peak)} of {bytes_text(limit)} per device, "
             + (
-                f"{percent_text(spare / limit)} spare"
-                if spare >= 0
-                else f"{bytes_text(-spare)} too much"
+                f"{percent_text((limit - peak) / limit)} spare"
+                if limit >= peak
+                else f"{bytes_text(peak - limit)} too much"
             )
             + (
-                f", as programs may need {percent_text(estimate.margin - 1)} more than predicted."
+                f": of {bytes_text(hbm_bytes)} that programs can use a plan may fill so much, as"
+                f" they may need {percent_text(estimate.margin - 1)} more than predicted."
                 if estimate.margin > 1
                 else "."
             )
         )
-    return lines + _offload_reason(plan, hbm_bytes) + _runner_reasons(plan)
+    idle = [f.message for f in plan.findings if f.code == "idle-devices"]
+    lines += [f"{message[:1].upper()}{message[1:]}." for message in idle]
+    return lines + _offload_reason(plan, hbm_bytes) + _too_big_reason(plan)
 
 
 def _kernels_reason(estimate: Estimate, seconds: float, share: str) -> str:
@@ -690,48 +679,50 @@ def _offload_reason(plan: Plan, hbm_bytes: float | None) -> list[str]:
     ]
 
 
-def _runner_reasons(plan: Plan) -> list[str]:
-    slower = [r for r in plan.search.rejected if r.reason in ("slower", "bound")][:_MOST_RUNNERS]
+def _too_big_reason(plan: Plan) -> list[str]:
     too_big = [r for r in plan.search.rejected if r.reason == "memory"]
+    if not too_big:
+        return []
+    smallest = min(too_big, key=lambda r: (r.peak_bytes == 0, r.peak_bytes))
+    need = (
+        f", which needs {bytes_text(smallest.peak_bytes)} per device" if smallest.peak_bytes else ""
+    )
+    many = (
+        f"{len(too_big)} other meshes do not fit in memory; the nearest is"
+        if len(too_big) > 1
+        else "Another mesh does not fit in memory:"
+    )
+    return [f"{many} {smallest.mesh}{need}."]
+
+
+#: The head of a table of `next_rows`.
+NEXT_HEAD = ("the time", "per device", "mesh", "with")
+
+
+def next_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """The next best plans: (time beside the plan's, bytes per device, mesh, other decisions). Those
+    that are predicted even with it come first and say so, the least memory first.
+    """
+    slower = [r for r in plan.search.rejected if r.reason in ("slower", "bound")][:_MOST_RUNNERS]
     most = (1 + INDISTINGUISHABLE) * plan.estimate.step_seconds
     even = [r for r in slower if r.reason == "slower" and r.step_seconds < most]
     even.sort(key=lambda r: r.peak_bytes)
-    lines = [
-        f"{head}: {'; '.join(_runners(plan, runners))}."
-        for head, runners in (
-            (
-                f"Even with it (predicted within {INDISTINGUISHABLE:.0%}), the least memory first",
-                even,
-            ),
-            ("Next best", [r for r in slower if r not in even]),
-        )
-        if runners
-    ]
-    if too_big:
-        smallest = min(too_big, key=lambda r: (r.peak_bytes == 0, r.peak_bytes))
-        need = (
-            f", which needs {bytes_text(smallest.peak_bytes)} per device"
-            if smallest.peak_bytes
-            else ""
-        )
-        many = (
-            f"{len(too_big)} other meshes do not fit in memory; the nearest is"
-            if len(too_big) > 1
-            else "Another mesh does not fit in memory:"
-        )
-        lines.append(f"{many} {smallest.mesh}{need}.")
-    return lines
-
-
-def _runners(plan: Plan, rejected: Sequence[Rejected]) -> list[str]:
-    """Plans with their decisions and times; meshes that have both in common together."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for r in rejected:
-        groups.setdefault((r.summary, _speed(plan, r)), []).append(str(r.mesh))
     return [
-        f"{' or '.join(meshes)}{f' ({summary})' if summary else ''}, {speed}"
-        for (summary, speed), meshes in groups.items()
+        (
+            _speed(plan, r) + ", even" * (r in even),
+            bytes_text(r.peak_bytes) if r.peak_bytes else "",
+            str(r.mesh),
+            r.summary,
+        )
+        for r in (*even, *(r for r in slower if r not in even))
     ]
+
+
+def _next_section(plan: Plan) -> str:
+    rows = next_rows(plan)
+    even = f"even: predicted within {INDISTINGUISHABLE:.0%}"
+    table = aligned([NEXT_HEAD, *rows], right=(0, 1))
+    return "\n".join([f"Next best ({even})", *table]) if rows else ""
 
 
 def _sure_reason(plan: Plan) -> list[str]:
@@ -761,12 +752,7 @@ def interval_text(estimate: Estimate) -> str:
 
 def _speed(plan: Plan, rejected: Rejected) -> str:
     at_least = "at least " if rejected.reason == "bound" else ""
-    ratio = rejected.step_seconds / (plan.estimate.step_seconds or 1.0)
-    return (
-        "equally fast"
-        if 0.995 < ratio < 1.005 and not at_least
-        else f"{at_least}{ratio_text(ratio)} the time"
-    )
+    return f"{at_least}{ratio_text(rejected.step_seconds / (plan.estimate.step_seconds or 1.0))}"
 
 
 def why_section(plan: Plan, hbm_bytes: float | None) -> str:
@@ -795,6 +781,7 @@ def explain(plan: Plan, *, topology: Topology | None = None) -> str:
         headline(plan),
         decisions_section(plan),
         why_section(plan, hbm_bytes),
+        _next_section(plan),
         _compiler(plan),
         time_section(plan),
         memory_section(plan, hbm_bytes),

@@ -286,7 +286,7 @@ def test_a_plan_leaves_the_margin_free_and_says_so():
     assert lean.estimate.device_bytes.peak * 1.1 <= chip.usable_bytes
     assert lean.estimate.step_seconds >= free.estimate.step_seconds and lean.estimate.margin == 1.1
     text = explain(lean, topology=narrow)
-    assert " usable of " in " ".join(text.split())
+    assert "10.0% more than predicted" in " ".join(text.split())
     assert [line.split()[0] for line in text.splitlines() if "margin" in line] == ["margin"]
 
 

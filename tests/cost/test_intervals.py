@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -13,8 +12,8 @@ from benchmarks.environment import RESULTS, stored
 from benchmarks.intervals import SHARE, Residual, between, coverage
 from shardlib.cost.framework import INDISTINGUISHABLE, interval, intervals
 from shardlib.cost.pricing import Estimate
-from shardlib.planner.plan import Plan, Rejected
-from shardlib.report.text import reasons
+from shardlib.planner.plan import Rejected
+from shardlib.report.text import next_rows, reasons
 from tests.planner.worlds import planned
 
 EVIDENCE = stored(RESULTS / "intervals.json")
@@ -83,28 +82,24 @@ def test_a_plan_says_how_sure_it_is() -> None:
 def test_even_plans_come_with_the_least_memory_first() -> None:
     plan = planned("h100:8", {"mesh": {"fsdp": 8}, "remat": "full", "offload": []})
 
-    def told(*others: tuple[float, int]) -> dict[str, list[str]]:
-        """Times and GiB of others than the plan -> numbers of those, by what is said of them."""
+    def shown(*others: tuple[float, int]) -> list[tuple[str, ...]]:
+        """Times and GiB of others than the plan -> rows, which name others by their numbers."""
         rejected = tuple(
             Rejected(
                 mesh=plan.mesh,
                 reason="slower",
                 step_seconds=ratio * plan.estimate.step_seconds,
                 peak_bytes=gib << 30,
-                summary=f"number {number}",
+                summary=str(number),
             )
             for number, (ratio, gib) in enumerate(others)
         )
-        shown: Plan = replace(plan, search=replace(plan.search, rejected=rejected))
-        return {
-            line.split(":")[0]: re.findall(r"number \d", line)
-            for line in reasons(shown)
-            if "number" in line
-        }
+        beside = replace(plan, search=replace(plan.search, rejected=rejected))
+        return [(speed, size, with_) for speed, size, _, with_ in next_rows(beside)]
 
-    even = "Even with it (predicted within 5%), the least memory first"
-    assert told((1.01, 30), (1.04, 20), (1.06, 10)) == {
-        even: ["number 1", "number 0"],
-        "Next best": ["number 2"],
-    }
-    assert told((1.2, 30)) == {"Next best": ["number 0"]}
+    assert shown((1.01, 30), (1.04, 20), (1.06, 10)) == [
+        ("1.04x, even", "20.0 GiB", "1"),
+        ("1.01x, even", "30.0 GiB", "0"),
+        ("1.06x", "10.0 GiB", "2"),
+    ]
+    assert shown((1.2, 30)) == [("1.20x", "30.0 GiB", "0")]

@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md for a chip and for a primitive, done; the page names the others."""
+"""The recipes of `docs/recipes.md` for a chip and for a primitive, done; the page names the others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_recipe_names_a_test_that_exists():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = (ROOT / "docs" / "recipes.md").read_text()
     recipes = re.findall(r"^## (.*)$", page, re.M)
     tests = re.findall(r"^`(tests/\S+\.py)`$", page, re.M)
     assert len(recipes) == len(tests) >= 5
@@ -32,7 +32,7 @@ def test_every_recipe_names_a_test_that_exists():
 
 
 def test_files_and_folders_that_the_page_names_exist():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
+    page = "".join((ROOT / name).read_text() for name in ("CONTRIBUTING.md", "docs/recipes.md"))
     named = re.findall(r"`((?:shardlib|tests|docs)/[\w/.*]+)`", page)
     assert [name for name in named if not list(ROOT.glob(name))] == []
 

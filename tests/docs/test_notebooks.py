@@ -61,7 +61,9 @@ def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_notebook_is_clean(path: Path):
     import nbformat
 
-    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    notebook = nbformat.read(path, as_version=4)
+    assert f"/blob/main/notebooks/{path.name})" in notebook.cells[0].source  # opens in Colab
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     kinds = {kind for cell in cells for one in cell.outputs for kind in one.get("data", {})}
     assert kinds & {"image/svg+xml", "text/html"}  # a picture, or a card
@@ -73,6 +75,8 @@ def test_notebook_is_clean(path: Path):
         name for cell in cells for name in re.findall(r"(?<!from )\bshardlib\.(\w+)", cell.source)
     }
     assert used and used <= set(shardlib.__all__)
+    assert re.match(r'TOPOLOGY = "cpu:\d"  # ', cells[0].source)  # the switch to real devices
+    assert "%pip install -q shardlib" in cells[0].source
     # packages of their own
     hidden = r"from shardlib(?! import (models|servers)\b|\.training\b)|import shardlib\."
     assert not any(re.search(hidden, cell.source) for cell in cells)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from dataclasses import fields, replace
+from html import unescape
 
 import numpy as np
 import pytest
@@ -38,6 +40,18 @@ def test_data_and_names_cannot_leave_their_element():
     page = html_report(replace(PLAN, model="<b>&evil"))
     assert "<title>&lt;b&gt;&amp;evil on 2*h100:8</title>" in page
     assert "<b>&evil" not in page
+
+
+def test_the_grid_of_a_notebook_has_the_layouts_of_every_array():
+    html = PLAN.grid()._repr_html_()
+    page = unescape(re.search(r'srcdoc="([^"]*)"', html).group(1))
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page).group(1))
+    stored = {p.path: [list(axes) for axes in p.rest] for p in PLAN.parameters}
+    shown = {one["name"]: one["forms"] for one in data["arrays"] if one["group"] == "parameters"}
+    assert shown and all(forms[0]["dims"] in stored.values() for forms in shown.values())
+    held = [one for one in data["arrays"] if one["group"] == "activations"]
+    assert [one["name"] for one in held] == [one.name for one in PLAN.activations]
+    assert repr(PLAN.grid()) == "Frame(height=460)"
 
 
 def test_nothing_is_fetched():
@@ -151,7 +165,9 @@ def test_answers_are_sections_of_their_own():
     assert ">Alternatives</h2>" not in html_report(plan)
 
 
-@pytest.mark.parametrize(("usable", "words"), [(64, "usable: 64.0 GiB<"), (2048, "2.00 TiB, far")])
+@pytest.mark.parametrize(
+    ("usable", "words"), [(64, "a plan may fill 64.0 GiB<"), (2048, "2.00 TiB, far")]
+)
 def test_memory_fills_its_picture_however_much_a_device_has(usable, words):
     parts = PLAN.estimate.device_bytes
     drawn = memory_picture(parts, usable * 2**30).shapes

@@ -11,6 +11,7 @@ import pytest
 from shardlib.cost.pricing import DeviceBytes, Estimate, Seconds
 from shardlib.cost.roofline import Applied
 from shardlib.exchanges import EXACT
+from shardlib.findings import Finding
 from shardlib.islands.exchanges import RANK_FOUR, DiLoCo
 from shardlib.layout import Collective, Layout, MeshShape, Rules
 from shardlib.machines.chips import Chip, Tier
@@ -53,10 +54,12 @@ Why
     15.8 PFLOP/s together.
   - Communication takes 576 ms, of which 56.6% hides behind compute; the most is over fsdp (501 ms).
   - Memory: 48.0 GiB of 80.0 GiB per device, 40.0% spare.
-  - Even with it (predicted within 5%), the least memory first: data=2 x fsdp=8 (zero 3, remat
-    full), 1.05x the time.
-  - Next best: tensor=16, at least 2.21x the time.
   - Another mesh does not fit in memory: data=16, which needs 121 GiB per device.
+
+Next best (even: predicted within 5%)
+        the time  per device  mesh             with
+     1.05x, even    60.0 GiB  data=2 x fsdp=8  zero 3, remat full
+  at least 2.21x              tensor=16
 
 Time: 1.81 s per step
   compute                █████████████████████████████████▏        1.50 s   82.8%
@@ -302,12 +305,18 @@ def test_memory_of_the_topology_is_looked_up():
     assert f"Memory: 48.0 GiB of {bytes_text(usable)} on the fullest device" in explain(PLAN)
     margin = Applied(quantity="margin", factor=1.07)
     held = explain(replace(PLAN, estimate=replace(PLAN.estimate, corrections=(margin,))))
-    limit = f"{bytes_text(usable / 1.07)} usable of {bytes_text(usable)}"
+    limit = bytes_text(usable / 1.07)
     assert f"Memory: 48.0 GiB of {limit} on the fullest device" in held
     assert f"48.0 GiB of {limit} per device" in " ".join(held.split())
     assert "Memory: 48.0 GiB on the fullest device" in explain(
         replace(PLAN, topology="elsewhere.toml")
     )
+
+
+def test_idle_devices_and_their_reason_are_a_reason():
+    message = "the plan uses 4 of 8 devices: no plan on more that fits is faster"
+    found = Finding(code="idle-devices", severity="info", message=message)
+    assert f"T{message[1:]}." in reasons(PLAN.with_findings(found))
 
 
 def test_too_much_memory_says_how_much():

@@ -22,6 +22,15 @@
     value >= 1 ? `${value.toPrecision(3)} s` : value >= 1e-3 ? `${(value * 1e3).toPrecision(3)} ms` : `${(value * 1e6).toPrecision(3)} µs`;
   const count = (value) => Math.round(value).toLocaleString("en");
 
+  // Round values between two logarithms: as few digits as tell four of them apart.
+  const ticks = (low, high, unit) => {
+    let values = [];
+    for (let digits = 1; digits <= 3 && values.length < 4; digits += 1)
+      values = [...new Set([0, 1, 2, 3, 4, 5].map((k) => Number((Math.exp(low + ((high - low) * k) / 5) / unit).toPrecision(digits)) * unit))]
+        .filter((value) => Math.log(value) >= low && Math.log(value) <= high);
+    return values;
+  };
+
   const landscape = () => {
     const room = document.getElementById("landscape-picture");
     if (!room) return;
@@ -51,11 +60,13 @@
     const picture = svg("svg", { class: "picture", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "listbox", tabindex: "0",
       "aria-label": `${points.length} plans by time and memory; arrow keys go from one to the next, Enter compares` });
     const grid = svg("g", { "aria-hidden": "true" });
-    for (let k = 0; k <= 5; k += 1) {
-      const b = Math.exp(x0 + ((x1 - x0) * k) / 5), s = Math.exp(y0 + ((y1 - y0) * k) / 5);
+    const unit = 1024 ** Math.min(5, Math.floor(x1 / Math.log(1024)));
+    for (const b of ticks(x0, x1, unit)) {
       grid.append(svg("line", { class: "grid", x1: X(b), x2: X(b), y1: TOP, y2: HEIGHT - BOTTOM }));
+      grid.append(svg("text", { class: "soft", x: X(b), y: HEIGHT - BOTTOM + 16, "text-anchor": X(b) > WIDTH - RIGHT - 30 ? "end" : "middle" }, bytes(b)));
+    }
+    for (const s of ticks(y0, y1, 1)) {
       grid.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: Y(s), y2: Y(s) }));
-      grid.append(svg("text", { class: "soft", x: X(b), y: HEIGHT - BOTTOM + 16, "text-anchor": k < 5 ? "middle" : "end" }, bytes(b)));
       grid.append(svg("text", { class: "soft", x: LEFT - 6, y: Y(s) + 4, "text-anchor": "end" }, seconds(s)));
     }
     grid.append(svg("text", { class: "soft", x: (LEFT + WIDTH) / 2, y: HEIGHT - 8, "text-anchor": "middle" }, "memory per device (logarithmic)"));
