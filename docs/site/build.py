@@ -12,9 +12,11 @@ does not parse.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import io
+import json
 import os
 import re
 import shutil
@@ -28,8 +30,16 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-#: What comes first in a reference.
-FIRST = ("plan", "compile", "fit", "compile_step", "why", "verify")
+#: Functions of a reference by what they are for; the others stand at the end.
+GROUPS = {
+    "Plan, compile, run": ("plan", "compile", "fit", "compile_step", "verify", "why"),
+    "Machines": ("topology", "scale", "plan_edge", "join"),
+    "In a model": (
+        *("tree", "linen", "parallelize", "attention", "route", "visit", "balance_loss"),
+        "value_and_grad",
+    ),
+    "Serving": ("plan_serving", "verify_serving"),
+}
 PACKAGES = {
     "shardlib": "shardlib",
     "booking": "shardlib.launch.booking",
@@ -50,6 +60,8 @@ def lay_out(folder: Path) -> None:
         "LICENSE",
     ):
         shutil.copy(ROOT / name, folder)
+    shutil.copytree(ROOT / "examples", folder / "examples", dirs_exist_ok=True)
+    shutil.copytree(HERE / "static", folder / "static")
     shutil.copy(HERE / "conf.py", folder)
     # files that pages lead to, and that are not pages
     for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
@@ -63,6 +75,8 @@ def lay_out(folder: Path) -> None:
     ).groups()
     front = (HERE / "index.md").read_text()
     (folder / "index.md").write_text(front.replace("@CODE@", code).replace("@OUTPUT@", output))
+    (folder / "gallery").mkdir()
+    (folder / "gallery.md").write_text(gallery(folder / "gallery"))
     (folder / "reference").mkdir()
     for name, package in PACKAGES.items():
         (folder / "reference" / f"{name}.md").write_text(reference(package))
@@ -70,30 +84,69 @@ def lay_out(folder: Path) -> None:
 
 
 def reference(package: str) -> str:
-    """A page of the public names of a package."""
+    """A page of the public names of a package, functions with the examples of `examples.md`."""
     module = importlib.import_module(package)
-    names = [name for name in module.__all__ if not name.startswith("_")]
-    names.sort(key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
-    values = {name: getattr(module, name) for name in names}
+    values = {n: getattr(module, n) for n in module.__all__ if not n.startswith("_")}
     errors = [n for n, v in values.items() if isinstance(v, type) and issubclass(v, Exception)]
     classes = [n for n, v in values.items() if isinstance(v, type) and n not in errors]
+    listed = [n for names in GROUPS.values() for n in names if n in values]
+    sections = {
+        title: ("autofunction", [n for n in names if n in values])
+        for title, names in GROUPS.items()
+    }
     functions = [n for n, v in values.items() if callable(v) and n not in (*errors, *classes)]
+    meetings = [n for n in classes if "exchanges" in values[n].__module__]
+    sections |= {
+        "More functions": ("autofunction", [n for n in functions if n not in listed]),
+        "Values": ("autoclass", [n for n in classes if n not in meetings]),
+        "Exchanges of islands": ("autoclass", meetings),
+        "Errors": ("autoexception", errors),
+    }
     parts = [f"# `{package}`", ""]
-    for title, kind, found in (
-        ("Functions", "autofunction", functions),
-        ("Values", "autoclass", classes),
-        ("Errors", "autoexception", errors),
-    ):
-        if found:
-            parts += [f"## {title}", "", *_directives(package, kind, found)]
+    for title, (kind, names) in sections.items():
+        if names:
+            parts += [f"## {title}", "", *_directives(package, kind, names)]
+    return "\n".join(parts) + "\n"
+
+
+def examples() -> dict[str, str]:
+    """The example of each function of `shardlib`, by name; they run in this order, one after the
+    other.
+    """
+    text = (HERE / "examples.md").read_text()
+    return dict(re.findall(r"(?ms)^## (\w+)\n+```python\n(.*?)^```", text))
+
+
+def gallery(folder: Path) -> str:
+    """A page with the first picture of each notebook, which goes to `folder`, and the examples."""
+    parts = ["# Gallery", "", "## Notebooks", "", "::::{grid} 1 2 2 2", ":gutter: 2", ""]
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        heading, _, text = "".join(cells[0]["source"]).split("\n\n", 2)
+        outputs = [out.get("data", {}) for cell in cells for out in cell.get("outputs", ())]
+        drawn = next(("".join(o["image/svg+xml"]) for o in outputs if "image/svg+xml" in o), "")
+        parts += [f":::{{grid-item-card}} {heading[2:]}", f":link: notebooks/{path.stem}"]
+        parts.append(":link-type: doc")
+        if drawn:
+            (folder / f"{path.stem}.svg").write_text(drawn)
+            parts += [f":img-bottom: {folder.name}/{path.stem}.svg", f":img-alt: {heading[2:]}"]
+        parts += [f"{' '.join(text.split('. ')[0].split())}.", ":::"]
+    parts += ["::::", "", "## Programs", ""]
+    for path in sorted((ROOT / "examples").glob("*.py")):
+        lines = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
+        parts.append(
+            f"- {{download}}`{path.stem} <examples/{path.name}>`: {' '.join(lines.split())}"
+        )
     return "\n".join(parts) + "\n"
 
 
 def _directives(package: str, kind: str, names: Iterable[str]) -> list[str]:
-    lines = ["```{eval-rst}"]
+    shown, lines = examples() if package == "shardlib" else {}, []
     for name in names:
-        lines += [f".. {kind}:: {package}.{name}", ""]
-    return [*lines, "```", ""]
+        lines += ["```{eval-rst}", f".. {kind}:: {package}.{name}", "```", ""]
+        if name in shown:
+            lines += ["```python", shown[name].rstrip(), "```", ""]
+    return lines
 
 
 def commands() -> str:

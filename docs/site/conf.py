@@ -9,14 +9,34 @@ release = shardlib.__version__
 
 extensions = [
     "myst_nb",
+    "sphinx_design",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
 ]
 html_theme = "sphinx_book_theme"
 html_title = "shardlib"
-html_theme_options = {"show_toc_level": 2, "use_fullscreen_button": False}
-html_static_path: list[str] = []
+html_logo = html_favicon = "static/logo.svg"
+html_static_path = ["static"]
+html_css_files, html_js_files = ["site.css"], ["site.js"]
+html_theme_options = {
+    "show_toc_level": 2,
+    "use_fullscreen_button": False,
+    "repository_url": "https://github.com/shardlib/shardlib",
+    "repository_branch": "main",
+    "use_edit_page_button": True,
+    "use_repository_button": True,
+}
+# What a link to the site shows elsewhere.
+html_baseurl = "https://shardlib.github.io/shardlib/"
+ABOUT = (
+    "Name the dimensions of a JAX model once: the best way to shard it, why, and a program of it."
+)
+CARD = f"""<meta property="og:title" content="shardlib">
+<meta property="og:description" content="{ABOUT}">
+<meta property="og:image" content="{html_baseurl}_static/card.png">
+<meta name="description" content="{ABOUT}">
+<meta name="twitter:card" content="summary_large_image">"""
 
 # Notebooks are shown as they are stored; `--execute` runs them.
 nb_execution_mode = "off"
@@ -54,5 +74,11 @@ def mark_code(app, what, name, obj, options, lines):
     lines[:] = marked
 
 
+def add_card(app, pagename, templatename, context, doctree):
+    """Adds to a page what other sites show of it."""
+    context["metatags"] = context.get("metatags", "") + CARD
+
+
 def setup(app):
+    app.connect("html-page-context", add_card)
     app.connect("autodoc-process-docstring", mark_code, priority=400)  # before napoleon's

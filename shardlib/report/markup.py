@@ -72,6 +72,13 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
+def round_steps(top: float, parts: int) -> list[float]:
+    """From 0 to at most `top`, in steps of 1, 2 or 5 times a power of ten: at most so many."""
+    power = 10.0 ** math.floor(math.log10(top / parts))
+    step = next(power * digit for digit in (1, 2, 5, 10) if power * digit * parts >= top * 0.999)
+    return [step * k for k in range(int(top / step * 1.001) + 1)]
+
+
 def _fixed(value: float, digits: int = 1) -> str:
     return f"{value:.{digits}f}"
 

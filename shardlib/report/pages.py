@@ -60,6 +60,7 @@ from shardlib.report.markup import (
     LogAxis,
     Picture,
     render,
+    round_steps,
 )
 from shardlib.report.text import (
     LABELS,
@@ -1036,6 +1037,7 @@ def step_picture(plan: Plan, *, limit: int = _MOST_LANES) -> Picture:
         parts=parts,
         total=seconds.total or 1.0,
         longest=longest,
+        ticks=round_steps(longest, 5),
         colours=_PART_COLOURS,
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import shardlib
 from docs.site import build
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +60,21 @@ def test_the_front_page_leads_to_every_page(tmp_path: Path):
     written = (tmp_path / "reference" / "shardlib.md").read_text()
     assert ".. autofunction:: shardlib.compile\n" in written
     assert "## `shardlib compare`" in (tmp_path / "reference" / "commands.md").read_text()
+
+
+def test_public_names_are_all_that_dir_shows():
+    assert dir(shardlib) == sorted(shardlib.__all__)
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_examples_of_the_reference_run():
+    names: dict[str, object] = {}
+    exec("import jax, jax.numpy as jnp, numpy as np, optax, shardlib", names)
+    for name, code in build.examples().items():
+        assert f"shardlib.{name}(" in code
+        exec(code, names)
+    assert {"plan", "compile", "fit", "compile_step", "why"} <= build.examples().keys()
 
 
 @pytest.mark.long
