@@ -92,10 +92,11 @@ def _report_usage(error: Any, words: Sequence[str]) -> None:
         problem = f"{names[0]} is {shown(said[-1])}: {error.message}"
         report(ArgumentError(f"{problem}\nTry: {context.command_path} -h"), as_json=as_json)
         return
-    if as_json:
-        report(ArgumentError(error.format_message()), as_json=True)
-    else:
+    if type(error).__name__ == "NoArgsIsHelpError" and not as_json:
         error.show()
+        return
+    hint = f"\nTry: {context.command_path} -h" if context is not None else ""
+    report(ArgumentError(f"{error.format_message()}{hint}"), as_json=as_json)
 
 
 def _end(code: int) -> NoReturn:

@@ -119,6 +119,12 @@ def test_a_value_of_another_kind_is_shown(shell, words: tuple[str, ...]):
     )
 
 
+@pytest.mark.parametrize("words", [("plan", "--nope"), ("nope",), ("plan",), ("why", "a", "b")])
+def test_what_is_wrong_with_a_command_line_begins_like_every_error(shell, words: tuple[str, ...]):
+    code, _, err = shell(*words)
+    assert code == 2 and err.startswith("error: ") and "\nTry: shardlib" in err
+
+
 def test_every_command_has_a_synopsis():
     words = re.findall(
         r"^shardlib ([\w-]+)|; shardlib ([\w-]+)$", SYNOPSES.read_text(), re.MULTILINE
