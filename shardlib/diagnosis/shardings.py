@@ -421,7 +421,7 @@ class _Reader:
             "location": self.location(operation),
             "operands": [self.described(value) for value in operands][: len(dims)],
             "dims": dims,
-            "chooses": operation.name == "stablehlo.reduce" and len(operation.results) > 1,
+            "chooses": _chooses(operation),
         }
 
     def spec(self, value: Any) -> list[list[str]]:
@@ -479,7 +479,10 @@ def _worked(operation: Any) -> Iterator[tuple[Any, set[int]]]:
     elif name in ("slice", "dynamic_slice", "pad", "dynamic_update_slice"):
         other = operands[1] if name == "dynamic_update_slice" else operation.results[0]
         yield operands[0], _unlike(_tensor(operands[0])[0], _tensor(other)[0])
-    elif name == "reverse":
+    elif name == "reverse" or (
+        _chooses(operation)  # which Shardy of JAX 0.10 reduces itself
+        and not any(use.owner.name == "sdy.all_reduce" for use in operation.results[0].uses)
+    ):
         yield operands[0], set(_numbers(operation, "dimensions"))
     elif name == "reduce_window":
         sizes = _numbers(operation, "window_dimensions")
@@ -502,6 +505,11 @@ def _worked(operation: Any) -> Iterator[tuple[Any, set[int]]]:
     elif name == "scatter":
         dims = _listed(operation, "scatter_dimension_numbers", "scatter_dims_to_operand_dims")
         yield operands[0], dims
+
+
+def _chooses(operation: Any) -> bool:
+    """Returns whether an operation reduces values with their indices, as an argmax does."""
+    return operation.name == "stablehlo.reduce" and len(operation.results) > 1
 
 
 def _is_top_k(operation: Any) -> bool:
