@@ -722,7 +722,9 @@ def _cause(
             f" {_with_article(row.kind)} over {over}",
             None,
         )
-    if meeting.reduced:
+    # partial sums may be added where a layout asks for a part of them, and not where they are made
+    is_sum = row.kind in _KINDS_OF_REDUCTIONS and operation.backward and not meeting.computed
+    if meeting.reduced or (is_sum and _parameter(meeting, function.arguments)):
         return _reduction(row, meeting, function, batch)
     if meeting.computed:
         return _computation(row, meeting)
@@ -732,7 +734,7 @@ def _cause(
 def _reduction(
     row: Row, meeting: Meeting, function: TracedFunction, batch: frozenset[str]
 ) -> tuple[str, str, bool | None]:
-    over = _listed(meeting.reduced)
+    over = _listed(meeting.reduced or row.axes)
     contraction = meeting.contraction
     parameter = _parameter(meeting, function.arguments)
     source = contraction.source if contraction else meeting.source
