@@ -887,6 +887,7 @@ class ItemEntries:
         self._numbers: dict[Hashable, int] = {}
         self._items: list[Item] = []
         self._entries: dict[Choice, dict[int, list[TallyEntry]]] = {}
+        self._of_terms: dict[tuple[bool, Term], list[TallyEntry]] = {}  # few terms are distinct
 
     def index_of(self, item: Item) -> int:
         """The index of an item; items of one segment with equal `key` share it."""
@@ -908,8 +909,14 @@ class ItemEntries:
     def _item_entries(self, item: Item, choice: Choice) -> Iterator[TallyEntry]:
         offset = item.segment % self.segments * ROWS
         for term in item.terms(choice):
-            for row, measure, amount in coefficients(item.segment, term, self._profile):
-                yield offset + row, self.index.index_of(measure), amount
+            key = item.segment == OUTSIDE_LAYERS, term
+            if (entries := self._of_terms.get(key)) is None:
+                entries = self._of_terms[key] = [
+                    (row, self.index.index_of(measure), amount)
+                    for row, measure, amount in coefficients(item.segment, term, self._profile)
+                ]
+            for row, measure, amount in entries:
+                yield offset + row, measure, amount
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from shardlib.cost.pricing import (
 )
 from shardlib.cost.roofline import applied, kernel_seconds
 from shardlib.cost.stages import Meshes, Plans, step_costs
-from shardlib.cost.tables import Pricer, Quantity
+from shardlib.cost.tables import ROWS, Pricer, Quantity
 from shardlib.cost.terms import Amount, Compute, Item, Term, local
 from shardlib.cost.variants import (
     Corner,
@@ -132,10 +132,14 @@ class PricedCandidate:
         )
 
     def tally(self, items: list[Item]) -> Array:
-        """Quantities of items, see `Pricer.tally`."""
-        return self.pricer.tally(
-            items, self.candidate.choice, self.meshes.degrees, len(self.workload.layer_counts)
-        )
+        """Quantities of items: array [groups + 2, `ROWS`, 1]; the last two segments are
+        `INSIDE_LAYER` and `OUTSIDE_LAYERS`.
+        """
+        tallies, segments = self.workload.tallies, len(self.workload.layer_counts) + 2
+        values = self.pricer.values(tallies.index, self.meshes.degrees)
+        tally, total = tallies.of_items(items, self.candidate.choice), np.zeros(segments * ROWS)
+        total[tally.rows] = tally.evaluated(values, np.zeros(1, dtype=np.int64))[:, 0]
+        return total.reshape(segments, ROWS, 1)
 
     def programs(self) -> list[tuple[CostProgram, Array]]:
         """The program of every remat policy in use, with the share of each segment that runs it:

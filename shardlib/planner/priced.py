@@ -862,8 +862,9 @@ def _ready_entries(
 #: Ratio of bandwidth inside a part to that between parts above which one part is searched first.
 SLOW_LINK_RATIO = 100
 #: With more than `MANY_DEVICES_PER_ROW` devices per row, or more than `MANY_DEVICES` in all, all
-#: device counts are searched together, since no bound shows beforehand how many of them help.
-MANY_DEVICES_PER_ROW, MANY_DEVICES = 8, 200_000
+#: device counts are searched together, since no bound shows beforehand how many of them help; with
+#: at most `FEW_DEVICES`, since their spaces are small and each has costs of its own.
+MANY_DEVICES_PER_ROW, MANY_DEVICES, FEW_DEVICES = 8, 200_000, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -924,7 +925,8 @@ def priced_space(
         if devices:
             counts_by_explorer[explorer] = (*counts_by_explorer.get(explorer, ()), devices)
     many = largest > min(MANY_DEVICES, MANY_DEVICES_PER_ROW * all_spaces[-1].limits.batch)
-    if many and not any_fit and not part_devices:
+    together = many or largest <= FEW_DEVICES
+    if together and not any_fit and not part_devices:
         _price_all_counts(counts_by_explorer, ranking, slack)
     else:
         if ranking is None and not any_fit:

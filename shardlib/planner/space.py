@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
+from shardlib.cost.facts import traits
 from shardlib.cost.framework import ANY_PLAN, XLA, Abilities, FrameworkProfile
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Tally
@@ -115,7 +116,9 @@ def _attention_options(
     kernel = OF_VENDOR.get(chip.vendor, "traced")
     applies = calls and kernel != "traced" and not _kernel_refusal(problem, chip, kernel)
     kernels = [kernel] if applies and profile.attention == "traced" else []
-    blocks = ["blocks"] if calls and profile.attention == "traced" else []
+    # in blocks attention needs what a kernel needs without tiles, more buffers, and longer
+    dominated = kernels and not traits(chip.vendor).lanes
+    blocks = ["blocks"] if calls and profile.attention == "traced" and not dominated else []
     for attention in (pinned,) if pinned else (*kernels, *blocks, "traced"):
         yield "all-gather", attention, None if attention == "traced" else False
     if kernel_in_ring in ("blocks", "traced") and calls:

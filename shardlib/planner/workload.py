@@ -509,6 +509,15 @@ class TallyCache:
         groups = self._grouped([items], self._other_colours)
         return ItemTallies(lists=1, segments=self._segments, groups=groups, components=())
 
+    def of_items(self, items: Iterable[Item], choice: Choice) -> Tally:
+        """The tally of some items under a choice."""
+        own = self._item_entries
+        return tallied(
+            entry
+            for item in items
+            for entry in own.entries(choice.restrict(item.colours), [(0, own.index_of(item))])
+        )
+
     def of_shardable(self, shardable: tuple[str, ...]) -> ModelTallies:
         """The tallies where the tensor axis may shard the given colours."""
         if shardable not in self._cache:
