@@ -656,14 +656,15 @@ def bytes_alive(
         spans: key -> first and last op index.
         weightings: arrays of bytes per key, one per hypothesis.
     """
-    profiles: list[np.ndarray] = []
-    for weights in weightings:
-        change = np.zeros(len(graph.ops) + 1)
-        for key, (birth, death) in spans.items():
-            change[birth] += weights[key]
-            change[death + 1] -= weights[key]
-        profiles.append(np.cumsum(change))
-    return profiles
+    keys, count = list(spans), len(graph.ops) + 1
+    births, deaths = np.array([*spans.values()], dtype=np.int64).reshape(-1, 2).T
+
+    def alive(weights: np.ndarray) -> np.ndarray:
+        own = np.asarray(weights, dtype=float)[keys]
+        born, dead = (np.bincount(ops, own, count) for ops in (births, deaths + 1))
+        return np.cumsum(born - dead)
+
+    return [alive(weights) for weights in weightings]
 
 
 #: Ops outside of loops over layers are a point of their own if they have this share of the peak of
@@ -719,16 +720,9 @@ def peaks(
     ranges = memory.live_ranges(live_ranges(facts, step, profile))
     producers = facts.graph.producers()
     spans = {number: (live.birth, live.death) for number, live in enumerate(ranges)}
-    alive = bytes_alive(
-        facts.graph,
-        spans,
-        [
-            sizes * np.array([parts.get(live.part, 1.0) for live in ranges])
-            for choice in choices
-            for sizes in [_sizes(facts, ranges, choice)]
-            for parts in _ZERO_SHARES
-        ],
-    )
+    shares = [np.array([parts.get(live.part, 1.0) for live in ranges]) for parts in _ZERO_SHARES]
+    sizes = [_sizes(facts, ranges, choice) for choice in choices]
+    alive = bytes_alive(facts.graph, spans, [own * share for own in sizes for share in shares])
     outside = np.array([facts.trips[op.region] <= 1 for op in facts.graph.ops])
     cache: dict[int, Item] = {}
 
