@@ -89,7 +89,11 @@ class Quote:
         assert placed is not None, "the candidate was priced on this machine"
         c = Meshes.placed([(how.mesh, placed)], [how.microbatches], pricer.topology)
         work, rest = (
-            pricer.tally(items, one.choice, c.degrees, len(load.layer_counts))
+            pricer.tally_terms(
+                ((item.segment, term) for item in items for term in item.terms(one.choice)),
+                c.degrees,
+                len(load.layer_counts),
+            )
             for items in (load.programs[how.remat, one.routes].work, load.stored)
         )
         plan = Plans(decisions=how, model=load.model, pricer=pricer, meshes=c)

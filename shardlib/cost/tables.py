@@ -910,12 +910,12 @@ class ItemEntries:
         offset = item.segment % self.segments * ROWS
         for term in item.terms(choice):
             key = item.segment == OUTSIDE_LAYERS, term
-            if (entries := self._of_terms.get(key)) is None:
-                entries = self._of_terms[key] = [
+            if key not in self._of_terms:
+                self._of_terms[key] = [
                     (row, self.index.index_of(measure), amount)
                     for row, measure, amount in coefficients(item.segment, term, self._profile)
                 ]
-            for row, measure, amount in entries:
+            for row, measure, amount in self._of_terms[key]:
                 yield offset + row, measure, amount
 
 
@@ -1002,17 +1002,12 @@ class Pricer:
             self.topology.chip, self.efficiency, self.outside_efficiency, degrees
         )
 
-    def tally(self, items: Iterable[Item], choice: Choice, degrees: Degrees, groups: int) -> Array:
-        """Quantities of some items under a choice: array [groups + 2, `ROWS`, degrees]; the
-        last two segments are `INSIDE_LAYER` and `OUTSIDE_LAYERS`.
-        """
-        terms = ((item.segment, term) for item in items for term in item.terms(choice))
-        return self.tally_terms(terms, degrees, groups)
-
     def tally_terms(
         self, terms: Iterable[tuple[int, Term]], degrees: Degrees, groups: int
     ) -> Array:
-        """Quantities of (segment, term) pairs, see `tally`."""
+        """Quantities of (segment, term) pairs: array [groups + 2, `ROWS`, degrees]; the last two
+        segments are `INSIDE_LAYER` and `OUTSIDE_LAYERS`.
+        """
         index, segments = MeasureIndex(), groups + 2
         tally = tallied(
             (segment % segments * ROWS + row, index.index_of(measure), amount)

@@ -925,8 +925,7 @@ def priced_space(
         if devices:
             counts_by_explorer[explorer] = (*counts_by_explorer.get(explorer, ()), devices)
     many = largest > min(MANY_DEVICES, MANY_DEVICES_PER_ROW * all_spaces[-1].limits.batch)
-    together = many or largest <= FEW_DEVICES
-    if together and not any_fit and not part_devices:
+    if (many or largest <= FEW_DEVICES) and not any_fit and not part_devices:
         _price_all_counts(counts_by_explorer, ranking, slack)
     else:
         if ranking is None and not any_fit:

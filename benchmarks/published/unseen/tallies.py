@@ -172,7 +172,11 @@ def tallied(quote: Quote, figures: Mapping[str, Any]) -> Tallied:
         kernels=kernels_of(kernels, c.degrees, pricer, (classes + 2) * ROWS),
         fixed=fixed.reshape(shape),
         launches=launches.reshape(shape),
-        rest=pricer.tally(load.stored, choice, c.degrees, classes),
+        rest=pricer.tally_terms(
+            ((item.segment, term) for item in load.stored for term in item.terms(choice)),
+            c.degrees,
+            classes,
+        ),
         used=quote.figures(),
     )
 
