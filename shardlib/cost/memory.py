@@ -658,13 +658,11 @@ def bytes_alive(
     """
     keys, count = list(spans), len(graph.ops) + 1
     births, deaths = np.array([*spans.values()], dtype=np.int64).reshape(-1, 2).T
-
-    def alive(weights: np.ndarray) -> np.ndarray:
-        own = np.asarray(weights, dtype=float)[keys]
-        born, dead = (np.bincount(ops, own, count) for ops in (births, deaths + 1))
-        return np.cumsum(born - dead)
-
-    return [alive(weights) for weights in weightings]
+    sizes = (np.asarray(weights, dtype=float)[keys] for weights in weightings)
+    return [
+        np.cumsum(np.bincount(births, own, count) - np.bincount(deaths + 1, own, count))
+        for own in sizes
+    ]
 
 
 #: Ops outside of loops over layers are a point of their own if they have this share of the peak of
