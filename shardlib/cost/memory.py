@@ -8,6 +8,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -722,12 +723,10 @@ def peaks(
     sizes = [_sizes(facts, ranges, choice) for choice in choices]
     alive = bytes_alive(facts.graph, spans, [own * share for own in sizes for share in shares])
     outside = np.array([facts.trips[op.region] <= 1 for op in facts.graph.ops])
-    cache: dict[int, Item] = {}
 
+    @cache
     def item(number: int) -> Item:
-        if number not in cache:
-            cache[number] = _item(facts, producers, ranges[number], memory)
-        return cache[number]
+        return _item(facts, producers, ranges[number], memory)
 
     def items(numbers: Iterable[int]) -> list[Item]:
         return [item(number) for number in sorted(numbers)]
