@@ -661,8 +661,8 @@ def bytes_alive(
     births, deaths = np.array([*spans.values()], dtype=np.int64).reshape(-1, 2).T
     sizes = (np.asarray(weights, dtype=float)[keys] for weights in weightings)
     return [
-        np.cumsum(np.bincount(births, own, count) - np.bincount(deaths + 1, own, count))
-        for own in sizes
+        np.cumsum(np.bincount(births, size, count) - np.bincount(deaths + 1, size, count))
+        for size in sizes
     ]
 
 
@@ -721,7 +721,7 @@ def peaks(
     spans = {number: (live.birth, live.death) for number, live in enumerate(ranges)}
     shares = [np.array([parts.get(live.part, 1.0) for live in ranges]) for parts in _ZERO_SHARES]
     sizes = [_sizes(facts, ranges, choice) for choice in choices]
-    alive = bytes_alive(facts.graph, spans, [own * share for own in sizes for share in shares])
+    alive = bytes_alive(facts.graph, spans, [size * share for size in sizes for share in shares])
     outside = np.array([facts.trips[op.region] <= 1 for op in facts.graph.ops])
 
     @cache

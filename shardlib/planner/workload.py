@@ -511,11 +511,11 @@ class TallyCache:
 
     def of_items(self, items: Iterable[Item], choice: Choice) -> Tally:
         """The tally of some items under a choice."""
-        own = self._item_entries
+        source = self._item_entries
         return tallied(
             entry
             for item in items
-            for entry in own.entries(choice.restrict(item.colours), [(0, own.index_of(item))])
+            for entry in source.entries(choice.restrict(item.colours), [(0, source.index_of(item))])
         )
 
     def of_shardable(self, shardable: tuple[str, ...]) -> ModelTallies:
