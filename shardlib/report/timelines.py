@@ -10,7 +10,6 @@ times in microseconds.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -22,8 +21,8 @@ from shardlib.graph import Graph
 from shardlib.layout import KINDS as COLLECTIVE_KINDS
 from shardlib.planner.parts import microbatches_text
 from shardlib.planner.plan import Plan
-from shardlib.report.elements import percent_text, seconds_text
-from shardlib.report.markup import BLUE, GREEN, ORANGE, PURPLE, render
+from shardlib.report.elements import TIE, percent_text, seconds_text
+from shardlib.report.markup import BLUE, GREEN, ORANGE, PURPLE, render, round_steps
 from shardlib.report.text import lanes, parts_of
 from shardlib.schedules import (
     BACKWARD,
@@ -88,6 +87,7 @@ class Timeline:
         seconds: of the ticks, from the first to the last.
         beside: (what, seconds) of the step beside the ticks.
         exchange: what islands exchange, in the order of use; None where steps do not wait for it.
+        since: where what is drawn begins, from the start of the ticks.
     """
 
     name: str
@@ -97,6 +97,7 @@ class Timeline:
     seconds: float
     beside: tuple[tuple[str, float], ...] = ()
     exchange: Any = None
+    since: float = 0.0
 
     __repr__ = compact
 
@@ -114,6 +115,28 @@ class Timeline:
     def of(self, stage: int) -> tuple[Slice, ...]:
         """The slices of one stage."""
         return tuple(part for part in self.slices if part.stage == stage)
+
+    @property
+    def closer(self) -> tuple[Timeline, ...]:
+        """The passes of the first microbatch through the first layers of every stage, where the
+        slices of the whole are too short to be named.
+        """
+        named = [(piece.kind, piece.label) for piece in self.slices if piece.kind != IDLE]
+        if any(s.seconds * _COLUMNS > len(s.label) * self.seconds for s in self.slices if s.label):
+            return ()
+        passes: list[Timeline] = []
+        for key in dict.fromkeys(name for name in named if name[1] == named[0][1]):
+            through = [piece for piece in self.slices if (piece.kind, piece.label) == key]
+            since = min(piece.start for piece in through)
+            end = max(piece.end for piece in through)
+            slices = tuple(
+                replace(piece, start=start, seconds=min(piece.end, end) - start)
+                for piece in self.slices
+                if (start := max(piece.start, since)) < min(piece.end, end) - self.seconds * TIE
+            )
+            passed = replace(self, slices=slices, since=since, seconds=end - since, beside=())
+            passes.append(replace(passed, name=name_of(through[0]), exchange=None))
+        return tuple(passes)
 
     def svg(self) -> str:
         """The timeline as an SVG document that fetches nothing."""
@@ -144,43 +167,39 @@ class Timeline:
         return "\n".join([self._stages_text(), *([exchange] if exchange else [])])
 
     def _stages_text(self) -> str:
-        rows = [
-            f"stage {stage:<{len(str(self.stages - 1))}}  {self._row(stage)}"
-            for stage in range(self.stages)
-        ]
-        legend = ", ".join(
-            f"{_FILL[kind]} {_NAMES[kind]}"
-            for kind in KINDS
-            if kind != IDLE and any(part.kind == kind for part in self.slices)
+        closer = [line for passed in self.closer for line in ("", passed.told, *passed.rows)]
+        kinds = {piece.kind for piece in self.slices} - {IDLE}
+        legend = ", ".join(f"{_FILL[kind]} {_NAMES[kind]}" for kind in KINDS if kind in kinds)
+        beside = [f" + {what} {seconds_text(seconds)}" for what, seconds in self.beside if seconds]
+        figures = (
+            f"{legend}; numbers are microbatches, a column is"
+            f" {seconds_text(self.seconds / _COLUMNS)}{' above' if closer else ''}\n{self.name}:"
+            f" ticks {seconds_text(self.seconds)}, of which stages wait"
+            f" {percent_text(self.bubble)}{''.join(beside)} = a step of"
+            f" {seconds_text(self.step_seconds)}\n"
         )
-        beside = "".join(
-            f" + {what} {seconds_text(seconds)}" for what, seconds in self.beside if seconds > 0
-        )
+        return "\n".join([self.title, *self.rows, *closer, "", figures])
+
+    @property
+    def told(self) -> str:
+        """What a pass is, and when."""
+        times = [seconds_text(time) for time in (self.since, self.since + self.seconds)]
         return (
-            "\n".join(
-                [
-                    self.title,
-                    *(row.rstrip() for row in rows),
-                    "",
-                    (
-                        f"{legend}; numbers are microbatches, a column is"
-                        f" {seconds_text(self.seconds / _COLUMNS)}"
-                    ),
-                    (
-                        f"{self.name}: ticks {seconds_text(self.seconds)}, of which stages wait"
-                        f" {percent_text(self.bubble)}{beside} = a step of"
-                        f" {seconds_text(self.step_seconds)}"
-                    ),
-                ]
-            )
-            + "\n"
+            f"closer, {self.name}: the first microbatch in the first layers of every stage,"
+            f" {' to '.join(times)}"
         )
+
+    @property
+    def rows(self) -> list[str]:
+        """A line of text for each stage."""
+        width = len(str(self.stages - 1))
+        return [f"stage {n:<{width}}  {self._row(n)}".rstrip() for n in range(self.stages)]
 
     def _row(self, stage: int) -> str:
         """A stage in `_COLUMNS` columns; labels stand where they fit."""
         cells, scale = [" "] * _COLUMNS, _COLUMNS / self.seconds if self.seconds else 0.0
         for part in self.of(stage):
-            first, last = round(part.start * scale), round(part.end * scale)
+            first, last = (round((time - self.since) * scale) for time in (part.start, part.end))
             label = part.label if part.kind != IDLE and len(part.label) < last - first else ""
             cells[first:last] = f"{label:{_FILL[part.kind]}<{last - first}}" if last > first else ""
         return "".join(cells)
@@ -394,23 +413,25 @@ _NAMES = {
 
 
 def timeline_svg(*timelines: Timeline) -> str:
-    """Returns the picture of timelines, a complete SVG document; all have one scale of seconds."""
-    longest = max((timeline.step_seconds for timeline in timelines), default=0.0) or 1.0
+    """Returns the picture of timelines, a complete SVG document; all have one scale of seconds, and
+    so have their closer views.
+    """
     kinds = {piece.kind for timeline in timelines for piece in timeline.slices}
     kinds |= {"beside" for timeline in timelines if timeline.beside}
-    # lines of the grid at round numbers of seconds, about eight of them
-    power = 10.0 ** math.floor(math.log10(longest / 8))
-    step = next(power * factor for factor in (1, 2, 5, 10) if longest / (power * factor) <= 8)
+    closer = [passed for timeline in timelines for passed in timeline.closer]
+    panels = [
+        (group, (WIDTH - LEFT - RIGHT) / longest, round_steps(longest, 8))
+        for group in (timelines, closer)
+        if (longest := max((each.step_seconds for each in group), default=0.0))
+    ]
     return render(
         "report/templates/timeline.svg",
         title=timelines[0].title if timelines else "",
-        timelines=timelines,
+        panels=panels,
         width=WIDTH,
         left=LEFT,
         top=TOP,
         row=ROW,
-        scale=(WIDTH - LEFT - RIGHT) / longest,
-        ticks=[k * step for k in range(int(longest / step) + 1)],
         legend=[(_NAMES[kind], colour) for kind, colour in _COLOURS.items() if kind in kinds],
         colours=_COLOURS,
         name_of=name_of,

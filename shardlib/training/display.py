@@ -149,15 +149,9 @@ class Display:
             kept: the saved step; None if nothing is saved.
         """
         after = f", loss {loss:.3f}" if math.isfinite(loss) else ""
-        saved = (
-            "nothing was saved"
-            if kept is None
-            else (
-                f"step {kept} is saved, and the same command goes on there"
-                if kept
-                else "nothing was saved yet"
-            )
-        )
+        saved = "nothing was saved yet" if kept == 0 else "nothing was saved"
+        if kept:
+            saved = f"step {kept} is saved, and the same command goes on there"
         self.say(f"stopped by {reason} after {step} of {self._steps} steps{after}; {saved}")
 
 
@@ -197,34 +191,14 @@ def figures_table(predicted: Figures, measured: Figures, busy: float | None = No
     for column in table.columns[1:]:
         column.justify = "right"
     rows = (
-        (
-            "step",
-            predicted.step_seconds,
-            measured.step_seconds,
-            lambda value: f"{value * 1e3:,.1f} ms",
-        ),
-        (
-            "tokens a second",
-            predicted.tokens_per_second,
-            measured.tokens_per_second,
-            lambda value: f"{value:,.0f}",
-        ),
-        (
-            "peak memory of a device",
-            predicted.device_bytes,
-            measured.device_bytes,
-            lambda value: f"{value / 2**20:,.1f} MiB",
-        ),
+        ("step", "step_seconds", 1e3, "{:,.1f} ms"),
+        ("tokens a second", "tokens_per_second", 1.0, "{:,.0f}"),
+        ("peak memory of a device", "device_bytes", 2**-20, "{:,.1f} MiB"),
     )
-    for name, predicted_value, measured_value, text in rows:
-        table.add_row(
-            name,
-            text(predicted_value),
-            text(measured_value),
-            f"{measured_value / predicted_value:.2f}"
-            if predicted_value and (compared or "memory" in name)
-            else "-",
-        )
+    for name, figure, unit, text in rows:
+        before, after = getattr(predicted, figure), getattr(measured, figure)
+        ratio = f"{after / before:.2f}" if before and (compared or "memory" in name) else "-"
+        table.add_row(name, text.format(before * unit), text.format(after * unit), ratio)
     return table
 
 

@@ -73,10 +73,11 @@ def test_the_command_prints_what_follows_it_and_the_picture_is_of_its_plan(shell
     code, out, _ = shell(*words, "--out", f"{tmp_path}/p.json")
     assert code == 0
     compare(shown, out)
-    shell("explain", f"{tmp_path}/p.json", "--svg", f"{tmp_path}/p.svg")
-    stored = ROOT / "docs" / "pictures" / "llama3-405b.svg"
-    again = "shardlib explain plan.json --svg docs/pictures/llama3-405b.svg"
-    assert (tmp_path / "p.svg").read_text() == stored.read_text(), f"old; make it again: {again}"
+    for command, name in (("explain", "llama3-405b"), ("timeline", "llama3-405b-timeline")):
+        shell(command, f"{tmp_path}/p.json", "--svg", f"{tmp_path}/p.svg")
+        stored = ROOT / "docs" / "pictures" / f"{name}.svg"
+        again = f"shardlib {command} plan.json --svg docs/pictures/{name}.svg"
+        assert (tmp_path / "p.svg").read_text() == stored.read_text(), f"old; make again: {again}"
 
 
 def test_the_readme_is_short_and_its_code_narrow():

@@ -27,11 +27,12 @@ from shardlib.report.pages import (
 from shardlib.report.text import LABELS, lanes, parameter_rows
 from tests.planner import worlds
 from tests.planner.fixture_plan import PLAN
-from tests.report.fixture_page import text_of
+from tests.report.fixture_page import page, text_of
 
 
 def test_tags_balance():
     text_of(html_report(PLAN))
+    assert "input of layers.mlp.up" in text_of(page())
 
 
 def test_data_and_names_cannot_leave_their_element():

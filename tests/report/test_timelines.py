@@ -114,3 +114,29 @@ def test_time_that_is_waited_in_lockstep_has_no_microbatch() -> None:
     assert "waits in lockstep" in timeline_svg(
         Timeline(name="measured", title="", stages=1, slices=(piece,), seconds=1.0)
     )
+
+
+def test_slices_too_short_for_a_name_are_drawn_closer() -> None:
+    assert PREDICTED.closer == ()
+    table = Timetable(schedule="gpipe", stages=4, microbatches=4, virtual=16)
+    whole = made("predicted", lockstep(table, DURATIONS))
+    forward, backward = whole.closer
+    assert (forward.name, backward.name) == ("forward a0", "backward a0")
+    for part, first in ((forward, 0), (backward, 3)):
+        assert part.seconds < whole.seconds / 10
+        assert part.slices and all(
+            part.since <= one.start and one.end <= part.since + part.seconds * 1.000001
+            for one in part.slices
+        )
+        assert {one.label for one in part.of(first)} >= {"a0"} and part.closer == ()
+        assert [one.start for one in part.slices if one.label == "a0"] == [
+            one.start
+            for one in whole.slices
+            if (one.kind, one.label) == (part.slices[0].kind, "a0")
+        ]
+    text, drawn = str(whole), timeline_svg(whole)
+    for words in (forward.told, backward.told):
+        assert words in text and words in drawn
+    root = ElementTree.fromstring(drawn)
+    named = [one.text for one in root.iter(f"{SVG}text") if one.attrib.get("class") == "in"]
+    assert named.count("a0") == 8
