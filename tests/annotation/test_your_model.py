@@ -166,6 +166,7 @@ def test_the_average_is_that_of_the_parameters() -> None:
     assert abs(found - float(scope["loss"](params, scope["batch"]))) > 1e-4
 
 
+@pytest.mark.long
 def test_what_was_trained_answers() -> None:
     assert run("generation")["answers"] == [[5, 6, 7, 8], [8, 0, 1, 2]]
 

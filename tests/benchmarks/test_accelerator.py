@@ -40,6 +40,7 @@ def test_the_file_is_the_machine_with_its_shares(tmp_path: Path) -> None:
             assert one.bytes_per_s == pytest.approx(other.bytes_per_s)
 
 
+@pytest.mark.long
 def test_it_runs_on_simulated_devices(tmp_path: Path) -> None:
     found = accelerator.run(
         "cpu:1", [(SMALL, 4, 16)], side=64, numbers=1 << 10, repeats=2, file=tmp_path / "m.toml"

@@ -37,6 +37,7 @@ class WithoutKernel(HandLlama):
         return jnp.einsum("bhqk,bkhw->bqhw", jax.nn.softmax(scores).astype(value.dtype), value)
 
 
+@pytest.mark.long
 def test_loss_is_that_of_the_reference_model() -> None:
     init, loss = models.build(CONFIG)
     model = init(nnx.Rngs(0))

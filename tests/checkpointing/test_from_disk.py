@@ -74,6 +74,7 @@ def saved(first, tmp_path_factory):
     return checkpoints._folder.path, kept, losses
 
 
+@pytest.mark.long
 def test_goes_on_from_disk_to_disk(first, saved, monkeypatch):
     path, kept, losses = saved
     monkeypatch.setattr(store, "PORTION", 5000)
@@ -87,6 +88,7 @@ def test_goes_on_from_disk_to_disk(first, saved, monkeypatch):
     assert found == losses
 
 
+@pytest.mark.long
 def test_goes_on_in_memory_and_back_on_disk(saved, folder, tmp_path):
     path, kept, losses = saved
     other = program("tensor")

@@ -87,6 +87,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, float]:
     return folder, kept, float(first.step(state, BATCH)[1]["loss"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["tensor", "zero-2", "stages"])
 def test_goes_on_under_another_plan(name: str, saved):
     folder, kept, expected = saved

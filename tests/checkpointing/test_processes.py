@@ -86,6 +86,7 @@ def test_four_processes_read_and_write_hugging_face_files(tmp_path: Path):
     )
 
 
+@pytest.mark.long
 def test_no_room(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """Files may not grow beyond a few bytes: the save fails, the state and what was saved before
     are as they were. One error says so, and no thread of a library logs its own.

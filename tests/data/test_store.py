@@ -230,6 +230,7 @@ print(read(sys.argv[1], seq=4, tokenizer=Tokens(), cache=sys.argv[2]).digest)
 """
 
 
+@pytest.mark.long
 def test_processes_wait_for_the_one_that_tokenises(tmp_path: Path):
     texts = texts_of(tmp_path / "texts")
     command = [

@@ -85,6 +85,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_it_is_pinned_and_stored(answers: dict[str, Any]) -> None:
     assert (answers["usual"], answers["pinned"]) == ("one", "two")
     assert answers["told apart"] and answers["again"]

@@ -34,6 +34,7 @@ def test_every_example_is_run() -> None:  # that of federated learning needs Flo
     assert {path.stem for path in FOLDER.glob("*.py")} == {*LEARNS, "federated_text"}
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", LEARNS)
 def test_the_example_learns(name: str) -> None:

@@ -89,6 +89,7 @@ def squeezed(text: str) -> str:
     return re.sub(r"\s+", " ", text.replace('"', "").replace(",", " "))
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row[0]}-{row[2][:40]}" for row in ROWS])
 def test_what_another_framework_calls_it_is_planned(row: tuple[str, str, str, str]):

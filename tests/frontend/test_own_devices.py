@@ -79,6 +79,7 @@ def test_steps_run_on_the_devices_that_their_topology_names() -> None:
     assert used(state) == set(last)
 
 
+@pytest.mark.long
 def test_a_key_in_place_of_a_seed_gives_the_same_numbers() -> None:
     dense = nn.Dense(8)
     programs = [

@@ -118,6 +118,7 @@ def test_state_that_steps_update_is_refused(way: Any) -> None:
         )
 
 
+@pytest.mark.long
 def test_batches_and_states_that_do_not_fit() -> None:
     program = compiled(optax.sgd(0.1), exchange=ISLANDS)
     state = program.init(0)

@@ -53,6 +53,7 @@ def zeros(name: str) -> np.ndarray:
     return np.zeros(jax.eval_shape(weights, jax.random.key(0))[name].shape, np.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pin", MESHES, ids=str)
 def test_power_sgd_is_a_loop_over_replicas(pin: dict[str, Any]) -> None:
     optimizer = optax.sgd(0.5)
@@ -67,6 +68,7 @@ def test_power_sgd_is_a_loop_over_replicas(pin: dict[str, Any]) -> None:
     against(program, power_sgd, kept, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pin", MESHES[1:3], ids=str)
 def test_the_largest_numbers_are_a_loop_over_replicas(pin: dict[str, Any]) -> None:
     optimizer = optax.sgd(0.2)
@@ -214,6 +216,7 @@ def test_guards_and_programs_of_stages_are_refused() -> None:
         )
 
 
+@pytest.mark.long
 def test_density_falls_over_the_first_steps() -> None:
     program: Any = compiled(
         optax.sgd(0.1), exchange="compressed:2:topk:density=0.01:warm_up=3", mesh={"fsdp": 4}

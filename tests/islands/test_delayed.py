@@ -53,6 +53,7 @@ def test_no_program_moves_anything_between_islands() -> None:
     assert "by copies between islands" in str(found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wire", ["float32", "bfloat16", "int8", "int4"])
 def test_copies_are_the_bytes_that_were_planned(wire: str) -> None:
     made: Any = small("zero-3", exchange=f"diloco:2:4:delay=2:wire={wire}")
@@ -89,6 +90,7 @@ def test_copies_arrive_while_programs_run() -> None:
         assert all(one.sharding.device_set == {*mesh.devices.flat} for one in mine)
 
 
+@pytest.mark.long
 def test_other_islands_go_on_with_the_mean_of_what_was_on_the_way(tmp_path: Path) -> None:
     exchange = "diloco:{}:4:rate=0.5:momentum=0.8:delay=2"
     two: Any = small("two", exchange=exchange.format(2))
@@ -108,6 +110,7 @@ def test_other_islands_go_on_with_the_mean_of_what_was_on_the_way(tmp_path: Path
         np.testing.assert_allclose(mine, wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 def test_a_checkpoint_without_a_delay_goes_on_with_one(tmp_path: Path) -> None:
     plain: Any = small("two", exchange="diloco:2:4")
     state = stepped(plain, plain.init(0), 0, 5)
@@ -121,6 +124,7 @@ def test_a_checkpoint_without_a_delay_goes_on_with_one(tmp_path: Path) -> None:
     assert stepped(made, found, 5, 9).step == 9
 
 
+@pytest.mark.long
 def test_steps_wait_for_what_takes_longer_than_they_do() -> None:
     config = models.load("gpt2-small")
     init, model_loss = models.build(config)

@@ -106,6 +106,7 @@ def fragments_of(program: Any, like: Tree) -> list[Tree]:
     return masks
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pin", "more"),
     [
@@ -153,6 +154,7 @@ def test_islands_are_a_loop_over_replicas(pin: dict[str, Any], more: str) -> Non
     assert state.step == STEPS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "exchange"),
     [
@@ -271,6 +273,7 @@ def test_keys_of_the_batch_differ_by_island(make: Any) -> None:
     assert losses[0] != losses[1]
 
 
+@pytest.mark.long
 def test_fit_trains_islands() -> None:
     program: Any = compiled(optax.adamw(1e-2), exchange="diloco:2:3", **{"mesh.fsdp": 2})
     found = shardlib.fit(program, rows, steps=7)

@@ -38,6 +38,7 @@ def test_more_fragments_than_parts_are_refused() -> None:
         compiled(optax.sgd(0.1), exchange="diloco:2:60:fragments=30", mesh={"fsdp": 4}, zero=3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("wire", "within"), [("bfloat16", 2**-8), ("int8", 2**-6), ("int4", 0.2)])
 def test_what_crosses_in_a_narrow_dtype_is_nearly_the_mean(wire: str, within: float) -> None:
     def program(form: str) -> Any:
@@ -79,6 +80,7 @@ def test_packed_numbers_are_those_of_a_plain_formula(wire: str) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pin", "islands"),
     [
@@ -130,6 +132,7 @@ def test_after_as_many_meetings_as_distances_all_islands_have_the_mean() -> None
         )
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("exchange", "kinds"),

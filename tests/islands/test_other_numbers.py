@@ -84,6 +84,7 @@ def test_two_islands_become_one(saved: Any) -> None:
     assert int(after.step) == 7 and np.isfinite(metrics["loss"])
 
 
+@pytest.mark.long
 def test_two_islands_become_four(saved: Any) -> None:
     folder, state = saved
     found = restored(folder, made := program("two", exchange=FOUR)).state
@@ -147,6 +148,7 @@ def _islands(found: Any) -> Any:
     return found.state.islands
 
 
+@pytest.mark.long
 def test_what_cannot_be_averaged_is_an_error(tmp_path: Path) -> None:
     def init(params: Any) -> Any:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.int8), params)
@@ -188,6 +190,7 @@ def test_another_optimizer_or_model_is_an_error(saved: Any) -> None:
         restored(folder, strange)
 
 
+@pytest.mark.long
 def test_a_run_goes_on_as_another_number_of_islands(tmp_path: Path) -> None:
     settings = {"save_every": 3, "loggers": ()}
 
@@ -230,6 +233,7 @@ def test_islands_go_on_with_the_mean_of_what_was_not_sent(tmp_path: Path) -> Non
     assert_same(after.islands[0].params, after.islands[3].params)
 
 
+@pytest.mark.long
 def test_one_goes_on_with_compressed_gradients_and_back(tmp_path: Path) -> None:
     one, two = alone(), program("two", exchange="compressed:2:topk:density=0.1")
     state = stepped(one, one.init(0), 0, 2)

@@ -52,6 +52,7 @@ def test_what_it_keeps_and_moves_is_arithmetic():
     assert seldom.estimate.seconds.exchange == pytest.approx(made.estimate.seconds.exchange / 100)
 
 
+@pytest.mark.long
 def test_plans_can_be_asked():
     made = planned("2*v5e:2x4", **ISLANDS)
     others = made.alternatives(3)

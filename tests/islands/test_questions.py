@@ -111,6 +111,7 @@ def test_where_steps_wait_for_the_network_islands_are_spoken_of() -> None:
     assert not spoken(planned(machine, exchange="diloco:2:10"))
 
 
+@pytest.mark.long
 def test_islands_of_a_part_of_what_the_links_join_meet_over_the_links() -> None:
     """A plan with half of a cluster's devices: its islands would be one in each cluster."""
     config = models.load("gpt2-small")

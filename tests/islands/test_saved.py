@@ -53,6 +53,7 @@ def test_islands_are_restored_bit_for_bit(made: Any, saved: Any, number: int) ->
         assert np.ndim(leaf) == 0 or leaf.sharding.is_equivalent_to(asked.sharding, leaf.ndim)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "exchange",
     [
@@ -115,6 +116,7 @@ def test_a_damaged_one_is_said_and_the_one_before_is_used(
         assert (folder / "6.damaged").is_dir()
 
 
+@pytest.mark.long
 def test_the_optimizer_starts_anew_where_asked(saved: Any) -> None:
     other = program("zero-3", optimizer=optax.sgd(0.1, momentum=0.9))
     checkpoints = Checkpoints(saved[0], read_only=True)

@@ -168,6 +168,7 @@ def test_a_process_that_is_killed_is_followed_by_another(tmp_path: Path) -> None
     assert [written[step]["loss"] for step in range(1, STEPS + 1)] == [*wanted.losses]
 
 
+@pytest.mark.long
 def test_the_number_of_islands_is_no_other_run_and_how_they_meet_is(tmp_path: Path) -> None:
     made = program("zero-1")
     run(made, tmp_path)
@@ -209,6 +210,7 @@ class Numbers:
         return {name: array[rows] for name, array in test_diloco.rows(step).items()}
 
 
+@pytest.mark.long
 def test_a_dataset_gives_what_a_function_gives() -> None:
     pin = {"mesh": {"fsdp": 2, "tensor": 2}, "exchange": "diloco:2:3"}
     made: Any = test_diloco.compiled(optax.adamw(1e-2), **pin)

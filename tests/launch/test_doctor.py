@@ -261,6 +261,7 @@ def test_a_host_without_a_name_and_one_with_other_devices(tmp_path):
     )
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     any(file for form in _DRIVERS for file in Path("/dev").glob(form)),
     reason="this machine has an accelerator",

@@ -169,6 +169,7 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SHOW = "import os, jax; print(jax.jit(abs)(-jax.device_count()), os.environ['XLA_FLAGS'])"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -177,6 +177,7 @@ def test_a_stop_is_passed_on(tmp_path: Path):
     )
 
 
+@pytest.mark.long
 def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path):
     """Neither its processes nor what those have started."""
     begin = (

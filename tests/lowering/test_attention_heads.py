@@ -74,6 +74,7 @@ def test_a_step_is_that_of_one_device_and_moves_what_the_plan_lists(heads, group
         assert compiled == planned
 
 
+@pytest.mark.long
 def test_shared_heads_are_exchanged_and_nothing_is_gathered():
     _, program = sharded(of_heads(8, 4), SEQUENCE, "none")
     # Queries and results with their gradients, and keys and values of half as many heads; what the
@@ -82,6 +83,7 @@ def test_shared_heads_are_exchanged_and_nothing_is_gathered():
     assert bytes_over_tensor(program)[0] == {"all-to-all": CONFIG.layers * part * (4 + 4 // 2)}
 
 
+@pytest.mark.long
 def test_no_product_is_gathered_along_keys_of_sharded_width():
     _, program = sharded(of_heads(8, 2), WIDTH, "none")
     compiled, planned = bytes_over_tensor(program)

@@ -35,6 +35,7 @@ def alone():
     return _three_steps(small.program(SGD(), {"mesh": {"data": 1}}))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "order"), ORDERS, ids=str)
 def test_programs_compute_what_one_device_does(mesh, order, alone):
     zero = 3 if "fsdp" in mesh else 0

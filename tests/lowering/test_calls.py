@@ -287,6 +287,7 @@ def read(topology: str, context: str = ""):
     return trained(Reader, reading, documents(), topology, pin, batch_axes=axes)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("context", ["ring", "ulysses"])
 def test_a_users_model_with_documents_and_no_causal_mask(context):
     equal(read("cpu:8", context), read("cpu:1"))
@@ -319,6 +320,7 @@ def test_experts_of_what_the_batch_has(shape):
     )  # the batch has no gradient that would come home
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "pin", "message"),
     [

@@ -304,6 +304,7 @@ def loss(params, batch):
     return small.loss(params, batch), {**NUMBERS, "rows": batch["weight"].shape[0]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pin",
     [

@@ -155,6 +155,7 @@ def on_one_device(form, routing):
     return jax.jit(functools.partial(slopes, run))(arrays(gated=form.gated), ROUTINGS[routing])
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(("axes", "capacity"), MESHES, ids=str)
 def test_results_gradients_and_drops_are_those_of_one_device(axes, capacity):

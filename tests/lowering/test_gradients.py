@@ -113,6 +113,7 @@ def test_gradients_of_cut_weights_are_scattered_and_not_reduced_whole():
     assert sum(c.total_bytes for c in found if c.kind == "all-reduce") <= whole + 64
 
 
+@pytest.mark.long
 def test_lookups_cut_along_rows_or_columns_and_indices_out_of_range():
     table = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
     tokens = np.array([[0, 3, 15, 99], [5, 5, 5, 1], [2, 7, 8, 9], [14, 13, 0, 0]] * 2, np.int32)

@@ -90,6 +90,7 @@ def trained(program):
     return state.params
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "pin"),
     [

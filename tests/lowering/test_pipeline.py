@@ -147,6 +147,7 @@ def test_loss_metrics_and_gradients_equal_the_unsharded_model(
         assert stash_waits_in_host_memory(p)
 
 
+@pytest.mark.long
 def test_three_stages_hand_on_what_they_make():
     """In every run: two stages do not tell one direction of a hop from the other."""
     steps_like_the_unsharded_model(program({"stage": 3}, 4, "1f1b"))

@@ -205,6 +205,7 @@ def test_reductions_in_another_dtype_than_the_plans_are_found():
     assert list(wire_dtypes(dataclasses.replace(plan, dtypes=()), wide)) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("numbers", "left", "right"),
     [

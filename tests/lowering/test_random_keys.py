@@ -109,6 +109,7 @@ PINS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("loss", "raw"),
@@ -132,6 +133,7 @@ def test_a_key_of_the_batch(pin, loss, raw):
     assert program.put(given)["key"].dtype == given["key"].dtype
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("parts", [1, 4])
 def test_keys_of_rows_are_split_like_rows(parts):
     given = batch(jax.random.split(jax.random.key(7), ROWS))
@@ -195,6 +197,7 @@ def rows(count=8):
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("guards", [None, shardlib.Guards(clip=1e6, scale=4.0)], ids=["", "guards"])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_streams_of_nnx_advance_from_step_to_step_and_through_checkpoints(parts, guards, tmp_path):

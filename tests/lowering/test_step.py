@@ -86,6 +86,7 @@ def test_loss_metrics_and_gradients_equal_the_unsharded_model(mesh):
     assert int(state.step) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_zero_stages_compute_the_same_and_hold_less(zero):
     mesh = {"fsdp": 8}

@@ -129,6 +129,7 @@ def test_a_frozen_array_of_no_elements():
     )
 
 
+@pytest.mark.long
 def test_a_step_and_stages_with_frozen_arrays_of_4_bits():
     def loss(params: Any, batch: Any) -> jax.Array:
         def layer(x: jax.Array, given: Any) -> Any:

@@ -321,6 +321,7 @@ def test_a_cache_that_cannot_be_written_does_no_harm(
     assert measured_cpu(8).chip.launch_s == 4.0
 
 
+@pytest.mark.long
 def test_one_device_keeps_the_static_links(cache: Path):
     machine, static = measured_cpu(1), topology("cpu:1")
     assert machine.tiers == static.tiers

@@ -273,6 +273,7 @@ def test_the_loss_holds_no_gather_on_the_logits():
     assert text.count("gather") == text.count("gather[") == 1  # the embedding
 
 
+@pytest.mark.long
 def test_parameters_are_made_outside_and_inside_a_mesh():
     mesh = jax.sharding.Mesh(
         np.array(jax.devices()[:2]), ("data",), axis_types=(jax.sharding.AxisType.Auto,)

@@ -141,6 +141,7 @@ def test_answers_are_those_of_merged_weights(
     assert engine.schedule.pool.available == data * sizes.all_pages
 
 
+@pytest.mark.long
 def test_adapters_come_while_others_are_served(right: list[Request]):
     engine = Engine(Model, forward, capacity=SIZES, check=False)
     engine.adapt("a", adapter(3))

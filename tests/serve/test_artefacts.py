@@ -44,6 +44,7 @@ print(json.dumps({{name: np.asarray(found[name], np.float32).tolist() for name i
     return json.loads(ran.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_a_classifier_runs_without_shardlib(tmp_path: Path):
     with pytest.raises(SystemExit) as ended:
@@ -66,6 +67,7 @@ def test_a_classifier_runs_without_shardlib(tmp_path: Path):
         np.testing.assert_array_equal(found["best"], wanted["best"])
 
 
+@pytest.mark.long
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["gpt2", "mixtral-8x7b"])
 def test_a_language_model_runs_without_shardlib(name: str, tmp_path: Path):

@@ -14,6 +14,7 @@ from shardlib.serve.cache import all_plain
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
+@pytest.mark.long
 def test_the_program_of_the_page_answers_as_its_forward_pass(capsys: pytest.CaptureFixture[str]):
     program, _ = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict[str, Any] = {}

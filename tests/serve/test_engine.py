@@ -58,6 +58,7 @@ POSITIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", POSITIONS)
 def test_positions_are_found_however_they_are_made(how: str):
     init = shardlib.tree(own_weights, AXES)
@@ -412,6 +413,7 @@ def _with_sink(params: dict[str, jax.Array], tokens: jax.Array) -> jax.Array:
     return (x + shardlib.attention(x[:, :, None], rows, rows)[:, :, 0]) @ params["out"]
 
 
+@pytest.mark.long
 def test_attention_sinks_and_constants_among_the_params_are_refused():
     sizes = Capacity(longest=16, slots=1)
     with pytest.raises(ModelError, match="looks at other tokens"):

@@ -83,6 +83,7 @@ ACTS = st.lists(
 )
 
 
+@pytest.mark.long
 @settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -114,6 +114,7 @@ def linen_case() -> tuple[Any, Any, Any]:
 CASES = {"nnx": nnx_case, "linen": linen_case, "recurrent": recurrent_case}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_without_a_cache(case: str):
     init, forward, plain = CASES[case]()
@@ -156,6 +157,7 @@ def test_tokens_are_those_without_a_cache(case: str):
     assert engine.schedule.pool.available == SIZES.slots
 
 
+@pytest.mark.long
 def test_other_weights_and_seeds_are_served_as_over_pages():
     init, forward, _ = nnx_case()
     engine = Engine(init, forward, weights=4, capacity=SIZES)

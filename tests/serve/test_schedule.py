@@ -238,6 +238,7 @@ class Served:
                 self.schedule.release(share.request)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.floats(0.25, 4), min_size=2, max_size=4),

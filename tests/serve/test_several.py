@@ -44,6 +44,7 @@ def served() -> dict[str, Engine]:
     return engines()
 
 
+@pytest.mark.long
 def test_answers_are_those_of_each_model_alone(served: dict[str, Engine]):
     draw, models = np.random.default_rng(0), Models(served)
     asked = [

@@ -177,6 +177,7 @@ def test_a_source_is_looked_at_by_the_same_function_as_tokens():
     assert len({tuple(one.answer) for one in requests}) > 2
 
 
+@pytest.mark.long
 def test_other_weights_encode_anew():
     engine = Engine(Model, forward, capacity=SIZES, check=False)
     engine.encode_with(encode, longest=SOURCE)

@@ -230,6 +230,7 @@ def test_devices_that_share_weights_hold_arrays():
     assert not any(isinstance(one, Columns) for one in leaves)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("cast", [("up",), ("up", "down")])
 def test_stacks_that_are_cast_before_a_loop_are_served(cast: tuple[str, ...]):
     def init(key: jax.Array) -> dict[str, jax.Array]:

@@ -101,6 +101,7 @@ def test_a_run_gives_the_weights_of_its_newest_checkpoint(folder: Path):
     assert named(str(folder)).version == "step 6"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -69,6 +69,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "out"
 
 
+@pytest.mark.long
 def test_the_configuration_of_a_single_pass(repository: Path):
     text = (repository / "classifier" / "config.pbtxt").read_text()
     assert text.startswith(CONFIG)

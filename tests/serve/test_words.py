@@ -30,6 +30,7 @@ def test_a_character_comes_as_soon_as_it_is_whole() -> None:
     assert [pieces.add(byte) for byte in "a€b".encode()] == ["a", "", "", "€", "b"]
 
 
+@pytest.mark.long
 def test_a_card_is_served_with_random_weights_and_says_so(tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(CARD)
     found = serve.named(str(tmp_path / "tiny.toml"))

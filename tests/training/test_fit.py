@@ -86,6 +86,7 @@ def test_a_seed_that_is_none_is_refused_before_there_is_a_folder(program: Progra
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_anew(
     program: Program, tmp_path: Path
 ):

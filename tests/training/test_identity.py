@@ -208,6 +208,7 @@ def test_another_model_is_one_change(plain: dict[str, Any], tmp_path: Path):
     assert "--allow-changes loss,optimizer,lr,model, or" in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.processes
 def test_the_same_in_every_process(plain: dict[str, Any]):
     code = (

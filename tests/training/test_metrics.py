@@ -164,6 +164,7 @@ def test_the_metrics_of_a_step_are_those_of_the_whole_batch(microbatches: int):
     close(numbers(metrics), wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [7, pytest.param(None, marks=pytest.mark.matrix)])
 def test_the_metrics_of_a_validation_are_those_of_the_whole_set(rows: int | None):
     trained, held = program(), rows_of(2, 45)

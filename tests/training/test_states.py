@@ -147,6 +147,7 @@ def test_a_state_dict_has_the_arrays_themselves(program: Program):
         program.state_dict(replace(state, params={"up": found}))
 
 
+@pytest.mark.long
 def test_surgery_resizes_freezes_and_adds_adapters_under_a_new_plan(program: Program):
     state, _ = program.step(program.init(0), rows(0))
 

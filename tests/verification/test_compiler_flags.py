@@ -100,6 +100,7 @@ def trained(**options):
     return program, state, metrics["loss"]
 
 
+@pytest.mark.long
 def test_options_of_a_user_reach_the_compiler_and_change_no_bit_here():
     """`xla_gpu_*` options mean nothing to the CPU compiler, as a plan's would."""
     program, state, loss = trained()

@@ -221,6 +221,7 @@ def test_operations_are_those_of_the_converter(recorded):
         assert sorted(mine[name]) == pytest.approx(sorted(theirs[name]), abs=0.002)
 
 
+@pytest.mark.long
 def test_steps_without_numbers_are_parted_where_they_begin(recorded, monkeypatch):
     from shardlib import _jax_compat
 

@@ -86,6 +86,7 @@ def test_the_state_has_the_bytes_that_its_layouts_say(program, verified):
     assert verified.compiled.device_bytes["arguments"] == sum(local)
 
 
+@pytest.mark.long
 def test_report(verified):
     data = json.loads(verified.to_json())
     assert (

@@ -75,6 +75,7 @@ def trained(exchange: Any, steps: int = STEPS) -> tuple[list[Island], list[Any],
     return islands, [state for state, _ in done], [losses for _, losses in done]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delay", [0, 1])
 def test_two_islands_are_the_program_of_both(delay: int) -> None:
     exchange = shardlib.DiLoCo(islands=2, every=2, rate=0.5, momentum=0.8, delay=delay)

@@ -177,6 +177,7 @@ def spec(layout: shardlib.Layout, program: shardlib.Program | StepProgram) -> st
     return str(P(*(tuple(dim) if len(dim) > 1 else dim[0] if dim else None for dim in axes)))
 
 
+@pytest.mark.long
 def test_the_file_has_the_tables_of_the_plan() -> None:
     plan = compiled("scan").plan
     text = plan.emit("jax")
@@ -291,6 +292,7 @@ def test_what_plain_jax_cannot_express_is_listed() -> None:
         staged.emit("jax", mode="manual")
 
 
+@pytest.mark.long
 def test_steps_that_plain_jax_cannot_express_are_listed() -> None:
     def planned(step: Any, **pin: Any) -> shardlib.Plan:
         program = shardlib.compile_step(

@@ -128,6 +128,7 @@ def asked(url: str, form: dict[str, Any]) -> httpx2.Response:
     return httpx2.post(f"{url}/v1/completions", json=body, headers=HEAD, timeout=60)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "says"),
     [

@@ -65,6 +65,7 @@ def test_a_prompt_begins_with_the_token_that_the_model_wants(
     assert found.usage is not None and found.usage.prompt_tokens == len(prompt)
 
 
+@pytest.mark.long
 def test_a_form_is_kept_over_tokens_of_several_bytes(folder_client: openai.OpenAI):
     schema = {
         "type": "object",

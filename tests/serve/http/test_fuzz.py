@@ -148,6 +148,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     return route, text[: len(text) - cut] if cut > 18 else text
 
 
+@pytest.mark.long
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 @given(asked=bodies())
 def test_no_body_fails_the_server(folder_url: str, asked: tuple[str, bytes]):
