@@ -28,8 +28,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_type_hints
 
 from typer.models import OptionInfo
 
-from shardlib.cli.output import read_text, status
+from shardlib.cli.output import read_text
 from shardlib.errors import BatchError, InfeasibleError, PinError, PlanError, raise_all
+from shardlib.processes.progress import Progress
 from shardlib.untrusted.data import JsonObject, parse_json, shown
 from shardlib.wings import required
 
@@ -68,7 +69,7 @@ def make_plan(
     if framework is not None:  # what is misspelt is said before anything is traced
         frameworks = required("shardlib.frameworks", f"framework {framework!r}")
         frameworks.framework(framework, vendor)
-    with status(
+    with Progress(
         f"planning {spec} for {topology}" + (f", compiling the {refine} best" if refine else "")
     ):
         inputs = inputs_of(spec, batch, seq)

@@ -125,14 +125,3 @@ def quiet_stdout(as_json: bool) -> Iterator[None]:
     """Sends what a user's model prints to stderr while stdout belongs to JSON."""
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         yield
-
-
-@contextlib.contextmanager
-def status(text: str) -> Iterator[None]:
-    """A spinner on stderr, when that is a terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=True)
-    with console.status(Text(printable(text))) if console.is_terminal else contextlib.nullcontext():
-        yield

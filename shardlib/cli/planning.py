@@ -24,7 +24,7 @@ from shardlib.cli.inputs import (
     spread,
     with_source,
 )
-from shardlib.cli.output import echo, quiet_stdout, read_text, show, status, writable, write
+from shardlib.cli.output import echo, quiet_stdout, read_text, show, writable, write
 from shardlib.cli.running import Run
 from shardlib.errors import (
     BatchError,
@@ -35,6 +35,7 @@ from shardlib.errors import (
     VerificationError,
 )
 from shardlib.planner.plan import Plan
+from shardlib.processes.progress import Progress
 from shardlib.report.elements import seconds_text
 from shardlib.report.timelines import Timeline
 from shardlib.untrusted.data import JsonObject, parse_json, shown
@@ -103,7 +104,7 @@ def scale_command(
     pins, numbers = parse_pins(pin or []), sizes(devices)
     with (
         quiet_stdout(as_json),
-        status(f"planning {model} for {numbers[0]:,} to {numbers[-1]:,} devices"),
+        Progress(f"planning {model} for {numbers[0]:,} to {numbers[-1]:,} devices"),
     ):
         curve = _scaled(model, topology, numbers, growth, pins)
     if svg is not None:
@@ -671,7 +672,7 @@ def replan_command(
 
     plan, gone = read_plan(file, changed=changed), numbers(lost, "--lost")
     find_topology(topology)  # what is misspelt is said before anything is traced
-    with quiet_stdout(as_json), status(f"planning {plan.model} for {topology}"):
+    with quiet_stdout(as_json), Progress(f"planning {plan.model} for {topology}"):
         change = with_source(plan).replan(topology, lost=gone, anew=anew)
     if out is not None:
         write(out, change.plan.to_json() + "\n")
@@ -794,7 +795,7 @@ def _verified(
     from shardlib.verification.isolation import Limits
 
     machine = topology or (plan.topology if plan else "")
-    with status(f"compiling {spec} for {machine}"):
+    with Progress(f"compiling {spec} for {machine}"):
         return shardlib.verify(
             **inputs, topology=machine, plan=plan, pin=pins, limits=Limits(seconds=seconds)
         )

@@ -16,8 +16,9 @@ import typer
 import shardlib
 from shardlib.cli.app import AsJson, PinList
 from shardlib.cli.inputs import duration, parse_pins, price, quantity, spread
-from shardlib.cli.output import echo, status, writable
+from shardlib.cli.output import echo, writable
 from shardlib.errors import LaunchError, ModelError, PlanError, RunError, TopologyError
+from shardlib.processes.progress import Progress
 from shardlib.report.elements import aligned, seconds_text
 from shardlib.untrusted.data import JsonObject
 
@@ -433,7 +434,7 @@ def _measure(base: Topology, out: Path, minutes: float, as_json: bool) -> None:
     from shardlib.cli.output import write
     from shardlib.processes.values import is_first
 
-    with status(f"measuring {base.name}, {minutes:g} minutes and compilation"):
+    with Progress(f"measuring {base.name}, {minutes:g} minutes and compilation"):
         measured = prices(base, jax.devices(), minutes)
         step = small_step(measured.machine)
     if not is_first():

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardlib.cli.app import AsJson
-from shardlib.cli.output import echo, quiet_stdout, status, writable, write
+from shardlib.cli.output import echo, quiet_stdout, writable, write
 from shardlib.diagnosis.source import error_text
 from shardlib.errors import ArgumentError, MissingFileError, TracingError
+from shardlib.processes.progress import Progress
 
 if TYPE_CHECKING:
     from shardlib.diagnosis.report import Diagnosis
@@ -95,14 +96,7 @@ def _diagnose(program: str, topology: str | None, mesh: str | None, cures: int) 
     function, arguments, keywords = _load(program, module, name)
     from shardlib.diagnosis.diagnose import why
 
-    steps = list[str]()
-
-    def say(step: str) -> None:
-        steps.append(step)
-        if sys.stderr.isatty():
-            echo(step, err=True)
-
-    with status(f"diagnosing {program}"):
+    with Progress(f"diagnosing {program}") as progress:
         return why(
             function,
             *arguments,
@@ -110,7 +104,7 @@ def _diagnose(program: str, topology: str | None, mesh: str | None, cures: int) 
             topology=topology,
             mesh=mesh,
             cures=cures,
-            progress=say,
+            progress=lambda step: progress.to(0, step),
         )
 
 

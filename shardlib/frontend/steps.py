@@ -75,6 +75,7 @@ from shardlib.lowering.uses import LossJaxpr
 from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import PlanSource, search
+from shardlib.processes.progress import Progress
 from shardlib.processes.values import in_every_process
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import use_key
@@ -232,7 +233,8 @@ class StepProgram:
                 " shardlib.compile_step(init, step, batch), or program.verify()"
             )
         if not self._compiled:
-            self._compiled.append(self.lowered().compile())
+            with Progress("compiling the step"):
+                self._compiled.append(self.lowered().compile())
         return self._compiled[0]
 
     def lowered(self) -> jax.stages.Lowered:

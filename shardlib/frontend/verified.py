@@ -41,6 +41,7 @@ from shardlib.planner.plan import Plan, Ranked
 from shardlib.planner.questions import pinned, priced_on, with_unlimited_memory
 from shardlib.planner.scaling import ScalingCurve, curve
 from shardlib.planner.search import ranked, search
+from shardlib.processes.progress import Progress
 from shardlib.report.elements import bytes_text, seconds_text
 from shardlib.verification.isolation import PLATFORMS, Limits, require_compiler
 from shardlib.verification.report import CompiledStep, Verification
@@ -409,10 +410,12 @@ def refine(
         run: runs plans; None where the devices are elsewhere.
     """
     bench = _Bench(count=count, topology=topology, verify=verify, run=run)
-    for entry in one_of_each_policy(ranking):
-        if bench.full:
-            break
-        bench.take(entry)
+    with Progress("confirming plans", of=count) as progress:
+        for number, entry in enumerate(one_of_each_policy(ranking), start=1):
+            progress.to(len(bench.survivors), f"plan {number}")
+            if bench.full:
+                break
+            bench.take(entry)
     return bench.verdict()
 
 

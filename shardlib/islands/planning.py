@@ -39,7 +39,7 @@ from shardlib.islands.exchanges import (
     wire_bytes,
 )
 from shardlib.layout import ISLAND, MESH_AXES, Collective, Layout, MeshShape
-from shardlib.machines.topology import Topology, island_of, place, topology, used_by
+from shardlib.machines.topology import Topology, island_of, place, topology, used_shapes
 from shardlib.planner.plan import Link, ParameterLayout, Plan, Ranked
 from shardlib.report.elements import bytes_text, percent_text, seconds_text
 
@@ -799,3 +799,22 @@ def require_carried(problem: Problem, plan: Plan, exchange: Several) -> None:
             failures,
             hint="exchange='exact'",
         )
+
+
+def used_by(machine: Topology, islands: int, devices: int) -> Topology:
+    """The machine without the devices that islands leave idle; the links between islands stay."""
+    island = island_of(machine, islands)
+    if devices == island.devices:
+        return machine
+    used = used_shapes(devices, island)
+    assert used is not None, f"{devices} devices are not part of {island.name}"
+    outer = machine.tiers[0]
+    if len(used) == len(machine.tiers):
+        shapes = ((islands * used[0][0],), *used[1:])
+    else:  # islands do not contain the links between them
+        shapes = ((islands,), *used)
+    tiers = tuple(
+        replace(tier, shape=shape, wrap=()) if tier.kind != "torus" or shape != tier.shape else tier
+        for tier, shape in zip((outer, *machine.tiers[1:]), shapes, strict=True)
+    )
+    return replace(machine, tiers=tiers, alone=min(machine.alone, float(islands * devices)))

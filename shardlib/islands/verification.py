@@ -23,10 +23,10 @@ from shardlib.islands.compression import exchanges_of
 from shardlib.islands.delayed import IslandCall, calls_of
 from shardlib.islands.exchanges import Compressed, DiLoCo, Several
 from shardlib.islands.meeting import BetweenSteps, meetings_of
-from shardlib.islands.planning import of_one_island, on_islands, require_carried
+from shardlib.islands.planning import of_one_island, on_islands, require_carried, used_by
 from shardlib.layout import ISLAND
 from shardlib.lowering.program import Options, Program
-from shardlib.machines.topology import Topology, island_of, used_by
+from shardlib.machines.topology import Topology, island_of
 from shardlib.planner.plan import Plan
 from shardlib.report.elements import bytes_text
 from shardlib.verification import report

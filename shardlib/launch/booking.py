@@ -48,6 +48,7 @@ import optax
 
 from shardlib.annotation.model import Init
 from shardlib.annotation.trees import Filter, Tree
+from shardlib.cost.tables import Pricer
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import ArgumentError, InfeasibleError, PinError, TopologyError, raise_all
 from shardlib.frontend.model import Loss, problem, require_arguments
@@ -60,8 +61,9 @@ from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
 from shardlib.models.presets import UserModel, load
 from shardlib.planner.answers import DAY, RunCost, run_cost
 from shardlib.planner.plan import RESTART_S, Plan
-from shardlib.planner.questions import least_device_seconds
+from shardlib.planner.priced import UnshardedBounds
 from shardlib.planner.search import prepared_workload, search
+from shardlib.planner.space import spaces
 from shardlib.planner.workload import Workload
 from shardlib.report.elements import (
     aligned,
@@ -1226,3 +1228,16 @@ def _largest(count: int, start: int, meets: Callable[[int], bool]) -> int | None
         middle = (low + high) // 2
         low, high = (middle, high) if meets(middle) else (low, middle)
     return low
+
+
+def least_device_seconds(workload: Workload, topology: Topology, pins: Pins) -> float:
+    """Lower bound on (step time x devices) for any plan on the machine.
+
+    It is the kernel time of the unsharded step under the cheapest remat policy, attention kernel
+    and dtypes that may be chosen; communication, waiting and launches are not included.
+    """
+    return min(
+        UnshardedBounds(workload=variant, space=space, pricer=pricer).seconds
+        for variant, space in spaces(workload, topology.chip, pins)
+        for pricer in [Pricer(topology, variant.profile)]
+    )

@@ -33,7 +33,7 @@ from shardlib.cli.inputs import (
     read_plan,
     spread,
 )
-from shardlib.cli.output import echo, quiet_stdout, status, writable, write
+from shardlib.cli.output import echo, quiet_stdout, writable, write
 from shardlib.errors import ArgumentError, LaunchError, MissingFileError, PlanError
 from shardlib.launch.booking import LARGEST, TOKENS_PER_PARAMETER, Failures
 from shardlib.launch.clouds import SKYPILOT, TPU_VM
@@ -42,6 +42,7 @@ from shardlib.launch.job import COMMANDS as OWN
 from shardlib.launch.job import Job
 from shardlib.launch.submission import Engine, Submission
 from shardlib.machines.topology import topology as find_topology
+from shardlib.processes.progress import Progress
 from shardlib.untrusted.data import shown
 from shardlib.wings import NoOptions, extension
 
@@ -160,7 +161,7 @@ def compare_command(
     families = [word.strip() for word in kinds.topologies.split(",")]
     if pictures.plans is not None:
         _folder(pictures.plans)
-    with quiet_stdout(as_json), status(f"planning {model} for machines of {kinds.topologies}"):
+    with quiet_stdout(as_json), Progress(f"planning {model} for machines of {kinds.topologies}"):
         inputs = inputs_of(model, sizes.batch, sizes.seq)
         comparison = booking.compare(
             **inputs, topologies=families, target=target, largest=kinds.largest, pin=pins
@@ -267,7 +268,7 @@ def fit_model_command(
         price=None if limits.price is None else price(limits.price, "--price"),
         failures=failures(limits.mtbf),
     )
-    with quiet_stdout(as_json), status(f"planning sizes of {model} for {machine.topology}"):
+    with quiet_stdout(as_json), Progress(f"planning sizes of {model} for {machine.topology}"):
         fitted = booking.fit_model(
             model,
             topology=machine.topology,

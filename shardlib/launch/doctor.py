@@ -33,9 +33,10 @@ from shardlib.annotation.trees import Tree
 from shardlib.cost.collectives import LinearCost, collective_cost
 from shardlib.errors import LaunchError, raise_all
 from shardlib.findings import Finding
+from shardlib.launch.job import devices_per_host
 from shardlib.machines.catalog import CATALOG
 from shardlib.machines.chips import Tier
-from shardlib.machines.topology import Span, Topology, TopologyLike, devices_per_host
+from shardlib.machines.topology import Span, Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.processes.code import versions
 from shardlib.processes.place import Watchdog, read_place

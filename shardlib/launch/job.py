@@ -30,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardlib.errors import LaunchError, raise_all
-from shardlib.machines.topology import Topology, devices_per_host, topology
+from shardlib.machines.topology import Topology, topology
 from shardlib.untrusted.data import shown
 
 #: Words of names that stand for a secret wherever they stand.
@@ -259,3 +259,32 @@ class Job:
             if self.command[0] in COMMANDS
             else self.command
         )
+
+
+# --------------------------------------------------------------------------------------------------
+# Devices per host, as clouds and vendors offer machines.
+
+#: Chips per TPU host, for generations whose slices span several hosts
+#: [https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11].
+TPU_HOST_CHIPS = 4
+#: GPUs per host, if not 8 [nvidia GB200 NVL72: 18 trays of 4].
+GPUS_PER_HOST: Mapping[str, int] = {"gb200": 4}
+#: Generations with slices of eight chips on one host [docs.cloud.google.com/tpu/docs/{v5e,v6e}:
+#: ct5lp-hightpu-8t, ct6e-standard-8t].
+TPU_EIGHT = ("v5e", "v6e")
+
+
+def devices_per_host(machine: Topology) -> int:
+    """JAX devices per host, by the kind of chip."""
+    chip = machine.chip
+    domain = machine.devices // (
+        machine.tiers[0].devices if machine.tiers[0].kind == "network" else 1
+    )
+    if chip.vendor == "google":
+        chips = domain // chip.devices_per_chip
+        return (
+            chips
+            if chips <= TPU_HOST_CHIPS or (chips == 8 and chip.name in TPU_EIGHT)
+            else TPU_HOST_CHIPS
+        ) * chip.devices_per_chip
+    return min(domain, GPUS_PER_HOST.get(chip.name, 8)) if chip.vendor != "cpu" else domain

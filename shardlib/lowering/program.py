@@ -105,6 +105,7 @@ from shardlib.lowering.uses import LossJaxpr, same_program, trace_loss
 from shardlib.lowering.weights import gather_updated
 from shardlib.planner.compiler_flags import OptionValue, require_profile
 from shardlib.planner.plan import Plan
+from shardlib.processes.progress import Progress
 from shardlib.processes.values import in_every_process
 from shardlib.report.text import plan_card, plan_line
 from shardlib.tracing.program import flatten
@@ -583,7 +584,8 @@ class Program:
     @cached_property
     def _compiled_step(self) -> jax.stages.Compiled:
         try:
-            return self.lower().compile()
+            with Progress("compiling the step"):
+                return self.lower().compile()
         except jax.errors.JaxRuntimeError as error:
             if not self.compiler_options or "compile option" not in str(error):
                 raise

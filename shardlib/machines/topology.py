@@ -470,15 +470,6 @@ class Device:
             raise_all(TopologyError, f"device {self.name!r} is not usable", failures)
 
 
-def message_seconds(size: float, source: Device, target: Device) -> float:
-    """Seconds of a message of `size` bytes from one device to another."""
-    return (
-        source.link_latency_s
-        + target.link_latency_s
-        + size / min(source.link_bytes_per_s, target.link_bytes_per_s)
-    )
-
-
 def cluster(spec: str | Path | Sequence[Device]) -> tuple[Device, ...]:
     """The devices of a TOML file; a sequence of devices is checked and returned."""
     devices = _cluster_from_file(Path(spec)) if isinstance(spec, str | Path) else tuple(spec)
@@ -838,33 +829,7 @@ def _topology_read(data: JsonMapping, name: str, source: str) -> Topology:
 
 
 # --------------------------------------------------------------------------------------------------
-# Devices per host, as clouds and vendors offer machines.
-
-#: Chips per TPU host, for generations whose slices span several hosts
-#: [https://cloud.google.com/tpu/docs/system-architecture-tpu-vm, read 2026-11].
-TPU_HOST_CHIPS = 4
-#: GPUs per host, if not 8 [nvidia GB200 NVL72: 18 trays of 4].
-GPUS_PER_HOST: Mapping[str, int] = {"gb200": 4}
-#: Generations with slices of eight chips on one host [docs.cloud.google.com/tpu/docs/{v5e,v6e}:
-#: ct5lp-hightpu-8t, ct6e-standard-8t].
-TPU_EIGHT = ("v5e", "v6e")
-
-
-def devices_per_host(machine: Topology) -> int:
-    """JAX devices per host, by the kind of chip."""
-    chip = machine.chip
-    domain = machine.devices // (
-        machine.tiers[0].devices if machine.tiers[0].kind == "network" else 1
-    )
-    if chip.vendor == "google":
-        chips = domain // chip.devices_per_chip
-        return (
-            chips
-            if chips <= TPU_HOST_CHIPS or (chips == 8 and chip.name in TPU_EIGHT)
-            else TPU_HOST_CHIPS
-        ) * chip.devices_per_chip
-    return min(domain, GPUS_PER_HOST.get(chip.name, 8)) if chip.vendor != "cpu" else domain
-
+# Sizes of machines, as clouds and vendors offer them.
 
 #: Longest side of a slice in a pod of 4x4x4 cubes, in chips: the shortest side of a v5p pod of
 #: 16x20x28 (jax-ml/scaling-book, tpus.md), and every side of a v4 pod.
@@ -1252,25 +1217,6 @@ def island_of(machine: Topology, islands: int) -> Topology:
     tiers = (*_of(outer, left, inner=len(machine.tiers) > 1), *machine.tiers[1:])
     part = replace(machine, name=_spelled(machine, left), tiers=tiers, alone=1.0)
     return replace(part, alone=min(machine.alone, float(part.devices)))
-
-
-def used_by(machine: Topology, islands: int, devices: int) -> Topology:
-    """The machine without the devices that islands leave idle; the links between islands stay."""
-    island = island_of(machine, islands)
-    if devices == island.devices:
-        return machine
-    used = used_shapes(devices, island)
-    assert used is not None, f"{devices} devices are not part of {island.name}"
-    outer = machine.tiers[0]
-    if len(used) == len(machine.tiers):
-        shapes = ((islands * used[0][0],), *used[1:])
-    else:  # islands do not contain the links between them
-        shapes = ((islands,), *used)
-    tiers = tuple(
-        replace(tier, shape=shape, wrap=()) if tier.kind != "torus" or shape != tier.shape else tier
-        for tier, shape in zip((outer, *machine.tiers[1:]), shapes, strict=True)
-    )
-    return replace(machine, tiers=tiers, alone=min(machine.alone, float(islands * devices)))
 
 
 def _of(outer: Tier, left: int, *, inner: bool) -> tuple[Tier, ...]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardlib.cost.items import kernel_items
 from shardlib.cost.roofline import fitting_bytes, kernel_seconds, margin
-from shardlib.cost.tables import Pricer, Quantity
+from shardlib.cost.tables import Quantity
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, local
 from shardlib.decisions.pins import Pins
 from shardlib.errors import ArgumentError, InfeasibleError, PinError
@@ -37,9 +37,7 @@ from shardlib.planner.answers import (
 )
 from shardlib.planner.assembly import PricedCandidate
 from shardlib.planner.plan import Plan, Ranked, source_of
-from shardlib.planner.priced import UnshardedBounds
-from shardlib.planner.space import spaces
-from shardlib.planner.workload import CostProgram, Workload, batch_size
+from shardlib.planner.workload import CostProgram, batch_size
 from shardlib.report.elements import TIE, bytes_text, percent_text, seconds_text
 from shardlib.untrusted.data import shown
 
@@ -485,19 +483,6 @@ def _name(op: Op, term: Compute, per_device: _PerDevice) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # A lower bound on the device-seconds of a step, on any number of devices.
-
-
-def least_device_seconds(workload: Workload, topology: Topology, pins: Pins) -> float:
-    """Lower bound on (step time x devices) for any plan on the machine.
-
-    It is the kernel time of the unsharded step under the cheapest remat policy, attention kernel
-    and dtypes that may be chosen; communication, waiting and launches are not included.
-    """
-    return min(
-        UnshardedBounds(workload=variant, space=space, pricer=pricer).seconds
-        for variant, space in spaces(workload, topology.chip, pins)
-        for pricer in [Pricer(topology, variant.profile)]
-    )
 
 
 # --------------------------------------------------------------------------------------------------

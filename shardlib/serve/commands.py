@@ -16,7 +16,7 @@ import typer
 
 from shardlib.cli.app import AsJson, Model
 from shardlib.cli.inputs import duration, inputs_of, spread
-from shardlib.cli.output import echo, quiet_stdout, read_text, status, writable, write
+from shardlib.cli.output import echo, quiet_stdout, read_text, writable, write
 from shardlib.errors import (
     ArgumentError,
     DataError,
@@ -24,6 +24,7 @@ from shardlib.errors import (
     PinError,
     PlanError,
 )
+from shardlib.processes.progress import Progress
 from shardlib.report.elements import seconds_text
 from shardlib.untrusted.data import LIMITS, JsonObject, read_regular
 from shardlib.wings import Extension
@@ -388,7 +389,7 @@ def edge_command(
 
     running.check()
     listed = cluster(devices)
-    with quiet_stdout(as_json), status(f"planning {model} for {devices}"):
+    with quiet_stdout(as_json), Progress(f"planning {model} for {devices}"):
         inputs = inputs_of(model, batch, seq)
         import shardlib
 
@@ -408,7 +409,7 @@ def edge_command(
     ran = None
     if running.run is not None:
         again = _fewer(listed, planned) if running.elastic else None
-        with quiet_stdout(as_json), status(f"running {running.run} batches"):
+        with quiet_stdout(as_json), Progress(f"running {running.run} batches"):
             ran = _ran(plan, inputs, running, again)
     if as_json:
         echo(json.dumps(plan.to_json() | ({"run": ran} if ran else {})))
@@ -534,7 +535,7 @@ def export_command(
         raise ArgumentError(
             "one folder is made\nTry: --huggingface FOLDER, --jax FOLDER or --triton FOLDER"
         )
-    with quiet_stdout(as_json):
+    with quiet_stdout(as_json), Progress(f"exporting {model}"):
         if into.huggingface is not None:
             report = _huggingface(model, into.huggingface, dtype)
         elif into.jax is not None:
@@ -825,7 +826,7 @@ def plan_to_serve(
     for word in ("ttft", "tpot"):
         text = getattr(serving, word)
         load[word] = None if text is None else duration(text, f"--{word}")
-    with quiet_stdout(as_json), status(f"planning a server of {spec} for {topology}"):
+    with quiet_stdout(as_json), Progress(f"planning a server of {spec} for {topology}"):
         init, forward, name = _model(spec, serving.prompt + serving.output)
         import shardlib
 

@@ -19,7 +19,7 @@ from shardlib.cost.roofline import efficiency_of, kernel_seconds
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute
 from shardlib.errors import InfeasibleError, TracingError
 from shardlib.graph import Op, Problem, forward_pass
-from shardlib.machines.topology import Device, cluster, message_seconds
+from shardlib.machines.topology import Device, cluster
 from shardlib.propagation.colours import Choice
 from shardlib.report.elements import aligned, bytes_text, count_text, percent_text, seconds_text
 from shardlib.untrusted.data import JsonObject
@@ -736,4 +736,13 @@ def plan_edge(problem: Problem, devices: str | Path | Sequence[Device]) -> EdgeP
         listed,
         model=problem.model,
         examples=math.gcd(*sizes) if sizes else 1,
+    )
+
+
+def message_seconds(size: float, source: Device, target: Device) -> float:
+    """Seconds of a message of `size` bytes from one device to another."""
+    return (
+        source.link_latency_s
+        + target.link_latency_s
+        + size / min(source.link_bytes_per_s, target.link_bytes_per_s)
     )

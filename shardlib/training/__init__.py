@@ -1,7 +1,7 @@
 """The training loop, the folder of a run, and measurements on the way.
 
 callbacks.py   functions called during a run
-display.py     progress in a notebook, and text of the trained model
+display.py     the progress of a run, and text of the trained model
 fit.py         the training loop, and the training of a byte-level transformer
 identity.py    digests of everything that determines the numbers of a run
 loggers.py     receivers of the numbers and events of a run

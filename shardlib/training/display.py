@@ -1,82 +1,25 @@
-"""The display of a training run: progress in a notebook, and text of the trained model."""
+"""The display of a training run: its progress, and text of the trained model."""
 
 from __future__ import annotations
 
-import html
-import importlib
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
 from shardlib.models.transformer import Transformer
+from shardlib.processes.progress import Progress
 from shardlib.processes.timing import in_words
 from shardlib.training.settings import Figures, TrainResult
-
-# --------------------------------------------------------------------------------------------------
-# The progress of a run in a notebook: one line of HTML, updated in place, without widgets.
-
-#: Seconds between two updates.
-EVERY = 0.25
-
-
-class NotebookBar:
-    """A bar with the step, the loss, tokens per second and the remaining time.
-
-    Args:
-        steps: number of steps of the run.
-        clock: returns seconds.
-    """
-
-    def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._steps, self._clock, self._shown, self._handle = steps, clock, -EVERY, None
-        self._began: tuple[int, float] | None = None
-
-    def update(self, step: int, loss: float, rate: float) -> None:
-        """Shows the progress."""
-        now = self._clock()
-        if self._began is None:
-            self._began = (step, now)
-        if now - self._shown < EVERY and step < self._steps:
-            return
-        self._shown = now
-        self._show(self._line(step, loss, rate, now))
-
-    def _line(self, step: int, loss: float, rate: float, now: float) -> str:
-        first, began = self._began or (step, now)
-        left = (now - began) / (step - first) * (self._steps - step) if step > first else None
-        words = [f"{step:,} of {self._steps:,} steps", f"loss {loss:.3f}"]
-        words += [f"{rate:,.0f} tokens/s"] if rate else []
-        words += [f"{_duration(left)} left"] if left is not None else []
-        text = html.escape(" · ".join(words))
-        return (
-            f'<div role="status"><progress max="{max(self._steps, 1)}" value="{step}"'
-            f' aria-label="training"></progress> {text}</div>'
-        )
-
-    def _show(self, text: str) -> None:
-        shown = importlib.import_module("IPython.display")
-        if self._handle is None:
-            self._handle = shown.display(shown.HTML(text), display_id=True)
-        else:
-            self._handle.update(shown.HTML(text))
-
-
-def _duration(seconds: float) -> str:
-    total = round(seconds)
-    return f"{total // 3600}:{total // 60 % 60:02d}:{total % 60:02d}"
-
 
 #: Number of steps over whose median tokens per second are shown.
 RECENT = 50
@@ -85,8 +28,8 @@ LINE_EVERY = 30.0
 
 
 class Display:
-    """Progress on a console: a bar with the step, the loss, tokens per second and the remaining
-    time; in a notebook the same in HTML; in a file, lines at intervals.
+    """Progress on a terminal or in a notebook: the step, the loss, tokens per second and the
+    remaining time; in a file, lines at intervals.
     """
 
     def __init__(self, console: Console, steps: int, tokens: int) -> None:
@@ -94,40 +37,17 @@ class Display:
         self.tokens = tokens
         self._console, self._steps, self._line = console, steps, time.monotonic()
         self._recent: deque[float] = deque(maxlen=RECENT)
-        self._bar = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("loss {task.fields[loss]:.3f}"),
-            TextColumn("{task.fields[rate]:,.0f} tokens/s"),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-            console=console,
-            transient=False,
-        )
-        self._notebook = NotebookBar(steps) if console.is_jupyter and not console.quiet else None
-        self._task = self._bar.add_task("", total=steps, loss=math.nan, rate=0.0)
-
-    def __enter__(self) -> Display:
-        if self._notebook is None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        if self._notebook is None:
-            self._bar.stop()
+        self.progress = Progress("training", of=steps, console=console)
 
     def step(self, step: int, loss: float, seconds: float) -> None:
         """Shows a finished step, which took `seconds`."""
         self._recent.append(seconds)
-        rate = self.tokens / statistics.median(self._recent)
-        self._bar.update(self._task, completed=step, loss=loss, rate=rate)
-        if self._notebook is not None:
-            self._notebook.update(step, loss, rate)
-            return
-        if not self._console.is_terminal and time.monotonic() - self._line >= LINE_EVERY:
+        figures = f"loss {loss:.3f}, {self.tokens / statistics.median(self._recent):,.0f} tokens/s"
+        self.progress.to(step, figures)
+        file = not (self._console.is_terminal or self._console.is_jupyter)
+        if file and time.monotonic() - self._line >= LINE_EVERY:
             self._line = time.monotonic()
-            self.say(f"step {step} of {self._steps}: loss {loss:.3f}, {rate:,.0f} tokens/s")
+            self.say(f"step {step} of {self._steps}: {figures}")
 
     def say(self, text: str) -> None:
         """Shows a separate line."""
@@ -135,7 +55,8 @@ class Display:
 
     def resumed(self, step: int, steps: int) -> None:
         """Shows the step from which the run resumes."""
-        self._bar.update(self._task, completed=step)
+        self.progress.first = step
+        self.progress.to(step)
         self.say(
             f"the run has done all of its {steps} steps"
             if step >= steps

@@ -44,6 +44,7 @@ from shardlib.machines.topology import of_size
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.models.config import EncoderDecoderConfig, TransformerConfig
 from shardlib.processes.machine import HOST_DEVICES, simulate_cpu_devices
+from shardlib.processes.progress import Progress
 from shardlib.processes.values import is_alone, is_first, whole
 from shardlib.training import display
 from shardlib.training.display import Display, generate
@@ -283,7 +284,7 @@ def planned(config: TrainConfig, model: TransformerConfig, console: Console) -> 
     topology = _machine(config, console)
     init, loss = models.build(model)
     batch = models.example_batch(model, config.batch, config.seq)
-    with console.status(f"planning {model.name} for {topology}"):
+    with Progress(f"planning {model.name} for {topology}", console=console):
         return api.compile(
             init,
             loss,
@@ -314,7 +315,7 @@ def compiled(config: TrainConfig, model: TransformerConfig, console: Console) ->
         f" {plan.topology}: [bold]{plan.mesh}[/], found in {plan.search.seconds:.2f} s",
         highlight=False,
     )
-    with console.status("compiling"):
+    with Progress("compiling", console=console):
         program.prepare()
     return program
 
@@ -351,7 +352,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
             refuse_where_owned(folder.checkpoints, str(folder.path))
         if first:
             folder.probe()
-    with console.status("reading text"):
+    with Progress("reading text", console=console):
         data, held_data = (
             read(config.data, seq=config.seq, seed=config.seed, split=split)
             for split in ("training", "validation")
@@ -378,7 +379,7 @@ def train(config: TrainConfig, console: Console | None = None) -> TrainResult:
             f" saved in {config.run}"
         )
     state = fitted.state
-    with console.status("validating and writing a sample"):
+    with Progress("validating and writing a sample", console=console):
         validation = statistics.fmean(
             float(program.evaluate(state, batch)["cross_entropy"]) for batch in held_out
         )

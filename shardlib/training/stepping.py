@@ -1016,7 +1016,7 @@ class Loop:
     def run(self) -> None:
         """Runs all steps, or until a stop request."""
         self._begin()
-        with self.display:
+        with self.display.progress:
             self.clock = time.perf_counter()
             if self.saving is not None:
                 self.saving.saved_at = self.clock

@@ -58,6 +58,7 @@ from shardlib.machines.topology import Topology, device_order, slice_of
 from shardlib.planner.plan import Plan
 from shardlib.processes.kin import Guard, finish
 from shardlib.processes.kin import start as begin
+from shardlib.processes.progress import Progress
 from shardlib.report.elements import bytes_text
 from shardlib.untrusted.data import JsonMapping, JsonObject
 
@@ -484,7 +485,8 @@ def run_child(
     with (folder / "log").open("wb") as log:
         child = begin(command, guard, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            broken = _watch(child, start, limits)
+            with Progress(f"compiling for {target.platform}"):
+                broken = _watch(child, start, limits)
         finally:
             finish(child, guard)
     seconds = time.monotonic() - start

@@ -10,9 +10,9 @@ import pytest
 from shardlib.decisions.pins import Pins
 from shardlib.errors import InfeasibleError, PinError
 from shardlib.islands.exchanges import DiLoCo
-from shardlib.islands.planning import of_one_island
+from shardlib.islands.planning import of_one_island, used_by
 from shardlib.layout import MeshShape
-from shardlib.machines.topology import place, topology, used_by
+from shardlib.machines.topology import place, topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.questions import pinned

@@ -17,9 +17,8 @@ from shardlib.decisions.pins import Pins
 from shardlib.errors import ArgumentError, PinError, TopologyError
 from shardlib.frontend.model import problem
 from shardlib.launch import booking
-from shardlib.launch.booking import Step, machines, offers
+from shardlib.launch.booking import Step, least_device_seconds, machines, offers
 from shardlib.machines.topology import topology
-from shardlib.planner.questions import least_device_seconds
 from shardlib.planner.search import prepared_workload, search
 from tests.cli.perceptron import make
 from tests.planner.fixture_plan import PLAN

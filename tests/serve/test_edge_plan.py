@@ -23,8 +23,16 @@ from shardlib.errors import InfeasibleError, MissingFileError, TopologyError, Tr
 from shardlib.frontend.model import problem
 from shardlib.graph import Problem
 from shardlib.machines.chips import Chip
-from shardlib.machines.topology import Device, cluster, message_seconds
-from shardlib.serve.edge_plan import ChainCosts, EdgePlan, chain_of, costs_of, plan_chain, plan_edge
+from shardlib.machines.topology import Device, cluster
+from shardlib.serve.edge_plan import (
+    ChainCosts,
+    EdgePlan,
+    chain_of,
+    costs_of,
+    message_seconds,
+    plan_chain,
+    plan_edge,
+)
 from tests.planner import worlds
 from tests.zoo import encoder_decoder
 

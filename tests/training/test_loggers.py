@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from shardlib.errors import MissingPackageError
 from shardlib.training.callbacks import Moment
-from shardlib.training.display import Display, NotebookBar
 from shardlib.training.fit import fit
 from shardlib.training.loggers import JsonLines, LoggedRun, Logger, MLflow, TensorBoard, WandB
 from shardlib.training.run import RunFolder
@@ -157,28 +155,3 @@ def test_mlflow_reads_its_database_and_a_resumed_run_is_the_same(tmp_path: Path)
     assert client.get_metric_history(run.info.run_id, "validation/loss")[0].value == 1.25
     assert run.data.tags["mesh"] == "fsdp=4" and "hello" in run.data.tags["sample.2"]
     assert run.info.status == "FINISHED"
-
-
-def test_a_terminal_labels_the_time_that_is_left():
-    console = Console(force_terminal=True, width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    with Display(console, 10, 8) as display:
-        for step in range(1, 6):
-            display.step(step, 1.0, 0.1)
-    assert " left" in console.export_text()
-    console.file.close()
-
-
-def test_a_notebook_has_one_line_that_is_updated():
-    from IPython.core.interactiveshell import InteractiveShell
-    from IPython.utils.capture import capture_output
-
-    InteractiveShell.instance(cache_size=0)
-    times = iter([0.0, 10.0, 20.0])
-    with capture_output() as shown:
-        bar = NotebookBar(400, lambda: next(times))
-        for step in (0, 100, 400):
-            bar.update(step, 2.0, 1000.0)
-    InteractiveShell.clear_instance()
-    found = [one.data["text/html"] for one in shown.outputs]
-    assert "0:00:30 left" in found[1] and "100 of 400 steps" in found[1]
-    assert 'value="400"' in found[-1] and "0:00:00 left" in found[-1]
