@@ -342,21 +342,25 @@ def _of_program(
     return with_plan(diagnosis, plan)
 
 
-#: Kind that a compiler for CPUs writes -> the kind of the plan, and what it does.
-_ON_CPU = {
-    "all-reduce": (
-        "reduce-scatter",
-        "as a reduce-scatter, for which this compiler slices an all-reduce",
-    )
-}
+def _planned_as(row: Row, on_cpu: bool) -> list[tuple[str, str]]:
+    """(kind, words) of what a plan may have in the place of a row, the likeliest first."""
+    users = row.meeting.users if row.meeting else ()
+    if row.kind == "all-gather" and "gather" in {user.operation.primitive for user in users}:
+        words = " as a sum of the rows that are looked up; this compiler gathers their table"
+        return [("", ""), ("reduce-scatter", words), ("all-reduce", words), (row.kind, "")]
+    if on_cpu and row.kind == "all-reduce":
+        words = " as a reduce-scatter, for which this compiler slices an all-reduce"
+        return [(row.kind, ""), ("reduce-scatter", words)]
+    return [(row.kind, "")]
 
 
 def with_plan(diagnosis: Diagnosis, plan: Plan) -> Diagnosis:
     """A diagnosis whose rows say which of them the plan has; one with a cure stays avoidable.
 
     What a plan has is counted in bytes along each axis of its mesh, so that a planned collective
-    over two axes may be one over each of them. The compiler of CPUs sends 16-bit numbers as
-    float32, and writes a reduce-scatter as an all-reduce and a slice.
+    over two axes may be one over each of them; rows over most axes are counted first, and what
+    another kind stands for last, first of that what nothing else explains. The compiler of CPUs
+    sends 16-bit numbers as float32, and writes a reduce-scatter as an all-reduce and a slice.
     """
     on_cpu = parse_topology(plan.topology).chip.vendor == "cpu"
     sizes, left = dict(diagnosis.mesh), defaultdict[tuple[str, str], float](float)
@@ -366,11 +370,16 @@ def with_plan(diagnosis: Diagnosis, plan: Plan) -> Diagnosis:
         for axis in planned.axes:
             left[planned.kind, axis] += planned.total_bytes * scattered
     rows = list(diagnosis.rows)
-    for written in (False, True):  # what is of the plan's own kind is counted first
-        for number, row in enumerate(rows):
-            kind, words = _ON_CPU.get(row.kind, ("", "")) if written else (row.kind, "")
-            if row.cause == "planned" or not (row.axes and kind) or (written and not on_cpu):
+    for rank in range(4):
+        order = sorted(range(len(rows)), key=lambda n: len(rows[n].axes), reverse=not rank)
+        if rank:
+            order.sort(key=lambda n: bool(rows[n].inherent))
+        for number in order:
+            row = rows[number]
+            kinds = _planned_as(row, on_cpu)[rank : rank + 1]
+            if row.cause == "planned" or not (row.axes and kinds):
                 continue
+            ((kind, words),) = kinds
             members = math.prod(sizes[axis] for axis in row.axes)
             unit = wire_bytes(row.kind, 1, members)
             size = row.bytes / (unit / members if row.kind == "reduce-scatter" else unit)
@@ -380,8 +389,7 @@ def with_plan(diagnosis: Diagnosis, plan: Plan) -> Diagnosis:
                 continue
             for key in keys:
                 left[key] -= size / (1 + widened)
-            note = " ".join(["planned", words] if words else ["planned"])
-            note += ", in 16 bits; this compiler sends 32" * widened
+            note = f"planned{words}" + ", in 16 bits; this compiler sends 32" * widened
             reason, inherent = f"{row.reason} ({note})", number not in diagnosis.cured
             rows[number] = replace(row, cause="planned", inherent=inherent, reason=reason)
     return replace(diagnosis, communication=replace(diagnosis.communication, rows=tuple(rows)))
@@ -754,11 +762,12 @@ def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -
 
     removed: dict[int, int] = {}
     for number, row in enumerate(rows):
-        for cure, (made, communication) in enumerate(cures):
-            if not made.edits:  # options of the compiler change the schedule
+        for cure, (applied, communication) in enumerate(cures):
+            if not applied.edits:  # options of the compiler change the schedule
                 continue
             is_open = row.inherent is not True or (
-                any(edit.frame for edit in made.edits) and row.cause in ("partial-sums", "weights")
+                any(edit.frame for edit in applied.edits)
+                and row.cause in ("partial-sums", "weights")
             )
             if is_open and left(row, communication) <= row.bytes / 2:
                 removed[number] = cure

@@ -624,8 +624,8 @@ def with_warnings(rows: Iterable[Row], log: str) -> tuple[tuple[Row, ...], tuple
     said: dict[str, list[str]] = defaultdict(list)
     for message in dict.fromkeys(_LOG_LINE.findall(log)):
         name = match[1] if (match := _OP_NAME.search(message)) else ""
-        if found := _REMATERIALIZED.search(message):
-            made, needed, shape = found.groups()
+        if remat := _REMATERIALIZED.search(message):
+            made, needed, shape = remat.groups()
             said[path(name)].append(
                 f"involuntary full rematerialization: {shape or 'a value'} is replicated on its way"
                 f" from {made} to {needed}"

@@ -19,6 +19,7 @@ from shardlib.lowering.program import BuildOption, BuildOptions, PlannedLoss, Pr
 from shardlib.lowering.random_keys import draws_numbers
 from shardlib.lowering.uses import LossFacts, LossJaxpr
 from shardlib.planner.plan import Plan
+from shardlib.planner.workload import batch_size
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import layout_constraints
 from shardlib.tracing.trace import Traced
@@ -76,18 +77,24 @@ def interleaving_of(traced: Traced, plan: Plan) -> Interleaving:
 
 def _around(traced: Traced, plan: Plan) -> Rules:
     """The rules outside of the layers of a pipeline: the sequence is sharded over the stages,
-    inside of the axes that it is sharded over already.
+    inside of the axes that it is sharded over already. Where tensor is one of these, the batch is,
+    if it divides: gathered over tensor alone, the sequence would be in another order.
     """
-    sequence = _colouring(traced, plan).sequence_colour
+    colouring = _colouring(traced, plan)
+    sequence, batch = colouring.sequence_colour, colouring.batch_colour or ""
     if sequence is None:
         return plan.rules
+    over = dict(reversed(plan.rules.entries))
+    rows = batch_size(traced.problem, colouring) // plan.microbatches
+    shards = plan.mesh.ways((*over.get(batch, ()), "stage"))
+    spread = batch if "tensor" in over.get(sequence, ()) and rows % shards == 0 else sequence
     entries: list[tuple[str, tuple[str, ...]]] = []
     for name, axes in plan.rules.entries:
-        if name == sequence and axes:
+        if name == spread and axes:
             # Where that does not divide, the next one holds.
             entries.append((name, (*axes, "stage")))
         entries.append((name, axes))
-    return Rules((*entries, (sequence, ("stage",))))
+    return Rules((*entries, (spread, ("stage",))))
 
 
 def _colouring(traced: Traced, plan: Plan) -> Colouring:

@@ -731,11 +731,13 @@ def evaluate_equations(equations: Sequence[Equation], env: dict[int, Value], wal
 @contextmanager
 def _line_of(equation: Equation) -> Iterator[None]:
     """A context in which what is traced has the user's line of an equation, which compiled programs
-    and profiles then name.
+    and profiles then name; of one within a function of JAX's, the line that calls that.
     """
     eqns = (equation.eqn, *equation.within)
-    traceback = next((t for eqn in eqns if (t := eqn.source_info.traceback) is not None), None)
-    context = source_info_util.user_context(traceback)
+    tracebacks = [t for eqn in eqns if (t := eqn.source_info.traceback) is not None]
+    (folder,) = jax.__path__
+    outside = (t for t in tracebacks if any(folder not in f.file_name for f in t.frames))
+    context = source_info_util.user_context(next(outside, None))
     context.__enter__()
     try:
         yield

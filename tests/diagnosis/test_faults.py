@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -13,6 +14,8 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardlib
+from shardlib.diagnosis.program import Call, find_mesh, trace
+from shardlib.diagnosis.rows import explain
 from tests.diagnosis import lookup_model as model
 
 pytestmark = pytest.mark.long
@@ -58,6 +61,32 @@ def test_gradients_are_those_of_the_parameter_that_the_line_names() -> None:
             assert ("up" in line) == ("['up']" in row.reason)
             assert ("down" in line) == ("['down']" in row.reason)
     assert sum(row.cause == "gradient" for row in diagnosis.rows) == 2
+
+
+def test_a_gradient_may_be_summed_where_a_layout_asks_for_a_part_of_it() -> None:
+    """As programs are that lay out gradients within manual axes, with JAX 0.12: Shardy has a whole
+    value there, of which the layout takes a part.
+    """
+
+    def f(params, x):
+        gradient = jax.grad(lambda params: jnp.mean(jnp.tanh(x @ params["up"]) ** 2))(params)
+        return jax.lax.with_sharding_constraint(gradient["up"], PartitionSpec("data"))
+
+    params = {"up": model.array((64, 256))}
+    (row,) = shardlib.why(f, params, X, topology="cpu:8", cures=0).rows
+    assert row.kind == "all-reduce" and row.meeting is not None
+    call = Call(function=f, arguments=(params, X), keywords={})
+    function = trace(call, "cpu", find_mesh(call))
+    part = replace(row.meeting, reduced=(), produced=((), ()), needed=(("data",), ()))
+    other = replace(part, value=replace(part.value, shape=(64, 128)))
+    meetings = (part, other, replace(part, computed=True))
+    said = explain([replace(row, meeting=meeting) for meeting in meetings], function)
+    assert [entry.cause for entry in said] == ["gradient", "operation", "partitioner"]
+    assert [entry.inherent for entry in said] == [True, None, None]
+    assert (
+        said[0].reason
+        == "the gradient of `params['up']` is summed over the batch, which data shards"
+    )
 
 
 def test_a_layout_that_costs_is_left_out() -> None:

@@ -21,6 +21,25 @@ MIXTURE = replace(DENSE, name="mixture", experts=Experts(count=4, per_token=2, m
 PROGRAMS = {
     "tensor": (DENSE, {"mesh": {"fsdp": 4, "tensor": 2}, "zero": 3}),
     "stages": (DENSE, {"mesh": {"stage": 2, "fsdp": 4}, "microbatches": 4}),
+    "stages tensor": (
+        replace(DENSE, layers=4),
+        {
+            "mesh": {"stage": 2, "fsdp": 2, "tensor": 2},
+            "microbatches": 4,
+            "zero": 2,
+            "schedule": "interleaved",
+            "virtual_stages": 2,
+            "remat": "dots",
+            "sequence_parallel": True,
+            "rules": [
+                ["batch", ["fsdp"]],
+                ["vocab", ["tensor"]],
+                ["mlp", ["tensor"]],
+                ["kv_heads", ["tensor"]],
+                ["seq", ["tensor"]],
+            ],
+        },
+    ),
     "experts": (MIXTURE, {"mesh": {"fsdp": 2, "expert": 4}}),
 }
 
@@ -39,6 +58,8 @@ def test_nothing_is_unexplained(name: str) -> None:
     plan, noise = program.plan, 1e-3 * found.communication.wire_bytes
     rows = [row for row in with_plan(found, plan).unexplained if row.bytes > noise]
     assert [f"{row.kind} {row.reason}" for row in rows] == []
+    lookups = [row for row in found.rows if row.source.operation.primitive == "scatter-add"]
+    assert all(row.source.user for row in lookups) and (lookups or name != "stages tensor")
     number = next(n for n, row in enumerate(with_plan(found, plan).rows) if row.cause == "planned")
     row = with_plan(replace(found, cured={number: 0}), plan).rows[number]
     assert (row.cause, row.inherent) == ("planned", False)

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardlib.jax_types import Index, Value
 from shardlib.layout import Layout
 from shardlib.lowering.collectives import Regions, row_major
-from shardlib.lowering.mesh import physical_axes
+from shardlib.lowering.mesh import named_sharding, physical_axes
 from shardlib.lowering.pipeline.layers import (
     Arrays,
     Chunk,
@@ -207,15 +207,7 @@ class Stages:
         """A stage activation in its sharding outside of the pipeline."""
         dim, layout = self.stage_dims[position], self.outside[position]
         if layout is not None:
-            return jax.lax.with_sharding_constraint(
-                array,
-                NamedSharding(
-                    self.mesh,
-                    PartitionSpec(
-                        *(physical_axes(self.mesh, layout[k]) for k in range(array.ndim))
-                    ),
-                ),
-            )
+            return jax.lax.with_sharding_constraint(array, named_sharding(self.mesh, layout))
         if self.layouts[position] is None and dim is None:
             return array
         spec_dims = self._spec_dims(position, array.ndim)
@@ -274,12 +266,7 @@ class Stages:
         layout, mesh = self.layouts[position], jax.sharding.get_abstract_mesh()
         if layout is None:
             return array
-        return jax.lax.with_sharding_constraint(
-            array,
-            NamedSharding(
-                mesh, PartitionSpec(*(physical_axes(mesh, layout[k]) for k in range(array.ndim)))
-            ),
-        )
+        return jax.lax.with_sharding_constraint(array, named_sharding(mesh, layout))
 
     def _stage_indices(self) -> Value:
         """The index of every stage, [stages]: an operand of the work of a stage.
