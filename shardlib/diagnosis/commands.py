@@ -40,6 +40,9 @@ def why_command(
     cures: Annotated[
         int, typer.Option("--cures", min=0, help="Programs that may be compiled to find cures.")
     ] = 4,
+    cure_seconds: Annotated[
+        float, typer.Option("--cure-seconds", min=0, help="After which no more is tried.")
+    ] = 600.0,
     max_unexplained: Annotated[
         int | None,
         typer.Option(
@@ -60,7 +63,7 @@ def why_command(
     if html is not None:
         writable(html)
     with quiet_stdout(as_json):
-        diagnosis = _diagnose(program, topology, mesh, cures)
+        diagnosis = _diagnose(program, topology, mesh, cures=cures, cure_seconds=cure_seconds)
     from shardlib.diagnosis.report import github_annotations, page, report_text
 
     if html is not None:
@@ -82,7 +85,7 @@ def why_command(
         raise typer.Exit(1)
 
 
-def _diagnose(program: str, topology: str | None, mesh: str | None, cures: int) -> Diagnosis:
+def _diagnose(program: str, topology: str | None, mesh: str | None, **search: Any) -> Diagnosis:
     module, colon, name = program.rpartition(":")
     if Path(program).is_file() or not colon:
         return _of_text(Path(program), topology, mesh)
@@ -103,7 +106,7 @@ def _diagnose(program: str, topology: str | None, mesh: str | None, cures: int) 
             keywords=keywords,
             topology=topology,
             mesh=mesh,
-            cures=cures,
+            **search,
             progress=lambda step: progress.to(0, step),
         )
 

@@ -14,6 +14,7 @@ import json
 import math
 import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -161,6 +162,7 @@ def why(
     out_shardings: Any = None,
     keywords: Mapping[str, Any] | None = None,
     cures: int = 4,
+    cure_seconds: float = 600.0,
     limits: Limits | None = None,
     options: Options | None = None,
     progress: Callable[[str], None] | None = None,
@@ -184,6 +186,7 @@ def why(
         keywords: keyword arguments of the function.
         cures: how many programs may be compiled to find cures, beside those that say whether both
             edits of a pair are needed; 0 for none.
+        cure_seconds: after which nothing more is tried; a compilation that runs is waited for.
         limits: of one compilation.
         options: of the compiler.
         progress: is called with one line before everything that takes long.
@@ -196,7 +199,9 @@ def why(
         VerificationError: the compiler made no program; the message says what Shardy found.
     """
     if hasattr(function, "step_function"):
-        return _of_program(cast("Program", function), limits, options, cures, progress)
+        search = {"cures": cures, "cure_seconds": cure_seconds, "progress": progress}
+        settings = {"limits": limits, "options": options, **search}
+        return _of_program(cast("Program", function), **settings)
     if topology is None:
         raise ArgumentError("topology is missing\nTry: topology='v5e:4x4', or 'cpu:8'")
     if not callable(function):
@@ -211,6 +216,7 @@ def why(
         ("options", options, "mapping", isinstance(options, Mapping)),
         ("limits", limits, "Limits", isinstance(limits, Limits)),
         ("progress", progress, "function", callable(progress)),
+        ("cure_seconds", cure_seconds, "number", isinstance(cure_seconds, int | float)),
     ):
         if value is not None and not fits:
             raise ArgumentError(
@@ -236,6 +242,7 @@ def why(
         topology=machine,
         limits=limits or Limits(),
         options=options or {},
+        cure_seconds=cure_seconds,
         say=say,
     )
     return work.diagnose(cures)
@@ -320,25 +327,10 @@ def why_text(
     )
 
 
-def _of_program(
-    program: Program,
-    limits: Limits | None,
-    options: Options | None,
-    cures: int,
-    progress: Callable[[str], None] | None,
-) -> Diagnosis:
-    """The diagnosis of a program's step."""
-    plan = program.plan
-    diagnosis = why(
-        program.step_function(),
-        program.state,
-        program.batch,
-        topology=plan.topology,
-        limits=limits,
-        options=options,
-        cures=cures,
-        progress=progress,
-    )
+def _of_program(program: Program, **settings: Any) -> Diagnosis:
+    """The diagnosis of a program's step; settings are those of `why`."""
+    step, plan = program.step_function(), program.plan
+    diagnosis = why(step, program.state, program.batch, topology=plan.topology, **settings)
     return with_plan(diagnosis, plan)
 
 
@@ -397,7 +389,11 @@ def with_plan(diagnosis: Diagnosis, plan: Plan) -> Diagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """The inputs of a diagnosis."""
+    """The inputs of a diagnosis.
+
+    Attributes:
+        until: when nothing more is tried, in seconds of the monotonic clock.
+    """
 
     call: Call
     mesh: AnyMesh
@@ -405,7 +401,9 @@ class _Work:
     topology: Topology
     limits: Limits
     options: Options
+    cure_seconds: float
     say: Callable[[str], None]
+    until: float = math.inf
 
     def trace(self, edits: Sequence[Edit] = ()) -> TracedFunction:
         return trace(self.call, self.platform, self.mesh, edits)
@@ -421,7 +419,11 @@ class _Work:
         if isinstance(outcome, Failure):
             raise _not_compiled(outcome, function, shardings)
         before = self.read(function, machine, outcome, shardings)
-        cures, tried = self.find_cures(function, machine, before, shardings, limit)
+        search = replace(self, until=time.monotonic() + self.cure_seconds)
+        cures, tried = search.find_cures(function, machine, before, shardings, limit)
+        if limit and time.monotonic() > search.until:
+            words = f"cures were looked for during {self.cure_seconds:.0f} s, and not to the end"
+            before = replace(before, problems=(*before.problems, f"{words} (cure_seconds)"))
         cured = _removed(before.rows, cures)
         rows = tuple(
             replace(row, inherent=False) if number in cured and row.inherent else row
@@ -508,7 +510,7 @@ class _Work:
             after = self.read(trial.function, machine, outcome, trial.shardings)
             return after if _helps(before, after) else None
 
-        while before.rows and tried < limit - reserved:
+        while before.rows and tried < limit - reserved and time.monotonic() < self.until:
             listed = [
                 edit
                 for edit in candidates(before.rows, state.shardings, state.function, batch)
@@ -523,7 +525,7 @@ class _Work:
             for trial in self.trials(listed, refused, left, base, propagated):
                 if after := measured(trial):
                     best = trial, after
-                if best or tried >= limit - reserved:
+                if best or tried >= limit - reserved or time.monotonic() > self.until:
                     break
             if best is None:
                 break
@@ -536,7 +538,8 @@ class _Work:
             changes = tuple(change for e in trial.edits for change in _changes(state, trial, e))
             cures.append((_cure(trial.edits, changes, before, after), after))
             accepted, before, state = (*accepted, *trial.edits), after, trial
-        cure, compiled = self.with_options(state, machine, before, max(limit - tried, reserved))
+        left = max(limit - tried, reserved) if time.monotonic() < self.until else 0
+        cure, compiled = self.with_options(state, machine, before, left)
         return [*cures, *cure], tried + compiled
 
     def with_options(
@@ -619,17 +622,22 @@ class _Work:
         choices: Sequence[tuple[Edit, ...]],
     ) -> list[Trial]:
         """Edits on top of those that are accepted, without those that the program does not trace
-        with, or with which its arguments take more than `memory_limit` bytes of a device.
+        with, those with which its arguments take more than `memory_limit` bytes of a device, and
+        those that are not reached until a time.
         """
         traced: list[tuple[tuple[Edit, ...], TracedFunction]] = []
         for edits in choices:
+            if time.monotonic() > self.until:
+                break
             try:
                 function = self.trace((*accepted, *edits))
             except TracingError:
                 continue
             if sum(argument_bytes(function)) <= memory_limit:
                 traced.append((edits, function))
-        layouts = propagate([function for _, function in traced], machine, self.limits)
+        seconds = min(self.limits.seconds, max(self.until - time.monotonic(), 1.0))
+        limits = replace(self.limits, seconds=seconds)
+        layouts = propagate([function for _, function in traced], machine, limits)
         return [
             Trial(
                 edits=edits,

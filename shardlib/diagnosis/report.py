@@ -34,7 +34,7 @@ class Communication:
             where neither is known.
         memory: bytes per device: "arguments", "temporaries", "peak", ...
         live: values that live at the peak, the largest first; of `live_bytes` together.
-        problems: what could not be read.
+        problems: what could not be read, or tried.
         text: of the compiled program.
     """
 
@@ -190,7 +190,7 @@ def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
         lines.append("There is no collective in the compiled program.")
     lines += _memory_lines(diagnosis)
     problems = diagnosis.communication.problems
-    lines += ["", *(f"not read: {problem}" for problem in problems)] if problems else []
+    lines += ["", *(f"incomplete: {problem}" for problem in problems)] if problems else []
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import shardlib
+from shardlib.diagnosis import diagnose
 from shardlib.diagnosis.program import Call, find_mesh, trace
 from shardlib.diagnosis.rows import explain
 from tests.diagnosis import lookup_model as model
+from tests.diagnosis.causes import transposition
 
 pytestmark = pytest.mark.long
 X = model.array((64, 64), "data")
@@ -36,6 +39,7 @@ def product(a):
         ({"limits": 3}, "limits is int"),
         ({"options": 3}, "options is int"),
         ({"progress": 3}, "progress is int"),
+        ({"cure_seconds": "3"}, "cure_seconds is str"),
         ({"topology": "cpu:4"}, "the mesh data 4 x model 2 has 8 devices, and cpu:4 has 4"),
         ({"options": {"xla_nope": 1}}, "the compiler's own names of options"),
         ({"topology": None}, "topology is missing"),
@@ -170,6 +174,20 @@ def test_what_is_ordered_may_be_sharded_along_another_dim(function, spec, cure: 
     diagnosis = shardlib.why(function, model.array((64, 4096), *spec), topology="cpu:8")
     assert diagnosis.cures[0].text.startswith(cure) and diagnosis.cures[-1].bytes[1] == 0
     assert set(diagnosis.cured) == set(range(len(diagnosis.rows)))
+
+
+def test_no_more_cures_are_tried_after_the_seconds_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was tried until then counts."""
+    clock = iter(range(10_000))
+    monkeypatch.setattr(diagnose, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    arguments = transposition, model.array((256, 128), "data")
+    options = {"topology": "cpu:8", "out_shardings": PartitionSpec("data")}
+    early, late = (shardlib.why(*arguments, cure_seconds=n, **options) for n in (1, 500))
+    assert (early.cures, early.tried) == ((), 0) and late.cures and late.tried
+    assert "incomplete: cures were looked for during 1 s, and not to the end" in str(early)
+    assert "incomplete" not in str(late)
 
 
 def test_what_no_layout_removes_is_inherent() -> None:
