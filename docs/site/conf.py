@@ -1,5 +1,9 @@
 """Settings of the site; `build.py` lays out what it is built from."""
 
+import re
+
+from docutils import nodes
+
 import shardlib
 
 project = "shardlib"
@@ -46,7 +50,9 @@ myst_heading_anchors = 4
 # `single` and `double` backticks both mean code in docstrings.
 default_role = "code"
 
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 80
 autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
 napoleon_google_docstring = True
@@ -79,6 +85,70 @@ def add_card(app, pagename, templatename, context, doctree):
     context["metatags"] = context.get("metatags", "") + CARD
 
 
+#: Pages whose text has no links to the glossary: itself, and lists of what others say.
+UNLINKED = ("docs/glossary", "CHANGELOG", "index", "gallery")
+#: Words of the glossary that everybody knows: the first on each page is not linked.
+EVERYDAY = ("plan", "host", "device", "process", "dim", "verified", "finding", "embedding and head")
+#: Where words are not prose.
+QUIET = (nodes.reference, nodes.title, nodes.literal, nodes.literal_block, nodes.raw, nodes.math)
+
+
+def terms(doctree):
+    """The words of the glossary, each with its anchor, which the page gets."""
+    anchors = {}
+    for strong in doctree.findall(nodes.strong):
+        words = strong.astext()
+        if not words.endswith(".") or strong.next_node(nodes.literal, descend=True):
+            continue
+        anchor = "term-" + nodes.make_id(words)
+        strong["ids"] = [anchor]
+        for word in re.split(r", (?!\d)|[()]", words.rstrip(".*")):
+            word = word.strip(" *").split(" 1,")[0]
+            if word and word.lower() not in EVERYDAY:
+                anchors[word if word.isupper() else word.lower()] = anchor
+    return anchors
+
+
+def link_terms(app, doctree, docname):
+    """Links the first use of each word of the glossary on a page."""
+    if docname in UNLINKED:
+        return
+    anchors = dict(app.env.glossary_terms)
+    where = app.builder.get_relative_uri(docname, "docs/glossary")
+    for text in list(doctree.findall(nodes.Text)):
+        parent, above = text.parent, text.parent
+        while above is not None and not isinstance(above, QUIET) and above.tagname != "desc_signature":
+            above = above.parent
+        if above is None and anchors:
+            parent.replace(text, linked(str(text), anchors, where))
+
+
+def linked(text, anchors, where):
+    """A text as nodes; words that are linked leave `anchors`."""
+    parts, start = [], 0
+    words = "|".join(re.escape(word) for word in sorted(anchors, key=len, reverse=True))
+    for match in re.finditer(rf"(?<![\w·=-])(?:{words})s?(?![\w·=-])", text, re.IGNORECASE):
+        word = match.group()
+        keys = (word, word[:-1], word.lower(), word.lower()[:-1])
+        key = next((key for key in keys if key in anchors), None)
+        if key is None:
+            continue
+        anchor = anchors.pop(key)
+        parts.append(nodes.Text(text[start : match.start()]))
+        link = nodes.reference("", word, refuri=f"{where}#{anchor}", classes=["term"])
+        parts.append(link)
+        start = match.end()
+    return [*parts, nodes.Text(text[start:])]
+
+
+def read_glossary(app, doctree):
+    """Remembers the words of the glossary, as soon as it is read."""
+    if app.env.docname == "docs/glossary":
+        app.env.glossary_terms = terms(doctree)
+
+
 def setup(app):
+    app.connect("doctree-read", read_glossary)
+    app.connect("doctree-resolved", link_terms)
     app.connect("html-page-context", add_card)
     app.connect("autodoc-process-docstring", mark_code, priority=400)  # before napoleon's

@@ -41,6 +41,7 @@ from shardlib.planner.workload import (
     Workload,
     batch_size,
     experts_form,
+    mixes_positions,
     sequence_size,
     tensor_colours,
 )
@@ -605,6 +606,7 @@ def build_space(
         sequence=sequence_size(problem, colouring),
         layers=max(workload.layer_counts, default=0),
         experts=colouring.colours[workload.expert].divisor if workload.expert else 1,
+        mixes=pins.context not in (None, "none") or mixes_positions(problem, colouring),
         splits=problem.rows.splits,
         staged=not problem.rows.by_row,
         groups=len(workload.layer_counts),
@@ -801,7 +803,8 @@ def factorisations(
             yield tuple(pins.mesh[axis] for axis in MESH_AXES)
         return
     pinned_sizes = dict(pins.axes)
-    dim_sizes = {"stage": limits.layers, "expert": limits.experts, "context": limits.sequence}
+    positions = limits.sequence if limits.mixes else 1
+    dim_sizes = {"stage": limits.layers, "expert": limits.experts, "context": positions}
     axes = limits.abilities.axes
 
     def allowed(axis: str, remaining: int) -> list[int]:

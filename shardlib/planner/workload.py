@@ -50,6 +50,7 @@ class ModelLimits:
     Attributes:
         batch: examples per batch.
         sequence: positions; 1 without a sequence.
+        mixes: True if positions see each other, so that a context axis is more than a batch axis.
         layers: layers of the largest group; 0 without layers.
         experts: number of experts; 1 without.
         splits: True if microbatches give the same numbers as the whole batch.
@@ -62,6 +63,7 @@ class ModelLimits:
     sequence: int
     layers: int
     experts: int
+    mixes: bool = True
     splits: bool = True
     staged: bool = True
     groups: int = 1
@@ -85,6 +87,28 @@ def sequence_size(problem: Problem, colouring: Colouring) -> int:
     is none.
     """
     return math.gcd(*_sizes(problem, colouring, colouring.sequence_colour)) or 1
+
+
+def mixes_positions(problem: Problem, colouring: Colouring) -> bool:
+    """Whether a position of the sequence sees others in the loss: attention, convolutions, shifts,
+    sums over positions that go back to them. A mean over all positions does not count.
+    """
+    name, summed = colouring.sequence_colour, set[int]()
+    for op in problem.forward.ops:
+        along: set[int | None] = set()
+        for values, sides in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
+            along |= {
+                op.rule.major(dim)
+                for value, dims in zip(values, sides, strict=True)
+                for axis, dim in zip(colouring.forward[value], dims, strict=True)
+                if axis == name
+            }
+        after = any(name in colouring.forward[value] for value in op.results)
+        if len(along) > 1 or along & {None, *op.rule.whole} or (after and summed & {*op.operands}):
+            return True
+        if not after and (along or summed & {*op.operands}):
+            summed |= {*op.results}
+    return False
 
 
 def _sizes(problem: Problem, colouring: Colouring, name: str | None) -> list[int]:

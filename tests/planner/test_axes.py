@@ -5,20 +5,24 @@ recipes that experts use.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from shardlib.cost.framework import XLA
 from shardlib.cost.roofline import fitting_bytes
 from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError
-from shardlib.graph import AttentionCalls
+from shardlib.graph import AttentionCalls, Problem
 from shardlib.machines.topology import topology
 from shardlib.planner import search as planner
 from shardlib.planner.plan import Plan
 from shardlib.planner.space import attention_strategies
-from shardlib.planner.workload import Workload, prepare
+from shardlib.planner.workload import Workload, mixes_positions, prepare
 from shardlib.report.elements import bytes_text
 from shardlib.report.text import reasons
 from tests.planner import worlds
@@ -322,3 +326,43 @@ def test_the_way_along_the_context_is_the_fastest() -> None:
     found = plan(pin, load=function())
     assert found.estimate.step_seconds == min(each.values())
     assert found.context == min(each, key=lambda way: each[way])
+
+
+def positions(mix: Callable[[Any], Any]) -> Problem:
+    """A matmul at every position, after what is done to the sequence."""
+
+    def loss(p: dict[str, Any], b: dict[str, Any]) -> Any:
+        return jnp.mean((mix(b["x"]) @ p["up"]) ** 2)
+
+    return worlds.problem(
+        loss,
+        {"up": worlds.shape(512, 2048)},
+        {"x": worlds.shape(64, 256, 512)},
+        {"up": ("embed", "mlp")},
+        {"x": ("batch", "seq", None)},
+        remat={},
+    )
+
+
+@pytest.mark.parametrize(
+    ("mix", "mixes"),
+    [
+        (lambda x: x, False),
+        (lambda x: jax.nn.softmax(x, axis=-1) + 1, False),
+        (lambda x: jnp.einsum("bqd,bkd,bke->bqe", x, x, x), True),
+        (lambda x: jnp.cumsum(x, axis=1), True),
+        (lambda x: x - jnp.mean(x, axis=1, keepdims=True), True),
+        (lambda x: jnp.concatenate([x[:, :1], x[:, :-1]], axis=1), True),
+    ],
+    ids=["nothing", "features", "attention", "running sum", "mean", "shift"],
+)
+def test_a_context_axis_is_of_models_whose_positions_see_each_other(
+    mix: Callable[[Any], Any], mixes: bool
+) -> None:
+    load = prepare(positions(mix))
+    assert mixes_positions(load.problem, load.colouring) == mixes
+    plan = worlds.planned("h100:8", None, load)
+    meshes = [plan.mesh, *(each.mesh for each in plan.search.landscape)]
+    assert mixes or {mesh["context"] for mesh in meshes} == {1}
+    pinned = worlds.planned("h100:8", {"mesh.context": 2}, load)
+    assert pinned.mesh["context"] == 2
