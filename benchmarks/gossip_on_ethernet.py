@@ -34,10 +34,10 @@ PUBLISHED = {"exact": 5.0, "gossip": 1.6, "gossip, whole parameters": 1.6}
 #: Pins: parameters whole on every device, as both were trained.
 JOBS: dict[str, dict[str, Any]] = {
     "exact": {"mesh.data": NODES * GPUS},
-    "gossip": {"exchange": shardlib.Gossip(islands=NODES, graph="exponential")},
+    "gossip": {"exchange": shardlib.islands.Gossip(islands=NODES, graph="exponential")},
     "gossip, whole parameters": {
         "mesh.data": GPUS,
-        "exchange": shardlib.Gossip(islands=NODES, graph="exponential"),
+        "exchange": shardlib.islands.Gossip(islands=NODES, graph="exponential"),
     },
 }
 

@@ -102,7 +102,7 @@ def seconds_to_goal(trained: servers.Trained, began: float) -> float | None:
 
 def row(more: dict[str, Any]) -> dict[str, Any]:
     """One case."""
-    exchange = shardlib.Asynchronous(workers=3, servers=2, rule="sgd", rate=0.004, **more)
+    exchange = shardlib.islands.Asynchronous(workers=3, servers=2, rule="sgd", rate=0.004, **more)
     ended = threading.Event()
     with tempfile.TemporaryDirectory() as folder:
         slow = threading.Thread(target=slowed, args=(Path(folder), ended))
@@ -137,7 +137,7 @@ def rate_after(steps: Any, began: float) -> float:
 
 def serve(folder: Path, rule: Any) -> None:
     """A server for `transfers`, in a process of its own."""
-    exchange = shardlib.Asynchronous(workers=1, servers=1, rule=rule)
+    exchange = shardlib.islands.Asynchronous(workers=1, servers=1, rule=rule)
     listening = Listening(service=Service(exchange=exchange), secret="benchmark")
     where = {"host": "127.0.0.1", "port": listening.port}
     address_file(folder, 0).write_text(json.dumps(where))

@@ -59,6 +59,9 @@ _moved.install()
 def __getattr__(name: str) -> Any:
     if f"shardlib.{name}" in _moved.MOVED:
         return importlib.import_module(f"shardlib.{name}")
+    if name in ("islands", *_moved.ISLANDS.split()):
+        package = wings.required("shardlib.islands", f"shardlib.{name}")
+        return package if name == "islands" else getattr(package, name)
     if name not in _HOME:
         raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
     return getattr(wings.required(_HOME[name], f"shardlib.{name}"), name)

@@ -1,3 +1,4 @@
+from shardlib import islands as islands
 from shardlib.annotation.model import linen as linen
 from shardlib.annotation.model import tree as tree
 from shardlib.api import compile as compile
@@ -32,7 +33,6 @@ from shardlib.errors import TopologyError as TopologyError
 from shardlib.errors import TracingError as TracingError
 from shardlib.errors import TrainingError as TrainingError
 from shardlib.errors import VerificationError as VerificationError
-from shardlib.exchanges import Exact as Exact
 from shardlib.findings import Finding as Finding
 from shardlib.frontend.gradients import value_and_grad as value_and_grad
 from shardlib.frontend.steps import compile_step as compile_step
@@ -43,15 +43,6 @@ from shardlib.functions.experts import visit as visit
 from shardlib.functions.losses import WeightedMean as WeightedMean
 from shardlib.functions.routing import balance_loss as balance_loss
 from shardlib.functions.routing import route as route
-from shardlib.islands.exchanges import Asynchronous as Asynchronous
-from shardlib.islands.exchanges import Compressed as Compressed
-from shardlib.islands.exchanges import DiLoCo as DiLoCo
-from shardlib.islands.exchanges import Gossip as Gossip
-from shardlib.islands.exchanges import PowerSGD as PowerSGD
-from shardlib.islands.exchanges import Quantised as Quantised
-from shardlib.islands.exchanges import Sign as Sign
-from shardlib.islands.exchanges import TopK as TopK
-from shardlib.islands.program import IslandsProgram as IslandsProgram
 from shardlib.launch.joining import join as join
 from shardlib.layout import Collective as Collective
 from shardlib.layout import Layout as Layout

@@ -41,6 +41,8 @@ MOVED = {
     "shardlib.training.states.surgery": "shardlib.training.states",
     "shardlib.verification.hlo.timelines": "shardlib.verification.timelines",
 }
+#: Names that the package had, which `shardlib.islands` has now.
+ISLANDS = "Asynchronous Compressed DiLoCo Exact Gossip IslandsProgram PowerSGD Quantised Sign TopK"
 
 
 class Moved(MetaPathFinder, Loader):

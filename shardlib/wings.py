@@ -114,13 +114,13 @@ def islands(module: str, what: str = "an exchange between islands") -> Any:
 
 def names_of(file: str) -> dict[str, str]:
     """Public name -> the module that defines it, as the stub of a package (`__init__.pyi`, which
-    type checkers read) imports them.
+    type checkers read) imports them; packages of `shardlib` are none.
 
     Args:
         file: `__file__` of the package.
     """
     tree = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
-    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    imports = [n for n in tree.body if isinstance(n, ast.ImportFrom) and n.module != "shardlib"]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 

@@ -232,7 +232,17 @@ def test_public_names_exist_where_the_package_says():
     assert sorted(shardlib.__all__) == sorted({*shardlib._HOME, "__version__"})
     for name in shardlib.__all__:
         assert getattr(shardlib, name) is not None, name
-    assert len(shardlib.__all__) <= 74  # with `value_and_grad`, which a step marks its loss with
+    assert len(shardlib.__all__) <= 64  # with `value_and_grad`, which a step marks its loss with
+
+
+def test_exchanges_have_a_package_and_keep_their_earlier_names():
+    import shardlib
+
+    earlier = _moved.ISLANDS.split()
+    assert earlier == shardlib.islands.__all__
+    for name in earlier:
+        assert getattr(shardlib, name) is getattr(shardlib.islands, name)
+        assert name not in dir(shardlib)
 
 
 @pytest.mark.processes

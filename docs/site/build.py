@@ -43,6 +43,7 @@ GROUPS = {
 PACKAGES = {
     "shardlib": "shardlib",
     "booking": "shardlib.launch.booking",
+    "islands": "shardlib.islands",
     "serving": "shardlib.serve",
 }
 
@@ -95,11 +96,9 @@ def reference(package: str) -> str:
         for title, names in GROUPS.items()
     }
     functions = [n for n, v in values.items() if callable(v) and n not in (*errors, *classes)]
-    meetings = [n for n in classes if "exchanges" in values[n].__module__]
     sections |= {
         "More functions": ("autofunction", [n for n in functions if n not in listed]),
-        "Values": ("autoclass", [n for n in classes if n not in meetings]),
-        "Exchanges of islands": ("autoclass", meetings),
+        "Values": ("autoclass", classes),
         "Errors": ("autoexception", errors),
     }
     parts = [f"# `{package}`", ""]

@@ -3,6 +3,7 @@
 import re
 
 from docutils import nodes
+from sphinx import addnodes
 
 import shardlib
 
@@ -90,7 +91,10 @@ UNLINKED = ("docs/glossary", "CHANGELOG", "index", "gallery")
 #: Words of the glossary that everybody knows: the first on each page is not linked.
 EVERYDAY = ("plan", "host", "device", "process", "dim", "verified", "finding", "embedding and head")
 #: Where words are not prose.
-QUIET = (nodes.reference, nodes.title, nodes.literal, nodes.literal_block, nodes.raw, nodes.math)
+QUIET = (
+    *(nodes.reference, nodes.title, nodes.literal, nodes.literal_block, nodes.raw, nodes.math),
+    addnodes.desc_signature,
+)
 
 
 def terms(doctree):
@@ -117,7 +121,9 @@ def link_terms(app, doctree, docname):
     where = app.builder.get_relative_uri(docname, "docs/glossary")
     for text in list(doctree.findall(nodes.Text)):
         parent, above = text.parent, text.parent
-        while above is not None and not isinstance(above, QUIET) and above.tagname != "desc_signature":
+        while (
+            above is not None and not isinstance(above, QUIET) and above.tagname != "desc_signature"
+        ):
             above = above.parent
         if above is None and anchors:
             parent.replace(text, linked(str(text), anchors, where))
@@ -135,7 +141,9 @@ def linked(text, anchors, where):
             continue
         anchor = anchors.pop(key)
         parts.append(nodes.Text(text[start : match.start()]))
-        link = nodes.reference("", word, refuri=f"{where}#{anchor}", classes=["term"])
+        link = nodes.reference(
+            "", word, refuri=f"{where}#{anchor}", classes=["term"], internal=True
+        )
         parts.append(link)
         start = match.end()
     return [*parts, nodes.Text(text[start:])]

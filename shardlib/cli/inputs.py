@@ -69,9 +69,8 @@ def make_plan(
     if framework is not None:  # what is misspelt is said before anything is traced
         frameworks = required("shardlib.frameworks", f"framework {framework!r}")
         frameworks.framework(framework, vendor)
-    with Progress(
-        f"planning {spec} for {topology}" + (f", compiling the {refine} best" if refine else "")
-    ):
+    compiling = f", compiling the {refine} best" if refine else ""
+    with Progress(f"planning {spec} for {topology}{compiling}"):
         inputs = inputs_of(spec, batch, seq)
         import shardlib
 

@@ -653,7 +653,7 @@ class Decisions:
         EXACT,
         meaning="how islands meet: parts of the machine that train apart, each with its part of the"
         " batch; anything but `exact` changes the mathematics; see [islands](islands.md)",
-        values='`"exact"`, `"diloco:2:100"`, `shardlib.DiLoCo(islands=2, every=100)`,'
+        values='`"exact"`, `"diloco:2:100"`, `shardlib.islands.DiLoCo(islands=2, every=100)`,'
         ' `"gossip:8:exponential"`, `"compressed:2:powersgd"`',
         read=read_exchange,
         write=lambda value, mesh: value.to_json(),

@@ -20,3 +20,9 @@ servers/         parameter servers, and outer steps over TCP
 transfers.py     the order in which parameters cross a link
 verification.py  verification of a step and of the meetings
 """
+
+from __future__ import annotations
+
+from shardlib import wings
+
+__all__, __getattr__ = wings.face(__file__, "shardlib.islands")  # pyright: ignore

@@ -218,7 +218,7 @@ def refuse_pin(word: str) -> NoReturn:
     raise PinError(
         f"{word} is asynchronous, which is not a decision of a plan: workers and servers are"
         " processes of their own\nTry: shardlib.servers.train(job, steps,"
-        " exchange=shardlib.Asynchronous(...)), see docs/parameter_server.md"
+        " exchange=shardlib.islands.Asynchronous(...)), see docs/parameter_server.md"
     )
 
 
@@ -575,8 +575,8 @@ class Compressed(Settings):
         failures = whole("islands", self.islands, 2)
         if not isinstance(self.by, PowerSGD | TopK | Quantised | Sign):
             failures.append(
-                f"by is {shown(self.by)}; it is one of shardlib.PowerSGD(rank=4), shardlib.TopK(),"
-                " shardlib.Quantised('int8'), shardlib.Sign()"
+                f"by is {shown(self.by)}; it is PowerSGD(rank=4), TopK(), Quantised('int8') or"
+                " Sign() of shardlib.islands"
             )
         elif isinstance(self.by, TopK) and not failures:
             sent = 2 * self.islands * self.by.density
@@ -810,7 +810,7 @@ KINDS: dict[str, Form] = {form.kind: form for form in (Exact, DiLoCo, Gossip, Co
 #: How pins spell exchanges.
 EXAMPLES = (
     "'exact', 'diloco:2:100' (islands, steps between meetings), 'gossip:8:exponential' (islands,"
-    " graph), 'compressed:2:powersgd' (islands, how), shardlib.DiLoCo(islands=2)"
+    " graph), 'compressed:2:powersgd' (islands, how), shardlib.islands.DiLoCo(islands=2)"
 )
 
 

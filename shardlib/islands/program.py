@@ -735,8 +735,9 @@ def _folded(keys: jax.Array, number: int) -> jax.Array:
 # --------------------------------------------------------------------------------------------------
 # The program of several islands: their steps, and their outer steps.
 #
-# program = shardlib.compile(..., pin={"exchange": shardlib.DiLoCo(islands=2, every=100)}) state,
-# metrics = program.step(program.init(seed=0), batch) # meets after every 100th step
+# exchange = shardlib.islands.DiLoCo(islands=2, every=100)
+# program = shardlib.compile(..., pin={"exchange": exchange})
+# state, metrics = program.step(program.init(seed=0), batch) # meets after every 100th step
 
 
 def mean_parameters(meeting: Meeting, thetas: list[jax.Array]) -> list[jax.Array]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flax import nnx
-
 from shardlib.errors import MissingFileError, ModelError, raise_all
-from shardlib.models.blocks import MATRICES, Block, LowRank
+from shardlib.models.blocks import Block
 from shardlib.models.config import (
     SIZE,
     EncoderDecoderConfig,
@@ -35,20 +33,6 @@ from shardlib.untrusted.data import (
 
 # --------------------------------------------------------------------------------------------------
 # A reference transformer with low-rank adapters.
-
-
-def add_low_rank(
-    model: Transformer, rank: int, matrices: Collection[str], rngs: nnx.Rngs
-) -> Transformer:
-    """Gives some matrices of a transformer an adapter, in all layers that have them."""
-    for block in blocks(model):
-        for place, matrix_dims in MATRICES.items():
-            module = getattr(block, place, None)
-            for name, dims in matrix_dims.items():
-                if name in matrices and hasattr(module, name):
-                    low = LowRank(getattr(module, name), dims, rank, rngs)
-                    setattr(module, f"{name}_lora", low)
-    return model
 
 
 def blocks(model: Transformer) -> Iterator[Block]:

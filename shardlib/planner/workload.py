@@ -95,14 +95,13 @@ def mixes_positions(problem: Problem, colouring: Colouring) -> bool:
     """
     name, summed = colouring.sequence_colour, set[int]()
     for op in problem.forward.ops:
-        along: set[int | None] = set()
-        for values, sides in ((op.operands, op.rule.operands), (op.results, op.rule.results)):
-            along |= {
-                op.rule.major(dim)
-                for value, dims in zip(values, sides, strict=True)
-                for axis, dim in zip(colouring.forward[value], dims, strict=True)
-                if axis == name
-            }
+        sides = (*op.rule.operands, *op.rule.results)
+        along = {
+            op.rule.major(dim)
+            for value, dims in zip((*op.operands, *op.results), sides, strict=True)
+            for axis, dim in zip(colouring.forward[value], dims, strict=True)
+            if axis == name
+        }
         after = any(name in colouring.forward[value] for value in op.results)
         if len(along) > 1 or along & {None, *op.rule.whole} or (after and summed & {*op.operands}):
             return True

@@ -720,9 +720,9 @@ def next_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
 
 def _next_section(plan: Plan) -> str:
     rows = next_rows(plan)
-    even = f"even: predicted within {INDISTINGUISHABLE:.0%}"
-    table = aligned([NEXT_HEAD, *rows], right=(0, 1))
-    return "\n".join([f"Next best ({even})", *table]) if rows else ""
+    even = f" (even: predicted within {INDISTINGUISHABLE:.0%})"
+    head = "Next best" + even * any(time.endswith("even") for time, *_ in rows)
+    return "\n".join([head, *aligned([NEXT_HEAD, *rows], right=(0, 1))]) if rows else ""
 
 
 def _sure_reason(plan: Plan) -> list[str]:

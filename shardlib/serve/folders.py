@@ -21,7 +21,7 @@ import json
 import re
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
@@ -56,11 +56,12 @@ from shardlib.errors import (
     raise_all,
 )
 from shardlib.jax_types import KeyPath
-from shardlib.models.blocks import MATRICES
+from shardlib.models.blocks import MATRICES, LowRank
 from shardlib.models.config import DTYPES, TransformerConfig
 from shardlib.models.huggingface import CONFIG as huggingface_CONFIG
-from shardlib.models.huggingface import add_low_rank
+from shardlib.models.huggingface import blocks
 from shardlib.models.presets import described
+from shardlib.models.transformer import Transformer
 from shardlib.serve.requests import Sampling
 from shardlib.serve.sampling import check_installed
 from shardlib.serve.served import ByteText, Served
@@ -717,3 +718,17 @@ def byte_tokenizer() -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer.to_str(pretty=True)
+
+
+def add_low_rank(
+    model: Transformer, rank: int, matrices: Collection[str], rngs: nnx.Rngs
+) -> Transformer:
+    """Gives some matrices of a transformer an adapter, in all layers that have them."""
+    for block in blocks(model):
+        for place, matrix_dims in MATRICES.items():
+            module = getattr(block, place, None)
+            for name, dims in matrix_dims.items():
+                if name in matrices and hasattr(module, name):
+                    low = LowRank(getattr(module, name), dims, rank, rngs)
+                    setattr(module, f"{name}_lora", low)
+    return model

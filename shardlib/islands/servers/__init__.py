@@ -4,7 +4,7 @@
         return servers.Job(init=init, loss=loss, rows=rows, topology="cpu:2")
 
     if __name__ == "__main__":
-        exchange = shardlib.Asynchronous(workers=3, servers=2)
+        exchange = shardlib.islands.Asynchronous(workers=3, servers=2)
         trained = servers.train(job, 200, exchange=exchange, devices=2)
 
 Workers and servers are processes of one machine that talk over its loopback address, or Ray

@@ -1,7 +1,7 @@
 """Islands that are processes of their own, each with its planned, sharded program, and meet over
 TCP.
 
-    with servers.join(program, exchange=shardlib.DiLoCo(islands=2, every=100)) as island:
+    with servers.join(program, exchange=shardlib.islands.DiLoCo(islands=2, every=100)) as island:
         state = island.start(seed=0)
         for step in range(10_000):
             state, metrics = island.step(state, rows(island.number, step))

@@ -168,7 +168,7 @@ def join(
 
     Args:
         program: of this island, as `shardlib.compile` gives it without an exchange.
-        exchange: how islands meet, alike on all: `shardlib.DiLoCo`, or "diloco:2:100".
+        exchange: how islands meet, alike on all: `shardlib.islands.DiLoCo`, or "diloco:2:100".
         place: where they meet; by default as the environment says it, see
             `shardlib.islands.servers.joining`.
         weight: of this island in the mean of outer gradients; by default the rows of a step.

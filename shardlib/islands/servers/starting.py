@@ -370,7 +370,7 @@ def train(
 def _require(steps: object, exchange: object, devices: object, engine: object) -> None:
     failures = whole("steps", steps, 1)
     if not isinstance(exchange, Asynchronous):
-        failures.append(f"exchange is {shown(exchange)}; it is a shardlib.Asynchronous")
+        failures.append(f"exchange is {shown(exchange)}; it is a shardlib.islands.Asynchronous")
     if devices is not None:
         failures += whole("devices", devices, 1)
     if engine not in get_args(Engine):
