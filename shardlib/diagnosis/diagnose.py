@@ -422,7 +422,7 @@ class _Work:
         search = replace(self, until=time.monotonic() + self.cure_seconds)
         cures, tried = search.find_cures(function, machine, before, shardings, limit)
         if limit and time.monotonic() > search.until:
-            words = f"cures were looked for during {self.cure_seconds:.0f} s, and not to the end"
+            words = f"cures were looked for during {self.cure_seconds:g} s, and not to the end"
             before = replace(before, problems=(*before.problems, f"{words} (cure_seconds)"))
         cured = _removed(before.rows, cures)
         rows = tuple(
