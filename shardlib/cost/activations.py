@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from shardlib.cost.attention import BACKWARD, FORWARD, Core, FactorClasses, causal_share, cores
 from shardlib.cost.experts import GROUPED, capacity_layers, has_capacity, row_count
@@ -210,6 +211,11 @@ def saved_pairs(graph: Graph) -> list[SavedPair]:
     ]
 
 
+#: Saved results of element-wise ops that are recomputed: none, those that no matmul reads in the
+#: other loop, or all.
+Elementwise = Literal["none", "but operands", "all"]
+
+
 class SavedValueRewrite:
     """Rewrites the values that one loop saves for another."""
 
@@ -220,14 +226,16 @@ class SavedValueRewrite:
         forward: int,
         backward: int,
         recomputed: frozenset[int],
-        elementwise: bool,
+        elementwise: Elementwise,
         named: frozenset[int],
+        by_quotient: bool,
     ) -> None:
         graph = step.graph
         self._graph = graph
         self._weights = frozenset(step.weights())
         self._forward = forward
         self._backward = backward
+        self._by_quotient = by_quotient
         self._rematerialised, self._elementwise, self._named = (recomputed, elementwise, named)
         self._values, self._colours = list(graph.values), list(colours)
         self._producers = graph.producers()
@@ -250,9 +258,7 @@ class SavedValueRewrite:
         self._copies: dict[int, int] = {}
 
     def _replaceable(self, pair: SavedPair, small: float) -> bool:
-        """True if a saved value is the result of element-wise ops that no matmul reads in the other
-        loop.
-        """
+        """True if the other loop recomputes a saved value."""
         maker = self._producers.get(pair.value)
         if (
             maker is None
@@ -266,10 +272,13 @@ class SavedValueRewrite:
         if pair.value in self._weights:
             return False
         return (
-            self._elementwise
+            self._elementwise != "none"
             and op.category in RECOMPUTABLE
             and op.region == self._forward
-            and not self._feeds_matmul(self._graph.ops[pair.enter].results[0])
+            and (
+                self._elementwise == "all"
+                or not self._feeds_matmul(self._graph.ops[pair.enter].results[0])
+            )
         )
 
     def _feeds_matmul(self, value: int) -> bool:
@@ -342,7 +351,8 @@ class SavedValueRewrite:
             if op.region != self._forward:  # of a loop inside
                 self._save(value, op)
             elif (
-                maker not in self._rematerialised
+                self._by_quotient
+                and maker not in self._rematerialised
                 and (quotient := self._quotient(value)) is not None
             ):
                 self._compute_from_quotient(value, quotient)
@@ -689,7 +699,10 @@ def _zeros(graph: Graph) -> list[int]:
 # the exponentials.
 #
 # If no compiler fuses chains (`eager`), the product of two branches saves both operands, as every
-# op of PyTorch's autograd does; norms and rotary embeddings are library kernels there. `save_named`
+# op of PyTorch's autograd does; norms and rotary embeddings are library kernels there. XLA does the
+# same to layers that are written one after the other (`written_out`), as nothing stacks what they
+# save: and where matmuls compute element-wise operands, it saves no operands either. The backward
+# pass of a softmax then reads the scores, of which it computes the exponentials again. `save_named`
 # goes further: it saves only the named results of a layer (`shardlib.cost.facts`), and
 # rematerialises the rest.
 
@@ -702,7 +715,32 @@ def save_operands(
     """
     for forward, backward in _loop_pairs(step.graph):
         operands = _branch_operands(step.graph, forward) if eager else frozenset[int]()
-        step, colours = _rebuilt(step, colours, forward, backward, elementwise=True, named=operands)
+        step, colours = _rebuilt(
+            step, colours, forward, backward, elementwise="but operands", named=operands
+        )
+    return step, colours
+
+
+def written_out(
+    step: StepGraph, colours: tuple[LogicalAxes, ...], *, fuses_operands: bool
+) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
+    """The step with what the compiler saves of layers that are written one after the other.
+
+    Their stacks are not written, so what is cheap is recomputed where it is read
+    (`benchmarks/written_layers.py` has such a decoder beside both compilers).
+
+    Args:
+        fuses_operands: as in `CompilerTraits`.
+    """
+    graph = step.graph
+    stacks = {value for value, dim in zip(graph.inputs, step.inputs, strict=True) if dim.stacked}
+    regions = {op.region for op in graph.ops if op.kind == "enter" and op.operands[0] in stacks}
+    for forward, backward in _loop_pairs(graph):
+        if forward in regions:
+            elementwise = "all" if fuses_operands else "but operands"
+            step, colours = _rebuilt(
+                step, colours, forward, backward, elementwise=elementwise, by_quotient=False
+            )
     return step, colours
 
 
@@ -775,11 +813,14 @@ def _rebuilt(
     backward: int,
     recomputed: frozenset[int] = frozenset(),
     *,
-    elementwise: bool = False,
+    elementwise: Elementwise = "none",
     named: frozenset[int] = frozenset(),
+    by_quotient: bool = True,
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
     """The step after a rewrite by `SavedValueRewrite`."""
-    rewrite = SavedValueRewrite(step, colours, forward, backward, recomputed, elementwise, named)
+    rewrite = SavedValueRewrite(
+        step, colours, forward, backward, recomputed, elementwise, named, by_quotient
+    )
     graph, colours = rewrite.rewritten()
     return replace(step, graph=graph), colours
 
@@ -973,9 +1014,14 @@ def _descends(graph: Graph, core: Core, value: int, source: int) -> bool:
 
 
 def rewritten(
-    step: StepGraph, colours: tuple[LogicalAxes, ...], profile: FrameworkProfile
+    step: StepGraph,
+    colours: tuple[LogicalAxes, ...],
+    profile: FrameworkProfile,
+    *,
+    policy: str = "none",
+    fuses_operands: bool = False,
 ) -> tuple[StepGraph, tuple[LogicalAxes, ...]]:
-    """A step graph as a framework runs it, and the colours of its values."""
+    """A step graph under a remat policy as a framework runs it, and the colours of its values."""
     if profile.attention in ("fused", "blocks"):
         step = fused(step, profile.attention_block)
     if profile.attention == "rematerialised":
@@ -984,6 +1030,8 @@ def rewritten(
         step, colours = save_named(step, colours, (*profile.kept, *profile.offloaded))
     elif profile.saves in ("operands", "eager"):
         step, colours = save_operands(step, colours, eager=profile.saves == "eager")
+    elif profile.layers == "written" and policy == "none":
+        step, colours = written_out(step, colours, fuses_operands=fuses_operands)
     if profile.products == "half":
         step, colours = in_half_precision(step, colours)
     if profile.matmul_dtype:

@@ -48,6 +48,7 @@ from shardlib.wings import required
 FIELD_CHOICES: Mapping[str, tuple[str, ...]] = {
     "attention": ("traced", "fused", "blocks", "rematerialised"),
     "saves": ("traced", "operands", "eager"),
+    "layers": ("written", "looped"),
     "routed_saves": ("as others", "rows"),
     "products": ("traced", "half"),
     "scaling": ("current", "delayed", "rows"),
@@ -101,6 +102,9 @@ class FrameworkProfile:
             inputs of non-linear functions; the rest of an element-wise chain is recomputed inside
             the backward kernels (arXiv:2205.05198, section 4.1). "eager": those and both operands
             of a product of two branches, as with one kernel per op.
+        layers: how layers run that the model writes one after the other: "written", where XLA
+            recomputes what is cheap in the kernels that read it; or "looped", as in stages of a
+            pipeline, where all that autodiff saves is stacked.
         routed_saves: the same for experts with routed tokens: "as others" follows `saves`; "rows"
             saves the rows and products that their matmuls and activations read, as
             `shardlib.lowering.experts` does.
@@ -191,6 +195,7 @@ class FrameworkProfile:
     attention: str = "traced"
     attention_block: int = 128
     saves: str = "traced"
+    layers: str = "written"
     routed_saves: str = "as others"
     products: str = "traced"
     kept: tuple[str, ...] = ()

@@ -69,7 +69,7 @@ class PricedCandidate:
     """One candidate on a machine.
 
     Attributes:
-        workload: the model with the candidate's dtypes and attention kernel.
+        workload: the model with the candidate's dtypes and attention kernel, in stages or not.
         placement: placement of its mesh axes on the links.
         meshes: the candidate as an array of one.
     """
@@ -84,7 +84,9 @@ class PricedCandidate:
     def of(cls, workload: Workload, topology: Topology, candidate: Candidate) -> PricedCandidate:
         """A candidate of a model on a topology."""
         decisions, mesh = candidate.decisions, candidate.mesh
-        workload = workload.variant(decisions.dtypes, decisions.attention_kernel)
+        workload = workload.variant(
+            decisions.dtypes, decisions.attention_kernel, staged=mesh["stage"] > 1
+        )
         pricer = Pricer(topology.in_use(mesh.devices), workload.profile)
         placement = place(mesh, topology, decisions.axis_order)
         assert placement is not None, f"{mesh} does not fit {topology.name}"

@@ -650,7 +650,7 @@ def spaces(
     workload: Workload, chip: Chip, pins: Pins, pinned_choice: Choice | None = None
 ) -> Iterator[tuple[Workload, Space]]:
     """The space of every combination of dtypes and attention strategy, with the variant of the
-    workload that it is for.
+    workload that it is for; two where stages run what the model writes as a loop.
     """
     problem, profile = workload.problem, workload.profile
     abilities = workload.framework.abilities if workload.framework is not None else ANY_PLAN
@@ -659,11 +659,25 @@ def spaces(
         for dtypes in dtype_combinations(pins.dtypes, pins.allow)
     )
     strategies = attention_strategies(problem, pins, profile, chip, abilities)
-    for dtypes, strategy in itertools.product(all_dtypes, strategies):
+    parts = _parts(workload, pins, abilities)
+    for dtypes, strategy, staged in itertools.product(all_dtypes, strategies, parts):
         decisions = replace(strategy.decisions, dtypes=dtypes)
-        variant = workload.variant(dtypes, decisions.attention_kernel)
-        decided = replace(strategy, decisions=decisions)
-        yield variant, build_space(variant, pins, pinned_choice, decided)
+        variant = workload.variant(dtypes, decisions.attention_kernel, staged=staged)
+        space = build_space(variant, pins, pinned_choice, replace(strategy, decisions=decisions))
+        yield variant, replace(space, limits=replace(space.limits, pipelines=staged))
+
+
+def _parts(workload: Workload, pins: Pins, abilities: Abilities) -> tuple[bool | None, ...]:
+    """`ModelLimits.pipelines` of the spaces of a model: plans with stages are apart where they run
+    its layers in another way.
+    """
+    if not workload.writes_layers or pins.remat not in (None, "none"):
+        return (None,)
+    if pins.always_staged:
+        return (True,)
+    stages = (pins.mesh or dict(pins.axes)).get("stage", 2)
+    single = stages == 1 or pins.unstaged or max(workload.layer_counts, default=0) < 2
+    return (False,) if single or "stage" not in abilities.axes else (False, True)
 
 
 def unsupported_for(workload: Workload) -> tuple[Unsupported, ...]:
@@ -799,7 +813,7 @@ def factorisations(
     pins and the model allow, however the context axis is used.
     """
     if pins.mesh is not None:
-        if pins.mesh.devices == devices:
+        if pins.mesh.devices == devices and limits.pipelines in (None, pins.mesh["stage"] > 1):
             yield tuple(pins.mesh[axis] for axis in MESH_AXES)
         return
     pinned_sizes = dict(pins.axes)
@@ -812,14 +826,16 @@ def factorisations(
             return [1]
         if axis in pinned_sizes:
             return [pinned_sizes[axis]] if remaining % pinned_sizes[axis] == 0 else []
-        if (axis == "stage" and pins.unstaged) or (axis == "expert" and not routed):
+        if (axis == "stage" and (pins.unstaged or limits.pipelines is False)) or (
+            axis == "expert" and not routed
+        ):
             return [1]
         limit = max(1, dim_sizes.get(axis, remaining))
         return [
             n
             for n in divisors(remaining, limit)
             if (axis == "stage" or axis not in dim_sizes or limit % n == 0)
-            and not (axis == "stage" and pins.always_staged and n == 1)
+            and not (axis == "stage" and (pins.always_staged or limits.pipelines) and n == 1)
         ]
 
     last = MESH_AXES[-1]

@@ -55,6 +55,7 @@ class ModelLimits:
         experts: number of experts; 1 without.
         splits: True if microbatches give the same numbers as the whole batch.
         staged: True if microbatches can go through pipeline stages.
+        pipelines: True for meshes with stages alone, False for those without, None for both.
         groups: number of layer groups.
         abilities: abilities of the framework that runs the model.
     """
@@ -66,6 +67,7 @@ class ModelLimits:
     mixes: bool = True
     splits: bool = True
     staged: bool = True
+    pipelines: bool | None = None
     groups: int = 1
     abilities: Abilities = ANY_PLAN
 
@@ -217,7 +219,13 @@ def cost_program(
     routes: bool,
 ) -> CostProgram:
     """One way to run a step, as cost items."""
-    step, colours = rewritten(problem.steps[policy], colouring.steps[policy], profile)
+    step, colours = rewritten(
+        problem.steps[policy],
+        colouring.steps[policy],
+        profile,
+        policy=policy,
+        fuses_operands=traits(vendor).fuses_operands,
+    )
     if routes:
         step, colours = with_local_routing(step, colours, colouring.batch_colour)
         if profile.routed_saves == "rows":
@@ -618,7 +626,7 @@ class Workload:
 
         sibling = None
         if self.sibling is not None and self.profile == replace(
-            self.sibling.profile, attention=self.profile.attention
+            self.sibling.profile, attention=self.profile.attention, layers=self.profile.layers
         ):
             sibling = self.sibling.tallies
         groups, other_colours = len(self.layer_counts), self._other_colours
@@ -676,10 +684,25 @@ class Workload:
             ]
         )
 
-    def variant(self, dtypes: Dtypes, attention: str = "traced") -> Workload:
-        """The same model in other dtypes (`shardlib.planner.parts`) or with another attention
-        kernel; cached.
+    @cached_property
+    def writes_layers(self) -> bool:
+        """True if the model writes layers one after the other, which stages run as a loop: then
+        they save more (`FrameworkProfile.layers`).
         """
+        step = self.problem.steps.get("none")
+        return (
+            self.profile.saves == "traced"
+            and step is not None
+            and any(dim.stacked for dim in step.inputs)
+        )
+
+    def variant(
+        self, dtypes: Dtypes, attention: str = "traced", *, staged: bool | None = None
+    ) -> Workload:
+        """The same model in other dtypes (`shardlib.planner.parts`), with another attention kernel
+        or in stages; cached.
+        """
+        layers = "looped" if staged and self.writes_layers else self.profile.layers
         kind = (
             "traced"
             if attention == "traced" or self.profile.attention != "traced"
@@ -687,19 +710,22 @@ class Workload:
             if attention == "blocks"
             else "fused"
         )
-        if (dtypes, kind) not in self._variants:
+        if (dtypes, kind, layers) not in self._variants:
             problem, profile = with_dtypes(dtypes, self.problem, self.profile)
-            changed = profile if kind == "traced" else replace(profile, attention=kind)
-            prepared_other = self._variants.get((dtypes, "fused" if kind == "blocks" else "blocks"))
-            if kind == "traced" and not dtypes:
+            changed = replace(profile, layers=layers)
+            if kind != "traced":
+                changed = replace(changed, attention=kind)
+            other_kernel = "fused" if kind == "blocks" else "blocks"
+            prepared_other = self._variants.get((dtypes, other_kernel, layers))
+            if changed == self.profile and not dtypes:
                 other = self
             elif kind != "traced" and prepared_other is not None:
                 other = prepared_other.with_attention(kind)
             else:
                 sibling = None if dtypes else self
                 other = prepare(problem, self.vendor, changed, self.framework, sibling)
-            self._variants[dtypes, kind] = other
-        return self._variants[dtypes, kind]
+            self._variants[dtypes, kind, layers] = other
+        return self._variants[dtypes, kind, layers]
 
     def with_attention(self, kind: str) -> Workload:
         """The same model with another attention kernel, which changes its memory alone."""
@@ -710,7 +736,7 @@ class Workload:
         return replace(self, profile=profile, programs=programs, sibling=self)
 
     @cached_property
-    def _variants(self) -> dict[tuple[Dtypes, str], Workload]:
+    def _variants(self) -> dict[tuple[Dtypes, str, str], Workload]:
         return {}
 
     @property
