@@ -53,7 +53,6 @@ default_role = "code"
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
-python_maximum_signature_line_length = 80
 autodoc_member_order = "bysource"
 autodoc_class_signature = "separated"
 napoleon_google_docstring = True
@@ -92,8 +91,8 @@ UNLINKED = ("docs/glossary", "CHANGELOG", "index", "gallery")
 EVERYDAY = ("plan", "host", "device", "process", "dim", "verified", "finding", "embedding and head")
 #: Where words are not prose.
 QUIET = (
-    *(nodes.reference, nodes.title, nodes.literal, nodes.literal_block, nodes.raw, nodes.math),
-    addnodes.desc_signature,
+    *(nodes.reference, nodes.title, nodes.strong, nodes.literal, nodes.literal_block),
+    *(nodes.raw, nodes.math, addnodes.desc_signature),
 )
 
 
@@ -149,6 +148,15 @@ def linked(text, anchors, where):
     return [*parts, nodes.Text(text[start:])]
 
 
+def name_columns(app, doctree, docname):
+    """Gives columns without a heading one that is heard and not seen."""
+    for entry in [e for head in doctree.findall(nodes.thead) for e in head.findall(nodes.entry)]:
+        if not entry.astext().strip():
+            words = nodes.inline("", "of", classes=["visually-hidden"])
+            entry.children = []
+            entry += nodes.paragraph("", "", words)
+
+
 def read_glossary(app, doctree):
     """Remembers the words of the glossary, as soon as it is read."""
     if app.env.docname == "docs/glossary":
@@ -158,5 +166,6 @@ def read_glossary(app, doctree):
 def setup(app):
     app.connect("doctree-read", read_glossary)
     app.connect("doctree-resolved", link_terms)
+    app.connect("doctree-resolved", name_columns)
     app.connect("html-page-context", add_card)
     app.connect("autodoc-process-docstring", mark_code, priority=400)  # before napoleon's

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -77,15 +79,95 @@ def test_examples_of_the_reference_run():
     assert {"plan", "compile", "fit", "compile_step", "why"} <= build.examples().keys()
 
 
-@pytest.mark.long
-@pytest.mark.processes
-def test_the_site_is_built_without_warnings(tmp_path: Path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
     pytest.importorskip("sphinx", reason="not installed: shardlib[docs]")
     pytest.importorskip("myst_nb", reason="not installed: shardlib[docs]")
     import subprocess
     import sys
 
-    words = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), "--out", str(tmp_path)]
+    out = tmp_path_factory.mktemp("site")
+    words = [sys.executable, str(ROOT / "docs" / "site" / "build.py"), "--out", str(out)]
     done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "docs" / "booking.html").is_file()
+    assert done.returncode == 0, done.stderr  # warnings are errors
+    return out
+
+
+def pages_of(site: Path) -> list[Path]:
+    """Pages that are read, without listings of source and files of the theme."""
+    beside = {site / name for name in ("_modules", "_static")}
+    return [page for page in sorted(site.rglob("*.html")) if not beside & set(page.parents)]
+
+
+def links(page: Path) -> set[tuple[Path, str]]:
+    """The files that a page leads to, with anchors."""
+    found = re.findall(r'href="([^":]+)"', page.read_text())
+    parts = (link.partition("#") for link in found)
+    return {((page.parent / where).resolve() if where else page, name) for where, _, name in parts}
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_every_page_is_two_clicks_away(site: Path):
+    first = {where for where, _ in links(site / "index.html") if where.suffix == ".html"}
+    second = {where for page in first if page.exists() for where, _ in links(page)}
+    assert set(pages_of(site)) - {site / "search.html"} <= first | second
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_words_of_the_glossary_lead_to_it_once_a_page(site: Path):
+    glossary, linked = site / "docs" / "glossary.html", 0
+    anchors = set(re.findall(r'id="(term-[^"]+)"', glossary.read_text()))
+    assert len(anchors) > 40 and 'class="term' not in glossary.read_text()
+    for page in pages_of(site):
+        words = re.findall(r'<a class="term[^>]*#(term-[^"]+)"[^>]*>([^<]*)<', page.read_text())
+        assert {name for name, _ in words} <= anchors, page
+        assert len({word.lower() for _, word in words}) == len(words), page
+        linked += bool(words)
+    assert linked > 50
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_the_reference_shows_types(site: Path):
+    text = unescape(re.sub(r"<[^>]+>", "", (site / "reference" / "shardlib.html").read_text()))
+    assert "topology: TopologyLike | None = None" in text and ") → Plan" in text
+
+
+@pytest.mark.long
+@pytest.mark.processes
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pages_fit_their_window_and_axe_finds_nothing(site: Path, width: int):
+    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright")
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no browser on this machine")
+    faults: dict[str, object] = {}
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)
+        for file in pages_of(site):
+            page = context.new_page()
+            page.goto(file.as_uri())
+            wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+            code = page.evaluate(
+                "[...document.querySelectorAll('pre')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
+            )
+            found = axe.Axe().run(page).response["violations"] if width > 1000 else []
+            if wide > 0 or code or found:
+                faults[file.name] = (wide, code, [(v["id"], v["nodes"][0]["html"]) for v in found])
+            page.close()
+        browser.close()
+    assert not faults
+
+
+@pytest.mark.long
+@pytest.mark.processes
+def test_pages_are_light(site: Path):
+    heavy = {page.name: page.stat().st_size for page in pages_of(site)}
+    assert max(heavy.values()) < 700_000, max(heavy, key=heavy.__getitem__)
+    pictures = {file: file.stat().st_size for file in (site / "_images").iterdir()}
+    assert max(pictures.values()) < 200_000, max(pictures, key=pictures.__getitem__)
