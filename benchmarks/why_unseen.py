@@ -394,9 +394,9 @@ def measured(diagnosis: Diagnosis, seconds: float) -> dict[str, Any]:
     }
 
 
-def diagnosed(name: str, sources: Path, topology: str, cures: int, page: Path | None) -> Any:
-    """The figures of one program on one machine."""
-    case = CASES[name](sources)
+def diagnosed(name: str, topology: str, asked: argparse.Namespace, page: Path | None) -> Any:
+    """The figures of one program on one machine; cures are looked for in half of its seconds."""
+    case = CASES[name](asked.sources)
     times = [time.perf_counter()]
 
     def say(step: str) -> None:
@@ -409,7 +409,8 @@ def diagnosed(name: str, sources: Path, topology: str, cures: int, page: Path | 
             case.function,
             *case.arguments,
             topology=topology,
-            cures=cures,
+            cures=asked.cures,
+            cure_seconds=asked.seconds / 2,
             progress=say,
         )
     seconds = (times[1] if len(times) > 1 else time.perf_counter()) - times[0]
@@ -435,7 +436,7 @@ def main() -> None:
         page = asked.pages and asked.pages / f"{name}-{topology}".replace(" ", "_").replace(
             ":", "_"
         )
-        result = diagnosed(name, asked.sources, topology, asked.cures, page)
+        result = diagnosed(name, topology, asked, page)
         print(json.dumps(result))
         return
     for topology in asked.topology:
@@ -453,7 +454,7 @@ def main() -> None:
 def apart(name: str, topology: str, asked: argparse.Namespace) -> dict[str, Any]:
     """What is measured of a program, in a process of its own."""
     words = ["--sources", str(asked.sources.absolute()), "--only", name, "--topology", topology]
-    words += ["--cures", str(asked.cures), "--child"]
+    words += ["--cures", str(asked.cures), "--seconds", str(asked.seconds), "--child"]
     words += ["--pages", str(asked.pages)] if asked.pages else []
     try:
         done = subprocess.run(
