@@ -13,12 +13,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from benchmarks.environment import RESULTS, ROOT, command_line, stored, table
+from shardlib.machines.topology import topology
 
 PAGE = ROOT / "docs" / "accuracy.md"
 #: How much worse a figure may become.
 WORSE = 1.1
 FEASIBILITY = ("configurations", "ran", "precision", "precision_of_memory", "recall")
+#: Heads of tables of groups of published runs, and versions of JAX whose programs were compiled.
+OF_EACH = "runs | sources | median | 90th percentile | signed | memory"
+VERSIONS = ("0.10.2", "0.12.0.1")
 
 
 def result(name: str) -> dict[str, Any]:
@@ -73,6 +79,15 @@ def rows_of(head: str, rows: list[tuple[object, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def errors(rows: list[dict[str, Any]], field: str) -> tuple[float | None, ...]:
+    """Median, 90th percentile and signed median of an error; None where no row has one."""
+    known = [row[field] for row in rows if row[field] is not None]
+    if not known:
+        return (None, None, None)
+    sizes = np.abs(known)
+    return float(np.median(sizes)), float(np.quantile(sizes, 0.9)), float(np.median(known))
+
+
 def tables() -> dict[str, str]:
     """The tables of the page, by the names of their marks."""
     unseen, third = result("published_unseen")["summary"], result("published_third")["summary"]
@@ -110,8 +125,38 @@ def tables() -> dict[str, str]:
             for kind, row in (("fitted", found["fitted"]), ("source left out", found["unseen"]))
         ]
 
+    def of_each(field: str) -> list[tuple[object, ...]]:
+        rows = [row for row in result("published_unseen")["rows"] if row["error"] is not None]
+        groups = {row[field]: [one for one in rows if one[field] == row[field]] for row in rows}
+        return [
+            (
+                *(name, len(group), len({row["source"] for row in group})),
+                *(*errors(group, "error"), errors(group, "memory_error")[0]),
+            )
+            for name, group in sorted(groups.items(), key=lambda item: -len(item[1]))
+        ]
+
+    def by_chip(version: str) -> list[tuple[object, ...]]:
+        rows = result(f"compiled_more_programs_jax-{version}")["rows"]
+        rows = [row for row in rows if row.get("memory")]
+        chips = {row["case"]["topology"]: topology(row["case"]["topology"]).chip for row in rows}
+        groups: dict[str, list[float]] = {}
+        for row in rows:
+            name = chips[row["case"]["topology"]].name
+            groups.setdefault(name, []).append(abs(row["memory"]["error"]))
+        return [
+            (name, version, len(group), float(np.median(group)), max(group))
+            for name, group in sorted(groups.items())
+        ]
+
     by_source = unseen["unseen"]["by_source"]
     return {
+        "chips": rows_of(f"chip | {OF_EACH}", of_each("chip")),
+        "frameworks": rows_of(f"framework profile | {OF_EACH}", of_each("stack")),
+        "compilers by chip": rows_of(
+            "chip | JAX | programs | memory, median | memory, worst",
+            [row for version in VERSIONS for row in by_chip(version)],
+        ),
         "published": rows_of(
             "what | runs | median | 90th percentile | signed | memory | pairs in order",
             [
@@ -157,7 +202,7 @@ def tables() -> dict[str, str]:
                     found["memory_worst_error"],
                     found["collective_bytes_matched"],
                 )
-                for version in ("0.10.2", "0.12.0.1")
+                for version in VERSIONS
                 for found in [result(f"compiled_more_programs_jax-{version}")["summary"]]
             ],
         ),

@@ -126,7 +126,8 @@ def main() -> int:
         command = f"python -m benchmarks published_unseen {names}{flag} --out {args.out.name}"
         names = ("id", "source", "predicted_s", "measured_s", "error", "memory_error", "assumed")
         priced_rows = (result.to_json() for results in found.values() for result in results)
-        rows = [{name: row[name] for name in names} for row in priced_rows]
+        ran = {run.sample.id: {"chip": run.chip, "stack": run.stack} for run in runs}
+        rows = [{name: row[name] for name in names} | ran[row["id"]] for row in priced_rows]
         write(
             args.out,
             {
