@@ -36,10 +36,20 @@ def run(notebook: NotebookNode) -> NotebookNode:
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         if cell.cell_type == "code":
-            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+            cell.outputs = lasting(cell.outputs)
     if STORED_WITH in notebook.metadata:
         notebook.metadata[STORED_WITH] = versions(notebook)
     return notebook
+
+
+def lasting(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Outputs without what libraries warn of, and without the progress of what took long."""
+    return [
+        one
+        for one in outputs
+        if one.get("name") != "stderr"
+        and one.get("data", {}).get("text/html", "-")[:18] not in ("", '<div role="status"')
+    ]
 
 
 def versions(notebook: NotebookNode) -> dict[str, str]:

@@ -13,6 +13,12 @@ def test_the_page_has_the_stored_figures() -> None:
     assert accuracy.page(text) == text, "old; make it again: python -m benchmarks accuracy"
 
 
+def test_the_interval_is_that_of_the_readme() -> None:
+    text = accuracy.PAGE.read_text(encoding="utf-8")
+    shown = text.partition("```\n  - Of ")[2].partition("```")[0]
+    assert shown and shown in (accuracy.ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def test_no_error_on_unseen_groups_is_worse_by_more_than_a_tenth() -> None:
     accepted, now = table("accuracy"), accuracy.figures()
     assert {*accepted["at most"], *accepted["at least"]} == {*now}

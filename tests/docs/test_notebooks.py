@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import shardlib
-from docs.site.notebooks import MOST, STORED_WITH, plain, versions
+from docs.site.notebooks import MOST, STORED_WITH, lasting, plain, versions
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -46,7 +46,7 @@ def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     NotebookClient(notebook, timeout=300, kernel_manager_class=AsyncKernelManager).execute()
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs = [one for one in cell.outputs if one.get("name") != "stderr"]
+            cell.outputs = lasting(cell.outputs)
     assert all(
         cell.outputs
         for cell in notebook.cells
@@ -55,6 +55,16 @@ def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     stored = nbformat.read(path, as_version=4)
     if versions(stored) == stored.metadata.get(STORED_WITH, {}):
         assert plain(notebook) == plain(stored), f"python docs/site/notebooks.py {path}"
+
+
+def test_progress_does_not_last():
+    from nbformat import NotebookNode
+
+    html = [
+        {"data": {"text/html": text}} for text in ("", '<div role="status">1 of 2</div>', "<p>")
+    ]
+    outputs = [NotebookNode(one) for one in [*html, {"name": "stderr"}, {"name": "stdout"}]]
+    assert lasting(outputs) == outputs[2:3] + outputs[4:]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
@@ -74,7 +84,7 @@ def test_notebook_is_clean(path: Path):
     used = {
         name for cell in cells for name in re.findall(r"(?<!from )\bshardlib\.(\w+)", cell.source)
     }
-    assert used and used <= set(shardlib.__all__)
+    assert used and used <= {*shardlib.__all__, "islands"}
     assert re.match(r'TOPOLOGY = "cpu:\d"  # ', cells[0].source)  # the switch to real devices
     assert "%pip install -q shardlib" in cells[0].source
     # packages of their own
