@@ -10,7 +10,7 @@ counted so far, or what the same took the last time on this machine.
 >>> progress = Progress("exporting", of=4, clock=iter([0.0, 10.0, 10.0]).__next__)
 >>> progress.to(1, "layers.mlp")
 >>> progress.line()
-'exporting · 1 of 4 · layers.mlp · 0:00:10, 0:00:30 left'
+'0:00:10, 0:00:30 left · exporting · 1 of 4 · layers.mlp'
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Progress:
         left = next((left for each in shown if (left := each._left()) is not None), None)
         clock = _duration(self.clock() - self._began)
         clock += "" if left is None else f", {_duration(left)} left"
-        return " · ".join([*(words for each in shown for words in each._parts()), clock])
+        return " · ".join([clock, *(words for each in shown for words in each._parts())])
 
     def _parts(self) -> list[str]:
         count = f"{self._done:,} of {self.of:,}" if self.of else ""
