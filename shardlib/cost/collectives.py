@@ -22,7 +22,8 @@ measured efficiency):
   tree's ceil(log2 n) (recursive doubling, Bruck); both move the same bytes. Where a stack's
   latency of a ring between nodes was measured (`Tier.ring`), gathers and scatters take its n-1
   steps, each of which waits for the slowest link: NCCL has no other algorithm for them
-  (src/graph/tuning.cc).
+  (src/graph/tuning.cc). Between the nodes of some clusters its all-reduces take them, too
+  (`Tier.ring_sums`).
 - mesh: as a switch, with the n - 1 links of each device that lead to the others of its group, of N
   - 1 in all; a permute takes one of them (NVIDIA DGX-1 with V100, whitepaper WP-08437, "hybrid
   cube-mesh"; AMD Instinct MI300X, seven links to seven devices).
@@ -160,10 +161,11 @@ def _cost(kind: str, spans: tuple[Span, ...], topology: Topology) -> LinearCost:
     if kind == "collective-permute":
         return _permute(tiers)
     gather = _ring_gather(tiers) if pipelined and len(tiers) > 1 else _gather(tiers, pipelined)
+    used = [line.tier for lines in tiers for line in lines]
+    if any(tier.ring_sums if kind == "all-reduce" else tier.ring for tier in used):
+        gather = replace(gather, latency_s=_ring_latency(tiers))
     if kind == "all-reduce":
         return 2 * gather
-    if any(line.tier.ring for lines in tiers for line in lines):
-        gather = replace(gather, latency_s=_ring_latency(tiers))
     if kind == "all-gather":
         return gather
     return LinearCost(

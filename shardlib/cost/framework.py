@@ -103,8 +103,8 @@ class FrameworkProfile:
             the backward kernels (arXiv:2205.05198, section 4.1). "eager": those and both operands
             of a product of two branches, as with one kernel per op.
         layers: how layers run that the model writes one after the other: "written", where XLA
-            recomputes what is cheap in the kernels that read it; or "looped", as in stages of a
-            pipeline, where all that autodiff saves is stacked.
+            recomputes what is cheap in the kernels that read it; or "looped", as in stages of our
+            pipelines, where all that is saved is stacked.
         routed_saves: the same for experts with routed tokens: "as others" follows `saves`; "rows"
             saves the rows and products that their matmuls and activations read, as
             `shardlib.lowering.experts` does.
@@ -195,7 +195,7 @@ class FrameworkProfile:
     attention: str = "traced"
     attention_block: int = 128
     saves: str = "traced"
-    layers: str = "written"
+    layers: str = "looped"
     routed_saves: str = "as others"
     products: str = "traced"
     kept: tuple[str, ...] = ()
@@ -341,6 +341,7 @@ EXCHANGE_ROOM = 1.25
 XLA = FrameworkProfile(
     name="xla",
     reduction="last",
+    layers="written",
     routed_saves="rows",
     exchange_room=EXCHANGE_ROOM,
     gathered_inputs="shared",

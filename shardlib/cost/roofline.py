@@ -308,6 +308,7 @@ class Efficiency:
             and between fast domains.
         ring_step_s: seconds of a step of a ring between nodes, of which gathers and scatters take
             n - 1; 0: the tier's latency, in a logarithm of steps.
+        ring_sums: True if all-reduces between nodes take the steps of a ring, too.
         microbatch_s: fixed seconds per microbatch and stage: launches that the device waits for.
         dispatch_s: host seconds to launch one kernel; the device waits if they add up to more than
             the kernels take. 0 if one launch starts a whole program (XLA, CUDA graphs).
@@ -352,6 +353,7 @@ class Efficiency:
     fast: float = 1.0
     slow: float = 1.0
     ring_step_s: float = 0.0
+    ring_sums: bool = False
     microbatch_s: float = 0.0
     dispatch_s: float = 0.0
     gap_s: float = 0.0
@@ -513,7 +515,11 @@ def with_reached_rates(topology: Topology, efficiency: Efficiency) -> Topology:
         replace(
             tier,
             **(
-                {"latency_s": efficiency.ring_step_s, "ring": True}
+                {
+                    "latency_s": efficiency.ring_step_s,
+                    "ring": True,
+                    "ring_sums": efficiency.ring_sums,
+                }
                 if efficiency.ring_step_s and tier.kind == "network"
                 else {}
             ),

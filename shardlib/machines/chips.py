@@ -248,6 +248,7 @@ class Tier:
         latency_s: seconds of one hop or step without data.
         efficiency: share of the rate that large collectives reach.
         ring: True if gathers and scatters go around a ring, with the latency in each step.
+        ring_sums: True if all-reduces do, too; otherwise trees take a logarithm of steps.
         exchanges: measured collectives among the devices of a "memory", which replace its rate and
             latency.
         sources: sources of the figures.
@@ -264,6 +265,7 @@ class Tier:
     wrap: tuple[bool, ...] = ()
     efficiency: float = 1.0
     ring: bool = False
+    ring_sums: bool = False
     exchanges: tuple[Exchange, ...] = ()
     sources: tuple[str, ...] = ()
 

@@ -691,7 +691,7 @@ class Workload:
         """
         step = self.problem.steps.get("none")
         return (
-            self.profile.saves == "traced"
+            self.profile.layers == "written"
             and step is not None
             and any(dim.stacked for dim in step.inputs)
         )
