@@ -157,7 +157,8 @@ def verdict(diagnosis: Diagnosis, number: int) -> str:
 
 
 def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
-    """The diagnosis as text.
+    """The diagnosis as text. Rows that say the same, as those of layers that are written one after
+    the other, are listed once, summed.
 
     Args:
         limit: rows that are listed; the others are summed.
@@ -170,20 +171,20 @@ def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
         if any("with_sharding_constraint(" in cure.text for cure in diagnosis.cures):
             lines.append("  " + CONTEXT)
         lines.append("")
-    for number, row in enumerate(diagnosis.rows[:limit]):
-        exposed = "" if row.exposed is None else f", {seconds_text(row.exposed)} exposed"
-        seconds = f"  {seconds_text(row.seconds)}{exposed}" if row.seconds else ""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for number, row in enumerate(diagnosis.rows):
+        groups.setdefault(_row_lines(diagnosis, number), []).append(row)
+    ordered = sorted(groups.items(), key=lambda group: -sum(row.bytes for row in group[1]))
+    for (what, *below), rows in ordered[:limit]:
+        seconds, exposed = sum(row.seconds for row in rows), [row.exposed for row in rows]
+        hidden = "" if None in exposed else f", {seconds_text(sum(filter(None, exposed)))} exposed"
         lines.append(
-            f"{bytes_text(row.bytes):>10}  {row.count} x {row.kind} over"
-            f" {', '.join(row.axes) or '?'}{seconds}"
+            f"{bytes_text(sum(row.bytes for row in rows)):>10}"
+            f"  {sum(row.count for row in rows)} x {what}"
+            + (f"  {seconds_text(seconds)}{hidden}" if seconds else "")
         )
-        frame = row.source.user
-        place = shown(row.source) or "no source line"
-        lines.append(f"{'':12}{place}{f': {text_of(frame)}' if frame and text_of(frame) else ''}")
-        lines.append(f"{'':12}{row.reason}")
-        lines += [f"{'':12}the compiler: {warning}" for warning in row.warnings]
-        lines.append(f"{'':12}{verdict(diagnosis, number)}; {row.overlap}")
-    others = diagnosis.rows[limit:]
+        lines += [f"{'':12}{line}" for line in below]
+    others = [row for _, rows in ordered[limit:] for row in rows]
     if others:
         lines.append(f"{bytes_text(sum(r.bytes for r in others)):>10}  in {len(others)} more rows")
     if not diagnosis.rows:
@@ -192,6 +193,19 @@ def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
     problems = diagnosis.communication.problems
     lines += ["", *(f"incomplete: {problem}" for problem in problems)] if problems else []
     return "\n".join(lines)
+
+
+def _row_lines(diagnosis: Diagnosis, number: int) -> tuple[str, ...]:
+    """What a row says besides its sums."""
+    row = diagnosis.rows[number]
+    text, place = row.source.user and text_of(row.source.user), shown(row.source)
+    return (
+        f"{row.kind} over {', '.join(row.axes) or '?'}",
+        (place or "no source line") + (f": {text}" if text else ""),
+        row.reason,
+        *(f"the compiler: {warning}" for warning in row.warnings),
+        f"{verdict(diagnosis, number)}; {row.overlap}",
+    )
 
 
 def _cure_lines(number: int, cure: Cure) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from shardlib.diagnosis.diagnose import why_text
 
 #: Two gathers in one, whose results are taken from its end, and two sums that are laid end to end.
@@ -57,3 +59,15 @@ def test_every_array_of_a_combined_collective_has_its_line() -> None:
         ("all-reduce", reduced, 3),
         ("all-reduce", 512 * reduced, 4),
     }
+
+
+def test_rows_that_say_the_same_are_listed_once() -> None:
+    diagnosis = why_text(TEXT, mesh="data=4")
+    first, second = (row for row in diagnosis.rows if row.kind == "all-gather")
+    rows = tuple(
+        replace(row, source=first.source) if row is second else row for row in diagnosis.rows
+    )
+    same = replace(diagnosis, communication=replace(diagnosis.communication, rows=rows))
+    for listed, sums in ((diagnosis, ["1.50 KiB  1", "1.50 KiB  1"]), (same, ["3.00 KiB  2"])):
+        lines = [line for line in str(listed).splitlines() if "x all-gather over data" in line]
+        assert [line.partition(" x ")[0].strip() for line in lines] == sums
