@@ -164,6 +164,8 @@ class ModelFacts:
         compute_dtype_ratio: bytes per element in the compute dtype, over those of a parameter.
         head_work: work of the matmuls outside of the layers, over that of a layer.
         updates: the parameters whose matrices the optimizer multiplies.
+        stacked_in_steps: True if layers are written one after the other: a pipeline stacks them in
+            every step, and every stage stores them all.
     """
 
     layer_counts: tuple[int, ...]
@@ -174,6 +176,7 @@ class ModelFacts:
     compute_dtype_ratio: float = 1.0
     head_work: float = 0.0
     updates: tuple[MatrixUpdate, ...] = ()
+    stacked_in_steps: bool = False
 
     @cached_property
     def matrices(self) -> tuple[MatrixGroup, ...]:
@@ -438,23 +441,30 @@ class Plans:
         `shares_held`, but in one program, whose arrays are in equal parts, every stage stores all
         layers of a stack that the stages do not divide.
         """
-        shares, stages = self.shares_held.copy(), self.meshes.stage
+        shares = self.shares_held.copy()
         if self.profile.outside_on_all_stages:
             for k, count in enumerate(self.model.layer_counts):
-                shares[k] = np.where(count % stages, 1.0, shares[k])
+                shares[k] = np.where(self._stored_whole(count), 1.0, shares[k])
         return shares
+
+    def _stored_whole(self, count: int) -> Array:
+        """Mask of the candidates of which every stage stores all layers of a group."""
+        stages = self.meshes.stage
+        return (count % stages > 0) | (self.model.stacked_in_steps & (stages > 1))
 
     @cached_property
     def shares_sliced(self) -> Array:
         """Share of each segment's parameters that the fullest stage of one program has once more,
-        as they are stored: its own layers of a stack that is stored whole, or, with several chunks
-        of layers, those that it has from other stages (`interleaved_bytes`).
+        as they are stored: its own layers of a stack that is stored whole (all of one that every
+        step makes), or, with several chunks of layers, those that it has from other stages
+        (`interleaved_bytes`).
         """
         shares, stages = np.zeros_like(self.shares), self.meshes.stage
         if self.profile.outside_on_all_stages:
             for k, count in enumerate(self.model.layer_counts):
-                copied = (stages > 1) & ((count % stages > 0) | (self.chunks > 1))
-                shares[k] = np.where(copied, self.shares[k], 0.0)
+                copied = (stages > 1) & (self._stored_whole(count) | (self.chunks > 1))
+                own = 1.0 if self.model.stacked_in_steps else self.shares[k]
+                shares[k] = np.where(copied, own, 0.0)
         return shares
 
     @cached_property

@@ -794,6 +794,8 @@ def prepare(
             compute_dtype_ratio=_compute_dtype_ratio(problem),
             head_work=_head_work(facts),
             updates=problem.updates if profile.name == XLA.name else (),
+            stacked_in_steps=profile.name == XLA.name
+            and any(dim.stacked for dim in problem.steps[first].inputs),
         ),
     )
 
