@@ -48,7 +48,8 @@ def why_command(
         typer.Option(
             "--max-unexplained",
             min=0,
-            help="Exit with 1 where more collectives than so many are not inherent.",
+            help="Exit with 1 where more collectives than so many are not inherent, or a part of"
+            " the program cannot be read.",
         ),
     ] = None,
     html: Annotated[
@@ -75,7 +76,10 @@ def why_command(
             echo(line)
     else:
         echo(report_text(diagnosis))
-    unexplained = len(diagnosis.unexplained)
+    unexplained, unread = len(diagnosis.unexplained), diagnosis.communication.problems
+    if max_unexplained is not None and unread:
+        echo(f"{len(unread)} parts of the program could not be read", err=True)
+        raise typer.Exit(1)
     if max_unexplained is not None and unexplained > max_unexplained:
         echo(
             f"{unexplained} collectives are not inherent, and --max-unexplained is"

@@ -216,12 +216,15 @@ def why(
         ("options", options, "mapping", isinstance(options, Mapping)),
         ("limits", limits, "Limits", isinstance(limits, Limits)),
         ("progress", progress, "function", callable(progress)),
-        ("cure_seconds", cure_seconds, "number", isinstance(cure_seconds, int | float)),
+        (
+            "cure_seconds",
+            cure_seconds,
+            "number of seconds",
+            isinstance(cure_seconds, int | float) and cure_seconds >= 0,
+        ),
     ):
         if value is not None and not fits:
-            raise ArgumentError(
-                f"{name} is {type(value).__name__}, not a {what}\nTry: leave {name} out"
-            )
+            raise ArgumentError(f"{name} is {_shown(value)}, not a {what}\nTry: leave {name} out")
     machine = parse_topology(topology)
     platform = PLATFORMS[machine.chip.vendor]
     require_compiler(platform)
@@ -423,7 +426,7 @@ class _Work:
         cures, tried = search.find_cures(function, machine, before, shardings, limit)
         if limit and time.monotonic() > search.until:
             words = f"cures were looked for during {self.cure_seconds:g} s, and not to the end"
-            before = replace(before, problems=(*before.problems, f"{words} (cure_seconds)"))
+            before = replace(before, untried=f"{words} (cure_seconds)")
         cured = _removed(before.rows, cures)
         rows = tuple(
             replace(row, inherent=False) if number in cured and row.inherent else row
@@ -739,6 +742,10 @@ def _changes(state: Trial, trial: Trial, edit: Edit) -> Iterator[Change]:
     if left:
         of_them = replace(edit, name=", ".join(left))
         yield Change(place=of_them.place, before="", text=of_them.text(False))
+
+
+def _shown(value: object) -> str:
+    return repr(value) if isinstance(value, int | float | str) else type(value).__name__
 
 
 def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -> dict[int, int]:

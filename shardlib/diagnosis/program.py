@@ -404,12 +404,15 @@ def _struct(leaf: Any, asked: Any, mesh: AnyMesh | None) -> Any:
                 " mesh='data=4,model=2'"
             )
         try:
-            sharding = NamedSharding(mesh, sharding)
-        except ValueError as error:
+            placed = NamedSharding(mesh, sharding)
+            placed.check_compatible_aval(leaf.shape)
+        except Exception as error:  # JAX has errors of its own for axes that are named twice
             raise ArgumentError(
-                f"in_shardings has {sharding}, and the mesh is {dict(mesh.shape)}: {error}\nTry:"
-                f" axes of the mesh: {', '.join(map(str, mesh.shape))}"
+                f"in_shardings has {sharding} for an array of shape {leaf.shape}, and the mesh is"
+                f" {dict(mesh.shape)}: {error}\nTry: axes of the mesh, each once:"
+                f" {', '.join(map(str, mesh.shape))}"
             ) from error
+        sharding = placed
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
         sharding = None
     return jax.ShapeDtypeStruct(

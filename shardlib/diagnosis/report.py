@@ -34,7 +34,8 @@ class Communication:
             where neither is known.
         memory: bytes per device: "arguments", "temporaries", "peak", ...
         live: values that live at the peak, the largest first; of `live_bytes` together.
-        problems: what could not be read, or tried.
+        problems: what could not be read.
+        untried: where cures were not looked for to the end.
         text: of the compiled program.
     """
 
@@ -47,6 +48,7 @@ class Communication:
     compile_seconds: float
     problems: tuple[str, ...]
     text: str
+    untried: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -187,11 +189,12 @@ def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
     others = [row for _, rows in ordered[limit:] for row in rows]
     if others:
         lines.append(f"{bytes_text(sum(r.bytes for r in others)):>10}  in {len(others)} more rows")
-    if not diagnosis.rows:
+    problems = diagnosis.communication.problems
+    if not diagnosis.rows and not problems:
         lines.append("There is no collective in the compiled program.")
     lines += _memory_lines(diagnosis)
-    problems = diagnosis.communication.problems
-    lines += ["", *(f"incomplete: {problem}" for problem in problems)] if problems else []
+    incomplete = [*problems, *filter(None, [diagnosis.communication.untried])]
+    lines += ["", *(f"incomplete: {problem}" for problem in incomplete)] if incomplete else []
     return "\n".join(lines)
 
 
@@ -234,7 +237,7 @@ def _memory_lines(diagnosis: Diagnosis, limit: int = 6) -> list[str]:
     c = diagnosis.communication
     if not c.live:
         return []
-    total = bytes_text(c.memory["peak"]) if c.memory else bytes_text(c.live_bytes)
+    total = bytes_text(c.peak_bytes if c.memory else c.live_bytes)
     lines = ["", f"At the peak of memory ({total} per device) live:"]
     for value in c.live[:limit]:
         spec = f" {spec_text(value.spec)}" if value.spec is not None else ""
@@ -289,7 +292,7 @@ def to_data(diagnosis: Diagnosis) -> JsonObject:
                 for value in c.live[:20]
             ],
         },
-        "problems": list(c.problems),
+        "problems": [*c.problems, *filter(None, [c.untried])],
         "versions": dict(diagnosis.versions),
     }
 

@@ -32,8 +32,12 @@ def assert_collectives(function: Callable[..., Any], *arguments: Any, **options:
         ArgumentError: the last argument is not such a mapping.
     """
     *values, expected = arguments or (None,)
-    words = expected.keys() if isinstance(expected, Mapping) else ()
-    wrong = [word for word in words if str(word).partition(" over ")[0] not in KINDS]
+    counted = expected.items() if isinstance(expected, Mapping) else ()
+    wrong = [
+        word
+        for word, count in counted
+        if str(word).partition(" over ")[0] not in KINDS or not _is_count(count)
+    ]
     if not isinstance(expected, Mapping) or wrong:
         raise ArgumentError(
             f"the last argument is {expected!r}, not counts of collectives\nTry:"
@@ -41,6 +45,12 @@ def assert_collectives(function: Callable[..., Any], *arguments: Any, **options:
             f" are {', '.join(KINDS)}"
         )
     diagnosis = why(function, *values, **{**options, "cures": 0})
+    axes = [axis for axis, _ in diagnosis.mesh]
+    named_axes = {a for word in expected for a in word.partition(" over ")[2].split(", ") if a}
+    if unknown := sorted(named_axes - {*axes}):
+        raise ArgumentError(
+            f"{', '.join(unknown)} is no axis of the mesh\nTry: {', '.join(axes)}, in this order"
+        )
     counts = Counter[str]()
     for row in diagnosis.rows:
         named = f"{row.kind} over {', '.join(row.axes)}"
@@ -54,6 +64,10 @@ def assert_collectives(function: Callable[..., Any], *arguments: Any, **options:
         raise AssertionError("; ".join(differences) + "\n" + report_text(diagnosis))
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def assert_no_unplanned(function: Callable[..., Any], *arguments: Any, **options: Any) -> None:
     """Asserts that every collective of a function is inherent in what it computes, or planned.
 
@@ -63,9 +77,12 @@ def assert_no_unplanned(function: Callable[..., Any], *arguments: Any, **options
         options: keywords of `shardlib.why`; no cure is looked for unless `cures` is given.
 
     Raises:
-        AssertionError: others were found; the message has their lines.
+        AssertionError: others were found, or a part of the program could not be read; the
+            message has their lines.
     """
     diagnosis: Diagnosis = why(function, *arguments, **{"cures": 0, **options})
+    if problems := diagnosis.communication.problems:
+        raise AssertionError("\n".join(problems) + "\n" + report_text(diagnosis))
     if diagnosis.unexplained:
         count = len(diagnosis.unexplained)
         raise AssertionError(

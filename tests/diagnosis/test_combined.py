@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from shardlib.diagnosis.diagnose import why_text
 
@@ -71,3 +73,14 @@ def test_rows_that_say_the_same_are_listed_once() -> None:
     for listed, sums in ((diagnosis, ["1.50 KiB  1", "1.50 KiB  1"]), (same, ["3.00 KiB  2"])):
         lines = [line for line in str(listed).splitlines() if "x all-gather over data" in line]
         assert [line.partition(" x ")[0].strip() for line in lines] == sums
+
+
+def test_a_part_that_is_not_read_fails_the_gate(shell: Any, tmp_path: Path) -> None:
+    text = tmp_path / "program.hlo"
+    words = ["why", str(text), "--mesh", "data=4", "--max-unexplained", "9"]
+    text.write_text(TEXT)
+    code, _, _ = shell(*words)
+    assert code == 0
+    text.write_text(TEXT.replace("f32[", "f99["))
+    code, out, _ = shell(*words)
+    assert code == 1 and "unknown element type" in out and "no collective" not in out

@@ -31,10 +31,17 @@ def test_counts_of_collectives() -> None:
         assert_collectives(dense, *SHAPES, {"all-gather": 1}, topology="cpu:8")
 
 
-@pytest.mark.parametrize("expected", [{"gather": 1}, 3, None])
+@pytest.mark.parametrize(
+    "expected", [{"gather": 1}, 3, None, {"all-reduce": -1}, {"all-reduce": "1"}]
+)
 def test_counts_have_kinds(expected: object) -> None:
     with pytest.raises(shardlib.ArgumentError, match="counts of collectives"):
         assert_collectives(dense, *SHAPES, expected, topology="cpu:8")
+
+
+def test_axes_of_counts_are_those_of_the_mesh() -> None:
+    with pytest.raises(shardlib.ArgumentError, match="modle is no axis of the mesh"):
+        assert_collectives(dense, *SHAPES, {"all-reduce over modle": 0}, topology="cpu:8")
 
 
 def test_what_is_not_inherent_fails() -> None:

@@ -206,6 +206,13 @@ def test_text_of_a_compiled_program_alone(diagnosis: Diagnosis) -> None:
     }
 
 
+def product(spec: jax.P) -> Diagnosis:
+    """The diagnosis of a product of which an operand is sharded."""
+    operands = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 2
+    setting = {"topology": "cpu:8", "mesh": "data=4,model=2", "cures": 0}
+    return shardlib.why(lambda a, b: a @ b, *operands, in_shardings=(spec, jax.P()), **setting)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -231,6 +238,12 @@ def test_text_of_a_compiled_program_alone(diagnosis: Diagnosis) -> None:
             "missing 1 required positional argument",
         ),
         (lambda: shardlib.why(model.step, topology="cpu:8", cures=-1), "cures is -1"),
+        (
+            lambda: shardlib.why(model.step, topology="cpu:8", cure_seconds=float("nan")),
+            "cure_seconds is nan",
+        ),
+        (lambda: product(jax.P("data", "data")), "for an array of shape"),
+        (lambda: product(jax.P("data", None, "model")), "for an array of shape"),
         (lambda: why_text("nothing"), "not the text of a compiled program"),
     ],
 )
