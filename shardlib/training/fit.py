@@ -129,7 +129,7 @@ def fit(
     settings: Settings | None = None,
     console: Console | None = None,
     identity: JsonMapping | None = None,
-    tokens: int = 0,
+    tokens: int | None = None,
     advice: str = "a smaller learning rate, or another seed",
     later: Sequence[tuple[int, TrainingProgram]] = (),
 ) -> Fitted:
@@ -150,7 +150,7 @@ def fit(
         console: where to show progress; by default nowhere.
         identity: description of the training task as plain data, stored in `run.json`; it must be
             the same when the run is resumed.
-        tokens: tokens per batch, for the tokens per second on `console`; 0 if unknown.
+        tokens: tokens per batch, for the tokens per second; by default those of the plan.
         advice: suggestion in the error when the loss is no longer finite.
         later: (number of steps before it, program) of programs that take over, in order: for
             growing batches (`shardlib.training.rates.Ramp`). States must have the same layout, as
@@ -191,8 +191,9 @@ def fit(
         identity=identity or {},
         advice=advice,
     )
+    counted = program.plan.estimate.tokens if tokens is None else tokens
     with contextlib.ExitStack() as stack:
-        loop = Loop(task, Display(console or Console(quiet=True), steps, tokens), stack)
+        loop = Loop(task, Display(console or Console(quiet=True), steps, counted), stack)
         loop.run()
         return Fitted(
             state=loop.state,

@@ -61,7 +61,6 @@ def run(
         steps=steps,
         settings=Settings(run=folder, **{"save_every": 7, "loggers": (), **settings}),
         console=console,
-        tokens=BATCH,
     )
 
 
@@ -170,6 +169,8 @@ def test_a_process_that_dies_leaves_what_was_saved(program: Program, whole: Fitt
     assert [*records] == [*range(1, 31)] and tuple(
         record["loss"] for record in records.values()
     ) == whole.losses
+    for record in records.values():  # without a sequence these are examples
+        assert record["tokens_per_second"] == pytest.approx(BATCH / record["seconds"])
 
 
 def test_a_spike_sends_the_run_back_and_past_its_batches(program: Program, tmp_path: Path):
