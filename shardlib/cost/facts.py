@@ -150,7 +150,7 @@ def _materialised(graph: Graph, traits: CompilerTraits) -> frozenset[int]:
     materialised: set[int] = set(graph.inputs) | set(graph.outputs)
     materialised |= {i for i, value in enumerate(graph.values) if value.role in _INPUT_ROLES}
     for op in graph.ops:
-        if op.category in _WRITES:
+        if op.category in _WRITES and not _reduces_nothing(graph, op):
             materialised |= set(op.results)
         if op.category in _READS_MEMORY and not (
             traits.fuses_operands
@@ -159,6 +159,12 @@ def _materialised(graph: Graph, traits: CompilerTraits) -> frozenset[int]:
         ):
             materialised |= set(op.operands)
     return frozenset(materialised | exponentials(graph, traits))
+
+
+def _reduces_nothing(graph: Graph, op: Op) -> bool:
+    """Whether it reduces dims of size 1, as the transposition of a lookup of labels does."""
+    before, after = (graph.values[values[0]].shape for values in (op.operands, op.results))
+    return op.kind.startswith("reduce_") and math.prod(before) == math.prod(after)
 
 
 def _row_results(graph: Graph, traits: CompilerTraits) -> frozenset[int]:

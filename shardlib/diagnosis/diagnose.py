@@ -216,15 +216,14 @@ def why(
         ("options", options, "mapping", isinstance(options, Mapping)),
         ("limits", limits, "Limits", isinstance(limits, Limits)),
         ("progress", progress, "function", callable(progress)),
-        (
-            "cure_seconds",
-            cure_seconds,
-            "number of seconds",
-            isinstance(cure_seconds, int | float) and cure_seconds >= 0,
-        ),
+        ("cure_seconds", cure_seconds, "number", isinstance(cure_seconds, int | float)),
     ):
         if value is not None and not fits:
-            raise ArgumentError(f"{name} is {_shown(value)}, not a {what}\nTry: leave {name} out")
+            raise ArgumentError(
+                f"{name} is {type(value).__name__}, not a {what}\nTry: leave {name} out"
+            )
+    if not cure_seconds >= 0:
+        raise ArgumentError(f"cure_seconds is {cure_seconds}, no time\nTry: cure_seconds=600")
     machine = parse_topology(topology)
     platform = PLATFORMS[machine.chip.vendor]
     require_compiler(platform)
@@ -742,10 +741,6 @@ def _changes(state: Trial, trial: Trial, edit: Edit) -> Iterator[Change]:
     if left:
         of_them = replace(edit, name=", ".join(left))
         yield Change(place=of_them.place, before="", text=of_them.text(False))
-
-
-def _shown(value: object) -> str:
-    return repr(value) if isinstance(value, int | float | str) else type(value).__name__
 
 
 def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -> dict[int, int]:

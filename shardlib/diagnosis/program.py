@@ -409,8 +409,8 @@ def _struct(leaf: Any, asked: Any, mesh: AnyMesh | None) -> Any:
         except Exception as error:  # JAX has errors of its own for axes that are named twice
             raise ArgumentError(
                 f"in_shardings has {sharding} for an array of shape {leaf.shape}, and the mesh is"
-                f" {dict(mesh.shape)}: {error}\nTry: axes of the mesh, each once:"
-                f" {', '.join(map(str, mesh.shape))}"
+                f" {dict(mesh.shape)}: {error}\nTry: axes of the mesh:"
+                f" {', '.join(map(str, mesh.shape))}, each once"
             ) from error
         sharding = placed
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:

@@ -749,7 +749,14 @@ def _reduction(
             and "scatter" in source.operation.primitive
             and math.prod(contraction.operands[0].shape) <= math.prod(meeting.value.shape)
         )
-        return "gradient", reason, None if few else True
+        if row.kind != "all-gather":
+            return "gradient", reason, None if few else True
+        reason = (
+            f"XLA gathers an operand of the products backward of this line over {over}: a"
+            f" parameter, or what stands in the place of partial sums of {gradient}"
+        )
+        inherent = row.bytes <= _sum_bytes(row, meeting, function)
+        return "gradient", reason, True if inherent else None
     if contraction is None:
         return "partial-sums", f"partial sums of {_quoted(meeting.value.name)} are added", None
     summed = [
@@ -771,6 +778,14 @@ def _reduction(
     stored &= "gather" not in primitive and not contraction.chooses
     inherent = True if stored and not set(meeting.reduced) & batch else None
     return "partial-sums", reason, inherent
+
+
+def _sum_bytes(row: Row, meeting: Meeting, function: TracedFunction) -> float:
+    """Bytes that a device would send to add partial sums of a value, and a tenth."""
+    value, sizes = meeting.value, dict(function.mesh)
+    (size,) = _device_sizes(value.shape, value.dtype, (meeting.needed,), sizes)
+    parts = math.prod(sizes.get(axis, 1) for axis in row.axes)
+    return 1.1 * 2 * (1 - 1 / parts) * size * row.count
 
 
 def _computation(row: Row, meeting: Meeting) -> tuple[str, str, bool | None]:

@@ -771,10 +771,9 @@ def reduction(key: str, *, partial: bool) -> Describe:
         )
         result: Dims = tuple(dim for i, dim in enumerate(dims) if i not in reduced)
         operands = [dims if s == shape else ((),) * len(s) for s in call.operands]
-        rule = factors.rule(operands, [result] * len(call.results))
-        if partial and not rule.summed:  # the transposition of a new dim of size 1
-            return Description(rule, "movement")
-        return Description(rule, "reduction", elements(shape))
+        return Description(
+            factors.rule(operands, [result] * len(call.results)), "reduction", elements(shape)
+        )
 
     return describe
 

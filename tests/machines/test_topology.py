@@ -234,7 +234,7 @@ def test_a_missing_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 " alone, measured\n  -"
                 " 'tiers[0].shape' is missing\n  - 'tiers[0].bytes_per_s' is missing\n  -"
                 " 'tiers[0].size' is unknown; keys are name, kind, shape, bytes_per_s, latency_s,"
-                " wrap, efficiency, ring, exchanges, sources"
+                " wrap, efficiency, ring, ring_sums, exchanges, sources"
             ),
         ),
         (
