@@ -107,6 +107,7 @@ def test_goes_on_in_memory_and_back_on_disk(saved, folder, tmp_path):
         assert_same(read(checkpoints.restore(again).state), read(after))
 
 
+@pytest.mark.usefixtures("saved")  # whose programs are counted before others run
 def test_a_damaged_state_on_disk_is_not_saved_as_good(first, tmp_path):
     state, _ = first.step(first.init(0), BATCH)
     leaf = on_disk(state)[0]
