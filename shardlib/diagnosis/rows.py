@@ -755,7 +755,7 @@ def _reduction(
             f"XLA gathers an operand of the products backward of this line over {over}: a"
             f" parameter, or what stands in the place of partial sums of {gradient}"
         )
-        inherent = row.bytes <= _sum_bytes(row, meeting, function)
+        inherent = not few and row.bytes <= _sum_bytes(row, meeting, function)
         return "gradient", reason, True if inherent else None
     if contraction is None:
         return "partial-sums", f"partial sums of {_quoted(meeting.value.name)} are added", None
