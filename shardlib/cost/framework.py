@@ -408,7 +408,7 @@ class Abilities:
         gathers: times at which a pipeline stage may gather sharded weights.
         sequence_parallel: whether tensor shards the sequence between blocks: "never", "either" (as
             the plan decides), "always".
-        tensor: whether tensor shards "all" colours of matmuls except those of experts, or "any".
+        tensor: whether tensor shards a dim of "all" parameters (of experts if planned), or "any".
         offload: kinds of arrays that can be offloaded.
         restrictions: names of the `RESTRICTIONS` that its plans satisfy.
     """

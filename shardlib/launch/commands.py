@@ -618,6 +618,7 @@ def flags(engines: Sequence[Engine]) -> type:
         ],
         frozen=True,
         kw_only=True,
+        namespace={"__doc__": "Where the processes start, if not on this machine."},
     )
 
 

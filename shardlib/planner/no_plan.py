@@ -32,6 +32,7 @@ from shardlib.planner.workload import (
     MAX_MICROBATCHES,
     Workload,
     batch_size,
+    framework_colours,
     sequence_size,
     sequences_text,
     tensor_colours,
@@ -93,13 +94,32 @@ def explain_empty(workload: Workload, pins: Pins, devices: int) -> BatchError | 
     message = _no_rows(request)
     if message:
         return BatchError(message)
-    message = next(filter(None, (check(request) for check in CHECKS)), "")
+    message = _framework_tensor(workload, request.tensor)
+    message = message or next(filter(None, (check(request) for check in CHECKS)), "")
     machine = f"{devices} device{'s'[: devices != 1]}"
     return PinError(
         message
         or f"no mesh of {machine} over {', '.join(INNER_AXES)} fits {workload.problem.model} with a"
         f" batch of {request.rows} under the pins {pins}\nTry: fewer pins, one after the other, or"
         " another number of devices"
+    )
+
+
+def _framework_tensor(workload: Workload, tensor: int) -> str:
+    """The message where the pinned tensor axis does not divide all that a framework shards."""
+    framework, colours = workload.framework, workload.colouring.colours
+    if framework is None or framework.abilities.tensor == "any":
+        return ""
+    names = framework_colours(workload.colouring, workload.expert)
+    undivided = [
+        f"{name} ({colours[name].divisor})" for name in names if colours[name].divisor % tensor
+    ]
+    if not undivided:
+        return ""
+    return (
+        f"{framework.name} shards {', '.join(names)} over tensor together, and tensor={tensor} does"
+        f" not divide {', '.join(undivided)}\nTry: a tensor axis that does, or a model whose dims"
+        " are padded, as vocabularies commonly are"
     )
 
 

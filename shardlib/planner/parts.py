@@ -200,7 +200,9 @@ class Candidate:
                 + " a stage, by layer group"
             )
         layers = self.decisions.remat_layers
-        return f"remat {self.decisions.remat}" + (f" of {layers} layers a stage" if layers else "")
+        return f"remat {self.decisions.remat}" + (
+            f" of {layers} layer{'s' if layers > 1 else ''} a stage" if layers else ""
+        )
 
     def simplicity(self) -> tuple[object, ...]:
         """Sort key for equally fast plans, the simplest first."""

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from shardlib.cost.framework import FIXED_PINS
 from shardlib.cost.items import kernel_items
 from shardlib.cost.roofline import fitting_bytes, kernel_seconds, margin
 from shardlib.cost.tables import Quantity
@@ -67,11 +68,13 @@ def best_on(plan: Plan, topology: Topology, pins: Pins | None = None) -> Plan | 
 
 def pinned(plan: Plan) -> Pins:
     """Pins under which the plan is the only one; rules that the user pinned stay in the user's
-    names.
+    names, and what a framework decides by itself is not pinned.
     """
     values: dict[str, Any] = {**plan.decisions}
     if plan.source is not None and plan.source.pins.rules is not None:
         values["rules"] = plan.source.pins.rules
+    if plan.source is not None and plan.source.workload.framework is not None:
+        values = {pin: value for pin, value in values.items() if pin not in FIXED_PINS}
     return Pins.parse(values)
 
 

@@ -41,6 +41,7 @@ from shardlib.planner.workload import (
     Workload,
     batch_size,
     experts_form,
+    framework_colours,
     mixes_positions,
     sequence_size,
     tensor_colours,
@@ -620,9 +621,11 @@ def build_space(
         problem, pins, workload.group_names, workload.can_mix_remat
     )
     tensor, left_out = tensor_colours(colouring)
+    if limits.abilities.tensor == "all":
+        tensor, left_out = framework_colours(colouring, workload.expert), ()
     return Space(
         tensor=tensor,
-        left_out=left_out if pinned_choice is None and limits.abilities.free else (),
+        left_out=left_out if pinned_choice is None else (),
         policies=searched_policies(problem, pins, group_policies, limits.abilities),
         choices=tuple(
             choice
@@ -716,8 +719,8 @@ def _choices(
 def _framework_allows(
     choice: Choice, tensor: tuple[str, ...], expert: str | None, abilities: Abilities
 ) -> bool:
-    """True if a framework can shard over tensor what a choice shards: nothing, or all colours that
-    it always shards. The width of experts, which have tensor ranks of their own, is optional.
+    """True if a framework can shard over tensor what a choice shards: nothing, or all that it
+    always shards. The width of experts, which have tensor ranks of their own, is optional.
     """
     if not choice.tensor or abilities.free:
         return True
@@ -725,8 +728,8 @@ def _framework_allows(
         return False
     if choice.sequence is not None and abilities.sequence_parallel == "never":
         return False
-    always = {name for name in tensor if name != expert and not name.startswith(expert or name)}
-    return abilities.tensor == "any" or always <= {*choice.tensor} <= {*tensor} - {expert}
+    always = {name for name in tensor if not (expert and name.startswith(expert))}
+    return abilities.tensor == "any" or always <= {*choice.tensor}
 
 
 def _routes(workload: Workload, pins: Pins, limits: ModelLimits) -> tuple[bool, ...]:

@@ -150,6 +150,23 @@ def tensor_colours(colouring: Colouring) -> tuple[tuple[str, ...], tuple[str, ..
     )
 
 
+def framework_colours(colouring: Colouring, expert: str | None) -> tuple[str, ...]:
+    """Colours that frameworks shard over tensor: one dim of every parameter, the one with the most
+    FLOPs and the outer one of two that always come together (heads, and not their width); of
+    experts all but their number.
+    """
+    shardable = {colour.name: colour for colour in colouring.shardable if colour.name != expert}
+    held = [[name for name in dims if name in shardable] for dims in colouring.parameters.values()]
+    outer = {name for names in held for name in names[:1]}
+    chosen: set[str] = set()
+    for name in sorted(
+        outer, key=lambda name: (-shardable[name].flops, -shardable[name].divisor, name)
+    ):
+        if not any(name in names and chosen & {*names} for names in held):
+            chosen.add(name)
+    return most_specific_first(chosen, colouring)
+
+
 def most_specific_first(names: Iterable[str], colouring: Colouring) -> tuple[str, ...]:
     """Colours in the order of their priority for the tensor axis."""
     return tuple(sorted(names, key=lambda name: (colouring.colours[name].matmuls, name)))

@@ -125,7 +125,9 @@ def _remat(plan: Plan) -> str:
             for name, policy, layers in plan.remat_classes
         )
     return words.get(plan.remat, plan.remat) + (
-        f"; in {plan.remat_layers} layers of the fullest stage only" if plan.remat_layers else ""
+        f"; in {layers} layer{'s' if layers > 1 else ''} of the fullest stage only"
+        if (layers := plan.remat_layers)
+        else ""
     )
 
 

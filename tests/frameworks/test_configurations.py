@@ -231,6 +231,27 @@ def test_what_a_framework_cannot_do_is_said(name: str, pins: dict[str, Any], mes
     assert str(error.value) == message
 
 
+def test_tensor_shards_heads_width_and_vocabulary_together() -> None:
+    for degree in (2, 4, 8):
+        rules = dict(plan("megatron-core", **{"mesh.tensor": degree}).rules.entries)
+        assert {n for n, axes in rules.items() if "tensor" in axes} >= {"vocab", "mlp", "kv_heads"}
+        assert "tensor" not in rules.get("head_dim", ())
+    gpt2 = workload_for_framework("megatron-core", problem("gpt2-small"), topology(GPUS))
+    with pytest.raises(PinError) as error:
+        search(gpt2.problem, GPUS, {"mesh.tensor": 8}, workload=gpt2)
+    assert str(error.value) == (
+        "megatron-core shards vocab, mlp, kv_heads over tensor together, and tensor=8 does not"
+        " divide vocab (50257), kv_heads (12)\nTry: a tensor axis that does, or a model whose dims"
+        " are padded, as vocabularies commonly are"
+    )
+
+
+def test_what_a_framework_decides_is_asked_no_questions() -> None:
+    one = plan("megatron-core", **{"mesh.tensor": 2})
+    assert {shock.what for shock in one.sensitivity().shocks} >= {"compute", "memory bandwidth"}
+    assert one.kernels()
+
+
 def test_unknown_frameworks_are_said() -> None:
     with pytest.raises(PinError, match="'megatron' is unknown; did you mean 'megatron-core'"):
         framework("megatron", "nvidia")
