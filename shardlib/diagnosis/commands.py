@@ -91,7 +91,7 @@ def why_command(
 
 def _diagnose(program: str, topology: str | None, mesh: str | None, **search: Any) -> Diagnosis:
     module, colon, name = program.rpartition(":")
-    if Path(program).is_file() or not colon:
+    if Path(program).exists() or not colon:
         return _of_text(Path(program), topology, mesh)
     if topology is None:
         raise ArgumentError(
@@ -119,8 +119,9 @@ def _of_text(file: Path, topology: str | None, mesh: str | None) -> Diagnosis:
     from shardlib.diagnosis.diagnose import why_text
 
     if not file.is_file():
+        state = f"{file} is a folder" if file.is_dir() else f"there is no file {file}"
         raise MissingFileError(
-            f"there is no file {file}\nTry: the text of a compiled program, or"
+            f"{state}\nTry: the text of a compiled program (a file of XLA_FLAGS=--xla_dump_to), or"
             " package.module:function"
         )
     try:

@@ -74,6 +74,7 @@ class Cure:
             communication that nothing hides.
         memory: bytes per device at the peak without the program's code, (before, after).
         options: of the compiler.
+        types: of results whose type has another sharding with it, in explicit mode: one sentence.
     """
 
     edits: tuple[Edit, ...]
@@ -82,6 +83,7 @@ class Cure:
     seconds: tuple[float, float]
     memory: tuple[int, int]
     options: Mapping[str, OptionValue] = field(default_factory=dict[str, OptionValue])
+    types: str = ""
 
     @property
     def place(self) -> str:

@@ -10,6 +10,7 @@ function, arguments --trace--> a program of StableHLO with its source lines
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import sys
@@ -49,16 +50,18 @@ from shardlib.diagnosis.rows import (
     explain,
     read_meetings,
     read_rows,
+    spec_text,
     uses,
     with_warnings,
 )
 from shardlib.diagnosis.source import FrameTable, text_of
 from shardlib.errors import ArgumentError, TopologyError, TracingError, VerificationError
+from shardlib.layout import KINDS, MESH_AXES, MeshShape
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.processes.kin import Guard
 from shardlib.untrusted.data import JsonObject
-from shardlib.verification.hlo import parse
+from shardlib.verification.hlo import HloError, Module, axes_of_groups, parse, replica_groups
 from shardlib.verification.isolation import (
     PLATFORMS,
     Compiled,
@@ -293,6 +296,7 @@ def why_text(
             f" {axes} has {function.shape.devices}\nTry: a mesh of {module.partitions} devices"
         )
     traffic = read_traffic(module, function.shape)
+    advice = _mesh_advice(module, function.shape)
     index = Index(module, FrameTable(text))
     clock = 0.0 if machine is None else target_of(function, machine).cycles_per_s
     hidden, kernels = overlaps(
@@ -320,6 +324,7 @@ def why_text(
             live_bytes=live_bytes,
             compile_seconds=0.0,
             problems=traffic.problems,
+            note=advice,
             text=text,
         ),
         cures=(),
@@ -327,6 +332,38 @@ def why_text(
         tried=0,
         versions={},
     )
+
+
+def _mesh_advice(module: Module, mesh: MeshShape) -> str:
+    """The mesh with the fewest axes whose axes are the groups of a program's collectives, as a
+    sentence; "" where that is the case for those of `mesh`, or for none.
+    """
+    texts = {
+        i.attribute("replica_groups")
+        for c in module.computations.values()
+        for i in c.instructions
+        if i.opcode.removesuffix("-start") in KINDS
+    }
+    try:
+        groups = [replica_groups(text, mesh.devices) for text in texts]
+    except HloError:
+        return ""
+
+    def fits(shape: MeshShape) -> bool:
+        return all(
+            axes is not None and shape.ways(axes) == group.shape[1]
+            for group in groups
+            for axes in (axes_of_groups(group, shape),)
+        )
+
+    sizes = [n for n in range(2, mesh.devices + 1) if mesh.devices % n == 0]
+    for axes in () if fits(mesh) else ("x", "xy", "xyz"):
+        for chosen in itertools.product(sizes, repeat=len(axes)):
+            shape = MeshShape(dict(zip(MESH_AXES, chosen, strict=False)))
+            if shape.devices == mesh.devices and fits(shape):
+                words = ",".join(f"{axis}={size}" for axis, size in zip(axes, chosen, strict=True))
+                return f"collectives run over parts of the mesh's axes: --mesh {words} names them"
+    return ""
 
 
 def _of_program(program: Program, **settings: Any) -> Diagnosis:
@@ -425,7 +462,7 @@ class _Work:
         cures, tried = search.find_cures(function, machine, before, shardings, limit)
         if limit and time.monotonic() > search.until:
             words = f"cures were looked for during {self.cure_seconds:g} s, and not to the end"
-            before = replace(before, untried=f"{words} (cure_seconds)")
+            before = replace(before, note=f"{words} (cure_seconds)")
         cured = _removed(before.rows, cures)
         rows = tuple(
             replace(row, inherent=False) if number in cured and row.inherent else row
@@ -538,7 +575,9 @@ class _Work:
                         best = trial, alone
             trial, after = best
             changes = tuple(change for e in trial.edits for change in _changes(state, trial, e))
-            cures.append((_cure(trial.edits, changes, before, after), after))
+            cure = _cure(trial.edits, changes, before, after)
+            types = _other_types(state.function, trial.function)
+            cures.append((replace(cure, types=types), after))
             accepted, before, state = (*accepted, *trial.edits), after, trial
         left = max(limit - tried, reserved) if time.monotonic() < self.until else 0
         cure, compiled = self.with_options(state, machine, before, left)
@@ -715,6 +754,16 @@ def _cure(
     )
 
 
+def _other_types(before: TracedFunction, after: TracedFunction) -> str:
+    """Results whose type has another sharding than before, as a sentence; "" for none."""
+    others = [
+        f"{old.name or 'it'} {spec_text(new.spec)} ({spec_text(old.spec)} before)"
+        for old, new in zip(before.results, after.results, strict=True)
+        if old.spec != new.spec
+    ]
+    return f"the result has another type: {', '.join(others)}" if others else ""
+
+
 def _changes(state: Trial, trial: Trial, edit: Edit) -> Iterator[Change]:
     """What a user writes for an edit: for an argument the line that annotates it, where the program
     has one.
@@ -744,9 +793,8 @@ def _changes(state: Trial, trial: Trial, edit: Edit) -> Iterator[Change]:
 
 
 def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -> dict[int, int]:
-    """Row -> the first cure that takes at least half of its bytes away: what is left of it has its
-    kind and axes, and its line, or its size at another line. That of an argument takes nothing away
-    that is inherent where the arguments are sharded so.
+    """Row -> the first cure that takes at least half of its bytes away, whatever it edits: what is
+    left of it has its kind and axes, and its line, or its size at another line.
     """
 
     def place(row: Row) -> tuple[object, ...]:
@@ -773,13 +821,8 @@ def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -
     removed: dict[int, int] = {}
     for number, row in enumerate(rows):
         for cure, (applied, communication) in enumerate(cures):
-            if not applied.edits:  # options of the compiler change the schedule
-                continue
-            is_open = row.inherent is not True or (
-                any(edit.frame for edit in applied.edits)
-                and row.cause in ("partial-sums", "weights")
-            )
-            if is_open and left(row, communication) <= row.bytes / 2:
+            # options of the compiler change the schedule
+            if applied.edits and left(row, communication) <= row.bytes / 2:
                 removed[number] = cure
                 break
     return removed

@@ -25,7 +25,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from shardlib.diagnosis.source import Frame, expression, is_users, text_of
+from shardlib.diagnosis.source import Frame, around, expression, is_users
 
 #: The mesh axes that shard each dim; an entry may be a part of an axis, "data:(1)2".
 Spec = tuple[tuple[str, ...], ...]
@@ -82,18 +82,20 @@ class Edit:
         spec = f"jax.P({', '.join(map(repr, self.entries))})"
         if self.frame is None:
             return f"{self.name}: {spec}"
-        inner, line = expression(self.frame), text_of(self.frame)
+        inner = expression(self.frame)
+        before, after = around(self.frame)
         if self.removes:
-            return line.replace(inner, _first_argument(inner), 1)
+            line = before + _first_argument(inner) + after
+            nothing = re.fullmatch(r"([\w.]+) = \1", line)
+            return "# without this line" if nothing else line
         if self.manual:
             listed = entries(self.spec if self.written is None else self.written)
             spec = f"jax.P({', '.join(map(repr, listed))})"
-            return line.replace(inner, _by_part(inner, spec), 1)
+            return before + _by_part(inner, spec) + after
         layout = "jax.sharding.reshard" if explicit else "jax.lax.with_sharding_constraint"
         if target := re.match(r"([\w.]+)\s*[-+*/@%&|^<>]+=\s", inner):  # an update, not a value
-            return f"{line}; {target[1]} = {layout}({target[1]}, {spec})"
-        edited = f"{layout}({inner}, {spec})"
-        return line.replace(inner, edited, 1) if inner in line else edited
+            return f"{inner}; {target[1]} = {layout}({target[1]}, {spec})"
+        return f"{before}{layout}({inner}, {spec}){after}"
 
 
 def entries(spec: Spec) -> list[str | tuple[str, ...] | None]:

@@ -47,6 +47,22 @@ class Argument:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Result:
+    """An array that the function returns.
+
+    Attributes:
+        name: its path in what is returned: "[0]['up']"; of what the function has put into an
+            argument, the name of that.
+        spec: its sharding in its type, which explicit mode has.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+
+
+@dataclass(frozen=True, kw_only=True)
 class TracedFunction:
     """A function of arrays, traced and lowered for a platform.
 
@@ -54,7 +70,7 @@ class TracedFunction:
         name: of the function.
         program: the serialised program over its flat arrays.
         module: the same as text of StableHLO, with its source lines.
-        results: (shape, dtype) of each result.
+        results: in the order of the program.
         mesh: (axis, size), the first axis major.
         arguments: in the order of the program.
         donated: numbers of the arguments that are donated.
@@ -65,7 +81,7 @@ class TracedFunction:
     name: str
     program: bytes
     module: str
-    results: tuple[tuple[tuple[int, ...], str], ...]
+    results: tuple[Result, ...]
     mesh: tuple[tuple[str, int], ...]
     arguments: tuple[Argument, ...]
     donated: tuple[int, ...]
@@ -156,7 +172,7 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
     leaves = [leaf for _, leaf in paths]
     arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
     names = argument_names(call, [paths[i][0] for i in arrays])
-    name = _function_name(call.function)
+    name, result_names = _function_name(call.function), list[str]()
     for edit in edits:
         for number in (arrays[argument] for argument in edit.arguments):
             leaves[number] = _struct(leaves[number], PartitionSpec(*edit.entries), mesh)
@@ -171,8 +187,12 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
             result = _constrained(result, call.out_shardings, mesh)
         # what the function has put into its arguments, such as modules of NNX, are results, too
         before = set(map(id, filled))
-        after = [x for x in jax.tree.leaves((positional, keywords)) if id(x) not in before]
-        return [*jax.tree.leaves(result), *after]
+        trees = jax.tree_util.tree_leaves_with_path((positional, keywords))
+        after = [(path, x) for path, x in trees if id(x) not in before]
+        returned = jax.tree_util.tree_leaves_with_path(result)
+        result_names[:] = [jax.tree_util.keystr(path) for path, _ in returned]
+        result_names.extend(argument_names(call, [path for path, _ in after]))
+        return [x for _, x in (*returned, *after)]
 
     flat.__name__ = flat.__qualname__ = name
     _stand_for(flat, call.function)
@@ -201,7 +221,15 @@ def trace(call: Call, platform: str, mesh: AnyMesh, edits: Sequence[Edit] = ()) 
         name=name,
         program=data,
         module=program.mlir_module(),
-        results=tuple((tuple(aval.shape), str(aval.dtype)) for aval in program.out_avals),
+        results=tuple(
+            Result(
+                name=name,
+                shape=tuple(aval.shape),
+                dtype=str(aval.dtype),
+                spec=spec_of(aval.sharding, len(aval.shape)),
+            )
+            for name, aval in zip(result_names, program.out_avals, strict=True)
+        ),
         mesh=tuple((str(axis), int(size)) for axis, size in mesh.shape.items()),
         arguments=tuple(
             Argument(

@@ -35,7 +35,7 @@ class Communication:
         memory: bytes per device: "arguments", "temporaries", "peak", ...
         live: values that live at the peak, the largest first; of `live_bytes` together.
         problems: what could not be read.
-        untried: where cures were not looked for to the end.
+        note: where cures were not looked for to the end, or another mesh has the names of axes.
         text: of the compiled program.
     """
 
@@ -48,7 +48,7 @@ class Communication:
     compile_seconds: float
     problems: tuple[str, ...]
     text: str
-    untried: str = ""
+    note: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -193,7 +193,7 @@ def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
     if not diagnosis.rows and not problems:
         lines.append("There is no collective in the compiled program.")
     lines += _memory_lines(diagnosis)
-    incomplete = [*problems, *filter(None, [diagnosis.communication.untried])]
+    incomplete = [*problems, *filter(None, [diagnosis.communication.note])]
     lines += ["", *(f"incomplete: {problem}" for problem in incomplete)] if incomplete else []
     return "\n".join(lines)
 
@@ -219,7 +219,7 @@ def _cure_lines(number: int, cure: Cure) -> list[str]:
             *([f"     - {change.before}"] if change.before else []),
             f"     + {change.text}",
         ]
-    return [*lines, "     " + cure_effect(cure)]
+    return [*lines, *(f"     {line}" for line in (cure_effect(cure), cure.types) if line)]
 
 
 def cure_effect(cure: Cure) -> str:
@@ -292,7 +292,7 @@ def to_data(diagnosis: Diagnosis) -> JsonObject:
                 for value in c.live[:20]
             ],
         },
-        "problems": [*c.problems, *filter(None, [c.untried])],
+        "problems": [*c.problems, *filter(None, [c.note])],
         "versions": dict(diagnosis.versions),
     }
 
@@ -321,6 +321,7 @@ def _row_data(diagnosis: Diagnosis, number: int, row: Row) -> JsonObject:
         "overlap": row.overlap,
         "source": frame.place if frame else "",
         "backward": row.source.operation.backward,
+        "recomputed": row.source.operation.recomputed,
         "operation": row.source.operation.primitive,
         "shardings": shardings,
         "cause": row.cause,
@@ -342,6 +343,7 @@ def _cure_data(cure: Cure) -> JsonObject:
         "bytes": list(cure.bytes),
         "seconds": list(cure.seconds),
         "memory": list(cure.memory),
+        "types": cure.types,
     }
 
 
@@ -424,7 +426,7 @@ def page(diagnosis: Diagnosis) -> str:
         cures=[
             {
                 "changes": cure.changes,
-                "effect": cure_effect(cure),
+                "effect": "; ".join(filter(None, (cure_effect(cure), cure.types))),
             }
             for cure in diagnosis.cures
         ],

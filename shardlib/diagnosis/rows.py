@@ -688,8 +688,9 @@ def batch_axes(function: TracedFunction) -> frozenset[str]:
     are state and not data; of the others those of whole numbers say it, or, where there are none,
     those that are not parts of a tree, and of them those with the first dim of a result.
     """
-    arguments, shapes = function.arguments, set(function.results)
-    first_dims = {shape[0] for shape, _ in function.results if shape}
+    arguments = function.arguments
+    shapes = {(result.shape, result.dtype) for result in function.results}
+    first_dims = {result.shape[0] for result in function.results if result.shape}
     data = [a for a in arguments if a.shape and (a.shape, a.dtype) not in shapes]
     for chosen in (
         [a for a in data if a.dtype.startswith(("int", "uint"))],
@@ -727,7 +728,7 @@ def _cause(
     if meeting.reduced or (is_sum and _parameter(meeting, function.arguments)):
         return _reduction(row, meeting, function, batch)
     if meeting.computed:
-        return _computation(row, meeting)
+        return _computation(row, meeting, function, batch)
     return _reshard(meeting, function, batch)
 
 
@@ -776,8 +777,19 @@ def _reduction(
     )
     # a table may be sharded along its other dim as well, and rows of which the largest is chosen
     stored &= "gather" not in primitive and not contraction.chooses
-    inherent = True if stored and not set(meeting.reduced) & batch else None
+    few = _sends_little(row, contraction.operands, function)
+    inherent = True if (stored or few) and not set(meeting.reduced) & batch else None
     return "partial-sums", reason, inherent
+
+
+def _sends_little(row: Row, operands: Sequence[ValueOrigin], function: TracedFunction) -> bool:
+    """Whether a device sends less than half of what it has of each operand, of which one at least
+    is computed: sums of the rows of sharded logits, and not the logits.
+    """
+    sizes = dict(function.mesh)
+    local = [max(_device_sizes(o.shape, o.dtype, (o.spec,), sizes)) for o in operands]
+    is_computed = any(operand.argument is None for operand in operands)
+    return is_computed and 2 * row.bytes < min(local) * row.count
 
 
 def _sum_bytes(row: Row, meeting: Meeting, function: TracedFunction) -> float:
@@ -788,7 +800,9 @@ def _sum_bytes(row: Row, meeting: Meeting, function: TracedFunction) -> float:
     return 1.1 * 2 * (1 - 1 / parts) * size * row.count
 
 
-def _computation(row: Row, meeting: Meeting) -> tuple[str, str, bool | None]:
+def _computation(
+    row: Row, meeting: Meeting, function: TracedFunction, batch: frozenset[str]
+) -> tuple[str, str, bool | None]:
     value, user = meeting.value, next(iter(meeting.users), meeting.source)
     primitive = user.operation.primitive
     dims = [dim for dim, axes in enumerate(meeting.produced) if axes and not meeting.needed[dim]]
@@ -799,7 +813,7 @@ def _computation(row: Row, meeting: Meeting) -> tuple[str, str, bool | None]:
         f"XLA computes {primitive} across {across} of {_quoted(value.name) or 'a value'}"
         f" {spec_text(meeting.produced)}, which {by} shards, with {_with_article(row.kind)} over"
         f" {_listed(row.axes)}",
-        None,
+        True if _sends_little(row, [value], function) and not set(row.axes) & batch else None,
     )
 
 
@@ -902,7 +916,7 @@ def _with_article(kind: str) -> str:
 
 
 def _listed(axes: Iterable[str]) -> str:
-    return ", ".join(axes) or "all devices"
+    return ", ".join(axes) or "groups that are no axes of the mesh"
 
 
 def _quoted(name: str) -> str:

@@ -322,6 +322,17 @@ def expression(frame: Frame) -> str:
     return " ".join(" ".join(lines).split())
 
 
+def around(frame: Frame) -> tuple[str, str]:
+    """What stands before and behind the expression of a frame in its statement's lines; nothing
+    where its end is not known.
+    """
+    if expression(frame) == text_of(frame):
+        return "", ""
+    first = linecache.getline(frame.file, frame.line)
+    last = linecache.getline(frame.file, frame.last_line)
+    return first[: frame.column].lstrip(), last[frame.last_column :].strip()
+
+
 def _clipped(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 

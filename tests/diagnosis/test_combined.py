@@ -84,3 +84,10 @@ def test_a_part_that_is_not_read_fails_the_gate(shell: Any, tmp_path: Path) -> N
     text.write_text(TEXT.replace("f32[", "f99["))
     code, out, _ = shell(*words)
     assert code == 1 and "unknown element type" in out and "no collective" not in out
+
+
+def test_groups_that_are_no_axes_say_which_mesh_names_them() -> None:
+    text = TEXT.replace("{{0,1,2,3}}", "{{0,2},{1,3}}", 1)
+    for mesh in (None, "data=4"):
+        assert "--mesh x=2,y=2 names them" in str(why_text(text, mesh=mesh))
+    assert "--mesh" not in str(why_text(text, mesh="data=2,model=2"))

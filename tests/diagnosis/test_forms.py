@@ -139,6 +139,23 @@ def test_layouts_of_updates_follow_them(tmp_path: Path) -> None:
     assert edit.text(False) == "x += y; x = jax.lax.with_sharding_constraint(x, jax.P('data'))"
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("y = layout(y, spec)", "# without this line"),
+        ("y = layout(\n    y, spec)", "# without this line"),
+        ("y = layout(x + 1, spec)", "y = x + 1"),
+        ("y = 2 * layout(\n    x, spec\n) + 1", "y = 2 * x + 1"),
+    ],
+)
+def test_a_layout_that_is_left_out_leaves_its_value(tmp_path: Path, text, expected) -> None:
+    file = tmp_path / "layer.py"
+    file.write_text(text + "\n")
+    call = text[: text.rindex(")") + 1].splitlines()
+    frame = Frame(str(file), 1, text.index("layout"), len(call), len(call[-1]))
+    assert Edit(spec=(), frame=frame, removes=True).text(False) == expected
+
+
 def rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
     return table[tokens]
 

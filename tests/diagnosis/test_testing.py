@@ -11,6 +11,7 @@ from flax import nnx
 import shardlib
 from shardlib.testing import assert_collectives, assert_no_unplanned
 from tests.diagnosis import lookup_model as model
+from tests.diagnosis.causes import layout
 
 pytestmark = pytest.mark.long
 
@@ -48,6 +49,38 @@ def test_what_is_not_inherent_fails() -> None:
     assert_no_unplanned(dense, *SHAPES, topology="cpu:8")
     with pytest.raises(AssertionError, match="neither inherent nor planned"):
         assert_no_unplanned(model.step, *model.arguments(), topology="cpu:8")
+
+
+def cross_entropy(params, tokens, axis):
+    x = layout(params["embedding"][tokens], "data")
+    logits = layout(x @ params["head"], "data", None, "model")
+    logits = layout(logits, "data", None, axis)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def step_of_chosen(params, tokens):
+    """Rows of the probabilities are chosen by index, and the next tokens from the last of them."""
+
+    def loss(params):
+        probabilities = jax.nn.softmax(params["embedding"][tokens] @ params["head"])
+        chosen = jnp.take_along_axis(probabilities, tokens[..., None], -1)
+        return -jnp.mean(jnp.log(chosen)), jnp.argmax(probabilities[:, -1], -1)
+
+    return jax.grad(loss, has_aux=True)(params)
+
+
+def test_sums_over_a_sharded_vocabulary_are_inherent_and_a_gather_of_the_logits_is_not() -> None:
+    params = {
+        "embedding": model.array((model.VOCABULARY, model.EMBED)),
+        "head": model.array((model.EMBED, model.VOCABULARY), None, "model"),
+    }
+    tokens = model.array((model.BATCH, model.LENGTH), "data", dtype=jnp.int32)
+    assert_no_unplanned(cross_entropy, params, tokens, "model", topology="cpu:8")
+    assert_no_unplanned(step_of_chosen, params, tokens, topology="cpu:8")
+    diagnosis = shardlib.why(cross_entropy, params, tokens, None, topology="cpu:8", cures=0)
+    (gathered,) = diagnosis.unexplained
+    local = model.BATCH * model.LENGTH * model.VOCABULARY * 4 / model.MESH.size
+    assert (gathered.kind, gathered.bytes) == ("all-gather", local)
 
 
 class Model(nnx.Module):

@@ -188,6 +188,9 @@ def test_explicit_mode_and_manual_regions(monkeypatch: pytest.MonkeyPatch) -> No
         topology="cpu:8",
     )
     assert {row.cause for row in moved.rows} == {"constraint"}
+    (cure,) = moved.cures
+    assert cure.types == "the result has another type: it [x, -] ([-, x] before)"
+    assert cure.types in str(moved) and cure.types in moved._repr_html_()
     manual = jax.shard_map(
         lambda a: jax.lax.psum(a, "x"),
         mesh=mesh,
