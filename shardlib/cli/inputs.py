@@ -262,6 +262,8 @@ def parse_pins(words: list[str]) -> JsonObject:
             failures.append(f"{word!r} is not KEY=VALUE")
         elif key in pins:
             failures.append(f"{key!r} is given twice")
+        elif re.search(r"[,;\s][a-z][\w.]*=", value):
+            failures.append(f"{word!r} is several decisions; each has an option of its own")
         else:
             pins[key] = _value(value)
     if failures:

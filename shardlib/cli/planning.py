@@ -529,7 +529,9 @@ def explain_command(
     why_not: Annotated[
         list[str] | None,
         typer.Option(
-            "--why-not", metavar="KEY=VALUE", help="What would this decision cost? Repeatable."
+            "--why-not",
+            metavar="KEY=VALUE",
+            help="What would this decision cost? Several are one question.",
         ),
     ] = None,
     alternatives: Annotated[

@@ -180,8 +180,9 @@ class UserModel:
 _KEYS = tuple(field.name for field in fields(UserModel))
 
 
-def load(spec: str) -> TransformerConfig | EncoderDecoderConfig | UserModel:
+def load(spec: str | Path) -> TransformerConfig | EncoderDecoderConfig | UserModel:
     """Finds a model."""
+    spec = str(spec)
     if spec in PRESETS:
         return PRESETS[spec]
     if spec.endswith(".toml"):

@@ -21,7 +21,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -82,6 +82,11 @@ _KINDS: Mapping[str, Kind] = {
         "data=lambda step: batch",
     ),
     "steps": (_count, "a number of steps, from 0 on", "steps=1000"),
+    "start": (
+        callable,
+        "a function from the program to its state",
+        "start=lambda program: huggingface.load(folder, program).state",
+    ),
     "settings": (
         lambda value: isinstance(value, Settings),
         "settings",
@@ -132,6 +137,7 @@ def fit(
     tokens: int | None = None,
     advice: str = "a smaller learning rate, or another seed",
     later: Sequence[tuple[int, TrainingProgram]] = (),
+    start: Callable[[TrainingProgram], TrainState] | None = None,
 ) -> Fitted:
     """Trains up to a total number of steps, from the newest checkpoint of the run if there is one.
 
@@ -156,6 +162,9 @@ def fit(
             growing batches (`shardlib.training.rates.Ramp`). States must have the same layout, as
             they do if `mesh`, `rules` and `zero` are pinned to those of the first plan. A function
             of the step returns batches of the size of its step.
+        start: makes the state before the first step where nothing is restored, from weights that
+            are read or by surgery (`lambda program: huggingface.load(folder, program).state`); by
+            default `program.init(seed)`.
 
     Returns:
         The last state, with the loss and the seconds of every step; also if the run was stopped
@@ -179,7 +188,7 @@ def fit(
     require_kinds(
         "fit",
         _KINDS,
-        {"program": program, "data": data, "steps": steps, "settings": settings},
+        {"program": program, "data": data, "steps": steps, "settings": settings, "start": start},
         needed=("program", "data", "steps"),
     )
     task = Task(
@@ -187,6 +196,7 @@ def fit(
         data=data,
         steps=steps,
         seed=read_seed(seed),
+        start=start or (lambda program: program.init(seed)),
         settings=settings or Settings(),
         identity=identity or {},
         advice=advice,

@@ -380,6 +380,7 @@ class Task:
         data: a dataset, or a function of the step.
         steps: total number of steps.
         seed: of the initial state.
+        start: makes the state before the first step.
         settings: settings of the run.
         identity: the user's description of the training task.
         advice: suggestion in the error when the loss is no longer finite.
@@ -392,6 +393,7 @@ class Task:
     data: Rows | BatchOf
     steps: int
     seed: int
+    start: Callable[[TrainingProgram], TrainState]
     settings: Settings
     identity: JsonMapping
     advice: str
@@ -1053,7 +1055,7 @@ class Loop:
                 self._restore(self.saving)
                 self.resumed = self.saving.saved = self.step
             else:
-                self.state = self.task.program.init(self.task.seed)
+                self.state = self.task.start(self.task.program)
         with self.watchdog.phase("agree", patience=10):
             agree(
                 "position",

@@ -92,11 +92,14 @@ def test_models_as_a_table(shell):
                 "remat=full",
                 "--pin",
                 "remat=none",
+                "--pin",
+                "mesh.tensor=8,mesh.stage=4",
             ),
             "PinError",
             (
-                "pins are not usable:\n  - 'zero' is not KEY=VALUE\n  - 'remat' is given"
-                " twice\nTry: for example --pin mesh.tensor=8 --pin remat=full"
+                "pins are not usable:\n  - 'zero' is not KEY=VALUE\n  - 'remat' is given twice\n"
+                "  - 'mesh.tensor=8,mesh.stage=4' is several decisions; each has an option of its"
+                " own\nTry: for example --pin mesh.tensor=8 --pin remat=full"
             ),
         ),
     ],

@@ -6,17 +6,20 @@ import ast
 import contextlib
 import functools
 import io
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import load_file
 
 import shardlib
 from shardlib import models
+from shardlib.checkpointing import huggingface
 from tests.docs.test_readme import compare
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -52,6 +55,29 @@ def rows() -> Iterator[tuple[str, str, str, str]]:
 
 
 ROWS = list(rows())
+
+
+def write_llama(folder: Path) -> Path:
+    """A folder with the configuration of a small Llama."""
+    folder.mkdir()
+    values = {
+        "model_type": "llama",
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+    }
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
 @functools.cache
@@ -117,7 +143,7 @@ def test_there_are_lines_of_all_frameworks():
 
 
 def test_shardings_by_hand_are_those_of_the_plan():
-    ((code, _),) = told("coming_from.md")
+    code = told("coming_from.md")[1][0]
     scope: dict[str, Any] = {"__name__": "page"}
     exec(compile(code, "page", "exec"), scope)
     np.testing.assert_allclose(scope["planned"], scope["by_hand"], rtol=1e-5)
@@ -126,3 +152,32 @@ def test_shardings_by_hand_are_those_of_the_plan():
         ours = scope["state"].params[name]
         ours_by_device = {one.device: one.index for one in ours.addressable_shards}
         assert ours_by_device == {one.device: one.index for one in array.addressable_shards}
+
+
+def test_the_job_that_comes_from_megatron_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Callable[..., tuple[int, str, str]]
+):
+    code = told("coming_from.md")[0][0]
+    sizes = '"Llama-3.1-70B", "64*h100:8", 1024, 8192'
+    assert code.count(sizes) == code.count('"/runs/llama"') == 1
+    code = code.replace(sizes, '"folder", "cpu:8", 32, 16').replace("/runs/llama", "run")
+    monkeypatch.chdir(tmp_path)
+    config = models.load(write_llama(tmp_path / "config"))
+    init, loss = models.build(config)
+    batch = models.example_batch(config, 32, 16)
+    program = shardlib.compile(init, loss, optax.adamw(1e-3), batch, topology="cpu:1")
+    huggingface.save(program, program.init(seed=3), "folder", config="config/config.json")
+    pins = ["--pin", "mesh.tensor=2", "--pin", "mesh.stage=2", "--pin", "mesh.fsdp=2"]
+    sized = ["-t", "cpu:8", "-b", "32", "-s", "16"]
+    status, _, err = shell("plan", "folder", *sized, *pins, "--out", "plan.json")
+    assert status == 0, err
+    np.random.default_rng(0).integers(0, 512, 10_000, np.uint16).tofile("corpus_text_document.bin")
+    fit = shardlib.fit
+    monkeypatch.setattr(shardlib, "fit", lambda *args, steps, **more: fit(*args, steps=2, **more))
+    scope: dict[str, Any] = {"__name__": "page"}
+    exec(compile(code, "page", "exec"), scope)
+    assert scope["program"].plan.mesh == shardlib.MeshShape(stage=2, fsdp=2, tensor=2)
+    given, trained = (tensors(tmp_path / name) for name in ("folder", "out"))
+    assert given.keys() == trained.keys()
+    for name, tensor in given.items():  # two steps at the beginning of the warm-up
+        np.testing.assert_allclose(trained[name].astype(np.float32), tensor, atol=2e-2)

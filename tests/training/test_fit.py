@@ -86,6 +86,25 @@ def test_a_seed_that_is_none_is_refused_before_there_is_a_folder(program: Progra
 
 
 @pytest.mark.long
+def test_a_run_begins_where_it_is_told_to_and_goes_on_where_it_was(
+    program: Program, whole: Fitted, tmp_path: Path
+):
+    begun: list[str] = []
+
+    def start(own: Program):
+        begun.append("now")
+        state = own.init(seed=0)
+        return own.step(own.step(state, batch_of(0))[0], batch_of(1))[0]
+
+    settings = Settings(run=tmp_path, save_every=1)
+    shifted = [
+        fit(program, lambda step: batch_of(step + 2), steps=steps, start=start, settings=settings)
+        for steps in (1, 3)
+    ]
+    assert begun == ["now"]
+    assert shifted[-1].losses == whole.losses[2:5]
+
+
 def test_a_run_that_ended_before_its_first_checkpoint_says_that_it_begins_anew(
     program: Program, tmp_path: Path
 ):
