@@ -248,7 +248,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[shardlib.ShardlibError], str | l
         shardlib.PinError,
         (
             "remat_classes names 'foo', and mlp-annotated has no layer groups: none of its layers"
-            " repeat in a loop\nTry: layers under jax.lax.scan or nnx.scan, or no remat_classes"
+            " repeat\nTry: layers with parameters of equal shapes, in a list or under a scan, or no"
+            " remat_classes"
         ),
     ),
     "policies of layer groups that there are not": (

@@ -1013,6 +1013,7 @@ def _gradient(
     """The reduction of a parameter's gradient over the devices that share the batch; after the loop
     if a loop accumulates it and it is all-reduced.
     """
+    module = op.scope.removeprefix("transpose(jvp(").rstrip(")").strip("/")
     reduced = Transfer(
         kind="reduce",
         purpose="gradient",
@@ -1021,7 +1022,7 @@ def _gradient(
         shape=facts.graph.values[value].shape,
         spec=spec,
         over_tensor=over_tensor,
-        cause=_cause(op),
+        cause=f"gradients of {module or 'weights'}",
     )
     if not looped:
         return [reduced]

@@ -1,12 +1,12 @@
 """Errors where there is no plan: messages about pins that allow none, and about a problem that does
 not fit in memory.
 
-Pins that need more layers than a model has in its loops are an error:
+Pins that need more layers than a model repeats are an error:
 
 >>> pins = Pins.parse({"schedule": "1f1b"})
 >>> print(too_few_layers("mlp", LayerCounts(names=(), counts=()), pins))
-schedule='1f1b' splits layers into stages, and the model 'mlp' has no layers in a loop
-Try: layers under jax.lax.scan or nnx.scan, or no such pin
+schedule='1f1b' splits layers into stages, and the model 'mlp' has no layers that repeat
+Try: layers with parameters of equal shapes, in a list or under a scan, or no such pin
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from shardlib.schedules import Pipelines, named
 
 #: Hint for an expert axis on a model without experts.
 EXPERTS_HINT = "shardlib.functions.experts.visit in the model, or no expert axis"
-_IN_LOOP = "layers under jax.lax.scan or nnx.scan"
+_EQUAL = "layers with parameters of equal shapes, in a list or under a scan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,10 +422,11 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
         return ""
     layers, stages = max(counts, default=0), dict(pins.mesh or pins.axes).get("stage", 1)
     if layers < max(2, stages):
-        hint = f"{_IN_LOOP}, or no such pin" if layers < 2 else f"fewer stages, or more {_IN_LOOP}"
+        hint = f"{_EQUAL}, or no such pin" if layers < 2 else f"stage={layers} at most"
+        each = "; each stage has at least one" if layers > 1 else ""
         return (
-            f"{_stage_pins(pins)} splits layers into stages, and {model} has {_number(layers)} in a"
-            f" loop\nTry: {hint}"
+            f"{_stage_pins(pins)} splits layers into stages, and {model} has {_repeated(layers)}"
+            f"{each}\nTry: {hint}"
         )
     chunks, stage_count = _chunks(pins), max(stages, 2)
     if chunks * stage_count <= layers:
@@ -443,7 +444,7 @@ def _too_few_for_stages(model: str, counts: Sequence[int], pins: Pins) -> str:
     )
     return (
         f"{source} splits the layers of each of {stage_count} stages into {chunks} chunks:"
-        f" {chunks * stage_count} chunks in all, and {model} has {_number(layers)} in a loop\nTry:"
+        f" {chunks * stage_count} chunks in all, and {model} has {_repeated(layers)}\nTry:"
         f" {hint}, or fewer stages"
     )
 
@@ -482,7 +483,7 @@ def _too_few_to_rematerialise(
     if not counts and pins.remat_layers:
         return (
             f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {model} has"
-            f" no layers in a loop\nTry: {_IN_LOOP}, or no such pin"
+            f" no layers that repeat\nTry: {_EQUAL}, or no such pin"
         )
     groups = {} if pins.remat_classes == ANY_GROUP else {n: c for n, _, c in pins.remat_classes}
     stages = dict(pins.mesh or pins.axes).get("stage", 1)
@@ -498,15 +499,15 @@ def _too_few_to_rematerialise(
     if pins.remat_layers and counts and pins.remat_layers >= sum(layers_per_stage):
         faults.append(
             f"remat_layers={pins.remat_layers} rematerialises some of the layers, and {location}"
-            f" has {_number(sum(layers_per_stage))} in a loop"
+            f" has {_repeated(sum(layers_per_stage))}"
         )
     if not faults:
         return ""
     return "; ".join(faults) + "\nTry: fewer, or a remat policy without a number for all of them"
 
 
-def _number(layers: int) -> str:
-    return f"{layers or 'no'} layer{'s'[: layers != 1]}"
+def _repeated(layers: int) -> str:
+    return f"{layers or 'no'} layer{'s'[: layers != 1]} that repeat{'s'[: layers == 1]}"
 
 
 # --------------------------------------------------------------------------------------------------

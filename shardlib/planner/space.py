@@ -546,8 +546,8 @@ def _require_groups(
     if not names:
         raise PinError(
             f"remat_classes names {', '.join(map(repr, pinned))}, and {problem.model} has no layer"
-            " groups: none of its layers repeat in a loop\nTry: layers under jax.lax.scan or"
-            " nnx.scan, or no remat_classes"
+            " groups: none of its layers repeat\nTry: layers with parameters of equal shapes, in a"
+            " list or under a scan, or no remat_classes"
         )
     failures = [f"{name!r} is not one of them" for name in pinned if name not in names]
     failures += [

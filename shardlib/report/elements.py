@@ -149,4 +149,4 @@ def aligned(rows: Sequence[Sequence[str]], *, right: Iterable[int] = ()) -> list
 
 def and_more(count: int, what: str) -> list[str]:
     """A line for what a list leaves out; nothing where it leaves nothing out."""
-    return [f"  and {count} {what}"] if count > 0 else []
+    return [f"  and {count} {what if count > 1 else what.replace('kinds', 'kind')}"][: count > 0]

@@ -491,7 +491,7 @@ def _of(collective: Collective, plan: Plan, rows: Sequence[ParameterRow]) -> Ite
     for number, row in enumerate(rows):
         if (collective.cause and _same(collective.cause, row)) or (
             collective.kind in ("reduce-scatter", "all-reduce")
-            and collective.cause.startswith("transpose(")
+            and collective.cause.startswith("gradients of ")
             and row.example.trained
             and len(row.example.shape) > 1
             and collective.bytes in _gradient_bytes(plan, row, collective.kind)

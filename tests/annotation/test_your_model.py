@@ -133,7 +133,7 @@ NEEDS = {"equinox": "equinox", "haiku": "haiku"}
 
 
 def test_every_part_of_the_page_is_run() -> None:
-    assert PARTS.keys() == {"start", "ema", "generation", *TRUTH}
+    assert PARTS.keys() == {"start", "ema", "generation", "command", *TRUTH}
     assert len(re.findall("```python", PAGE)) == len(PARTS)
     assert "_src" not in PAGE and not re.search(r"shardlib\.\w+\.\w+", PAGE)  # public names alone
 

@@ -119,6 +119,10 @@ def test_commands_that_need_no_machine_run(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_training.py").touch()
+    own = (ROOT / "docs/your_model.md").read_text()
+    (tmp_path / "my_model.py").write_text(
+        re.findall(r"<!-- command -->\n```python\n(.*?)```", own, re.DOTALL)[0]
+    )
     code, out, err = shell(*shlex.split(BEGIN.sub("", command)))
     assert code == 0, err
     assert out.strip()
