@@ -507,7 +507,7 @@ class _Work:
             meetings=read_meetings(shardings, function),
         )
         rows, unjoined = with_warnings(rows, outcome.log)
-        temporaries, live = live_values(index, function, shardings)
+        temporaries, live = live_values(index, function, shardings, rows)
         problem = shardings["problem"]
         return Communication(
             rows=explain(rows, function),

@@ -8,22 +8,32 @@ loop stands. Arguments live for as long as the program runs.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardlib.diagnosis.edits import Spec
-from shardlib.diagnosis.program import TracedFunction
-from shardlib.diagnosis.rows import Index
-from shardlib.diagnosis.source import NOWHERE, Source, read_source, value_name
+from shardlib.diagnosis.program import Argument, TracedFunction
+from shardlib.diagnosis.rows import Index, Row, shards_of, without
+from shardlib.diagnosis.source import Source, read_source, value_name
 from shardlib.untrusted.data import JsonObject
-from shardlib.verification.hlo import Computation, HloError, Instruction, array_bytes, elements
+from shardlib.verification.hlo import (
+    Computation,
+    HloError,
+    Instruction,
+    array_bytes,
+    arrays,
+    elements,
+)
 
 #: Opcodes whose result is memory that they were given.
 _HANDED_ON = frozenset(
     {"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier", "parameter"}
 )
+#: Opcodes whose result has what they were given.
+_COPIES = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 #: Of a value that is not in the memory of the device but nearer to its units, or on the host.
 _ELSEWHERE = re.compile(r"S\([1-9]\)")
 
@@ -132,7 +142,8 @@ def _own_bytes(instruction: Instruction) -> int:
     aliased = _aliases(instruction)
     parts = [p for n, p in enumerate(elements(instruction.shape)) if n not in aliased]
     if instruction.opcode.endswith("-start") and len(parts) > 1:
-        parts = parts[1:2]  # what stands beside the result are its operands
+        # what stands beside the result are its operands; a copy has the result first
+        parts = parts[: 1 if instruction.opcode == "copy-start" else 2][-1:]
     try:
         return sum(array_bytes(part) for part in parts if not _ELSEWHERE.search(part))
     except HloError:
@@ -147,64 +158,142 @@ def _aliases(instruction: Instruction) -> dict[int, int]:
 
 
 def live_values(
-    index: Index, function: TracedFunction | None, shardings: JsonObject
+    index: Index,
+    function: TracedFunction | None,
+    shardings: JsonObject,
+    rows: Sequence[Row] = (),
 ) -> tuple[int, tuple[LiveValue, ...]]:
-    """(bytes of temporaries at the peak, values that live there, the largest first)."""
+    """(bytes of temporaries at the peak, values that live there, the largest first).
+
+    Args:
+        rows: of the program's collectives, which say how their results are sharded.
+    """
     peak = _Reader(index).peak(index.module.entry)
-    mesh = dict(function.mesh) if function else {}
-    specs: dict[object, list[tuple[Spec, tuple[int, ...]]]] = defaultdict(list)
-    for value in shardings.get("values", ()):
-        source = read_source(value["location"])
-        specs[source.key, source.operation.backward].append(
-            (tuple(tuple(axes) for axes in value["spec"]), tuple(value["shape"]))
-        )
+    described = _Described(index, function, shardings, rows)
     groups: dict[object, list[tuple[Instruction, Source]]] = defaultdict(list)
     for instruction in peak.live:
-        source = index.made(instruction.name)
-        key = (source.key, source.operation) if source is not NOWHERE else instruction.name
+        source = described.source(instruction)
+        key = (source.key, source.operation) if source.user else instruction.name
         groups[key, _own_bytes(instruction)].append((instruction, source))
-    values = [_value(members, specs, mesh) for members in groups.values()]
+    values = [described.value(members) for members in groups.values()]
     return peak.bytes, tuple(sorted(values, key=lambda value: -value.bytes))
 
 
-def _value(
-    members: Sequence[tuple[Instruction, Source]],
-    specs: Mapping[object, Sequence[tuple[Spec, tuple[int, ...]]]],
-    mesh: Mapping[str, int],
-) -> LiveValue:
-    instruction, source = members[0]
-    size = _own_bytes(instruction)
-    name = value_name(source.user)
-    aliased = _aliases(instruction)
-    parts = [p for n, p in enumerate(elements(instruction.shape)) if n not in aliased]
-    types = re.sub(r"\{[^{}]*\}", "", ", ".join(parts[:4]))
-    spec, replicated = None, list[tuple[str, int]]()
-    for candidate, shape in specs.get((source.key, source.operation.backward), ()):
-        local = [n // _degree(axes, mesh) for n, axes in zip(shape, candidate, strict=True)]
-        if f"[{','.join(map(str, local))}]" in types:
-            spec = candidate
-            used = {axis.partition(":")[0] for axes in candidate for axis in axes}
-            for axis, degree in mesh.items():
-                fits = any(
-                    not axes and n % degree == 0 for n, axes in zip(shape, candidate, strict=True)
-                )
-                if axis not in used and degree > 1 and fits:
-                    replicated.append((axis, size * len(members) * (degree - 1) // degree))
-            break
-    return LiveValue(
-        name=f"backward of {name}" if name and source.operation.backward else name,
-        source=source,
-        bytes=size * len(members),
-        count=len(members),
-        shape=types,
-        spec=spec,
-        replicated=tuple(replicated),
-    )
+class _Described:
+    """What the program calls the values of a compiled one, where they are made, and how sharded."""
+
+    def __init__(
+        self,
+        index: Index,
+        function: TracedFunction | None,
+        shardings: JsonObject,
+        rows: Sequence[Row],
+    ) -> None:
+        self.index, self.function = index, function
+        self.mesh = dict(function.mesh) if function else {}
+        self.rows = {name: row for row in rows for name in row.instructions}
+        #: (operation, pass) or (line, pass) -> (sharding, shape) of values there.
+        self.specs: dict[object, list[tuple[Spec, tuple[int, ...]]]] = defaultdict(list)
+        for value in shardings.get("values", ()):
+            source = read_source(value["location"])
+            entry = tuple(tuple(axes) for axes in value["spec"]), tuple(value["shape"])
+            for key in _keys(source):
+                self.specs[key].append(entry)
+
+    def source(self, instruction: Instruction) -> Source:
+        """The line that a value is for: where it is made, or what a loop writes there, or, of a
+        copy of an argument, where it is used.
+        """
+        row = self.rows.get(instruction.name)
+        if row is not None and row.source.user:
+            return row.source
+        stacked = self.index.stacked(instruction.name)
+        made = stacked if stacked.user else self.index.made(instruction.name)
+        return made if made.user else self.index.source(instruction)
+
+    def value(self, members: Sequence[tuple[Instruction, Source]]) -> LiveValue:
+        """Values of one line and size as one."""
+        instruction, source = members[0]
+        size, name = _own_bytes(instruction), value_name(source.user)
+        name = f"backward of {name}" if name and source.operation.backward else name
+        aliased = _aliases(instruction)
+        parts = [
+            part
+            for number, part in enumerate(elements(instruction.shape))
+            if number not in aliased and not _ELSEWHERE.search(part)
+        ]
+        types = re.sub(r"\{[^{}]*\}", "", ", ".join(parts[:4]))
+        candidates = [
+            *self._of_row(instruction),
+            *(e for k in _keys(source) for e in self.specs[k]),
+        ]
+        argument = self._argument(instruction.name)
+        if argument is not None:
+            name, candidates = argument.name, [(argument.spec, argument.shape)]
+        spec, shape = self._fitting(types, candidates) or (None, ())
+        replicated = list[tuple[str, int]]()
+        used = {axis.partition(":")[0] for axes in spec or () for axis in axes}
+        for axis, degree in self.mesh.items() if spec else ():
+            fits = any(not a and n % degree == 0 for n, a in zip(shape, spec or (), strict=True))
+            if axis not in used and degree > 1 and fits:
+                replicated.append((axis, size * len(members) * (degree - 1) // degree))
+        return LiveValue(
+            name=name,
+            source=source,
+            bytes=size * len(members),
+            count=len(members),
+            shape=types,
+            spec=spec,
+            replicated=tuple(replicated),
+        )
+
+    def _fitting(
+        self, types: str, candidates: Sequence[tuple[Spec, tuple[int, ...]]]
+    ) -> tuple[Spec, tuple[int, ...]] | None:
+        """The sharding with which a value has one of the shapes of a result type, or as many
+        elements, which compilers arrange otherwise, or with the turns of a loop before them.
+        """
+        shapes = [dims for _, dims in arrays(types)]
+        for fits in (
+            lambda local, dims: local == dims,
+            lambda local, dims: math.prod(local) == math.prod(dims),
+            lambda local, dims: math.prod(local) == math.prod(dims[1:]),
+        ):
+            for spec, shape in candidates:
+                pairs = zip(shape, spec, strict=True)
+                local = tuple(n // shards_of([axes], self.mesh) for n, axes in pairs)
+                if any(dims and fits(local, dims) for dims in shapes):
+                    return spec, shape
+        return None
+
+    def _of_row(self, instruction: Instruction) -> list[tuple[Spec, tuple[int, ...]]]:
+        """What a collective makes: the value as it is needed, or a gathered operand."""
+        row = self.rows.get(instruction.name)
+        if row is None or row.meeting is None:
+            return []
+        contraction = row.meeting.contraction
+        return [
+            (row.meeting.needed, row.meeting.value.shape),
+            *(
+                (without(operand.spec, row.axes), operand.shape)
+                for operand in (contraction.operands if contraction else ())
+            ),
+        ]
+
+    def _argument(self, name: str) -> Argument | None:
+        """The argument that a value is a copy of."""
+        while name in self.index.where:
+            instruction, body = self.index.where[name]
+            if instruction.opcode == "parameter" and body.name == self.index.module.entry:
+                number = re.fullmatch(r"args\[(\d+)\]", instruction.op_name)
+                return self.function.arguments[int(number[1])] if self.function and number else None
+            if instruction.opcode.removesuffix("-start").removesuffix("-done") not in _COPIES:
+                return None
+            name = instruction.operands[0]
+        return None
 
 
-def _degree(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-    degree = 1
-    for axis in axes:
-        name, _, piece = axis.partition(":")
-        degree *= int(piece.partition(")")[2]) if piece else mesh.get(name, 1)
-    return degree
+def _keys(source: Source) -> list[object]:
+    """What values are found by: the operation, and the line."""
+    backward, frame = source.operation.backward, source.user
+    return [(source.key, backward), *([(frame.key[:2], backward)] if frame else [])]

@@ -239,6 +239,8 @@ def _memory_lines(diagnosis: Diagnosis, limit: int = 6) -> list[str]:
         return []
     total = bytes_text(c.peak_bytes if c.memory else c.live_bytes)
     lines = ["", f"At the peak of memory ({total} per device) live:"]
+    if arguments := c.memory.get("arguments"):
+        lines.append(f"{bytes_text(arguments):>10}  the arguments")
     for value in c.live[:limit]:
         spec = f" {spec_text(value.spec)}" if value.spec is not None else ""
         times = f" x {value.count}" if value.count > 1 else ""

@@ -317,20 +317,53 @@ class Index:
                     if user.opcode.endswith("-done") or user.opcode in _VIEWS:
                         waiting.append(user.name)
 
-    def made(self, name: str) -> Source:
-        """The source of a value, or of the nearest of its operands that has one."""
+    def made(self, name: str, loop: Frame | None = None) -> Source:
+        """The source of a value, or of the nearest of its operands that has one.
+
+        Args:
+            loop: whose own operations, that slice what it goes over and stack what it makes, are
+                passed over.
+        """
         waiting, seen = [name], set[str]()
         while waiting and len(seen) < 24:
             current = waiting.pop(0)
             if current in seen or current not in self.where:
                 continue
             seen.add(current)
-            instruction, _ = self.where[current]
+            instruction, body = self.where[current]
             source = self._source_of(instruction)
-            if source.user:
+            if source.user and source.user != loop:
                 return source
             waiting += instruction.operands
+            if instruction.opcode == "parameter" and body.name in self.callers:
+                waiting.append(self.callers[body.name].operands[int(instruction.literal)])
         return NOWHERE
+
+    def stacked(self, name: str) -> Source:
+        """The source of what a loop writes, turn by turn, into a buffer that it is given."""
+        readers = self._readers(self.where[name][0])
+        aliases = [name, *(reader.name for reader in readers if reader.opcode in _VIEWS)]
+        for tuple_ in (user for alias in aliases for user in self.users[alias]):
+            for loop in (user for user in self.users[tuple_.name] if user.opcode == "while"):
+                body = self.module.computations[loop.called["body"]]
+                element = next(n for n, o in enumerate(tuple_.operands) if o in aliases)
+                for user in body.instructions:
+                    if user.attribute("index") != str(element) or user.opcode != _ELEMENT:
+                        continue
+                    for value in self._written(user):
+                        source = self.made(value, self.own(loop).user)
+                        return source if source.user else self.own(loop)
+        return NOWHERE
+
+    def _written(self, buffer: Instruction) -> Iterator[str]:
+        """What is written into a buffer."""
+        for user in self._readers(buffer):
+            called = self.module.computations.get(user.called.get("calls", ""))
+            for inner in called.instructions if called else (user,):
+                if inner.opcode == "dynamic-update-slice" and array_bytes(
+                    inner.shape
+                ) == array_bytes(buffer.shape):
+                    yield inner.operands[1]
 
     def packed(self, instruction: Instruction) -> tuple[str, ...]:
         """The arrays that a collective moves end to end as one, as XLA for GPUs combines them."""
@@ -374,6 +407,7 @@ class Index:
         return next((source for source in inside if source.user), own)
 
 
+_ELEMENT = "get-tuple-element"
 _VIEWS = frozenset({"bitcast", "copy", "get-tuple-element", "reshape", "convert", "transpose"})
 
 
@@ -513,7 +547,7 @@ def _match(
 
     def score(meeting: Meeting) -> float:
         gathered = row.kind == "all-gather" and any(
-            fitting(operand, _without(operand.spec, row.axes))
+            fitting(operand, without(operand.spec, row.axes))
             for operand in (meeting.contraction.operands if meeting.contraction else ())
             if set(row.axes) <= {axis for dim in operand.spec for axis in dim}
         )
@@ -558,7 +592,8 @@ def _match(
     return None
 
 
-def _without(spec: Spec, axes: Sequence[str]) -> Spec:
+def without(spec: Spec, axes: Sequence[str]) -> Spec:
+    """A sharding without mesh axes and parts of them."""
     return tuple(tuple(a for a in dim if a.partition(":")[0] not in axes) for dim in spec)
 
 
