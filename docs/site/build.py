@@ -173,7 +173,21 @@ def build(out: Path, *, execute: bool) -> int:
         words = ["-b", "html", "-W", "--keep-going", "-q"]
         if execute:
             words += ["-D", "nb_execution_mode=force"]
-        return sphinx([*words, str(source), str(out)])
+        status = sphinx([*words, str(source), str(out)])
+    if not status:
+        lighten(out)
+    return status
+
+
+def lighten(out: Path) -> None:
+    """Takes out what pages load and do not need: the icons of the theme as a script of 1.5 MB,
+    which its fonts have, too; and what only debuggers read.
+    """
+    for page in out.rglob("*.html"):
+        page.write_text(re.sub(r".*scripts/fontawesome\.js.*\n", "", page.read_text()))
+    for file in (out / "_static").rglob("*"):
+        if file.suffix == ".map" or file.name == "fontawesome.js":
+            file.unlink()
 
 
 def main() -> None:

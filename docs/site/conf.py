@@ -50,6 +50,8 @@ myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 4
 # `single` and `double` backticks both mean code in docstrings.
 default_role = "code"
+# Blocks without a language are what a shell or a program prints.
+highlight_language = "text"
 
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -22,6 +22,7 @@ from shardlib.jax_types import Value
 from shardlib.layout import ISLAND
 from shardlib.lowering.mesh import constrain as mesh_held
 from shardlib.lowering.program import Program, shardings_of
+from shardlib.processes.progress import Progress
 
 # --------------------------------------------------------------------------------------------------
 # Layers of a fragment: some rows of the first dim of a stack of layers, on each device its own.
@@ -362,7 +363,8 @@ class BetweenSteps(ABC):
 
     @cached_property
     def _compiled(self) -> jax.stages.Compiled:
-        return self.lower().compile()
+        with Progress("compiling the meeting of islands"):
+            return self.lower().compile()
 
 
 # --------------------------------------------------------------------------------------------------

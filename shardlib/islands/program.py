@@ -52,6 +52,7 @@ from shardlib.lowering.runtime import TrainState, require_not_donated
 from shardlib.lowering.step import Evaluation, updated_state, with_digest
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.planner.plan import Plan
+from shardlib.processes.progress import Progress
 from shardlib.tracing.trace import graph_from_program
 
 # --------------------------------------------------------------------------------------------------
@@ -155,7 +156,7 @@ def _compiled(
 ) -> jax.stages.Compiled:
     """Half a step, compiled for abstract arguments that have shardings."""
     assert isinstance(program.mesh, Mesh)
-    with _jax_compat.in_mesh(program.mesh):
+    with _jax_compat.in_mesh(program.mesh), Progress("compiling half a step"):
         return (
             jax.jit(function, out_shardings=results, donate_argnums=donated)
             .lower(*arguments)

@@ -23,16 +23,18 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardlib.untrusted.data import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
+
+T = TypeVar("T")
 
 #: Seconds before anything is shown, and between two looks of a notebook.
 LATE, EVERY = 1.0, 0.25
@@ -136,6 +138,14 @@ class Progress:
         value = f' max="{self.of}" value="{self._done}"' if self.of else ""
         bar = f'<progress{value} aria-label="{html.escape(self.text)}"></progress>'
         return f'<div role="status">{bar} {html.escape(self.line())}</div>'
+
+
+def counted(items: Sequence[T], text: str) -> Iterator[T]:
+    """The items of a loop, which shows how many of them are done."""
+    with Progress(text, of=len(items)) as progress:
+        for number, item in enumerate(items):
+            progress.to(number)
+            yield item
 
 
 def _duration(seconds: float) -> str:

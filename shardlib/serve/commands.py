@@ -674,7 +674,7 @@ def generate_command(
     if not prompt:
         raise ArgumentError("the prompt is empty\nTry: --prompt 'def '")
     cpu_without_accelerators()
-    with quiet_stdout(as_json):
+    with quiet_stdout(as_json), Progress(f"reading {model}"):
         from shardlib.serve.loading import named
         from shardlib.serve.requests import Capacity
 
@@ -1203,7 +1203,7 @@ def serve_command(
         )
     # What is taken is said before anything is made.
     with app.listen(place.host, place.port) as listening:
-        with quiet_stdout(as_json):
+        with quiet_stdout(as_json), Progress("starting the server"):
             deployed = _deployed(
                 models or [], room, planned, (guesses, adapted), limits, average=average
             )

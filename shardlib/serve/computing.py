@@ -20,6 +20,7 @@ from shardlib.annotation.trees import Tree, path_text
 from shardlib.errors import ArgumentError, ModelError, raise_all
 from shardlib.jax_types import Leaf
 from shardlib.lowering.mesh import device_mesh
+from shardlib.processes.progress import counted
 from shardlib.processes.values import processes_text
 from shardlib.serve.cache import (
     CacheGroup,
@@ -368,7 +369,7 @@ class SlotStep:
 
     def warm_up(self) -> None:
         """Compiles all programs."""
-        for columns in sorted({1, self.chunk}):
+        for columns in counted(sorted({1, self.chunk}), "compiling programs of the server"):
             self._run(self._empty(columns), [], {})
 
     def __call__(

@@ -22,6 +22,7 @@ from shardlib.graph import Problem
 from shardlib.jax_types import KeyPath, Leaf
 from shardlib.layout import Layout, MeshShape
 from shardlib.lowering.mesh import axis_names, named_sharding
+from shardlib.processes.progress import counted
 from shardlib.propagation.colours import colour
 from shardlib.serve.cache import (
     CacheGroup,
@@ -103,7 +104,7 @@ class Step:
 
     def warm_up(self) -> None:
         """Compiles all programs."""
-        for shape in self.sizes.shapes:
+        for shape in counted(self.sizes.shapes, "compiling programs of the server"):
             self._run(self._operands(shape), {})
 
     def __call__(

@@ -133,7 +133,7 @@ NEEDS = {"equinox": "equinox", "haiku": "haiku"}
 
 
 def test_every_part_of_the_page_is_run() -> None:
-    assert PARTS.keys() == {"start", "ema", "generation", "command", *TRUTH}
+    assert PARTS.keys() == {"start", "ema", "generation", "command", "attention", *TRUTH}
     assert len(re.findall("```python", PAGE)) == len(PARTS)
     assert "_src" not in PAGE and not re.search(r"shardlib\.\w+\.\w+", PAGE)  # public names alone
 
@@ -176,3 +176,14 @@ def test_jobs_are_shown(command: str, shell: Callable[..., tuple[int, str, str]]
     code, shown, _ = shell(*shlex.split(command))
     assert code == 0
     assert "my_training.py" in shown
+
+
+def test_attention_of_a_module_is_that_of_shardlib() -> None:
+    layer = run("attention")["Layer"](nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 16, 64))
+    mine = layer(x)
+    module = layer.attention
+    module.attention_fn = nnx.dot_product_attention
+    mask = nnx.make_causal_mask(x[..., 0])
+    np.testing.assert_allclose(mine, x + module(x, mask=mask), atol=1e-5)
+    assert not np.allclose(mine, x + module(x), atol=1e-2)

@@ -128,3 +128,16 @@ def test_standard_error_is_used_where_it_is_a_terminal(monkeypatch: pytest.Monke
     with Progress("planning"):
         time.sleep(0.1)
     assert pipe.getvalue() == ""
+
+
+def test_a_loop_says_how_many_are_done_and_ends_its_line_when_it_fails() -> None:
+    lines: list[str] = []
+    with Progress("starting the server", console=terminal()) as outer:
+        with pytest.raises(ZeroDivisionError):
+            for number in progress.counted([2, 1, 0], "compiling"):
+                lines.append(outer.line())
+                _ = 1 // number
+        assert progress._running == [outer]
+    assert [line.split(" · ", 1)[1] for line in lines] == [
+        f"starting the server · compiling · {done} of 3" for done in range(3)
+    ]

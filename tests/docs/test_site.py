@@ -7,6 +7,7 @@ import re
 import shutil
 from html import unescape
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -17,6 +18,8 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
 PAGES += sorted((ROOT / "docs").glob("*.md"))
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+#: Bytes that a page may load, uncompressed.
+MOST = 1_700_000
 
 
 def headings(page: Path) -> set[str]:
@@ -138,8 +141,11 @@ def test_the_reference_shows_types(site: Path):
 
 @pytest.mark.long
 @pytest.mark.processes
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_pages_fit_their_window_and_axe_finds_nothing(site: Path, width: int):
+def test_pages_fit_their_window_weigh_little_and_axe_finds_nothing(
+    site: Path, width: int, scheme: str
+):
     playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright")
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="no axe")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -148,20 +154,31 @@ def test_pages_fit_their_window_and_axe_finds_nothing(site: Path, width: int):
     faults: dict[str, object] = {}
     with playwright.sync_playwright() as running:
         browser = running.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        context = browser.new_context(viewport={"width": width, "height": 900}, offline=True)
+        size = {"width": width, "height": 900}
+        context = browser.new_context(viewport=size, offline=True, color_scheme=scheme)
         for file in pages_of(site):
-            page = context.new_page()
+            page, loaded = context.new_page(), set[str]()
+            page.on("request", lambda request, loaded=loaded: loaded.add(request.url))
             page.goto(file.as_uri())
+            assert page.evaluate("document.documentElement.dataset.theme") == scheme
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             code = page.evaluate(
                 "[...document.querySelectorAll('pre')].filter(e => e.scrollWidth > e.clientWidth + 1).length"
             )
-            found = axe.Axe().run(page).response["violations"] if width > 1000 else []
-            if wide > 0 or code or found:
-                faults[file.name] = (wide, code, [(v["id"], v["nodes"][0]["html"]) for v in found])
+            found = axe.Axe().run(page).response["violations"]
+            weight = sum(size_of(url) for url in loaded)
+            if wide > 0 or code or found or weight > MOST:
+                nodes = [(v["id"], v["nodes"][0]["html"]) for v in found]
+                faults[file.name] = (wide, code, weight, nodes)
             page.close()
         browser.close()
     assert not faults
+
+
+def size_of(url: str) -> int:
+    """Bytes of a file that a page loads."""
+    file = Path(unquote(urlsplit(url).path))
+    return file.stat().st_size if url.startswith("file:") and file.is_file() else 0
 
 
 @pytest.mark.long
@@ -171,3 +188,4 @@ def test_pages_are_light(site: Path):
     assert max(heavy.values()) < 700_000, max(heavy, key=heavy.__getitem__)
     pictures = {file: file.stat().st_size for file in (site / "_images").iterdir()}
     assert max(pictures.values()) < 200_000, max(pictures, key=pictures.__getitem__)
+    assert not [page for page in pages_of(site) if "fontawesome.js" in page.read_text()]

@@ -59,6 +59,7 @@ from shardlib.lowering.pipeline.lockstep import Pipeline, plus
 from shardlib.lowering.random_keys import BatchDims
 from shardlib.lowering.runtime import Executable, TracedFunction, TrainState
 from shardlib.planner.plan import Plan
+from shardlib.processes.progress import counted
 from shardlib.schedules import BACKWARD, FORWARD, WEIGHTS, Durations, Order, Task, orders, simulate
 from shardlib.tracing.rewriting import Walk, as_array, evaluate_equations, needed
 
@@ -1657,7 +1658,7 @@ class StagePrograms:
         )
         count, last, chunks = len(meshes.stages), len(self.work) - 1, list[ChunkPrograms]()
         entering = list[tuple[jax.ShapeDtypeStruct, ...]]([()])
-        for number, work in enumerate(self.work):
+        for number, work in enumerate(counted(self.work, "compiling programs of stages")):
             mesh = meshes.stages[number % count]
             avals = ChunkAvals(
                 arrays=self._stage_arrays(number, step_inputs),
