@@ -27,6 +27,7 @@ from shardlib.report.text import (
     in_every_step,
     notation,
     parameter_rows,
+    subject,
     untold,
 )
 from shardlib.untrusted.data import JsonObject, printable
@@ -44,13 +45,18 @@ def diff(a: Plan, b: Plan) -> str:
             f"a plan is compared with a plan, and other is {type(b).__name__}\nTry:"
             " plan.diff(shardlib.plan(...)), or plan.diff(shardlib.Plan.from_json(text))"
         )
-    head = (
-        f"{a.model} on {a.topology}"
-        if (a.model, a.topology) == (b.model, b.topology)
-        else f"{a.model} on {a.topology} -> {b.model} on {b.topology}"
-    )
-    sections = [head, _changed_decisions(a, b), _changed_figures(a, b), _changed_layouts(a, b)]
+    sections = [
+        _title(a, b),
+        _changed_decisions(a, b),
+        _changed_figures(a, b),
+        _changed_layouts(a, b),
+    ]
     return printable("\n\n".join(section for section in sections if section) + "\n")
+
+
+def _title(a: Plan, b: Plan) -> str:
+    """What two plans are plans of: once, or one after the other where they differ."""
+    return " -> ".join(dict.fromkeys(subject(plan) for plan in (a, b)))
 
 
 def _decisions(a: Plan, b: Plan) -> tuple[tuple[str, str, str], ...]:
@@ -251,10 +257,9 @@ class Change:
 
 def change(a: Plan, b: Plan) -> Change:
     """Returns the changes from plan `a` to plan `b`."""
-    names = [f"{plan.model} on {plan.topology}" for plan in (a, b)]
     before, after = _traffic(a), _traffic(b)
     return Change(
-        title=" -> ".join(dict.fromkeys(names)),
+        title=_title(a, b),
         decisions=_decisions(a, b),
         figures=tuple(
             Figure(word=word, before=first, after=second)

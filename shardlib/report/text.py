@@ -810,8 +810,7 @@ def headline(plan: Plan) -> str:
     estimate, n = plan.estimate, plan.mesh.devices
     return "\n".join(
         [
-            f"{plan.model} on {plan.topology}{_software(plan)}: {n} device{'s' if n > 1 else ''},"
-            f" mesh {plan.mesh}",
+            f"{subject(plan)}: {n} device{'s' if n > 1 else ''}, mesh {plan.mesh}",
             (
                 f"{seconds_text(estimate.step_seconds)} per step ·"
                 f" {count_text(estimate.tokens_per_second)} tokens/s · MFU"
@@ -822,9 +821,10 @@ def headline(plan: Plan) -> str:
     )
 
 
-def _software(plan: Plan) -> str:
-    """The framework that runs the plan, where it is not shardlib."""
-    return f" under {plan.framework.name}" if plan.framework is not None else ""
+def subject(plan: Plan) -> str:
+    """What a plan is a plan of: the model, the machine, and the framework where there is one."""
+    software = f" under {plan.framework.name}" if plan.framework is not None else ""
+    return f"{plan.model} on {plan.topology}{software}"
 
 
 TRIAL_HEAD = ("mesh", "step", "compiled", "memory", "compiled", "verdict", "other decisions")

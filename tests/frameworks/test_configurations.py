@@ -25,6 +25,7 @@ from shardlib.layout import MeshShape
 from shardlib.machines.topology import topology
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import ranked, search, workload_for_framework
+from shardlib.report.changes import diff
 
 
 @functools.cache
@@ -250,6 +251,13 @@ def test_what_a_framework_decides_is_asked_no_questions() -> None:
     one = plan("megatron-core", **{"mesh.tensor": 2})
     assert {shock.what for shock in one.sensitivity().shocks} >= {"compute", "memory bandwidth"}
     assert one.kernels()
+
+
+def test_differences_say_whose_plans_they_are_between() -> None:
+    one, other = plan("megatron-core"), plan("torchtitan")
+    head = f"{one.model} on {GPUS} under "
+    assert diff(one, other).startswith(f"{head}megatron-core -> {head}torchtitan\n")
+    assert diff(one, one).startswith(f"{head}megatron-core\n")
 
 
 def test_unknown_frameworks_are_said() -> None:
