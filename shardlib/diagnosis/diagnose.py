@@ -506,7 +506,7 @@ class _Work:
             names=function.axis_names,
             meetings=read_meetings(shardings, function),
         )
-        rows, unjoined = with_warnings(rows, outcome.log)
+        rows, unjoined = with_warnings(rows, outcome.log, index)
         temporaries, live = live_values(index, function, shardings, rows)
         problem = shardings["problem"]
         return Communication(

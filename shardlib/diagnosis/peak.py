@@ -207,9 +207,8 @@ class _Described:
         row = self.rows.get(instruction.name)
         if row is not None and row.source.user:
             return row.source
-        stacked = self.index.stacked(instruction.name)
-        made = stacked if stacked.user else self.index.made(instruction.name)
-        return made if made.user else self.index.source(instruction)
+        sources = (find(instruction.name) for find in (self.index.stacked, self.index.made))
+        return next((s for s in sources if s.user), self.index.source(instruction))
 
     def value(self, members: Sequence[tuple[Instruction, Source]]) -> LiveValue:
         """Values of one line and size as one."""

@@ -148,7 +148,12 @@ def read_meetings(shardings: JsonObject, function: TracedFunction) -> tuple[Meet
                 result=tuple(entry["result"]),
                 part=_spec(entry.get("part", entry["needed"])),
                 parts=tuple(entry.get("parts", ())),
-                users=tuple(read_source(user["location"]) for user in entry["users"]),
+                users=tuple(
+                    user
+                    for listed in entry["users"]
+                    for user in (read_source(listed["location"]),)
+                    if user.user or listed["op"] != "sdy.sharding_constraint"
+                ),
                 contraction=contraction
                 and Contraction(
                     source=read_source(contraction["location"]),
@@ -598,12 +603,20 @@ def without(spec: Spec, axes: Sequence[str]) -> Spec:
 
 
 def _place(source: Source, meeting: Meeting, kind: str) -> Source:
-    """The source of a collective: where the shardings meet, in the place of the line that the
-    compiler lost, or of the operand of a contraction that is gathered for it.
+    """The source of a collective: where a value is needed in another sharding than it has, or,
+    where the compiler lost the line, where the shardings meet.
     """
     contraction = meeting.contraction
-    if contraction is not None and kind == "all-gather" and contraction.source.user:
-        return contraction.source
+    if contraction is not None and meeting.reduced and kind == "all-gather":
+        return contraction.source if contraction.source.user else source
+    moved = not meeting.reduced and not meeting.computed
+    if moved and kind not in _KINDS_OF_REDUCTIONS:  # the compiler may name what makes the value
+        is_layout = meeting.source.operation.primitive in LAYOUTS
+        needing = (meeting.source,) if is_layout else meeting.users
+        place = next((place for place in needing if place.user), source)
+        lines = {frame.key[:2] for frame in place.frames}
+        is_layout = place.operation.primitive in LAYOUTS  # maybe in a function of the user's
+        return source if is_layout and source.user and source.user.key[:2] in lines else place
     if source.user is not None:
         return source
     places = (*meeting.users, meeting.source, meeting.value.source)
@@ -650,7 +663,9 @@ _REMATERIALIZED = re.compile(
 )
 
 
-def with_warnings(rows: Iterable[Row], log: str) -> tuple[tuple[Row, ...], tuple[str, ...]]:
+def with_warnings(
+    rows: Iterable[Row], log: str, index: Index
+) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     """Rows with what the compiler said of their operations, and what it said of no row's.
 
     Args:
@@ -667,10 +682,14 @@ def with_warnings(rows: Iterable[Row], log: str) -> tuple[tuple[Row, ...], tuple
             )
         elif name:
             said[path(name)].append(message[:300])
-    joined = tuple(replace(row, warnings=tuple(said.get(row.source.name, ()))) for row in rows)
-    names = {row.source.name for row in joined}
-    others = [text for name, texts in said.items() if name not in names for text in texts]
-    return joined, tuple(text for text in others if "rematerialization" in text)
+    joined = list[Row]()
+    for row in rows:
+        operations = (index.where[name][0].op_name for name in row.instructions)
+        names = {row.source.name, *map(path, operations)}
+        joined.append(replace(row, warnings=tuple(t for n in said if n in names for t in said[n])))
+    texts = {text for row in joined for text in row.warnings}
+    others = [text for entries in said.values() for text in entries if text not in texts]
+    return tuple(joined), tuple(text for text in others if "rematerialization" in text)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -751,6 +770,13 @@ def _cause(
     if row.kind in _KINDS_OF_REDUCTIONS and meeting is not None and not meeting.value.shape:
         value = _quoted(meeting.value.name) or "a value"
         return "scalar", f"{value} is one number, summed over {over}", True
+    is_sum = row.kind in _KINDS_OF_REDUCTIONS and operation.backward
+    stated = meeting is not None and (
+        meeting.computed or (meeting.reduced and meeting.source.operation.backward)
+    )
+    if is_sum and not stated and set(row.axes) <= batch and (summed := _summed(row, function)):
+        gradient = f"the gradient of {_names(summed, row.source.user)}"
+        return "gradient", f"{gradient} is summed over the batch, which {over} shards", True
     if meeting is None:
         return (
             "partitioner",
@@ -759,8 +785,7 @@ def _cause(
             None,
         )
     # partial sums may be added where a layout asks for a part of them, and not where they are made
-    is_sum = row.kind in _KINDS_OF_REDUCTIONS and operation.backward and not meeting.computed
-    if meeting.reduced or (is_sum and _parameter(meeting, function.arguments)):
+    if meeting.reduced or (is_sum and not meeting.computed and _alike(meeting, function)):
         return _reduction(row, meeting, function, batch)
     if meeting.computed:
         return _computation(row, meeting, function, batch)
@@ -772,12 +797,17 @@ def _reduction(
 ) -> tuple[str, str, bool | None]:
     over = _listed(meeting.reduced or row.axes)
     contraction = meeting.contraction
-    parameter = _parameter(meeting, function.arguments)
+    parameters = _alike(meeting, function)
     source = contraction.source if contraction else meeting.source
     is_backward = row.source.operation.backward or source.operation.backward
-    if is_backward and parameter is not None:
+    gathered = _gathered(row, meeting, function)
+    gathers = f"`{gathered.name}` {spec_text(gathered.spec)} is gathered" if gathered else ""
+    if gathered is not None and gathered.argument is not None:
+        inherent = set(row.axes) <= batch and _is_large(gathered.argument, function)
+        return "weights", f"{gathers} over {over} for a product with it", True if inherent else None
+    if is_backward and parameters:
         of_batch = "the batch, which" if set(row.axes) <= batch else "what"
-        gradient = f"the gradient of {_quoted(parameter.name) or 'a parameter'}"
+        gradient = f"the gradient of {_names(parameters, meeting.source.user)}"
         reason = f"{gradient} is summed over {of_batch} {over} shards"
         # rows that are added by index may be sent in the place of what they are added to
         few = (
@@ -787,10 +817,8 @@ def _reduction(
         )
         if row.kind != "all-gather":
             return "gradient", reason, None if few else True
-        reason = (
-            f"XLA gathers an operand of the products backward of this line over {over}: a"
-            f" parameter, or what stands in the place of partial sums of {gradient}"
-        )
+        gathers = gathers or "an operand of the products backward of this line is gathered"
+        reason = f"{gathers} over {over}, in the place of partial sums of {gradient}"
         inherent = not few and row.bytes <= _sum_bytes(row, meeting, function)
         return "gradient", reason, True if inherent else None
     if contraction is None:
@@ -806,6 +834,7 @@ def _reduction(
     primitive = contraction.source.operation.primitive
     what = next((text for word, text in _SUMS if word in primitive), "reduction of")
     reason = f"the {what} {operands} runs over a dim that {over} shards"
+    reason += f": `{gathered.name}` is gathered" if gathered else ""
     stored = any(
         operand.argument is not None and set(meeting.reduced) <= {a for d in dims for a in d}
         for operand, dims in summed
@@ -876,7 +905,10 @@ def _reshard(
     origin = shown(value.source)
     made_at = f" where it is made at {origin}" if origin else ""
     if primitive in LAYOUTS:
-        reason = f"{name} is {produced}{made_at}, and the layout at {place} asks for {needed}"
+        stored = "an argument sharded " if value.argument is not None else ""
+        reason = (
+            f"{name} is {stored}{produced}{made_at}, and the layout at {place} asks for {needed}"
+        )
         return "constraint", reason, None
     if user.user is None and not is_layout:
         return "result", f"{name} is {produced}{made_at}, and is a result in {needed}", None
@@ -903,34 +935,76 @@ def _is_large(number: int, function: TracedFunction) -> bool:
     return is_leaf or whole - local[number] > (MOST_MEMORY - 1) * sum(local)
 
 
+#: Parameters that may be meant are named if they are no more.
+MOST_NAMES = 3
 #: Words in names of what an optimizer keeps, which has the shapes of parameters.
 _MOMENTS = {"opt_state", "mu", "nu", "trace", "optimizer", "opt"}
 
 
-def _parameter(meeting: Meeting, arguments: Sequence[Argument]) -> Argument | None:
-    """The argument of which a value of the backward pass is the gradient: of its shape, without the
-    layer's dim or not; one of the same order of dims, and one that the line names, before others.
+def _alike(meeting: Meeting, function: TracedFunction) -> list[Argument]:
+    """Arguments of which a value of the backward pass may be the gradient: of its shape in any
+    order of dims, without the layer's dim or not.
     """
-    shape = [n for n in meeting.value.shape if n > 1]
-    words = set(re.findall(r"\w+", text_of(frame))) if (frame := meeting.source.user) else set()
-    alike = [
+    shape = sorted(n for n in meeting.value.shape if n > 1)
+    return [
         argument
-        for argument in arguments
+        for argument in function.arguments
         if argument.dtype.startswith(("float", "bfloat"))
-        and sorted(shape)
-        in (sorted(n for n in argument.shape if n > 1), sorted(argument.shape[1:]))
+        and shape in (sorted(n for n in argument.shape if n > 1), sorted(argument.shape[1:]))
     ]
 
-    def rank(argument: Argument) -> tuple[int, int]:
-        keys = re.findall(r"\w+", argument.name)
-        in_order = shape in ([n for n in argument.shape if n > 1], list(argument.shape[1:]))
-        return sum(key in words for key in keys) - 2 * bool(_MOMENTS & {*keys}), in_order
 
-    ranks = sorted(map(rank, alike), reverse=True)
-    best = max(alike, key=rank, default=None)
-    if best is not None and len(alike) > 1 and (ranks[0] == ranks[1] or ranks[0][0] <= 0):
-        return replace(best, name="")  # which of them, the line does not say
-    return best
+def _size(row: Row, function: TracedFunction) -> float:
+    """Bytes that a device has of what one execution makes; not a number where axes are unknown."""
+    members = math.prod(dict(function.mesh)[axis] for axis in row.axes)
+    return row.bytes / row.count / wire_bytes(row.kind, 1, members) if row.axes else math.nan
+
+
+def _summed(row: Row, function: TracedFunction) -> list[Argument]:
+    """Arguments of the size of what a collective sums, in any of the types that it sends."""
+    sizes, size = dict(function.mesh), _size(row, function)
+    return [
+        argument
+        for argument in function.arguments
+        if argument.dtype.startswith(("float", "bfloat"))
+        and any(
+            size in _device_sizes(argument.shape[n:], dtype, (spec, without(spec, row.axes)), sizes)
+            for n in (0, 1)  # without the layer's dim
+            for dtype in (argument.dtype, *row.dtypes)
+            for spec in (argument.spec[n:],)
+        )
+    ]
+
+
+def _gathered(row: Row, meeting: Meeting, function: TracedFunction) -> ValueOrigin | None:
+    """The operand of a contraction that an all-gather gathers, by its size; None where unclear."""
+    if row.kind != "all-gather" or meeting.contraction is None:
+        return None
+    sizes, size = dict(function.mesh), _size(row, function)
+    fitting = [
+        operand
+        for operand in meeting.contraction.operands
+        for spec in (without(operand.spec, row.axes),)
+        for dtypes in ((operand.dtype, *row.dtypes),)
+        if any(size in _device_sizes(operand.shape, dtype, (spec,), sizes) for dtype in dtypes)
+    ]
+    return fitting[0] if len(fitting) == 1 and fitting[0].name else None
+
+
+def _names(arguments: Sequence[Argument], frame: Frame | None) -> str:
+    """What a line is likely to mean of arguments: those that it names, without the state of an
+    optimizer; layers of a list as one, "`params['layers'][*]['up']`".
+    """
+    words = set(re.findall(r"\w+", text_of(frame))) if frame else set[str]()
+    keys = {a.name: {*re.findall(r"\w+", a.name)} for a in arguments}
+    names = [name for name in keys if not _MOMENTS & keys[name]] or [*keys]
+    best = max(len(keys[name] & words) for name in names)
+    names = [name for name in names if len(keys[name] & words) == best]
+    layers = defaultdict[str, list[str]](list)
+    for name in names:
+        layers[re.sub(r"\[\d+\]", "[*]", name)].append(name)
+    texts = [layer if len(members) > 1 else members[0] for layer, members in layers.items()]
+    return " or ".join(map(_quoted, texts)) if len(texts) <= MOST_NAMES else "a parameter"
 
 
 def spec_text(spec: Spec) -> str:

@@ -68,11 +68,13 @@ def read_shardings(text: str) -> JsonObject:
         context = empty.context  # which knows the dialects of JAX's programs
         with context:
             module = _without_dead_values(type(empty), text)
-            layouts = [
-                _location(operation)
+            written = [
+                operation
                 for operation, _ in _walk(module.operation, 1)
                 if operation.name == "sdy.sharding_constraint"
             ]
+            layouts = [_location(operation) for operation in written]
+            demands = {place: entry for layout in written for place, entry in _asked(layout)}
             for passes in PASSES:
                 passmanager.PassManager.parse(passes).run(module.operation)
     except Exception as error:
@@ -80,7 +82,7 @@ def read_shardings(text: str) -> JsonObject:
         return {"meetings": [], "values": [], "layouts": [], "problem": message}
     meetings, values = list[JsonObject](), list[JsonObject]()
     with context:
-        reader = _Reader(module.operation)
+        reader = _Reader(module.operation, demands)
         for operation, count in reader.operations():
             name = operation.name
             if name in _MOVES:
@@ -147,10 +149,12 @@ class _Reader:
 
     Args:
         module: an operation of MLIR.
+        demands: location of an operation -> the layout that asks for its result, and in which
+            sharding.
     """
 
-    def __init__(self, module: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any, demands: dict[str, tuple[JsonObject, list[list[str]]]]) -> None:
+        self.module, self.demands = module, demands
         self.functions: dict[str, Any] = {}
         self.calls: dict[str, list[tuple[str, Any, int]]] = {}
         self.counts: dict[str, int] = {}
@@ -243,9 +247,17 @@ class _Reader:
                 [],
             ),
             "users": [
-                {"op": user.name, "location": self.location(user)} for user in _users(result)
+                *self._layouts_after(_users(result), needed),
+                *({"op": user.name, "location": self.location(user)} for user in _users(result)),
             ],
         }
+
+    def _layouts_after(self, users: Iterator[Any], needed: list[list[str]]) -> Iterator[JsonObject]:
+        """Layouts for which operations need a value in the sharding that they ask for."""
+        for user in users:
+            location, spec = self.demands.get(str(user.location), ({}, []))
+            if spec and [*spec, *([] for _ in needed)][: len(needed)] == needed:
+                yield {"op": "sdy.sharding_constraint", "location": location}
 
     def _resharded(self, value: Any, needed: list[list[str]]) -> tuple[Any, list[list[str]]] | None:
         """What a value shows, before a reshard of that, and its sharding with which the value has
@@ -623,6 +635,22 @@ def _handed_on(loop: Any, number: int) -> bool:
     block = loop.regions[1].blocks[0]
     last = list(block.operations)[-1].operation
     return last.operands[number] == block.arguments[number]
+
+
+def _asked(layout: Any) -> Iterator[tuple[str, tuple[JsonObject, list[list[str]]]]]:
+    """Locations of the operations whose results a layout asks for, element by element, each with
+    the layout and its sharding.
+    """
+    entry = _location(layout), read_sharding(_attribute(layout, "sharding"))
+    waiting = [layout.operands[0]]
+    while waiting:
+        value = waiting.pop()
+        if not hasattr(value.owner, "name") or _tensor(value)[0] != _tensor(layout.results[0])[0]:
+            continue
+        operation = getattr(value.owner, "operation", value.owner)
+        if operation.name.rpartition(".")[2] in _ELEMENTWISE:
+            yield str(operation.location), entry
+            waiting += operation.operands
 
 
 def _attribute(operation: Any, name: str) -> str:

@@ -36,6 +36,8 @@ def test_what_a_loop_stacks_has_the_line_that_makes_it(topology: str) -> None:
     assert hidden.source.user is not None and hidden.source.user.line == line
     large = [value for value in live.values() if value.bytes > 1 << 20]
     assert all(value.name and (value.source.user or value.name == "x") for value in large)
+    (row,) = diagnosis.rows
+    assert row.inherent and row.reason.startswith("the gradient of `ws` is summed over the batch")
     arguments = next(line for line in str(diagnosis).splitlines() if line.endswith("arguments"))
     assert arguments.split()[0] == "96.0"
 

@@ -1,0 +1,64 @@
+"""What rows call values: parameters in lists, operands that are gathered, lines that need them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import shardlib
+from tests.diagnosis import lookup_model as model
+from tests.diagnosis.causes import layout
+
+pytestmark = pytest.mark.long
+TOKENS = model.array((64, 128), "data")
+
+
+def step(params, x):
+    def loss(params):
+        h = x
+        for weights in params["layers"]:
+            u = jnp.tanh(h @ weights["up"])
+            h = h + u @ weights["down"]
+        return jnp.mean(h**2)
+
+    return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+
+def test_gradients_of_parameters_in_a_list_have_their_path() -> None:
+    weights = {"up": model.array((128, 256)), "down": model.array((256, 128))}
+    diagnosis = shardlib.why(
+        step, {"layers": [weights, weights]}, TOKENS, topology="cpu:8", cures=0
+    )
+    gradients = [row.reason for row in diagnosis.rows if row.cause == "gradient"]
+    names = {reason.split("`")[1] for reason in gradients}
+    assert names == {"params['layers'][*]['up']", "params['layers'][*]['down']"}
+    assert all(row.inherent for row in diagnosis.rows)
+
+
+def test_parameters_that_are_stored_sharded_over_the_batchs_axis_are_named_where_gathered() -> None:
+    weights = {
+        "up": model.array((128, 1024), "data"),
+        "down": model.array((1024, 128), None, "data"),
+    }
+    x = model.array((4096, 128), "data")
+    rows = shardlib.why(step, {"layers": [weights, weights]}, x, topology="cpu:8", cures=0).rows
+    gathered = [row for row in rows if row.kind == "all-gather" and row.cause == "weights"]
+    assert {row.reason.split("`")[1] for row in gathered} >= {
+        f"params['layers'][{n}]['up']" for n in (0, 1)
+    }
+    assert all(row.inherent for row in gathered)
+
+
+def test_the_line_that_needs_another_sharding_is_named() -> None:
+    def f(x, w):
+        y = x * 2
+        y = layout(y, None, "data")
+        y = jnp.tanh(y)
+        return y @ w
+
+    x, w = model.array((512, 64), "data"), model.array((64, 64), "data")
+    diagnosis = shardlib.why(f, x, w, topology="cpu:8", cures=0)
+    moved = next(row for row in diagnosis.rows if row.kind == "all-to-all")
+    line = f.__code__.co_firstlineno + 2
+    assert moved.cause == "constraint" and moved.source.frames[1].line == line, str(diagnosis)
