@@ -211,6 +211,7 @@ class Candidate:
             bool(decisions.axis_order),
             decisions.mesh.devices,
             len(decisions.mesh),
+            decisions.mesh["context"],
             decisions.microbatches,
             decisions.remat != "none",
             decisions.zero,

@@ -512,3 +512,11 @@ def test_equally_fast_plans_that_nearly_fill_the_memory_go_to_the_one_with_more_
     assert found.zero == 3 and found.estimate.step_seconds == three.step_seconds
     assert next(iter(planner.ranked(load.problem, full, pin, workload=load))).build().zero == 3
     assert planner.search(load.problem, full, {**pin, "zero": 1}, workload=load).zero == 1
+
+
+def test_of_equally_fast_plans_the_one_with_less_context_is_simpler():
+    def plan(**mesh: int) -> tuple[object, ...]:
+        return Candidate(decisions=Decisions(mesh=MeshShape(mesh)), choice=Choice()).simplicity()
+
+    assert plan(stage=4, fsdp=16) < plan(stage=4, context=16)
+    assert plan(fsdp=16, context=2) < plan(fsdp=2, context=16)
