@@ -350,9 +350,9 @@ class Index:
         aliases = [name, *(reader.name for reader in readers if reader.opcode in _VIEWS)]
         for tuple_ in (user for alias in aliases for user in self.users[alias]):
             for loop in (user for user in self.users[tuple_.name] if user.opcode == "while"):
-                body = self.module.computations[loop.called["body"]]
+                body = self.module.computations.get(loop.called.get("body", ""))
                 element = next(n for n, o in enumerate(tuple_.operands) if o in aliases)
-                for user in body.instructions:
+                for user in body.instructions if body else ():
                     if user.attribute("index") != str(element) or user.opcode != _ELEMENT:
                         continue
                     for value in self._written(user):
@@ -365,9 +365,8 @@ class Index:
         for user in self._readers(buffer):
             called = self.module.computations.get(user.called.get("calls", ""))
             for inner in called.instructions if called else (user,):
-                if inner.opcode == "dynamic-update-slice" and array_bytes(
-                    inner.shape
-                ) == array_bytes(buffer.shape):
+                shapes = [i.shape.partition("{")[0] for i in (inner, buffer)]
+                if inner.opcode == "dynamic-update-slice" and shapes[0] == shapes[1]:
                     yield inner.operands[1]
 
     def packed(self, instruction: Instruction) -> tuple[str, ...]:

@@ -122,6 +122,19 @@ def test_what_a_cure_leaves_is_not_called_avoidable() -> None:
     assert reduction not in diagnosis.cured
 
 
+def test_what_a_cure_takes_away_is_avoidable_whatever_it_edits() -> None:
+    def f(x, w):
+        return x @ w, jnp.sort(x, axis=1)
+
+    x, w = model.array((4096, 64), "data", "model"), model.array((64, 64), "model")
+    reduction, *_ = shardlib.why(f, x, w, topology="cpu:8", cures=0).rows
+    assert (reduction.kind, reduction.inherent) == ("all-reduce", True)
+    diagnosis = shardlib.why(f, x, w, topology="cpu:8")
+    assert [cure.text for cure in diagnosis.cures] == ["x: jax.P(('data', 'model'))"]
+    assert {row.inherent is True for row in diagnosis.rows} == {False}
+    assert set(diagnosis.cured) == set(range(len(diagnosis.rows)))
+
+
 def test_the_command_simulates_the_devices_of_a_mesh(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import jax, jax.numpy as jnp\n"
