@@ -572,7 +572,7 @@ def explain_command(
         with quiet_stdout(as_json):
             alternative = replanned(plan, pins)
         text = (
-            diff(plan, alternative)
+            f"- this plan, + the best with {pin_text(pins)}\n\n{diff(plan, alternative)}"
             if not isinstance(alternative, str)
             else f"Not {pin_text(pins)}: {alternative}\n"
         )

@@ -264,7 +264,8 @@ def _find(spec: str, module_name: str, function_name: str) -> Callable[[], Any]:
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
             raise ModelError(
-                f"{spec}: there is no module {error.name!r} on the path or in {Path.cwd()}"
+                f"{spec}: there is no module {error.name!r} on the path or in {Path.cwd()}\nTry:"
+                " package.module:function, with dots between folders and without .py"
             ) from error
         raise ModelError(
             f"{spec}: importing {module_name} needs the module {error.name!r}, which is not"

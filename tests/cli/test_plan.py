@@ -91,7 +91,8 @@ def test_plan_why_not_and_back(shell, card: Path, tmp_path: Path):
     assert (code, err) == (0, "")
     why = json.loads(out)["why_not"]
     other = Plan.from_json(json.dumps(why["plan"]))
-    assert other.mesh["tensor"] == 1 and why["text"] == diff(stored, other)
+    head = "- this plan, + the best with mesh.tensor=1\n\n"
+    assert other.mesh["tensor"] == 1 and why["text"] == head + diff(stored, other)
 
 
 def test_a_function_brings_its_own_batch(shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
