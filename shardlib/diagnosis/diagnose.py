@@ -296,7 +296,6 @@ def why_text(
             f" {axes} has {function.shape.devices}\nTry: a mesh of {module.partitions} devices"
         )
     traffic = read_traffic(module, function.shape)
-    advice = _mesh_advice(module, function.shape)
     index = Index(module, FrameTable(text))
     clock = 0.0 if machine is None else target_of(function, machine).cycles_per_s
     hidden, kernels = overlaps(
@@ -324,7 +323,7 @@ def why_text(
             live_bytes=live_bytes,
             compile_seconds=0.0,
             problems=traffic.problems,
-            note=advice,
+            note=_mesh_advice(module, function.shape),
             text=text,
         ),
         cures=(),
@@ -506,7 +505,7 @@ class _Work:
             names=function.axis_names,
             meetings=read_meetings(shardings, function),
         )
-        rows, unjoined = with_warnings(rows, outcome.log, index)
+        rows, unjoined = with_warnings(rows, outcome.log, index, dict(function.mesh))
         temporaries, live = live_values(index, function, shardings, rows)
         problem = shardings["problem"]
         return Communication(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from shardlib.diagnosis.edits import Spec
 from shardlib.diagnosis.program import Argument, TracedFunction
-from shardlib.diagnosis.rows import Index, Row, shards_of, without
+from shardlib.diagnosis.rows import Index, Row, local_shape, without
 from shardlib.diagnosis.source import Source, read_source, value_name
 from shardlib.untrusted.data import JsonObject
 from shardlib.verification.hlo import (
@@ -259,8 +259,7 @@ class _Described:
             lambda local, dims: math.prod(local) == math.prod(dims[1:]),
         ):
             for spec, shape in candidates:
-                pairs = zip(shape, spec, strict=True)
-                local = tuple(n // shards_of([axes], self.mesh) for n, axes in pairs)
+                local = local_shape(shape, spec, self.mesh)
                 if any(dims and fits(local, dims) for dims in shapes):
                     return spec, shape
         return None

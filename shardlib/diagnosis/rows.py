@@ -631,6 +631,11 @@ def _device_sizes(
     return {size // shards_of(spec, sizes) for spec in specs}
 
 
+def local_shape(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """What a device has of a value."""
+    return tuple(n // shards_of([axes], sizes) for n, axes in zip(shape, spec, strict=True))
+
+
 def shards_of(spec: Spec, sizes: Mapping[str, int]) -> int:
     """Into how many shards a sharding cuts a value; an axis may be a part of one, "data:(1)2"."""
     parts = (axis.partition(":") for axes in spec for axis in axes)
@@ -663,7 +668,7 @@ _REMATERIALIZED = re.compile(
 
 
 def with_warnings(
-    rows: Iterable[Row], log: str, index: Index
+    rows: Iterable[Row], log: str, index: Index, mesh: Mapping[str, int]
 ) -> tuple[tuple[Row, ...], tuple[str, ...]]:
     """Rows with what the compiler said of their operations, and what it said of no row's.
 
@@ -675,7 +680,7 @@ def with_warnings(
         name = match[1] if (match := _OP_NAME.search(message)) else ""
         if remat := _REMATERIALIZED.search(message):
             made, needed, shape = remat.groups()
-            said[path(name)].append(
+            said[path(name) or shape].append(
                 f"involuntary full rematerialization: {shape or 'a value'} is replicated on its way"
                 f" from {made} to {needed}"
             )
@@ -685,6 +690,9 @@ def with_warnings(
     for row in rows:
         operations = (index.where[name][0].op_name for name in row.instructions)
         names = {row.source.name, *map(path, operations)}
+        if (met := row.meeting) is not None:  # a loop's value has no name in a warning
+            shapes = (local_shape(met.value.shape, s, mesh) for s in (met.produced, met.needed))
+            names |= {f"{hlo_dtype(met.value.dtype)}[{','.join(map(str, s))}]" for s in shapes}
         joined.append(replace(row, warnings=tuple(t for n in said if n in names for t in said[n])))
     texts = {text for row in joined for text in row.warnings}
     others = [text for entries in said.values() for text in entries if text not in texts]
@@ -851,8 +859,7 @@ def _sends_little(row: Row, operands: Sequence[ValueOrigin], function: TracedFun
     """
     sizes = dict(function.mesh)
     local = [max(_device_sizes(o.shape, o.dtype, (o.spec,), sizes)) for o in operands]
-    is_computed = any(operand.argument is None for operand in operands)
-    return is_computed and 2 * row.bytes < min(local) * row.count
+    return 2 * row.bytes < min(local) * row.count and any(o.argument is None for o in operands)
 
 
 def _sum_bytes(row: Row, meeting: Meeting, function: TracedFunction) -> float:

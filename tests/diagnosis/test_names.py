@@ -7,10 +7,19 @@ import jax.numpy as jnp
 import pytest
 
 import shardlib
+from shardlib.diagnosis.rows import Index, with_warnings
+from shardlib.diagnosis.source import FrameTable
+from shardlib.verification.hlo import parse
 from tests.diagnosis import lookup_model as model
 from tests.diagnosis.causes import layout
 
 pytestmark = pytest.mark.long
+#: Of a value that a loop is given, for which the compiler has no name.
+WARNING = (
+    "W1130 16:21:21.755642   14173 spmd_partitioner.cc:666] [SPMD] Involuntary full"
+    " rematerialization. The compiler cannot go from sharding {a} to {b} efficiently for HLO"
+    " operation %fake_parameter.2 = f32[128,64]{1,0} parameter(2), sharding={a}."
+)
 TOKENS = model.array((64, 128), "data")
 
 
@@ -62,3 +71,11 @@ def test_the_line_that_needs_another_sharding_is_named() -> None:
     moved = next(row for row in diagnosis.rows if row.kind == "all-to-all")
     line = f.__code__.co_firstlineno + 2
     assert moved.cause == "constraint" and moved.source.frames[1].line == line, str(diagnosis)
+    text = diagnosis.communication.text
+    index = Index(parse(text), FrameTable(text))
+    rows, others = with_warnings(diagnosis.rows, WARNING, index, dict(diagnosis.mesh))
+    warned = [row for row in rows if row.warnings]
+    assert not others and moved.instructions in [row.instructions for row in warned]
+    assert {row.meeting.value.name for row in warned if row.meeting} <= {"x", "y", "jnp.tanh(y)"}
+    _, others = with_warnings(diagnosis.rows, WARNING.replace("128", "7"), index, {})
+    assert len(others) == 1
