@@ -823,7 +823,7 @@ def _reduction(
             and math.prod(contraction.operands[0].shape) <= math.prod(meeting.value.shape)
         )
         if row.kind != "all-gather":
-            return "gradient", reason, None if few else True
+            return "gradient", reason + ", for fewer rows than it has" * few, None if few else True
         gathers = gathers or "an operand of the products backward of this line is gathered"
         reason = f"{gathers} over {over}, in the place of partial sums of {gradient}"
         inherent = not few and row.bytes <= _sum_bytes(row, meeting, function)
