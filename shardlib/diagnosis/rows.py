@@ -608,11 +608,11 @@ def _place(source: Source, meeting: Meeting, kind: str) -> Source:
     contraction = meeting.contraction
     if contraction is not None and meeting.reduced and kind == "all-gather":
         return contraction.source if contraction.source.user else source
-    moved = not meeting.reduced and not meeting.computed
-    if moved and kind not in _KINDS_OF_REDUCTIONS:  # the compiler may name what makes the value
-        is_layout = meeting.source.operation.primitive in LAYOUTS
-        needing = (meeting.source,) if is_layout else meeting.users
-        place = next((place for place in needing if place.user), source)
+    is_layout = meeting.source.operation.primitive in LAYOUTS
+    needing = (meeting.source,) if is_layout else meeting.users
+    place = next((place for place in needing if place.user), NOWHERE)
+    moved = not meeting.reduced and not meeting.computed and kind not in _KINDS_OF_REDUCTIONS
+    if moved and place.user:  # the compiler may name what makes the value
         lines = {frame.key[:2] for frame in place.frames}
         is_layout = place.operation.primitive in LAYOUTS  # maybe in a function of the user's
         return source if is_layout and source.user and source.user.key[:2] in lines else place
