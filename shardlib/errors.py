@@ -23,6 +23,8 @@ from typing import NoReturn
 
 #: What stands between a message and what the user could try.
 HINT = "\nTry: "
+#: Where the pages of the documentation are, for who has the package alone.
+PAGES = "https://shardlib.github.io/shardlib/docs"
 
 
 class ShardlibError(Exception):

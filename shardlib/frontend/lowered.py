@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import jax
 
+from shardlib.errors import PAGES
 from shardlib.findings import Finding
 from shardlib.frontend.model import TracedModel, state_stays
 from shardlib.layout import Rules
@@ -129,7 +130,7 @@ def evaluated_as_trained(of: TracedModel) -> TracedModel:
         message=f"program.evaluate uses the loss of the step, which {' and '.join(what)}.",
         hint=(
             "shardlib.compile(..., evaluation=loss_without_dropout_and_with_running_averages),"
-            " see docs/evaluation.md"
+            f" see {PAGES}/evaluation.html"
         ),
     )
     return replace(of, model=replace(model, findings=(*model.findings, finding)))

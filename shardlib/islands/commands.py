@@ -25,7 +25,7 @@ class Islands:
         typer.Option(
             "--islands",
             min=2,
-            help="Run islands that meet over TCP, so many in all; see docs/islands.md.",
+            help="Run islands that meet over TCP, so many in all.",
         ),
     ] = None
     islands_here: Annotated[

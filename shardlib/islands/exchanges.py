@@ -41,7 +41,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, fields
 from typing import Any, ClassVar, Literal, NoReturn, TypeAlias, cast, get_args
 
-from shardlib.errors import HINT, PinError, raise_all
+from shardlib.errors import HINT, PAGES, PinError, raise_all
 from shardlib.exchanges import Exact, Shown
 from shardlib.untrusted.data import JsonObject, shown
 
@@ -218,7 +218,7 @@ def refuse_pin(word: str) -> NoReturn:
     raise PinError(
         f"{word} is asynchronous, which is not a decision of a plan: workers and servers are"
         " processes of their own\nTry: shardlib.servers.train(job, steps,"
-        " exchange=shardlib.islands.Asynchronous(...)), see docs/parameter_server.md"
+        f" exchange=shardlib.islands.Asynchronous(...)), see {PAGES}/parameter_server.html"
     )
 
 

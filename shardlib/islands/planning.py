@@ -14,6 +14,7 @@ from shardlib.cost.pricing import Estimate, collective_seconds
 from shardlib.cost.roofline import fitting_bytes, margin
 from shardlib.errors import (
     HINT,
+    PAGES,
     BatchError,
     InfeasibleError,
     PinError,
@@ -479,7 +480,8 @@ def islands_instead(plan: Plan, machine: Topology, rows: Collection[int]) -> tup
             hint=(
                 f"a number of rows that {islands} divides"
                 if odd
-                else "plan.why_not(exchange=...) plans one; docs/islands.md says what it computes"
+                else "plan.why_not(exchange=...) plans one;"
+                f" {PAGES}/islands.html says what it computes"
             ),
         ),
     )

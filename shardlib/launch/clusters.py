@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shardlib.errors import LaunchError, raise_all
+from shardlib.errors import PAGES, LaunchError, raise_all
 from shardlib.launch.job import Job, too_small
 from shardlib.launch.submission import (
     Engine,
@@ -707,7 +707,7 @@ MANIFEST = "jobset.yaml"
 def kubernetes(job: Job, settings: KubernetesSettings | None = None) -> Submission:
     """A JobSet and the command that creates it."""
     settings = settings or KubernetesSettings()
-    check_job(job, "Kubernetes", _failures(job, settings), hint="see docs/launching.md")
+    check_job(job, "Kubernetes", _failures(job, settings), hint=f"see {PAGES}/launching.html")
     text = yaml_text(jobset(job, settings))
     namespace = ("--namespace", settings.namespace) if settings.namespace else ()
     first = (

@@ -34,7 +34,7 @@ from shardlib.cli.inputs import (
     spread,
 )
 from shardlib.cli.output import echo, quiet_stdout, writable, write
-from shardlib.errors import ArgumentError, LaunchError, MissingFileError, PlanError
+from shardlib.errors import PAGES, ArgumentError, LaunchError, MissingFileError, PlanError
 from shardlib.launch.booking import LARGEST, TOKENS_PER_PARAMETER, Failures
 from shardlib.launch.clouds import SKYPILOT, TPU_VM
 from shardlib.launch.clusters import KUBERNETES, RAY, SLURM
@@ -591,7 +591,8 @@ class SubmissionOptions:
             "--option",
             "-o",
             metavar="KEY=VALUE",
-            help="A setting of the engine, e.g. partition=gpu; see docs/launching.md. Repeatable.",
+            help="A setting of the engine, e.g. partition=gpu; an unknown one lists them all."
+            " Repeatable.",
         ),
     ] = None
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be submitted.")] = (
@@ -668,7 +669,7 @@ def launch_command(engines: Sequence[Engine]) -> Callable[..., None]:
         _only(
             given(here),
             f"is for processes of this machine, and --{engine.name} starts them elsewhere; what an"
-            " engine can be told stands in docs/launching.md",
+            f" engine can be told stands in {PAGES}/launching.html",
         )
         submitted = submission_of(engine, command, common, job, submission.option or ())
         _submit(submitted, submission, job.name)
