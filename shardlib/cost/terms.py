@@ -443,6 +443,10 @@ class BoundedTable(ArrayTable):
         """All rows but the first `count`."""
         return self.take(np.arange(min(count, len(self)), len(self)))
 
+    def split(self, limit: float) -> tuple[Self, Self]:
+        """The rows with a bound below `limit`, and all others."""
+        return self.take(self.bound < limit), self.take(self.bound >= limit)
+
     def below(self, limit: float) -> Self:
         """Rows with a bound below `limit`, in ascending order of the bound."""
         order = np.argsort(self.bound, kind="stable")

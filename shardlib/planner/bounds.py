@@ -130,8 +130,9 @@ def with_stack_deficits(points: Array) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint(ArrayTable):
-    """Lower bounds on the bytes per device of candidates; arrays of equal length.
+class Needed(ArrayTable):
+    """Lower bounds on the bytes per device of candidates under a ZeRO stage; arrays of equal
+    length.
 
     Attributes:
         stored: parameters, the batch, and gradients that are accumulated over microbatches.
@@ -140,12 +141,6 @@ class Footprint(ArrayTable):
         live_without_stacks: the same with all activation stacks offloaded to host memory.
         stack_fills: least bytes of activations that a step writes to stacks, per byte of heap that
             the stacks take: microbatches over those in flight, over `heap_ratio`.
-        breadth_first: the footprint of breadth-first pipelines, whose stages keep the activations
-            of all microbatches that are in the pipeline together; None where the space has none.
-        replicated: extra bytes where parameters, accumulated gradients, and state are stored
-            replicated.
-        gathered_once: extra bytes where stages all-gather sharded parameters once for all
-            microbatches.
     """
 
     stored: Array
@@ -153,24 +148,6 @@ class Footprint(ArrayTable):
     live: Array
     live_without_stacks: Array
     stack_fills: Array
-    replicated: tuple[Array, ...]
-    gathered_once: Array
-    breadth_first: Footprint | None = None
-
-    def with_zero(self, zero: int, gather: str = "use") -> Footprint:
-        """The footprint under a ZeRO stage."""
-        if zero == 3:
-            return (
-                replace(self, stored=self.stored + self.gathered_once) if gather == "once" else self
-            )
-        parameters, gradients, state = self.replicated
-        extra = sum((parameters, gradients)[: 3 - zero], np.zeros(1))
-        return replace(
-            self,
-            stored=self.stored + extra,
-            state=self.state + state if zero == 0 else self.state,
-            breadth_first=None,
-        )
 
     def device_bytes(self, offload: tuple[str, ...]) -> Array:
         """Bytes per device with some parts offloaded to host memory ("optimizer", "activations") or
@@ -180,6 +157,39 @@ class Footprint(ArrayTable):
             self.stored
             + (self.live_without_stacks if "activations" in offload else self.live)
             + (0.0 if {"optimizer", "disk"}.intersection(offload) else self.state)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint(ArrayTable):
+    """Lower bounds on the bytes per device of candidates; arrays of equal length.
+
+    Attributes:
+        needed: with everything that ZeRO may shard sharded.
+        breadth_first: that of breadth-first pipelines, whose stages keep the activations of all
+            microbatches that are in the pipeline together; None where the space has none.
+        replicated: extra bytes where parameters, accumulated gradients, and state are stored
+            replicated.
+        gathered_once: extra bytes where stages all-gather sharded parameters once for all
+            microbatches.
+    """
+
+    needed: Needed
+    replicated: tuple[Array, ...]
+    gathered_once: Array
+    breadth_first: Needed | None = None
+
+    def with_zero(self, zero: int, gather: str = "use") -> Needed:
+        """The bytes under a ZeRO stage, of pipelines that do not work breadth first."""
+        needed = self.needed
+        if zero == 3:
+            extra = self.gathered_once if gather == "once" else 0.0
+            return replace(needed, stored=needed.stored + extra)
+        parameters, gradients, state = self.replicated
+        return replace(
+            needed,
+            stored=needed.stored + sum((parameters, gradients)[: 3 - zero], np.zeros(1)),
+            state=needed.state + state if zero == 0 else needed.state,
         )
 
 
@@ -340,15 +350,17 @@ class Footprints:
                 profile.fragmentation * self._model.compute_dtype_ratio * trained
                 + accumulating * replicated[2]
             ),
-            stored=profile.fragmentation * (parameters + batch)
-            + accumulating * gradients
-            + (profile.fragmentation - 1) * state
-            + profile.runtime_bytes,
-            state=state,
-            live=heap * (stacks * (in_flight / stages) + others).max(0),
-            live_without_stacks=heap
-            * (deficits * max_in_flight * self._max_layer_share(stages) + others).max(0),
-            stack_fills=micro / max_in_flight / ratio,
+            needed=Needed(
+                stored=profile.fragmentation * (parameters + batch)
+                + accumulating * gradients
+                + (profile.fragmentation - 1) * state
+                + profile.runtime_bytes,
+                state=state,
+                live=heap * (stacks * (in_flight / stages) + others).max(0),
+                live_without_stacks=heap
+                * (deficits * max_in_flight * self._max_layer_share(stages) + others).max(0),
+                stack_fills=micro / max_in_flight / ratio,
+            ),
         )
 
     def _max_layer_share(self, stages: Array) -> Array:
@@ -998,56 +1010,90 @@ class StepBounds:
                 memory.
         """
         chip, efficiency = self.pricer.topology.chip, self.pricer.efficiency
-        groups = self.space.accumulation_groups
-        fixed = efficiency.step_s + efficiency.microbatch_s * (
-            sizes["micro"] + groups * (sizes["stage"] - 1)
-        )
+        groups, stages, micro = self.space.accumulation_groups, sizes["stage"], sizes["micro"]
+        fixed = efficiency.step_s + efficiency.microbatch_s * (micro + groups * (stages - 1))
         by_policy = MicrobatchBounds.stacked(bounds.values())
         footprint = Footprint.stacked(footprints[policy] for policy in bounds)
         collectives = TrafficBounds.stacked(traffic[policy] for policy in bounds)
         options = self._pipeline_options(tuple(bounds), by_policy, sizes)
-        #: by the number of points: kind of plan, points, and seconds beyond those of the points
-        points = defaultdict[int, list[tuple[PlanKind, Array, Array, Array]]](list)
+        #: kind of plan, bytes, overhead, seconds of transfers that may overlap, and the rest
+        forms = list[tuple[PlanKind, Needed, Array, Array, Array]]()
         for zero, gather, legal in self._zero_options(sizes):
             with_zero = footprint.with_zero(zero, gather)
-            state = with_zero.state[0]
-            update_s = 2 * state / (chip.hbm_bytes_per_s * efficiency.update_share)
-            update_s = np.where(legal, update_s, np.inf)
+            update_s = 2 * with_zero.state[0] / (chip.hbm_bytes_per_s * efficiency.update_share)
+            rest = np.where(legal, update_s, np.inf) + fixed
+            moved = collectives.seconds(zero, self.pricer, sizes, gather)
             for overhead, breadth_first in options:
                 if not breadth_first:
-                    overlappable = collectives.seconds(zero, self.pricer, sizes, gather)
+                    forms.append(((zero, False, gather), with_zero, overhead, moved, rest))
                 elif gather == "once":
                     chunks = self.space.max_breadth_first_chunks(sizes)
-                    overlappable = collectives.breadth_first_seconds(
-                        self.pricer, sizes["micro"], chunks, groups
-                    )
-                else:
-                    continue
-                for offload in self.offloads:
-                    seconds, size = self._time_memory_points(
-                        _breadth_first(footprint) if breadth_first else with_zero,
-                        offload,
-                        sizes,
-                        by_policy,
-                        overhead,
-                        overlappable,
-                        collectives.blocked,
-                    )
-                    moved_s = 2 * state / chip.host_bytes_per_s if "optimizer" in offload else 0.0
-                    kind = zero, breadth_first, gather
-                    points[len(seconds)].append((kind, seconds, size, update_s + moved_s + fixed))
+                    seldom = collectives.breadth_first_seconds(self.pricer, micro, chunks, groups)
+                    own = _breadth_first(footprint)
+                    forms.append(((zero, True, gather), own, overhead, seldom, rest))
+        overhead, overlappable = (np.stack([form[i] for form in forms]) for i in (2, 3))
+        rest = np.stack([form[4] for form in forms])
+        exposed = 0.0 if self.pricer.profile.states_overlap else 1 - efficiency.hidden
+        seconds = step_seconds(by_policy, stages, micro, overhead, overlappable, exposed)
+        fastest = seconds.min(1) + rest
+        fastest = np.nan_to_num(fastest, nan=np.inf, posinf=np.inf)  # no choice fits
+        # memory is considered in the columns of every form that are below the limit
+        columns = [np.flatnonzero(row) for row in fastest < limit]
+        number = np.repeat(np.arange(len(forms)), [len(column) for column in columns])
+        column = np.concatenate(columns)
+        hidden = efficiency.overlap * (by_policy.busy - collectives.blocked) * micro / stages
+        blocking = by_policy.busy * micro / stages + exposed * overlappable + overhead
+        fastest[number, column] = self._fitting_seconds(
+            Needed.joined(
+                own.take(column) for (_, own, *_), column in zip(forms, columns, strict=True)
+            ),
+            seconds[number, :, column].T,
+            rest[number, column],
+            blocking[number, :, column].T,
+            hidden[:, column],
+            stages[column],
+        )
         kinds = dict[PlanKind, Array]()
-        for listed in points.values():
-            seconds = np.concatenate([part + added for _, part, _, added in listed], axis=1)
-            size = np.concatenate([size for _, _, size, _ in listed], axis=1)
-            fitting = np.nan_to_num(seconds.min(0), nan=np.inf, posinf=np.inf)  # no choice fits
-            columns = np.flatnonzero(fitting < limit)
-            fitting[columns] = fastest_mixture(
-                seconds[:, columns], size[:, columns], self.capacity * (1 + ROUNDING)
-            )
-            for (kind, *_), part in zip(listed, np.split(fitting, len(listed)), strict=True):
-                kinds[kind] = np.minimum(kinds[kind], part) if kind in kinds else part
+        for (kind, *_), row in zip(forms, fastest, strict=True):
+            kinds[kind] = np.minimum(kinds[kind], row) if kind in kinds else row
         return kinds
+
+    def _fitting_seconds(
+        self,
+        needed: Needed,
+        seconds: Array,
+        rest: Array,
+        blocking: Array,
+        hidden: Array,
+        stages: Array,
+    ) -> Array:
+        """The least seconds of plans that fit, by candidate; infinite where none fits.
+
+        Args:
+            seconds: of plans of every policy, [policies, candidates], besides `rest`.
+            blocking: those of them in which no transfer overlaps with compute.
+            hidden: seconds of transfers that compute hides, [policies, candidates].
+        """
+        least, capacity = seconds.min(0) + rest, self.capacity * (1 + ROUNDING)
+        best = np.full(len(least), np.inf)
+        for offload in self.offloads:
+            moved = np.zeros(len(least))
+            if "optimizer" in offload:
+                moved = 2 * needed.state[0] / self.pricer.topology.chip.host_bytes_per_s
+            rows = np.flatnonzero(least + moved < best)
+            if not len(rows):
+                continue
+            points = self._time_memory_points(
+                needed.copied(rows),
+                offload,
+                seconds[:, rows],
+                blocking[:, rows],
+                hidden[:, rows],
+                stages[rows],
+            )
+            mixed = fastest_mixture(points[0], points[1], capacity)
+            best[rows] = np.minimum(best[rows], mixed + (rest + moved)[rows])
+        return best
 
     def unlimited_seconds(
         self, bounds: Mapping[str, MicrobatchBounds], sizes: Mapping[str, Array]
@@ -1136,13 +1182,12 @@ class StepBounds:
 
     def _time_memory_points(
         self,
-        footprint: Footprint,
+        needed: Needed,
         offload: tuple[str, ...],
-        sizes: Mapping[str, Array],
-        bounds: MicrobatchBounds,
-        overhead: Array,
-        overlappable: Array,
-        blocked: Array,
+        seconds: Array,
+        blocking: Array,
+        hidden: Array,
+        stages: Array,
     ) -> tuple[Array, Array]:
         """Corners of a lower bound on seconds over bytes for plans of every policy, [points,
         candidates], with some parts in host memory: no plan lies below the lines between them.
@@ -1152,45 +1197,38 @@ class StepBounds:
         to the stacks in host memory before compute begins.
 
         Args:
-            overhead, overlappable: see `step_seconds`.
-            blocked: seconds of `bounds.busy` that are not kernels, at least.
+            seconds, blocking, hidden: see `_fitting_seconds`.
         """
-        stages, micro, profile = sizes["stage"], sizes["micro"], self.pricer.profile
-        efficiency = self.pricer.efficiency
-        exposed = 0.0 if profile.states_overlap else 1 - efficiency.hidden
-        seconds = step_seconds(bounds, stages, micro, overhead, overlappable, exposed)
-        least_bytes = footprint.device_bytes(offload)
+        least_bytes = needed.device_bytes(offload)
         if "activations" not in offload:
             return seconds, least_bytes
         second_per_byte = 1 / self.pricer.topology.chip.host_bytes_per_s
-        moving = 2 * footprint.stack_fills * second_per_byte
-        in_lockstep = (stages > 1) & (profile.pipeline == "lockstep")
+        moving = 2 * needed.stack_fills * second_per_byte
+        in_lockstep = (stages > 1) & (self.pricer.profile.pipeline == "lockstep")
         filling = np.where(
             in_lockstep, second_per_byte / heap_ratio(self.pricer, stages, in_rounds=False), 0.0
         )
-        movable = footprint.live - footprint.live_without_stacks
-        hidden = efficiency.overlap * (bounds.busy - blocked) * micro / stages
+        movable = needed.live - needed.live_without_stacks
         free = np.minimum(movable, hidden / moving)
-        blocking = bounds.busy * micro / stages + exposed * overlappable + overhead
         waiting = np.maximum(0.0, movable * moving - hidden) + movable * filling
         times = [np.maximum(seconds, blocking + extra) for extra in (free * filling, waiting)]
-        sizes_of_points = [least_bytes + movable - free, least_bytes]
+        sizes = [least_bytes + movable - free, least_bytes]
         if in_lockstep.any():
-            times, sizes_of_points = [seconds, *times], [least_bytes + movable, *sizes_of_points]
-        return np.concatenate(times), np.concatenate(sizes_of_points)
+            times, sizes = [seconds, *times], [least_bytes + movable, *sizes]
+        return np.concatenate(times), np.concatenate(sizes)
 
     def least_bytes(self, footprints: Mapping[str, Footprint]) -> Array:
         """Lower bound on bytes per device."""
         return np.minimum.reduce(
             [
-                footprint.device_bytes(offload)
+                footprint.needed.device_bytes(offload)
                 for footprint in footprints.values()
                 for offload in self.offloads
             ]
         )
 
 
-def _breadth_first(footprint: Footprint) -> Footprint:
+def _breadth_first(footprint: Footprint) -> Needed:
     assert footprint.breadth_first is not None, "the space has pipelines that work breadth first"
     return footprint.breadth_first
 
@@ -1440,40 +1478,47 @@ class Entries:
             limit: seconds, or bytes with `minimum_memory`.
             minimum_memory: bound bytes instead of seconds.
         """
-        fitting = self._legal_pairs(entries)
-        if not len(fitting):
-            return fitting
-        index, sizes = self._rows(fitting)
-        if minimum_memory:
-            minimum_bytes = (
-                np.zeros(len(fitting))
-                if self._mixes_remat
-                else self._step_bounds.least_bytes(self._footprint(fitting.choices, index, sizes))
+        if not minimum_memory:
+            return self.fitting_pairs(self.unlimited_pairs(entries), limit)
+        pairs = self._legal_pairs(entries)
+        if self._mixes_remat or not len(pairs):
+            return pairs.below(limit)
+        index, sizes = self._rows(pairs)
+        footprints = self._footprint(pairs.choices, index, sizes)
+        return replace(pairs, bound=self._step_bounds.least_bytes(footprints)).below(limit)
+
+    def unlimited_pairs(self, entries: Array) -> Pairs:
+        """The given entries under every choice that fits, with bounds for unlimited memory."""
+        pairs = self._legal_pairs(entries)
+        if not len(pairs):
+            return pairs
+        index, sizes = self._rows(pairs)
+        bound = self._step_bounds.unlimited_seconds(
+            self._compute_bounds(pairs.choices, index), sizes
+        )
+        return replace(pairs, bound=bound)
+
+    def fitting_pairs(self, pairs: Pairs, limit: float) -> Pairs:
+        """Pairs with bounds for plans that fit, where these are below a limit; sorted by bound."""
+        pairs = pairs.below(limit)
+        pairs = pairs.take(np.lexsort((pairs.choices, self.sizes["tensor"][pairs.entries])))
+        if not self._mixes_remat and len(pairs):
+            index, sizes = self._rows(pairs)
+            bound = self._step_bounds.seconds(
+                self._compute_bounds(pairs.choices, index),
+                self._footprint(pairs.choices, index, sizes),
+                self._traffic.total(pairs.choices, self._mesh[pairs.entries]),
+                sizes,
+                limit,
             )
-            return replace(fitting, bound=minimum_bytes).below(limit)
-        bounds = {
-            policy: self.bounds.of_choices(policy, fitting.choices, index)
-            for policy in self._policies
+            pairs = replace(pairs, bound=bound)
+        return pairs.below(limit)
+
+    def _compute_bounds(self, choices: Array, index: Array) -> dict[str, MicrobatchBounds]:
+        """Bounds for one microbatch under the given choices, by policy."""
+        return {
+            policy: self.bounds.of_choices(policy, choices, index) for policy in self._policies
         }
-        unlimited = self._step_bounds.unlimited_seconds(bounds, sizes)
-        below = np.flatnonzero(unlimited < limit)
-        fitting_pairs = replace(fitting, bound=unlimited).take(below)
-        if not self._mixes_remat and len(fitting_pairs):
-            index, sizes = self._rows(fitting_pairs)
-            entries, choices = fitting_pairs.entries, fitting_pairs.choices
-            fitting_pairs = replace(
-                fitting_pairs,
-                bound=self._step_bounds.seconds(
-                    {policy: bound.take(below) for policy, bound in bounds.items()},
-                    self._footprint(choices, index, sizes),
-                    self._traffic.total(choices, self._mesh[entries]),
-                    sizes,
-                    limit,
-                ),
-            )
-        return fitting_pairs.take(
-            np.lexsort((fitting_pairs.choices, self.sizes["tensor"][fitting_pairs.entries]))
-        ).below(limit)
 
     def _rows(self, pairs: Pairs) -> tuple[Array, dict[str, Array]]:
         """Indices of degrees, and sizes of pairs."""

@@ -723,6 +723,7 @@ class Frontier:
         bounded: mask of the entries that have a bound for plans that fit.
         waiting: those of them that wait.
         seconds: the bounds of `waiting`.
+        unlimited, fitting: pairs that wait, with bounds for unlimited memory or for plans that fit.
         by_links, by_choices: placed pairs that wait, with bounds that ignore or use the choice.
     """
 
@@ -732,12 +733,17 @@ class Frontier:
     bounded: Array = field(init=False)
     waiting: Array = field(init=False)
     seconds: Array = field(init=False)
+    unlimited: Pairs = field(init=False)
+    fitting: Pairs = field(init=False)
     by_links: list[PlacedPairs] = field(default_factory=list[PlacedPairs], init=False)
     by_choices: list[PlacedPairs] = field(default_factory=list[PlacedPairs], init=False)
 
     def __post_init__(self) -> None:
         self.bounded = np.zeros(len(self.entries), dtype=bool)
         self.waiting, self.seconds = np.zeros(0, dtype=np.int64), np.zeros(0)
+        self.unlimited = self.fitting = Pairs(
+            entries=self.waiting, choices=self.waiting, bound=self.seconds
+        )
 
     def ready_entries(self, limit: float) -> tuple[Array, float]:
         """Waiting entries that may have a plan below a limit, and the least bound of all that
@@ -755,21 +761,22 @@ class Frontier:
         """Prices what is below `limit` seconds."""
         waits = self.seconds >= limit
         self.waiting, self.seconds = self.waiting[waits], self.seconds[waits]
-        for start in range(0, len(ready), PLACED_AT_ONCE):
-            pairs = self.entries.pairs(ready[start : start + PLACED_AT_ONCE], self.best.limit)
-            if (placed := self.pair_pricer.bounded_by_links(self.entries, pairs)) is not None:
-                self.by_links.append(placed)
+        new = self.entries.unlimited_pairs(ready)
+        ready_pairs, self.unlimited = Pairs.joined([self.unlimited, new]).split(limit)
+        new = self.entries.fitting_pairs(ready_pairs, self.best.limit)
+        ready_pairs, self.fitting = Pairs.joined([self.fitting, new]).split(limit)
+        ready_pairs = ready_pairs.below(self.best.limit)
+        if (placed := self.pair_pricer.bounded_by_links(self.entries, ready_pairs)) is not None:
+            self.by_links.append(placed)
         by_links, self.by_links = self.by_links, []
         by_choices, self.by_choices = self.by_choices, []
         for placed in by_choices:
             self._price(placed, limit)
         for waiting in by_links:
             if len(placed := waiting.below(self.best.limit)):
-                count = int((placed.bound < limit).sum())
-                self.by_links.append(placed.after(count))
-                self._price(
-                    self.pair_pricer.bounded_by_choice(self.entries, placed.first(count)), limit
-                )
+                ready_placed, later = placed.split(limit)
+                self.by_links.append(later)
+                self._price(self.pair_pricer.bounded_by_choice(self.entries, ready_placed), limit)
 
     def _price(self, placed: PlacedPairs, limit: float) -> None:
         """Prices what is below a limit, sorted by bound; the rest waits."""
