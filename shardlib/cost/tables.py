@@ -567,38 +567,26 @@ class Tally:
         default_factory=dict[Hashable, "Tally"], init=False, repr=False
     )
 
-    def where(self, key: Hashable, mask: Callable[[Array], Array]) -> Tally:
-        """The rows of a mask, which is called with their indices; cached by the key."""
+    def summed(self, key: Hashable, labels: Array) -> Tally:
+        """The sums of the rows with the same label, as rows of a tally; without those of a negative
+        label. Cached by the key.
+
+        Args:
+            labels: label of every possible row.
+        """
         if key not in self._derived:
-            rows = mask(self.rows)
-            used = np.flatnonzero(self.matrix[rows].any(0))
+            own = labels[self.rows]
+            distinct, inverse = np.unique(own, return_inverse=True)
+            matrix = np.zeros((len(distinct), len(self.measures)))
+            np.add.at(matrix, inverse.reshape(-1), self.matrix)
+            rows = (distinct >= 0) & matrix.any(1)
+            used = np.flatnonzero(matrix[rows].any(0))
             self._derived[key] = Tally(
-                rows=self.rows[rows],
+                rows=distinct[rows],
                 measures=tuple(self.measures[i] for i in used),
-                matrix=self.matrix[rows][:, used],
+                matrix=matrix[np.ix_(rows, used)],
             )
         return self._derived[key]
-
-    def folded(self, length: int, width: int, rows: Sequence[int]) -> Tally:
-        """The sum of the segments of `width` rows within the first `length` rows, restricted to
-        those of `rows` that are not empty.
-        """
-        key = length, width, tuple(rows)
-        if key not in self._derived:
-            self._derived[key] = self._fold(length, width, rows)
-        return self._derived[key]
-
-    def _fold(self, length: int, width: int, rows: Sequence[int]) -> Tally:
-        distinct, inverse = np.unique(self.rows % width, return_inverse=True)
-        matrix = np.zeros((len(distinct), len(self.measures)))
-        np.add.at(matrix, inverse, np.where((self.rows < length)[:, None], self.matrix, 0.0))
-        selected = np.isin(distinct, rows) & matrix.any(1)
-        used = np.flatnonzero(matrix[selected].any(0))
-        return Tally(
-            rows=distinct[selected],
-            measures=tuple(self.measures[i] for i in used),
-            matrix=matrix[np.ix_(selected, used)],
-        )
 
     def weighted(self, weights: Array) -> Tally:
         """Weighted sums of the rows, weights [sums, all rows]; every sum is a row of the result."""
@@ -615,15 +603,16 @@ class Tally:
         return self.matrix @ values.stacked(self.measures, index)
 
 
-def evaluated_together(
-    tallies: Sequence[Tally], values: MeasureValues, index: Array
-) -> Iterator[Array]:
-    """The rows of every tally on the degrees at some indices; each measure is read once."""
+def joined(tallies: Sequence[Tally], width: int) -> Tally:
+    """The rows of several tallies, those of tally i from row i * width on."""
     measures = sorted({number for tally in tallies for number in tally.measures})
-    stacked = values.stacked(tuple(measures), index)
-    position = {number: row for row, number in enumerate(measures)}
+    column = {number: position for position, number in enumerate(measures)}
+    rows = [tally.rows + number * width for number, tally in enumerate(tallies)]
+    matrix, end = np.zeros((sum(map(len, rows)), len(measures))), 0
     for tally in tallies:
-        yield tally.matrix @ stacked[[position[number] for number in tally.measures]]
+        start, end = end, end + len(tally.rows)
+        matrix[start:end, [column[number] for number in tally.measures]] = tally.matrix
+    return Tally(rows=np.concatenate(rows), measures=tuple(measures), matrix=matrix)
 
 
 def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:

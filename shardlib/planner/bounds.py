@@ -8,6 +8,7 @@ of the space cheaply. Terms (tally, degrees, component, entry, pair) are those o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -36,8 +37,6 @@ from shardlib.cost.tables import (
     MeasureValues,
     Pricer,
     Quantity,
-    Tally,
-    evaluated_together,
 )
 from shardlib.cost.terms import ArrayTable, BoundedTable, LazyTable, distinct_rows
 from shardlib.layout import MESH_AXES, STORED_AXES, TOKEN_AXES
@@ -47,10 +46,9 @@ from shardlib.planner.space import (
     LazyColumns,
     Scope,
     Space,
-    TallyValues,
     forward_first,
 )
-from shardlib.planner.workload import ItemTallies
+from shardlib.planner.workload import ComponentTallies, ItemTallies, Programs
 from shardlib.schedules import Pipelines, Schedule, least_in_flight, named, pipelines
 
 Array = np.ndarray
@@ -117,7 +115,7 @@ def with_stack_deficits(points: Array) -> Array:
     """
     by_point = points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), *points.shape[1:])
     by_point[:, STACK_DEFICIT] = by_point[:, LIVE_STACKS] - by_point[:, LIVE_STACKS].max(0)
-    return points
+    return by_point.reshape(points.shape)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -131,8 +129,8 @@ def with_stack_deficits(points: Array) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Needed(ArrayTable):
-    """Lower bounds on the bytes per device of candidates under a ZeRO stage; arrays of equal
-    length.
+    """Lower bounds on the bytes per device of candidates under a ZeRO stage; arrays [candidates],
+    or, of what lives during a step, [policies, candidates].
 
     Attributes:
         stored: parameters, the batch, and gradients that are accumulated over microbatches.
@@ -203,54 +201,57 @@ class Footprints:
 
     def __init__(self, scope: Scope, pricer: Pricer, values: MeasureValues) -> None:
         self._model, self._pricer, self._profile = scope.workload.model, pricer, pricer.profile
-        self._space, model_tallies = scope.space, scope.model_tallies
+        self._space, corrections = scope.space, pricer.corrected(np.ones((ROWS, 1))).tobytes()
 
         def costs_of(
-            tallies: ItemTallies, weights: Array, after: Callable[[Array], Array]
+            programs: Programs,
+            coefficients: Callable[[ItemTallies], Array],
+            after: Callable[[Array], Array],
         ) -> ComponentCosts:
-            weighted: dict[int, Tally] = {}
+            weights = [coefficients(tallies) for tallies in programs.tallies.values()]
+            count = max(map(len, weights))
 
-            def evaluate(listed: Sequence[Tally], index: Array) -> Array:
-                for tally in listed:
-                    if id(tally) not in weighted:  # the tallies keep it
-                        weighted[id(tally)] = tally.weighted(weights)
-                sums = [weighted[id(tally)] for tally in listed]
-                return after(np.stack([*evaluated_together(sums, values, index)], axis=1))
+            def prepared(tallies: ComponentTallies) -> Callable[[Array], Array]:
+                tally = tallies.joined(
+                    count,
+                    (corrections, self._profile.gradient_buffer),
+                    lambda policy, tally: tally.weighted(weights[policy]),
+                )
 
-            return ComponentCosts(scope, tallies, values.degrees, evaluate, len(weights))
+                def evaluated(index: Array) -> Array:
+                    sums = np.zeros((len(tallies) * count, len(index)))
+                    sums[tally.rows] = tally.evaluated(values, index)
+                    return after(sums.reshape(len(tallies), count, -1).swapaxes(0, 1))
+
+                return evaluated
+
+            return ComponentCosts(scope, programs, values.degrees, prepared, count)
 
         self._stored = costs_of(
-            model_tallies.stored,
-            stored_coefficients(model_tallies.stored.segments),
+            scope.model_tallies.stored,
+            lambda tallies: stored_coefficients(tallies.segments),
             lambda quantities: quantities,
         )
-        self._points = {
-            policy: costs_of(tallies, live_coefficients(tallies, pricer), with_stack_deficits)
-            for policy in scope.space.policies
-            for tallies in [model_tallies.points[policy, scope.routes]]
-        }
+        self._points = costs_of(
+            scope.points, lambda tallies: live_coefficients(tallies, pricer), with_stack_deficits
+        )
 
-    def least(self, index: Array) -> tuple[Array, dict[str, Array]]:
-        """Minimum bytes over all choices on the given degrees (by index): stored bytes, and live
-        bytes by remat policy; see `footprint`.
-        """
-        return self._stored.least(index), {
-            policy: costs.least(index) for policy, costs in self._points.items()
-        }
+    def least(self, index: Array, sizes: Mapping[str, Array]) -> Footprint:
+        """The minimum over all choices on the given degrees (by index)."""
+        return self._footprint(self._stored.least(index)[:, 0], self._points.least(index), sizes)
 
-    def total(self, choices: Array, index: Array) -> tuple[Array, dict[str, Array]]:
-        """Bytes of the given choices on the given degrees (by index); see `footprint`."""
-        return self._stored.total(choices, index), {
-            policy: costs.total(choices, index) for policy, costs in self._points.items()
-        }
+    def total(self, choices: Array, index: Array, sizes: Mapping[str, Array]) -> Footprint:
+        """The footprint of the given choices on the given degrees (by index)."""
+        stored = self._stored.total(choices, index)[:, 0]
+        return self._footprint(stored, self._points.total(choices, index), sizes)
 
-    def footprint(self, stored: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
+    def _footprint(self, stored: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
         """The footprint of candidates.
 
         Args:
             stored: bytes of `STORED` and `TRAINED` summed over all stages, in layers and in
                 embedding and head, by candidate: array [2 x 7, candidates].
-            points: bytes of `LIVE_KINDS` at every point: array [points x 5, candidates].
+            points: bytes of `LIVE_KINDS` at every point: array [points x 5, policies, candidates].
         """
         stages, concurrent = sizes["stage"], sizes["micro"] // self._space.accumulation_groups
 
@@ -330,7 +331,7 @@ class Footprints:
             1.0 if spread else np.where(stages > 1, self._model.largest_outside_share, 1.0)
         )
         stacks, others, outside, everywhere, deficits = np.moveaxis(
-            points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), len(stages)), 1, 0
+            points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), *points.shape[1:]), 1, 0
         )
         others = others / stages + everywhere + outside * (1 / stages if spread else stages == 1)
         batch = (
@@ -430,7 +431,7 @@ class Pairs(BoundedTable):
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchBounds(LazyTable):
-    """Lower bounds for one microbatch, summed over all stages; arrays [candidates].
+    """Lower bounds for one microbatch, summed over all stages; arrays [policies, candidates].
 
     Attributes:
         busy: seconds of kernels and of collectives that block compute.
@@ -456,8 +457,12 @@ class MicrobatchBounds(LazyTable):
 
     @classmethod
     def of(cls, rows: Array) -> MicrobatchBounds:
-        """The bounds from an array [BOUND_COUNT, candidates]."""
+        """The bounds from an array [BOUND_COUNT, policies, candidates]."""
         return cls(**{f.name: row for f, row in zip(fields(cls), rows, strict=True)})
+
+    def of_policy(self, number: int) -> MicrobatchBounds:
+        """The bounds of one policy."""
+        return MicrobatchBounds(**{f.name: getattr(self, f.name)[number] for f in fields(self)})
 
     def with_blocked(self, blocked: Array) -> MicrobatchBounds:
         """The bounds of given choices with `blocked` seconds of collectives that block compute."""
@@ -501,6 +506,11 @@ BOUND_COUNT = len(fields(MicrobatchBounds))
 BEST_PER_GROUP = "each"
 
 
+def bounded_policies(space: Space) -> tuple[str, ...]:
+    """What `MicrobatchBounds` of a space are for, in order."""
+    return (*space.policies, BEST_PER_GROUP) if space.mixes_remat else space.policies
+
+
 class ComputeBounds:
     """Lower bounds on step time.
 
@@ -530,110 +540,132 @@ class ComputeBounds:
         )
         self._first = np.zeros(len(work), dtype=np.int64)
         self._first[values.kernel_index[::-1]] = np.arange(len(values.kernel_index))[::-1]
-        self._factors = pricer.corrected(np.ones((ROWS, 1)))[..., None]
-        policies = scope.space.policies
+        self._factors = pricer.corrected(np.ones((ROWS, 1)))[:, 0]
 
-        def costs(policy: str, evaluate: TallyValues) -> ComponentCosts:
-            tallies = scope.model_tallies.work[policy, scope.routes]
-            return ComponentCosts(scope, tallies, work, evaluate, BOUND_COUNT)
+        def costs(segment: int | None) -> ComponentCosts:
+            prepared = partial(self._seconds, segment)
+            return ComponentCosts(scope, scope.work, work, prepared, BOUND_COUNT)
 
-        self._costs = {policy: costs(policy, self._seconds) for policy in policies}
+        self._costs = costs(None)
         segments = range(self._group_count + 2) if scope.space.mixes_remat else ()
-        self._by_group = [
-            [costs(policy, partial(self._segment_seconds, segment)) for policy in policies]
-            for segment in segments
-        ]
+        self._by_group = [costs(segment) for segment in segments]
 
     def kernel_index(self, index: Array) -> Array:
         """Indices into `MeasureValues.kernel_degrees` of the given degrees."""
         return self._values.kernel_index[index]
 
-    def of_choices(self, policy: str, choices: Array, index: Array) -> MicrobatchBounds:
+    def of_choices(self, choices: Array, index: Array) -> MicrobatchBounds:
         """Lower bounds for one microbatch under the given choices, on the given degrees."""
-        if policy != BEST_PER_GROUP:
-            return MicrobatchBounds.of(
-                self._costs[policy].total(choices, self._values.kernel_index[index])
-            )
         work = self._values.kernel_index[index]
-        minima = (
-            np.minimum.reduce([costs.total(choices, work) for costs in segment])
-            for segment in self._by_group
-        )
-        return MicrobatchBounds.of(sum(minima, np.zeros((BOUND_COUNT, len(index)))))
+        return self._bounds(lambda costs: costs.total(choices, work))
 
-    def least(self, policy: str, index: Array, stop: int | None = None) -> MicrobatchBounds:
+    def least(self, index: Array, stop: int | None = None) -> MicrobatchBounds:
         """The minimum over all choices on the given degrees; infinite where no choice fits.
 
         With `stop`, a bound on that minimum from the components before that index; see
         `ComponentCosts.least`.
         """
-        if policy != BEST_PER_GROUP:
-            return MicrobatchBounds.of(
-                self._costs[policy].least(self._values.kernel_index[index], stop)
-            )
-        work, inverse = np.unique(self._values.kernel_index[index], return_inverse=True)
-        minima = (
-            np.minimum.reduce([costs.least(work, stop) for costs in segment])
-            for segment in self._by_group
-        )
-        return MicrobatchBounds.of(sum(minima, np.zeros(1))[:, inverse])
+        work = self._values.kernel_index[index]
+        return self._bounds(lambda costs: costs.least(work, stop))
 
-    def _segment_seconds(self, segment: int, tallies: Sequence[Tally], index: Array) -> Array:
-        """The rows of a `MicrobatchBounds` for one segment; see `_seconds`."""
-        parts = [tally.where(segment, lambda rows: rows // ROWS == segment) for tally in tallies]
-        return self._seconds(parts, index)
+    def _bounds(self, quantities: Callable[[ComponentCosts], Array]) -> MicrobatchBounds:
+        """Bounds by policy, and by the best policy of each layer group where these may differ."""
+        rows = quantities(self._costs)
+        if self._by_group:
+            best = sum(quantities(costs).min(1, keepdims=True) for costs in self._by_group)
+            rows = np.concatenate([rows, best], axis=1)
+        return MicrobatchBounds.of(rows)
 
-    def _seconds(self, tallies: Sequence[Tally], index: Array) -> Array:
-        """The rows of a `MicrobatchBounds` by tally on the given degrees, whatever fsdp is."""
-        block, ring, stage = self._blocking, self._ring, role_slots("stage")
-
-        def rows_of(segments: int, quantities: list[int]) -> dict[int, Array]:
-            """Some rows, each [tallies, degrees]."""
-            position = np.full(ROWS, -1)
-            position[quantities] = np.arange(len(quantities))
-            rows = np.zeros((len(quantities), len(tallies), len(index)))
-            folded = [tally.folded(ROWS * segments, ROWS, quantities) for tally in tallies]
-            together = evaluated_together(folded, self._values, self._first[index])
-            for number, (tally, evaluated) in enumerate(zip(folded, together, strict=True)):
-                rows[position[tally.rows], number] = evaluated
-            return dict(zip(quantities, rows * self._factors[quantities], strict=True))
-
-        def waiting(rows: Mapping[int, Array], slots: list[int]) -> Array:
-            used = [slot for slot in slots if rows[COUNTS + slot].any()]
-            shares = self._pricer.exposed_share(used)[:, 0] if used else ()
-            return sum(
-                (
-                    share
-                    * (
-                        rows[COUNTS + slot] * self._links.latency[slot, index]
-                        + rows[BYTES + slot] * self._links.per_byte[slot, index]
-                    )
-                    for share, slot in zip(shares, used, strict=True)
-                ),
-                np.zeros((len(tallies), len(index))),
-            )
-
-        moved = [first + slot for first in (COUNTS, BYTES) for slot in (*block, *ring, *stage)]
-        rows = rows_of(self._group_count + 2, [Quantity.COMPUTE, Quantity.WEIGHT_GRADIENTS, *moved])
-        compute, ring_s = rows[Quantity.COMPUTE], waiting(rows, ring)
-        busy, layers = compute + waiting(rows, block), np.zeros_like(compute)
-        if self._equal_layers:
-            blocking_rows = [first + slot for first in (COUNTS, BYTES) for slot in block]
-            in_layers = rows_of(1, [Quantity.COMPUTE, *blocking_rows])
-            layers = in_layers[Quantity.COMPUTE] + waiting(in_layers, block)
-        (send,), (share,) = stage, self._pricer.exposed_share(stage)[:, 0]
-        return np.stack(
+    def _seconds(self, segment: int | None, tallies: ComponentTallies) -> Callable[[Array], Array]:
+        """Prepares to compute the rows of a `MicrobatchBounds` by tally on the given degrees,
+        whatever fsdp is; of one segment, or of all (None).
+        """
+        block, ring, (send,) = self._blocking, self._ring, role_slots("stage")
+        slots = list(dict.fromkeys((*block, *ring, send)))
+        rows = np.array(
             [
-                busy,
-                busy - self._deferrable * rows[Quantity.WEIGHT_GRADIENTS],
-                busy - self._pricer.efficiency.overlap * compute + ring_s,
-                share * rows[COUNTS + send],
-                share * rows[BYTES + send],
-                compute,
-                ring_s,
-                layers,
+                *(Quantity.COMPUTE, Quantity.WEIGHT_GRADIENTS),
+                *(first + slot for first in (COUNTS, BYTES) for slot in slots),
             ]
         )
+        links, sent = self._links, np.array(slots)[:, None] == send
+        moved = [np.where(sent, 1.0, costs[slots]) for costs in (links.latency, links.per_byte)]
+        shares = self._pricer.exposed_share(slots)
+        ones = np.ones((2, moved[0].shape[1]))
+        rates = np.concatenate([ones, *(costs * shares for costs in moved)])
+        rates *= self._factors[rows][:, None]
+        compute, gradients = rows == Quantity.COMPUTE, rows == Quantity.WEIGHT_GRADIENTS
+        blocking, around_ring = (
+            np.isin(rows, [first + slot for first in (COUNTS, BYTES) for slot in own])
+            for own in (block, ring)
+        )
+        busy = (compute | blocking) * 1.0
+        kinds = np.stack(
+            [
+                busy,
+                busy - self._deferrable * gradients,
+                busy - self._pricer.efficiency.overlap * compute + around_ring,
+                rows == COUNTS + send,
+                rows == BYTES + send,
+                compute,
+                around_ring,
+                np.zeros(len(rows)),
+            ]
+        )
+        # the rows of layers, where all are alike, have labels of their own
+        in_layers = kinds.copy()
+        in_layers[-1] = busy
+        position = np.full(ROWS, -1)
+        position[rows] = np.arange(len(rows))
+        segments = np.arange(self._group_count + 2)[:, None]
+        labels = np.where(self._equal_layers & (segments == 0), position + len(rows), position)
+        skipped = (position < 0) | (segments != (segments if segment is None else segment))
+        sums = _WeightedSums(
+            tallies,
+            np.where(skipped, -1, labels).reshape(-1),
+            np.concatenate([kinds, in_layers], 1),
+        )
+        return lambda index: sums.evaluated(
+            self._values, self._first[index], rates.take(index, axis=1)
+        )
+
+
+class _WeightedSums:
+    """Weighted sums of rows of tallies.
+
+    Args:
+        labels: label of every row of a tally; rows with a negative one do not count.
+        kinds: weight of every label in each kind of sum, array [kinds, labels].
+    """
+
+    def __init__(self, tallies: ComponentTallies, labels: Array, kinds: Array) -> None:
+        key, count = labels.tobytes(), kinds.shape[1]
+        self._tally = tallies.joined(count, key, lambda _, tally: tally.summed(key, labels))
+        number, self._label = np.divmod(self._tally.rows, count)
+        ends = np.searchsorted(number, np.arange(len(tallies) + 1))
+        self._parts = [
+            (slice(start, end), kinds[:, self._label[start:end]])
+            for start, end in itertools.pairwise(ends)
+        ]
+        self._kinds = len(kinds)
+
+    def evaluated(
+        self, values: MeasureValues, index: Array, rates: Array, position: Array | None = None
+    ) -> Array:
+        """The sums on some degrees, by index: array [kinds, tallies, columns].
+
+        Args:
+            rates: what a label is multiplied with, modulo their number: array [rates, columns].
+            position: position in `index` of each column; by default they are the columns.
+        """
+        rows = self._tally.evaluated(values, index)
+        rate = self._label % len(rates)
+        sums = np.zeros((self._kinds, len(self._parts), rates.shape[1]))
+        for number, (part, kinds) in enumerate(self._parts):
+            if len(kinds[0]):
+                own = rows[part] if position is None else rows[part].take(position, axis=1)
+                sums[:, number] = kinds @ (own * rates[rate[part]])
+        return sums
 
 
 def blocking_slots(scope: Scope) -> list[int]:
@@ -728,7 +760,8 @@ def pipeline_overhead(
 
 @dataclass(frozen=True, kw_only=True)
 class TrafficBounds(ArrayTable):
-    """Lower bounds on collective seconds, on the stage that has the most; arrays [candidates].
+    """Lower bounds on collective seconds, on the stage that has the most; arrays [policies,
+    candidates].
 
     Attributes:
         gather: all-gathers of parameters that are stored sharded, for the forward and the backward
@@ -750,6 +783,14 @@ class TrafficBounds(ArrayTable):
     outside_gather: Array
     outside_scatter: Array
     gather_updated: Array
+
+    @classmethod
+    def of(cls, work: Array, updates: Array) -> TrafficBounds:
+        """The bounds from arrays [kinds, policies, candidates]; updates do not depend on the
+        policy.
+        """
+        names = (f.name for f in fields(cls))
+        return cls(**dict(zip(names, (*work, updates[0, 0]), strict=True)))
 
     def seconds(
         self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather_time: str
@@ -832,23 +873,23 @@ class Traffic:
                 for slot in slots
             ]
         )
+        roles = [SLOTS[slot].role for slot in slots]
         kinds = np.array(
             [
-                *([SLOTS[slot].role == role for slot in slots] for role in _ROLES),
+                *([own == role for own in roles] for role in _ROLES),
                 [SLOTS[slot].role == "reduce" and SLOTS[slot].group.of_experts for slot in slots],
                 [slot in blocking for slot in slots],
-                *([SLOTS[slot].role == role for slot in slots] for role in _OUTSIDE_ROLES),
+                *([own == role for own in roles] for role in _OUTSIDE_ROLES),
             ],
             dtype=float,
         )
-        all_stages = np.array([slot in blocking for slot in slots])
-        self._roles = _RowWeights(
+        work = _TrafficRows(
             rows=np.array([first + slot for first in (COUNTS, BYTES) for slot in slots]),
             rates=np.concatenate(
                 [figures[slots] * factors for figures in (links.latency, links.per_byte)]
             ),
             kinds=np.concatenate([kinds, kinds], axis=1),
-            all_stages=np.concatenate([all_stages, all_stages]),
+            all_stages=np.array([slot in blocking for slot in slots] * 2),
             outside_kinds=len(_OUTSIDE_ROLES),
         )
         dense, experts = (
@@ -857,72 +898,55 @@ class Traffic:
         )
         if not counts_overlap:
             dense, experts = np.zeros_like(dense), np.zeros_like(dense)
-        self._updates = _RowWeights(
+        updates = _TrafficRows(
             rows=np.array([Quantity.PARAMETERS, Quantity.EXPERTS]),
             rates=np.stack([dense, experts - dense]),
             kinds=np.ones((1, 2)),
             all_stages=np.zeros(2, dtype=bool),
         )
-        model_tallies, degrees = scope.model_tallies, values.degrees.take(index)
-        self._work = {
-            policy: ComponentCosts(
-                scope,
-                model_tallies.work[policy, scope.routes],
-                degrees,
-                lambda tallies, positions: self._seconds(tallies, positions, self._roles),
-                len(kinds),
-            )
-            for policy in scope.space.policies
-        }
-        self._stored = ComponentCosts(
-            scope,
-            model_tallies.stored,
-            degrees,
-            lambda tallies, positions: self._seconds(tallies, positions, self._updates),
-            1,
+        degrees = values.degrees.take(index)
+        self._work, self._stored = (
+            ComponentCosts(scope, programs, degrees, partial(self._seconds, rows), len(rows.kinds))
+            for programs, rows in ((scope.work, work), (scope.model_tallies.stored, updates))
         )
 
-    def least(self, positions: Array) -> dict[str, TrafficBounds]:
+    def least(self, positions: Array) -> TrafficBounds:
         """The minimum over all choices, by remat policy; infinite where none fits."""
-        updates = self._stored.least(positions)
-        return {
-            policy: _traffic_bounds(costs.least(positions), updates)
-            for policy, costs in self._work.items()
-        }
+        return TrafficBounds.of(self._work.least(positions), self._stored.least(positions))
 
-    def total(self, choices: Array, positions: Array) -> dict[str, TrafficBounds]:
+    def total(self, choices: Array, positions: Array) -> TrafficBounds:
         """The traffic of the given choices, by remat policy."""
-        updates = self._stored.total(choices, positions)
-        return {
-            policy: _traffic_bounds(costs.total(choices, positions), updates)
-            for policy, costs in self._work.items()
-        }
+        work, stored = (costs.total(choices, positions) for costs in (self._work, self._stored))
+        return TrafficBounds.of(work, stored)
 
     def _seconds(
-        self, tallies: Sequence[Tally], positions: Array, row_weights: _RowWeights
-    ) -> Array:
-        """Seconds of the rows of tallies, by kind."""
-        own = row_weights.rows
-        moved = [
-            tally.where(own.tobytes(), lambda rows: np.isin(rows % ROWS, own)) for tally in tallies
-        ]
-        needed = self._position[positions]
-        distinct, position = np.unique(needed, return_inverse=True)
-        together = evaluated_together(moved, self._values, self._distinct[distinct])
-        seconds = np.zeros((len(row_weights.kinds), len(tallies), len(positions)))
-        rates = row_weights.rates.take(positions, axis=1)
-        shares = self._shares.take(positions, axis=1)
-        for number, (tally, values) in enumerate(zip(moved, together, strict=True)):
-            if not len(tally.rows):
-                continue
-            row = np.searchsorted(row_weights.rows, tally.rows % ROWS)
-            segments = tally.rows // ROWS
-            kinds = row_weights.kinds[:, row]
-            if row_weights.outside_kinds:
-                kinds[-row_weights.outside_kinds :] *= segments == len(self._shares) - 1
-            share = np.where(row_weights.all_stages[row][:, None], 1.0, shares[segments])
-            seconds[:, number] = kinds @ (values.take(position, axis=1) * share * rates[row])
-        return seconds
+        self, counted: _TrafficRows, tallies: ComponentTallies
+    ) -> Callable[[Array], Array]:
+        """Prepares to compute the seconds of the rows of tallies, by kind."""
+        shares = np.concatenate([self._shares, np.ones((1, self._shares.shape[1]))])
+        position = np.full(ROWS, -1)
+        position[counted.rows] = np.arange(len(counted.rows))
+        # a label for each row and share
+        share = np.arange(len(self._shares))[:, None]
+        share = np.where(counted.all_stages[position], len(self._shares), share)
+        labels = np.where(position < 0, -1, share * len(counted.rows) + position)
+        kinds = np.concatenate([counted.kinds] * len(shares), axis=1)
+        if counted.outside_kinds:
+            outside = np.arange(kinds.shape[1]) // len(counted.rows) == len(self._shares) - 1
+            kinds[-counted.outside_kinds :, ~outside] = 0.0
+        sums = _WeightedSums(tallies, labels.reshape(-1), kinds)
+
+        def evaluated(positions: Array) -> Array:
+            distinct, position = np.unique(self._position[positions], return_inverse=True)
+            rates = shares[:, None, positions] * counted.rates[:, positions]
+            return sums.evaluated(
+                self._values,
+                self._distinct[distinct],
+                rates.reshape(-1, len(positions)),
+                position.reshape(-1),
+            )
+
+        return evaluated
 
 
 #: Roles of collectives, in the order of the first fields of `TrafficBounds`.
@@ -932,11 +956,11 @@ _OUTSIDE_ROLES = ("gather", "scatter")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RowWeights:
-    """Coefficients of some rows of a tally.
+class _TrafficRows:
+    """Rows of a tally that count as traffic.
 
     Attributes:
-        rows: indices of rows within a segment, ascending.
+        rows: indices of rows within a segment.
         rates: seconds by row and candidate.
         kinds: the kinds of seconds that each row counts towards, array [kinds, rows].
         all_stages: True for rows that are summed over all stages instead of taken from one.
@@ -948,11 +972,6 @@ class _RowWeights:
     kinds: Array
     all_stages: Array
     outside_kinds: int = 0
-
-
-def _traffic_bounds(work: Array, updates: Array) -> TrafficBounds:
-    names = (field.name for field in fields(TrafficBounds))
-    return TrafficBounds(**dict(zip(names, (*work, updates[0]), strict=True)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -985,21 +1004,21 @@ class StepBounds:
 
     def seconds(
         self,
-        bounds: Mapping[str, MicrobatchBounds],
-        footprints: Mapping[str, Footprint],
-        traffic: Mapping[str, TrafficBounds],
+        bounds: MicrobatchBounds,
+        footprint: Footprint,
+        traffic: TrafficBounds,
         sizes: Mapping[str, Array],
         limit: float = np.inf,
     ) -> Array:
         """Lower bound on the step time of plans that fit; infinite where none fits."""
-        kinds = self.by_kind(bounds, footprints, traffic, sizes, limit)
+        kinds = self.by_kind(bounds, footprint, traffic, sizes, limit)
         return np.minimum.reduce([np.full(len(sizes["micro"]), np.inf), *kinds.values()])
 
     def by_kind(
         self,
-        bounds: Mapping[str, MicrobatchBounds],
-        footprints: Mapping[str, Footprint],
-        traffic: Mapping[str, TrafficBounds],
+        bounds: MicrobatchBounds,
+        footprint: Footprint,
+        traffic: TrafficBounds,
         sizes: Mapping[str, Array],
         limit: float = np.inf,
     ) -> dict[PlanKind, Array]:
@@ -1012,37 +1031,34 @@ class StepBounds:
         chip, efficiency = self.pricer.topology.chip, self.pricer.efficiency
         groups, stages, micro = self.space.accumulation_groups, sizes["stage"], sizes["micro"]
         fixed = efficiency.step_s + efficiency.microbatch_s * (micro + groups * (stages - 1))
-        by_policy = MicrobatchBounds.stacked(bounds.values())
-        footprint = Footprint.stacked(footprints[policy] for policy in bounds)
-        collectives = TrafficBounds.stacked(traffic[policy] for policy in bounds)
-        options = self._pipeline_options(tuple(bounds), by_policy, sizes)
+        options = self._pipeline_options(bounds, sizes)
         #: kind of plan, bytes, overhead, seconds of transfers that may overlap, and the rest
         forms = list[tuple[PlanKind, Needed, Array, Array, Array]]()
         for zero, gather, legal in self._zero_options(sizes):
             with_zero = footprint.with_zero(zero, gather)
-            update_s = 2 * with_zero.state[0] / (chip.hbm_bytes_per_s * efficiency.update_share)
+            update_s = 2 * with_zero.state / (chip.hbm_bytes_per_s * efficiency.update_share)
             rest = np.where(legal, update_s, np.inf) + fixed
-            moved = collectives.seconds(zero, self.pricer, sizes, gather)
+            moved = traffic.seconds(zero, self.pricer, sizes, gather)
             for overhead, breadth_first in options:
                 if not breadth_first:
                     forms.append(((zero, False, gather), with_zero, overhead, moved, rest))
                 elif gather == "once":
                     chunks = self.space.max_breadth_first_chunks(sizes)
-                    seldom = collectives.breadth_first_seconds(self.pricer, micro, chunks, groups)
+                    seldom = traffic.breadth_first_seconds(self.pricer, micro, chunks, groups)
                     own = _breadth_first(footprint)
                     forms.append(((zero, True, gather), own, overhead, seldom, rest))
         overhead, overlappable = (np.stack([form[i] for form in forms]) for i in (2, 3))
         rest = np.stack([form[4] for form in forms])
         exposed = 0.0 if self.pricer.profile.states_overlap else 1 - efficiency.hidden
-        seconds = step_seconds(by_policy, stages, micro, overhead, overlappable, exposed)
+        seconds = step_seconds(bounds, stages, micro, overhead, overlappable, exposed)
         fastest = seconds.min(1) + rest
         fastest = np.nan_to_num(fastest, nan=np.inf, posinf=np.inf)  # no choice fits
         # memory is considered in the columns of every form that are below the limit
         columns = [np.flatnonzero(row) for row in fastest < limit]
         number = np.repeat(np.arange(len(forms)), [len(column) for column in columns])
         column = np.concatenate(columns)
-        hidden = efficiency.overlap * (by_policy.busy - collectives.blocked) * micro / stages
-        blocking = by_policy.busy * micro / stages + exposed * overlappable + overhead
+        hidden = efficiency.overlap * (bounds.busy - traffic.blocked) * micro / stages
+        blocking = bounds.busy * micro / stages + exposed * overlappable + overhead
         fastest[number, column] = self._fitting_seconds(
             Needed.joined(
                 own.take(column) for (_, own, *_), column in zip(forms, columns, strict=True)
@@ -1079,7 +1095,7 @@ class StepBounds:
         for offload in self.offloads:
             moved = np.zeros(len(least))
             if "optimizer" in offload:
-                moved = 2 * needed.state[0] / self.pricer.topology.chip.host_bytes_per_s
+                moved = 2 * needed.state / self.pricer.topology.chip.host_bytes_per_s
             rows = np.flatnonzero(least + moved < best)
             if not len(rows):
                 continue
@@ -1095,15 +1111,12 @@ class StepBounds:
             best[rows] = np.minimum(best[rows], mixed + (rest + moved)[rows])
         return best
 
-    def unlimited_seconds(
-        self, bounds: Mapping[str, MicrobatchBounds], sizes: Mapping[str, Array]
-    ) -> Array:
+    def unlimited_seconds(self, bounds: MicrobatchBounds, sizes: Mapping[str, Array]) -> Array:
         """Lower bound on the step time with unlimited memory."""
-        by_policy = MicrobatchBounds.stacked(bounds.values())
         return np.minimum.reduce(
             [
-                step_seconds(by_policy, sizes["stage"], sizes["micro"], overhead).min(0)
-                for overhead, _ in self._pipeline_options(tuple(bounds), by_policy, sizes)
+                step_seconds(bounds, sizes["stage"], sizes["micro"], overhead).min(0)
+                for overhead, _ in self._pipeline_options(bounds, sizes)
             ]
         )
 
@@ -1120,7 +1133,7 @@ class StepBounds:
         return [*stages, (3, "once", staged)] if once else stages
 
     def _pipeline_options(
-        self, policies: Sequence[str], bounds: MicrobatchBounds, sizes: Mapping[str, Array]
+        self, bounds: MicrobatchBounds, sizes: Mapping[str, Array]
     ) -> list[tuple[Array, bool]]:
         """Lower bounds on `pipeline_overhead`, [policies, candidates], each with a flag that is
         True for breadth first; infinite where no schedule fits.
@@ -1133,6 +1146,7 @@ class StepBounds:
             bounds: [policies, candidates].
         """
         stages, micro, space = sizes["stage"], sizes["micro"], self.space
+        policies = bounded_policies(space)
         mixed = np.full((len(policies), len(stages)), np.inf)
         mixed[:, stages == 1] = 0.0
         staged = np.flatnonzero(stages > 1)
@@ -1217,14 +1231,10 @@ class StepBounds:
             times, sizes = [seconds, *times], [least_bytes + movable, *sizes]
         return np.concatenate(times), np.concatenate(sizes)
 
-    def least_bytes(self, footprints: Mapping[str, Footprint]) -> Array:
+    def least_bytes(self, footprint: Footprint) -> Array:
         """Lower bound on bytes per device."""
         return np.minimum.reduce(
-            [
-                footprint.needed.device_bytes(offload)
-                for footprint in footprints.values()
-                for offload in self.offloads
-            ]
+            [footprint.needed.device_bytes(offload).min(0) for offload in self.offloads]
         )
 
 
@@ -1260,11 +1270,10 @@ class MemoryAgnosticBounds:
         self,
         bounds: ComputeBounds,
         step_bounds: StepBounds,
-        policies: Sequence[str],
         sizes: Mapping[str, Array],
         index: Array,
     ) -> None:
-        self._bounds, self._step_bounds, self._policies = bounds, step_bounds, policies
+        self._bounds, self._step_bounds = bounds, step_bounds
         self._first, self._group = distinct_rows(
             [bounds.kernel_index(index), sizes["stage"], sizes["micro"], sizes["fsdp"] > 1]
         )
@@ -1310,9 +1319,7 @@ class MemoryAgnosticBounds:
         return self._columns[stop].take(rows)[0]
 
     def _bound(self, stop: int | None, rows: Array) -> Array:
-        bounds = {
-            policy: self._bounds.least(policy, self._index[rows], stop) for policy in self._policies
-        }
+        bounds = self._bounds.least(self._index[rows], stop)
         sizes = {axis: size[rows] for axis, size in self._sizes.items()}
         return self._step_bounds.unlimited_seconds(bounds, sizes)[None]
 
@@ -1346,10 +1353,7 @@ class Entries:
         self.choices = scope.choices
         self._seconds = LazyColumns((1,), len(index), self._evaluate)
         self._mixes_remat = scope.space.mixes_remat  # then the bounds ignore memory
-        self._policies = (
-            (*scope.space.policies, BEST_PER_GROUP) if self._mixes_remat else scope.space.policies
-        )
-        self._fastest = MemoryAgnosticBounds(self.bounds, step_bounds, self._policies, sizes, index)
+        self._fastest = MemoryAgnosticBounds(self.bounds, step_bounds, sizes, index)
 
     def __len__(self) -> int:
         return len(self.degrees_index)
@@ -1397,14 +1401,6 @@ class Entries:
             self.scope, self._pricer, self.values, meshes.degrees_index, sizes, meshes.links
         )
 
-    def _least(self, index: Array, sizes: Mapping[str, Array]) -> dict[str, Footprint]:
-        """The minimum footprint over all choices, by policy; infinite where no choice fits."""
-        stored, points = self._footprints.least(index)
-        return {
-            policy: self._footprints.footprint(stored, points[policy], sizes)
-            for policy in self._policies
-        }
-
     @cached_property
     def bytes_bounds(self) -> Array:
         """Lower bound on bytes per device, by entry; infinite where no choice fits."""
@@ -1418,7 +1414,7 @@ class Entries:
             return np.zeros(len(entries))
         with np.errstate(invalid="ignore"):  # bytes of what does not fit are infinite
             minimum_bytes = self._step_bounds.least_bytes(
-                self._least(self.degrees_index[entries], self.sizes_of(entries))
+                self._footprints.least(self.degrees_index[entries], self.sizes_of(entries))
             )
         return np.nan_to_num(minimum_bytes, nan=np.inf, posinf=np.inf)
 
@@ -1450,23 +1446,19 @@ class Entries:
         self,
         index: Array,
         sizes: Mapping[str, Array],
-        traffic: Mapping[str, TrafficBounds],
+        traffic: TrafficBounds,
         limit: float = np.inf,
         *,
         placed: bool = False,
     ) -> Array:
         """See `seconds`."""
         with np.errstate(invalid="ignore"):  # what no choice fits is infinite
-            bounds = {policy: self.bounds.least(policy, index) for policy in self._policies}
+            bounds = self.bounds.least(index)
             if placed:
                 overlap = self._pricer.efficiency.overlap
-                bounds = {
-                    policy: bound.with_least_blocked(traffic[policy].blocked, overlap)
-                    for policy, bound in bounds.items()
-                }
-            return self._step_bounds.seconds(
-                bounds, self._least(index, sizes), traffic, sizes, limit
-            )
+                bounds = bounds.with_least_blocked(traffic.blocked, overlap)
+            footprint = self._footprints.least(index, sizes)
+            return self._step_bounds.seconds(bounds, footprint, traffic, sizes, limit)
 
     def pairs(
         self, entries: Array, limit: float = np.inf, *, minimum_memory: bool = False
@@ -1484,8 +1476,8 @@ class Entries:
         if self._mixes_remat or not len(pairs):
             return pairs.below(limit)
         index, sizes = self._rows(pairs)
-        footprints = self._footprint(pairs.choices, index, sizes)
-        return replace(pairs, bound=self._step_bounds.least_bytes(footprints)).below(limit)
+        footprint = self._footprints.total(pairs.choices, index, sizes)
+        return replace(pairs, bound=self._step_bounds.least_bytes(footprint)).below(limit)
 
     def unlimited_pairs(self, entries: Array) -> Pairs:
         """The given entries under every choice that fits, with bounds for unlimited memory."""
@@ -1493,10 +1485,8 @@ class Entries:
         if not len(pairs):
             return pairs
         index, sizes = self._rows(pairs)
-        bound = self._step_bounds.unlimited_seconds(
-            self._compute_bounds(pairs.choices, index), sizes
-        )
-        return replace(pairs, bound=bound)
+        bounds = self.bounds.of_choices(pairs.choices, index)
+        return replace(pairs, bound=self._step_bounds.unlimited_seconds(bounds, sizes))
 
     def fitting_pairs(self, pairs: Pairs, limit: float) -> Pairs:
         """Pairs with bounds for plans that fit, where these are below a limit; sorted by bound."""
@@ -1505,20 +1495,14 @@ class Entries:
         if not self._mixes_remat and len(pairs):
             index, sizes = self._rows(pairs)
             bound = self._step_bounds.seconds(
-                self._compute_bounds(pairs.choices, index),
-                self._footprint(pairs.choices, index, sizes),
+                self.bounds.of_choices(pairs.choices, index),
+                self._footprints.total(pairs.choices, index, sizes),
                 self._traffic.total(pairs.choices, self._mesh[pairs.entries]),
                 sizes,
                 limit,
             )
             pairs = replace(pairs, bound=bound)
         return pairs.below(limit)
-
-    def _compute_bounds(self, choices: Array, index: Array) -> dict[str, MicrobatchBounds]:
-        """Bounds for one microbatch under the given choices, by policy."""
-        return {
-            policy: self.bounds.of_choices(policy, choices, index) for policy in self._policies
-        }
 
     def _rows(self, pairs: Pairs) -> tuple[Array, dict[str, Array]]:
         """Indices of degrees, and sizes of pairs."""
@@ -1535,13 +1519,8 @@ class Entries:
         sizes["micro"] = meshes.micro[positions]
         traffic = self._traffic_on(meshes).total(choices, positions)
         return self._step_bounds.by_kind(
-            {
-                policy: self.bounds.of_choices(policy, choices, index).with_blocked(
-                    traffic[policy].blocked
-                )
-                for policy in self._policies
-            },
-            self._footprint(choices, index, sizes),
+            self.bounds.of_choices(choices, index).with_blocked(traffic.blocked),
+            self._footprints.total(choices, index, sizes),
             traffic,
             sizes,
             limit,
@@ -1568,13 +1547,3 @@ class Entries:
                 Pairs(entries=rows, choices=np.full(len(rows), number), bound=np.zeros(len(rows)))
             )
         return Pairs.joined(tables)
-
-    def _footprint(
-        self, choices: Array, index: Array, sizes: Mapping[str, Array]
-    ) -> dict[str, Footprint]:
-        """Footprints of candidates under the given choices, by policy."""
-        stored, points = self._footprints.total(choices, index)
-        return {
-            policy: self._footprints.footprint(stored, points[policy], sizes)
-            for policy in self._policies
-        }

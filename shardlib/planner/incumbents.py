@@ -1018,9 +1018,8 @@ class MixturePricer(PricingInputs):
         parts = {
             policy: self._tallies(policy, routes, choice, index) for policy in self.space.policies
         }
-        stored = self._model_tallies.stored.evaluated(self.values, index).columns(
-            [(choice, np.arange(len(index)))]
-        )[0]
+        stored = self._model_tallies.stored.tallies[""].evaluated(self.values, index)
+        stored = stored.columns([(choice, np.arange(len(index)))])[0]
         by_corner: dict[Corner, StepCosts] = {}
         for corner in mixed:
             work, points = corner_tallies(corner, parts, segments, self.workload.layer_counts)
@@ -1031,15 +1030,15 @@ class MixturePricer(PricingInputs):
 
     def _tallies(self, policy: str, routes: bool, choice: Choice, index: Array) -> PolicyTallies:
         """The tallies of a program on some degrees, in the order of `Workload.phase_tallies`."""
-        columns = [(choice, np.arange(len(index)))]
-        work = (
-            self._model_tallies.work[policy, routes]
-            .evaluated(self.values, index)
-            .columns(columns)[0]
+        columns, policies = [(choice, np.arange(len(index)))], self.space.policies
+        work, phases = (
+            programs.tallies[policy].evaluated(self.values, index).columns(columns)
+            for programs in (
+                self._model_tallies.work(policies, routes=routes),
+                self._phases.points(policies, routes=routes),
+            )
         )
-        lists = list(
-            self._phases.points[policy, routes].evaluated(self.values, index).columns(columns)
-        )
+        lists = list(phases)
         points: list[tuple[Array, ...]] = []
         stacks: list[Array] = []
         for phase in self.workload.programs[policy, routes].phases:
@@ -1047,7 +1046,7 @@ class MixturePricer(PricingInputs):
             stacks.append(first)
             points.append(tuple(lists[: len(phase.points)]))
             lists = lists[len(phase.points) :]
-        return PolicyTallies(work=work, points=tuple(points), stacks=tuple(stacks))
+        return PolicyTallies(work=work[0], points=tuple(points), stacks=tuple(stacks))
 
     @cached_property
     def _patterns(self) -> list[Pattern]:

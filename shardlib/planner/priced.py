@@ -22,7 +22,14 @@ from shardlib.decisions.pins import Pins
 from shardlib.errors import PinError, raise_all
 from shardlib.layout import MESH_AXES, MeshShape, Rules
 from shardlib.machines.topology import Placement, Topology, device_counts, place, placements
-from shardlib.planner.bounds import BEST_PER_GROUP, ROUNDING, Entries, Pairs, PlanKind, StepBounds
+from shardlib.planner.bounds import (
+    ROUNDING,
+    Entries,
+    Pairs,
+    PlanKind,
+    StepBounds,
+    bounded_policies,
+)
 from shardlib.planner.incumbents import (
     BestPlans,
     CandidateBlock,
@@ -179,11 +186,7 @@ class PairPricer(PricingInputs):
         """Candidates under choices, with their quantities."""
         candidates, choices = placed.candidates, placed.choices
         meshes = placed.block.meshes.take(candidates)
-        model_tallies = entries.scope.model_tallies
-        policies = self.space.policies
-        routes = entries.scope.routes
-        mixes_remat = self.space.mixes_remat
-        bounded_policies = (*policies, BEST_PER_GROUP) if mixes_remat else policies
+        scope, policies = entries.scope, self.space.policies
         index, degrees_of_row = np.unique(meshes.degrees_index, return_inverse=True)
         keys, column = np.unique(
             np.stack([choices, degrees_of_row.reshape(-1)]), axis=1, return_inverse=True
@@ -198,29 +201,24 @@ class PairPricer(PricingInputs):
 
         local, stored = (
             replace(meshes, degrees_index=column.reshape(-1)),
-            columns(model_tallies.stored)[0],
+            columns(scope.model_tallies.stored.tallies[""])[0],
         )
-        bounds = {
-            policy: entries.bounds.of_choices(policy, keys[0], index[keys[1]]).take(
-                local.degrees_index
-            )
-            for policy in bounded_policies
-        }
+        bounds = entries.bounds.of_choices(keys[0], index[keys[1]]).take(local.degrees_index)
         saved = (
             {
-                policy: columns(
-                    self.workload.stack_tallies.of_shardable(self.shardable).points[policy, routes]
-                )[0]
-                for policy in policies
+                policy: columns(tallies)[0]
+                for policy, tallies in self.workload.stack_tallies.of_shardable(self.shardable)
+                .points(policies, routes=scope.routes)
+                .tallies.items()
             }
-            if mixes_remat
+            if self.space.mixes_remat
             else dict[str, Array]()
         )
         by_policy = {
             policy: step_costs(
-                columns(model_tallies.work[policy, routes])[0],
+                columns(scope.work.tallies[policy])[0],
                 stored,
-                list(columns(model_tallies.points[policy, routes])),
+                list(columns(scope.points.tallies[policy])),
                 self.workload.model,
                 self.pricer,
                 local,
@@ -233,7 +231,10 @@ class PairPricer(PricingInputs):
             choices=choices,
             meshes=meshes,
             quantities=by_policy,
-            bounds=bounds,
+            bounds={
+                policy: bounds.of_policy(number)
+                for number, policy in enumerate(bounded_policies(self.space))
+            },
             kinds=placed.kinds,
         )
 

@@ -15,7 +15,6 @@ import numpy as np
 from shardlib.cost.facts import traits
 from shardlib.cost.framework import ANY_PLAN, XLA, Abilities, FrameworkProfile
 from shardlib.cost.stages import Meshes
-from shardlib.cost.tables import Tally
 from shardlib.cost.terms import Degrees
 from shardlib.decisions.lowerings import (
     Unsupported,
@@ -35,9 +34,10 @@ from shardlib.machines.topology import divisors
 from shardlib.planner.parts import dtype_changes, dtype_combinations
 from shardlib.planner.workload import (
     MAX_MICROBATCHES,
-    ItemTallies,
+    ComponentTallies,
     ModelLimits,
     ModelTallies,
+    Programs,
     Workload,
     batch_size,
     experts_form,
@@ -912,8 +912,9 @@ def _dividing(layers: int) -> tuple[int, ...]:
 # choice are a sum of cached arrays, and the minimum over all choices is the sum of the minima of
 # the components. The caller defines the quantities: seconds or bytes (`planner/bounds.py`).
 
-#: Turns tallies into quantities on some degrees, by index: array [quantities, tallies, degrees].
-TallyValues = Callable[[Sequence[Tally], Array], Array]
+#: Prepares to turn tallies into quantities on some degrees, by index: array [quantities, tallies,
+#: degrees].
+TallyValues = Callable[[ComponentTallies], Callable[[Array], Array]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -936,6 +937,16 @@ class Scope:
     def model_tallies(self) -> ModelTallies:
         """The tallies of the model."""
         return self.workload.tallies.of_shardable(self.shardable)
+
+    @cached_property
+    def work(self) -> Programs:
+        """Computation and communication of the programs of the space."""
+        return self.model_tallies.work(self.space.policies, routes=self.routes)
+
+    @cached_property
+    def points(self) -> Programs:
+        """Memory of the programs of the space, one list per point where it may peak."""
+        return self.model_tallies.points(self.space.policies, routes=self.routes)
 
     @cached_property
     def choices(self) -> list[Choice]:
@@ -1050,19 +1061,20 @@ class LazyColumns:
 
 
 class ComponentCosts:
-    """Cached quantities by component, on some degrees.
+    """Cached quantities by component and remat policy, on some degrees.
 
     Args:
         scope: the choices.
-        tallies: of the items.
+        programs: the tallies.
         values: turns tallies into quantities.
         count: number of quantities.
     """
 
     def __init__(
-        self, scope: Scope, tallies: ItemTallies, degrees: Degrees, values: TallyValues, count: int
+        self, scope: Scope, programs: Programs, degrees: Degrees, values: TallyValues, count: int
     ) -> None:
-        self._scope, self._tallies, self._evaluate, self._count = scope, tallies, values, count
+        self._scope, self._programs, self._values = scope, programs, values
+        self._shape = count, len(programs.tallies)
         self._tensor = degrees.tensor
         self._legal = degrees.expert >= 1 if scope.routes else degrees.expert == 1
         colours = scope.workload.colouring.colours
@@ -1074,21 +1086,23 @@ class ComponentCosts:
         self._sums: dict[int | None, LazyColumns] = {}
 
     def total(self, choices: Array, index: Array) -> Array:
-        """The quantities of some choices, each on some degrees, array [quantities, choices]."""
-        total = np.zeros((self._count, len(index)))
-        for component in ((), *self._tallies.components):
+        """The quantities of some choices, each on some degrees, array [quantities, policies,
+        choices].
+        """
+        total = np.zeros((*self._shape, len(index)))
+        for component in ((), *self._programs.components):
             options = self._scope.component_choices(component).of_choices[choices]
             total += self._of_component(component).select(options, index)
         return total
 
     def least(self, index: Array, stop: int | None = None) -> Array:
-        """The minimum of each quantity over all choices, array [quantities, degrees]; infinite
-        where no choice fits. With `stop`, only the components before that index are summed: a lower
-        bound.
+        """The minimum of each quantity over all choices, array [quantities, policies, degrees];
+        infinite where no choice fits. With `stop`, only the components before that index are
+        summed: a lower bound.
         """
         if stop not in self._sums:
             self._sums[stop] = LazyColumns(
-                (self._count,), len(self._tensor), lambda new: self._minimum(new, stop)
+                self._shape, len(self._tensor), lambda new: self._minimum(new, stop)
             )
         return self._sums[stop].take(index)
 
@@ -1097,18 +1111,18 @@ class ComponentCosts:
         total = sum(
             (
                 self._component_minimum(component).take(index)
-                for component in ((), *self._tallies.components[:stop])
+                for component in ((), *self._programs.components[:stop])
             ),
-            np.zeros((self._count, len(self._scope.first_choices), len(index))),
+            np.zeros((len(self._scope.first_choices), *self._shape, len(index))),
         )
         for number, sequence in enumerate(self._scope.first_choices):
             if sequence is not None:
-                total[:, number, self._tensor[index] == 1] = np.inf
-        return np.where(self._legal[index], total.min(1), np.inf)
+                total[number, ..., self._tensor[index] == 1] = np.inf
+        return np.where(self._legal[index], total.min(0), np.inf)
 
     def _component_minimum(self, component: tuple[str, ...]) -> LazyColumns:
         """The minimum of a component over the ways to shard it that fit, with and without sequence
-        parallelism: [quantities, sequences, degrees].
+        parallelism: [sequences, quantities, policies, degrees].
         """
         if component not in self._minima:
             options = self._scope.component_choices(component).options
@@ -1122,9 +1136,9 @@ class ComponentCosts:
             def evaluate(index: Array) -> Array:
                 quantities = self._of_component(component).take(index)
                 quantities = np.where(fits[:, index], quantities, np.inf)
-                return np.stack([quantities[:, own].min(1) for own in rows], axis=1)
+                return np.stack([quantities[:, :, own].min(2) for own in rows])
 
-            shape = self._count, len(sequences)
+            shape = len(sequences), *self._shape
             self._minima[component] = LazyColumns(shape, len(self._tensor), evaluate)
         return self._minima[component]
 
@@ -1134,18 +1148,18 @@ class ComponentCosts:
         return np.logical_and.reduce([*divides, self._tensor > (1 if option.tensor else 0)])
 
     def _of_component(self, component: tuple[str, ...]) -> LazyColumns:
-        """The quantities of a component under every way to shard it, [quantities, options,
-        degrees]; 0 for ways that need a tensor axis where there is none.
+        """The quantities of a component under every way to shard it, [quantities, policies,
+        options, degrees]; 0 for ways that need a tensor axis where there is none.
         """
         if component not in self._cache:
             options = self._scope.component_choices(component).options
-            tallies = [self._tallies.of(component, option) for option in options]
+            shape = *self._shape, len(options)
+            values = self._values(self._programs.of(component, options))
             sharded = np.array([bool(option.tensor or option.sequence) for option in options])
 
             def evaluate(index: Array) -> Array:
                 applies = (self._tensor[index] > sharded[:, None]) & self._legal[index]
-                return np.where(applies, self._evaluate(tallies, index), 0.0)
+                return np.where(applies, values(index).reshape(*shape, -1), 0.0)
 
-            shape = self._count, len(options)
             self._cache[component] = LazyColumns(shape, len(self._tensor), evaluate)
         return self._cache[component]

@@ -5,9 +5,9 @@ items. Shared by all searches of the problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from shardlib.cost.tables import (
     MeasureValues,
     Tally,
     TallyEntry,
+    joined,
     tallied,
 )
 from shardlib.cost.terms import Item
@@ -492,19 +493,90 @@ class EvaluatedTallies:
         return quantities.reshape(tallies.lists, tallies.segments, ROWS, -1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelTallies:
-    """The tallies of a model.
+class Programs:
+    """The tallies of programs that differ in their remat policy alone, with common components.
 
     Attributes:
-        stored: stored arrays.
-        work: computation and communication, by (remat policy, True where tokens are routed).
-        points: memory, one list per point where it may peak, by the same keys.
+        tallies: by remat policy; for stored arrays, one that has no policy.
     """
 
-    stored: ItemTallies
-    work: dict[ProgramKey, ItemTallies]
-    points: dict[ProgramKey, ItemTallies]
+    def __init__(self, tallies: Mapping[str, ItemTallies]) -> None:
+        self.tallies = tallies
+        self.components = next(iter(tallies.values())).components
+        self._joined: dict[tuple[tuple[str, ...], tuple[Choice, ...]], dict[Hashable, Tally]] = {}
+
+    def of(self, component: tuple[str, ...], options: tuple[Choice, ...]) -> ComponentTallies:
+        """The tallies of a component under some choices, policy by policy."""
+        return ComponentTallies(
+            tallies=[
+                [tallies.of(component, option) for option in options]
+                for tallies in self.tallies.values()
+            ],
+            cache=self._joined.setdefault((component, options), {}),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComponentTallies:
+    """The tallies of a component under some choices.
+
+    Attributes:
+        tallies: by remat policy and choice.
+        cache: what was joined, by its key.
+    """
+
+    tallies: list[list[Tally]]
+    cache: dict[Hashable, Tally]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.tallies))
+
+    def joined(self, width: int, key: Hashable, derived: Callable[[int, Tally], Tally]) -> Tally:
+        """What is derived from the tallies, as rows of one (`shardlib.cost.tables.joined`); cached
+        by the key.
+
+        Args:
+            derived: (index of the policy, tally) -> a tally of at most `width` rows.
+        """
+        if key not in self.cache:
+            self.cache[key] = joined(
+                [derived(number, own) for number, row in enumerate(self.tallies) for own in row],
+                width,
+            )
+        return self.cache[key]
+
+
+class ModelTallies:
+    """The tallies of a model where the tensor axis may shard some colours, computed lazily."""
+
+    def __init__(self, source: TallyCache, shardable: tuple[str, ...]) -> None:
+        self._source, self._shardable = source, shardable
+        self._programs: dict[Hashable, Programs] = {}
+
+    @cached_property
+    def stored(self) -> Programs:
+        """Stored arrays."""
+        return self._source.programs({"": [self._source.stored]}, self._shardable)
+
+    def work(self, policies: tuple[str, ...], *, routes: bool) -> Programs:
+        """Computation and communication, by remat policy.
+
+        Args:
+            routes: True where tokens are routed.
+        """
+        key = "work", policies, routes
+        if key not in self._programs:
+            lists = {policy: [self._source.work[policy, routes]] for policy in policies}
+            self._programs[key] = self._source.programs(lists, self._shardable)
+        return self._programs[key]
+
+    def points(self, policies: tuple[str, ...], *, routes: bool) -> Programs:
+        """Memory of the same programs, one list per point where it may peak."""
+        key = "points", policies, routes
+        if key not in self._programs:
+            lists = {policy: self._source.points((policy, routes)) for policy in policies}
+            self._programs[key] = self._source.programs(lists, self._shardable)
+        return self._programs[key]
 
 
 class TallyCache:
@@ -512,7 +584,7 @@ class TallyCache:
 
     Args:
         work: work items by (remat policy, True where tokens are routed).
-        points: returns the memory items of each point, by the same keys.
+        points: returns the memory items of each point of a program.
         stored: items of stored parameters.
         groups: number of layer groups.
         other_colours: colours other than those of a choice's tensor axis on which items may depend.
@@ -522,14 +594,14 @@ class TallyCache:
     def __init__(
         self,
         work: dict[ProgramKey, list[Item]],
-        points: Callable[[], dict[ProgramKey, tuple[list[Item], ...]]],
+        points: Callable[[ProgramKey], Sequence[list[Item]]],
         stored: list[Item],
         groups: int,
         profile: FrameworkProfile,
         other_colours: frozenset[str],
         sibling: TallyCache | None = None,
     ) -> None:
-        self._work, self._points, self._stored = work, points, stored
+        self.work, self.points, self.stored = work, points, stored
         self._segments, self._other_colours = groups + 2, other_colours
         self._item_entries = (
             ItemEntries(MeasureIndex(), profile, groups + 2)
@@ -553,7 +625,7 @@ class TallyCache:
         Args:
             key: (remat policy, True where tokens are routed); None for stored arrays.
         """
-        items = self._stored if key is None else self._work[key]
+        items = self.stored if key is None else self.work[key]
         groups = self._grouped([items], self._other_colours)
         return ItemTallies(lists=1, segments=self._segments, groups=groups, components=())
 
@@ -569,29 +641,29 @@ class TallyCache:
     def of_shardable(self, shardable: tuple[str, ...]) -> ModelTallies:
         """The tallies where the tensor axis may shard the given colours."""
         if shardable not in self._cache:
-            relevant = self._other_colours | set(shardable)
-            points = self._points()
-            lists: list[Sequence[list[Item]]] = [
-                [self._stored],
-                *([items] for items in self._work.values()),
-                *points.values(),
-            ]
-            groups = [self._grouped(items, relevant) for items in lists]
-            components = connected_components(
-                (group.colours for items in groups for group in items), shardable
-            )
-            stored, *others = [
-                ItemTallies(
-                    lists=len(listed), segments=self._segments, groups=items, components=components
-                )
-                for listed, items in zip(lists, groups, strict=True)
-            ]
-            self._cache[shardable] = ModelTallies(
-                stored=stored,
-                work=dict(zip(self._work, others[: len(self._work)], strict=True)),
-                points=dict(zip(points, others[len(self._work) :], strict=True)),
-            )
+            self._cache[shardable] = ModelTallies(self, shardable)
         return self._cache[shardable]
+
+    def programs(
+        self, lists: Mapping[str, Sequence[list[Item]]], shardable: tuple[str, ...]
+    ) -> Programs:
+        """The tallies of lists of items by remat policy, where tensor may shard some colours."""
+        relevant = self._other_colours | set(shardable)
+        groups = {policy: self._grouped(items, relevant) for policy, items in lists.items()}
+        components = connected_components(
+            (group.colours for listed in groups.values() for group in listed), shardable
+        )
+        return Programs(
+            {
+                policy: ItemTallies(
+                    lists=len(items),
+                    segments=self._segments,
+                    groups=groups[policy],
+                    components=components,
+                )
+                for policy, items in lists.items()
+            }
+        )
 
     def _grouped(
         self, lists: Sequence[list[Item]], relevant: frozenset[str]
@@ -637,17 +709,21 @@ class Workload:
     def tallies(self) -> TallyCache:
         """The tallies of all programs, computed lazily and shared by all searches."""
         work = {key: program.work for key, program in self.programs.items()}
-
-        def points() -> dict[ProgramKey, tuple[list[Item], ...]]:
-            return {key: program.points for key, program in self.programs.items()}
-
         sibling = None
         if self.sibling is not None and self.profile == replace(
             self.sibling.profile, attention=self.profile.attention, layers=self.profile.layers
         ):
             sibling = self.sibling.tallies
         groups, other_colours = len(self.layer_counts), self._other_colours
-        return TallyCache(work, points, self.stored, groups, self.profile, other_colours, sibling)
+        return TallyCache(
+            work,
+            lambda key: self.programs[key].points,
+            self.stored,
+            groups,
+            self.profile,
+            other_colours,
+            sibling,
+        )
 
     @property
     def _other_colours(self) -> frozenset[str]:
@@ -660,12 +736,9 @@ class Workload:
         Its measures are in the index of `tallies`.
         """
         return self._of(
-            {
-                key: tuple(
-                    items for phase in program.phases for items in (phase.stacks, *phase.points)
-                )
-                for key, program in self.programs.items()
-            }
+            lambda program: [
+                items for phase in program.phases for items in (phase.stacks, *phase.points)
+            ]
         )
 
     @cached_property
@@ -673,13 +746,19 @@ class Workload:
         """The tallies of the activations that every program's loops over layers have saved at the
         end of the forward pass. Its measures are in the index of `tallies`.
         """
-        return self._of(
-            {key: (program.phases[0].stacks,) for key, program in self.programs.items()}
-        )
+        return self._of(lambda program: [program.phases[0].stacks])
 
-    def _of(self, points: dict[ProgramKey, tuple[list[Item], ...]]) -> TallyCache:
+    def _of(self, points: Callable[[CostProgram], Sequence[list[Item]]]) -> TallyCache:
         groups, other_colours = len(self.layer_counts), self._other_colours
-        return TallyCache({}, lambda: points, [], groups, self.profile, other_colours, self.tallies)
+        return TallyCache(
+            {},
+            cache(lambda key: points(self.programs[key])),
+            [],
+            groups,
+            self.profile,
+            other_colours,
+            self.tallies,
+        )
 
     @cached_property
     def can_mix_remat(self) -> bool:
