@@ -25,13 +25,32 @@ that is, every piece (`shardlib.propagation.colours`).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import cached_property, wraps
+from typing import Literal, TypeVar
 
 from shardlib.compact import compact
 from shardlib.findings import Finding
 from shardlib.layout import LogicalAxes
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def once(of: Callable[[S], T]) -> Callable[[S], T]:
+    """Caches the result of a function of one object in that object, which must not change."""
+    name = f"_once_{of.__module__}.{of.__qualname__}"
+
+    @wraps(of)
+    def cached(subject: S) -> T:
+        known = vars(subject)
+        if name not in known:
+            known[name] = of(subject)
+        return known[name]
+
+    return cached
+
 
 #: The factors of one dim, major first.
 Dim = tuple[int, ...]
@@ -102,9 +121,17 @@ class FactorRule:
         """The factor that is sharded when this dim is: the first one larger than 1 that is not
         outer; None if there is none.
         """
-        return next(
-            (factor for factor in dim if self.sizes[factor] > 1 and factor not in self.outer), None
-        )
+        majors = self._majors
+        if dim not in majors:
+            majors[dim] = next(
+                (factor for factor in dim if self.sizes[factor] > 1 and factor not in self.outer),
+                None,
+            )
+        return majors[dim]
+
+    @cached_property
+    def _majors(self) -> dict[Dim, int | None]:
+        return {}
 
     def dims(self) -> Iterator[tuple[OpDim, Dim]]:
         for result, values in ((False, self.operands), (True, self.results)):
@@ -258,7 +285,7 @@ class Value:
         """Bytes per element."""
         return ITEMSIZE.get(self.dtype, 4)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Bytes of the whole array."""
         return math.prod(self.shape) * self.itemsize
@@ -343,7 +370,8 @@ class Graph:
             region = self.regions[region].parent
         return total
 
-    def producers(self) -> dict[int, int]:
+    @once
+    def producers(self) -> Mapping[int, int]:
         """The index of the producing op, by value index."""
         return {value: index for index, op in enumerate(self.ops) for value in op.results}
 

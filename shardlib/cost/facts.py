@@ -13,7 +13,7 @@ from shardlib.cost.attention import FORWARD, KERNELS, KernelHeads, without_tenso
 from shardlib.cost.experts import EVEN_ROUTING, GROUPED, TokenExchange, capacity_layers
 from shardlib.cost.framework import RESULTS
 from shardlib.cost.terms import OUTSIDE_LAYERS, Item
-from shardlib.graph import Graph, Op, StepGraph
+from shardlib.graph import Graph, Op, StepGraph, once
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import (
     TOKENS,
@@ -415,6 +415,7 @@ class Accumulator:
     last: int
 
 
+@once
 def accumulators(graph: Graph) -> tuple[Accumulator, ...]:
     """The accumulators of the loops of a program."""
     producers, readers = graph.producers(), Counter[int]()

@@ -36,7 +36,7 @@ from shardlib.cost.terms import (
     amount,
     colours_in,
 )
-from shardlib.graph import BLOCK, ITEMSIZE, Graph, Op, Parameter, StepGraph
+from shardlib.graph import BLOCK, ITEMSIZE, Graph, Op, Parameter, StepGraph, once
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Choice, Spec, axes_of, sharded_by
 
@@ -58,6 +58,7 @@ class GatheredParameter:
     uses: tuple[int, ...]
 
 
+@once
 def gathered(facts: Facts) -> list[GatheredParameter]:
     """Parameters and the ops that combine them with activations: if stored sharded over fsdp, each
     is gathered once per region, in its narrowest dtype.
@@ -720,7 +721,8 @@ def peaks(
     producers = facts.graph.producers()
     spans = {number: (live.birth, live.death) for number, live in enumerate(ranges)}
     shares = [np.array([parts.get(live.part, 1.0) for live in ranges]) for parts in _ZERO_SHARES]
-    sizes = [_sizes(facts, ranges, choice) for choice in choices]
+    whole = np.array([facts.graph.values[live.value].bytes * live.ratio for live in ranges])
+    sizes = [whole * _shares(facts, ranges, choice) for choice in choices]
     alive = bytes_alive(facts.graph, spans, [size * share for size in sizes for share in shares])
     outside = np.array([facts.trips[op.region] <= 1 for op in facts.graph.ops])
 
@@ -755,24 +757,21 @@ def peaks(
     )
 
 
-def _sizes(facts: Facts, ranges: list[LiveRange], choice: Choice) -> np.ndarray:
-    """Bytes of every live range if each kind of sharding divides by 64."""
-    specs = [
-        _resharded_spec(facts, live, choice)
-        if live.readers
-        else facts.value_spec(live.value, choice)
-        for live in ranges
-    ]
-    return np.array(
-        [
-            0.0
-            if spec is None
-            else facts.graph.values[live.value].bytes
-            * live.ratio
-            / 64.0 ** sum(part is not None for part in spec)
-            for live, spec in zip(ranges, specs, strict=True)
-        ]
-    )
+def _shares(facts: Facts, ranges: list[LiveRange], choice: Choice) -> np.ndarray:
+    """Share of every live range on one device if each kind of sharding divides by 64."""
+    shares: dict[Spec | None, float] = {None: 0.0}
+
+    def share(live: LiveRange) -> float:
+        spec = (
+            _resharded_spec(facts, live, choice)
+            if live.readers
+            else facts.value_spec(live.value, choice)
+        )
+        if spec not in shares:
+            shares[spec] = 64.0 ** -sum(part is not None for part in spec or ())
+        return shares[spec]
+
+    return np.array([share(live) for live in ranges])
 
 
 def _resharded_spec(facts: Facts, live: LiveRange, choice: Choice) -> Spec | None:
@@ -798,7 +797,9 @@ def _resharded_spec(facts: Facts, live: LiveRange, choice: Choice) -> Spec | Non
     return None if whole == spec else whole
 
 
-def _item(facts: Facts, producers: dict[int, int], live: LiveRange, memory: ProfileMemory) -> Item:
+def _item(
+    facts: Facts, producers: Mapping[int, int], live: LiveRange, memory: ProfileMemory
+) -> Item:
     value = facts.graph.values[live.value]
     op = facts.graph.ops[producers[live.value]] if live.value in producers else None
     segment = facts.layers.segment(op.region) if op else OUTSIDE_LAYERS

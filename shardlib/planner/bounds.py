@@ -217,11 +217,12 @@ class Footprints:
                     (corrections, self._profile.gradient_buffer),
                     lambda policy, tally: tally.weighted(weights[policy]),
                 )
+                number = len(tallies)
 
                 def evaluated(index: Array) -> Array:
-                    sums = np.zeros((len(tallies) * count, len(index)))
+                    sums = np.zeros((number * count, len(index)))
                     sums[tally.rows] = tally.evaluated(values, index)
-                    return after(sums.reshape(len(tallies), count, -1).swapaxes(0, 1))
+                    return after(sums.reshape(number, count, -1).swapaxes(0, 1))
 
                 return evaluated
 
