@@ -441,16 +441,7 @@ class Plans:
         `shares_held`, but in one program, whose arrays are in equal parts, every stage stores all
         layers of a stack that the stages do not divide.
         """
-        shares = self.shares_held.copy()
-        if self.profile.outside_on_all_stages:
-            for k, count in enumerate(self.model.layer_counts):
-                shares[k] = np.where(self._stored_whole(count), 1.0, shares[k])
-        return shares
-
-    def _stored_whole(self, count: int) -> Array:
-        """Mask of the candidates of which every stage stores all layers of a group."""
-        stages = self.meshes.stage
-        return (count % stages > 0) | (self.model.stacked_in_steps & (stages > 1))
+        return self._of_stacks[0]
 
     @cached_property
     def shares_sliced(self) -> Array:
@@ -459,13 +450,13 @@ class Plans:
         step makes), or, with several chunks of layers, those that it has from other stages
         (`interleaved_bytes`).
         """
-        shares, stages = np.zeros_like(self.shares), self.meshes.stage
-        if self.profile.outside_on_all_stages:
-            for k, count in enumerate(self.model.layer_counts):
-                copied = (stages > 1) & (self._stored_whole(count) | (self.chunks > 1))
-                own = 1.0 if self.model.stacked_in_steps else self.shares[k]
-                shares[k] = np.where(copied, own, 0.0)
-        return shares
+        return self._of_stacks[1]
+
+    @cached_property
+    def _of_stacks(self) -> tuple[Array, Array]:
+        return shares_of_stacks(
+            self.shares, self.shares_held, self.meshes.stage, self.model, self.profile, self.chunks
+        )
 
     @cached_property
     def shares_moved(self) -> Array:
@@ -571,6 +562,25 @@ class Plans:
                 for stages, micro in zip(meshes.stage, meshes.micro, strict=True)
             ]
         )
+
+
+def shares_of_stacks(
+    shares: Array,
+    held: Array,
+    stages: Array,
+    model: ModelFacts,
+    profile: FrameworkProfile,
+    chunks: Array | int = 1,
+) -> tuple[Array, Array]:
+    """`Plans.shares_stored` and `Plans.shares_sliced`, from `shares` and `shares_held`."""
+    stored, sliced = held.copy(), np.zeros_like(held)
+    if profile.outside_on_all_stages:
+        for k, count in enumerate(model.layer_counts):
+            whole = (count % stages > 0) | (model.stacked_in_steps & (stages > 1))
+            stored[k] = np.where(whole, 1.0, held[k])
+            own = 1.0 if model.stacked_in_steps else shares[k]
+            sliced[k] = np.where((stages > 1) & (whole | (np.asarray(chunks) > 1)), own, 0.0)
+    return stored, sliced
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ from shardlib.cost.collectives import (
     role_slots,
     storage_group,
 )
+from shardlib.cost.facts import traits
 from shardlib.cost.pricing import heap_ratio
-from shardlib.cost.stages import Meshes
+from shardlib.cost.stages import Meshes, shares_of_stacks
 from shardlib.cost.tables import (
     BYTES,
     COUNTS,
@@ -71,17 +72,17 @@ LIVE_STACKS, LIVE_LAYERS, LIVE_OUTSIDE, LIVE_EVERYWHERE, STACK_DEFICIT = LIVE_KI
 
 
 def stored_coefficients(segments: int) -> Array:
-    """Coefficients that turn a tally of stored arrays into `STORED` and `TRAINED`, for the layers
-    and for the embedding and head: array [2 x 7, rows].
+    """Coefficients that turn a tally of stored arrays into `STORED` and `TRAINED`, for each group
+    of layers and for the embedding and head: array [7 x (groups + 1), rows].
     """
-    coefficients = np.zeros((2, len(STORED) + 1, segments, ROWS))
-    for kind, quantity in enumerate(STORED):
-        for row in (quantity, _FROZEN.get(quantity, quantity)):
-            coefficients[0, kind, :-1, row] = coefficients[1, kind, -1, row] = 1.0
-    coefficients[0, TRAINED, :-1, Quantity.PARAMETERS] = coefficients[
-        1, TRAINED, -1, Quantity.PARAMETERS
-    ] = 1.0
-    return coefficients.reshape(2 * (len(STORED) + 1), -1)
+    kinds = [{quantity, _FROZEN.get(quantity, quantity)} for quantity in STORED]
+    kinds.append({Quantity.PARAMETERS})
+    places = [*range(segments - 2), segments - 1]
+    coefficients = np.zeros((len(kinds), len(places), segments, ROWS))
+    for kind, rows in enumerate(kinds):
+        for number, place in enumerate(places):
+            coefficients[kind, number, place, [*rows]] = 1.0
+    return coefficients.reshape(len(kinds) * len(places), -1)
 
 
 def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
@@ -251,7 +252,7 @@ class Footprints:
 
         Args:
             stored: bytes of `STORED` and `TRAINED` summed over all stages, in layers and in
-                embedding and head, by candidate: array [2 x 7, candidates].
+                embedding and head, by candidate: array [7 x (groups + 1), candidates].
             points: bytes of `LIVE_KINDS` at every point: array [points x 5, policies, candidates].
         """
         stages, concurrent = sizes["stage"], sizes["micro"] // self._space.accumulation_groups
@@ -326,15 +327,28 @@ class Footprints:
         `heap_ratio`.
         """
         profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
-        spread = profile.embedding_and_head == "spread"
-        layers, outside_layers = stored.reshape(2, len(STORED) + 1, -1)
-        parameters, state, gradients, *replicated, trained = layers / stages + outside_layers * (
-            1.0 if spread else np.where(stages > 1, self._model.largest_outside_share, 1.0)
+        spread, model = profile.embedding_and_head == "spread", self._model
+        # the fullest stage has whole layers of every group
+        own = [np.ceil(count / stages) / count for count in model.layer_counts]
+        outside = np.where((stages > 1) & (not spread), model.largest_outside_share, 1.0)
+        held = np.stack([*own, outside])
+        kept, sliced = shares_of_stacks(held, held, stages, model, profile)
+        hoisted = traits(self._pricer.topology.chip.vendor).hoists_casts
+        used = kept + sliced * (model.compute_dtype_ratio if hoisted else 1.0)
+        parameters, state, gradients, *replicated, trained = (
+            (part * share).sum(0)
+            for part, share in zip(
+                stored.reshape(len(STORED) + 1, len(held), -1),
+                (used, kept, held, used, kept, held, held),
+                strict=True,
+            )
         )
         stacks, others, outside, everywhere, deficits = np.moveaxis(
             points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), *points.shape[1:]), 1, 0
         )
-        others = others / stages + everywhere + outside * (1 / stages if spread else stages == 1)
+        least_share = np.minimum.reduce([1 / stages if not own else own[0], *own])
+        others = others * least_share + everywhere
+        others = others + outside * (1 / stages if spread else stages == 1)
         batch = (
             self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
@@ -358,7 +372,7 @@ class Footprints:
                 + (profile.fragmentation - 1) * state
                 + profile.runtime_bytes,
                 state=state,
-                live=heap * (stacks * (in_flight / stages) + others).max(0),
+                live=heap * (stacks * (in_flight * least_share) + others).max(0),
                 live_without_stacks=heap
                 * (deficits * max_in_flight * self._max_layer_share(stages) + others).max(0),
                 stack_fills=micro / max_in_flight / ratio,

@@ -453,21 +453,10 @@ class Space:
         """The most chunks per stage of a breadth-first pipeline, by candidate; 0 where it has
         none.
         """
-        stages = sizes["stage"]
-        microbatches = sizes["micro"]
-        other_ways = math.prod(sizes[axis] for axis in STORED_AXES)
-        limit, minimum = (self.limits.layers // stages, self.pins.virtual_stages or MIN_CHUNKS)
-        fits = (
-            (stages > 1)
-            & (microbatches >= stages * self.accumulation_groups)
-            & (other_ways > 1)
-            & (limit >= minimum)
-        )
-        return (
-            np.where(fits, self.pins.virtual_stages or limit, 0)
-            if self.breadth_first_chunks
-            else np.zeros_like(stages)
-        )
+        most = np.zeros_like(sizes["stage"])
+        for rows, chunks in self.breadth_first_rows(sizes):
+            most[rows] = max(chunks)
+        return most
 
     def breadth_first_rows(
         self, sizes: Mapping[str, Array]
@@ -475,16 +464,19 @@ class Space:
         """Candidates that may have breadth-first pipelines, by number of stages, with their numbers
         of chunks per stage.
         """
-        stages, most = sizes["stage"], self.max_breadth_first_chunks(sizes)
-        for number in np.unique(stages[most > 0]).tolist():
+        stages, layers, pinned = sizes["stage"], self.limits.layers, self.pins.virtual_stages
+        if not self.breadth_first_chunks:
+            return
+        fits = (stages > 1) & (sizes["micro"] >= stages * self.accumulation_groups)
+        fits &= math.prod(sizes[axis] for axis in STORED_AXES) > 1
+        for number in np.unique(stages[fits]).tolist():
             chunks = [
                 chunks
                 for chunks in self.breadth_first_chunks
-                if number * chunks <= self.limits.layers
-                and (self.pins.virtual_stages or -(-self.limits.layers // number) % chunks == 0)
+                if number * chunks <= layers and (pinned or -(-layers // number) % chunks == 0)
             ]
             if chunks:
-                yield np.flatnonzero((stages == number) & (most > 0)), chunks
+                yield np.flatnonzero((stages == number) & fits), chunks
 
     def legal_schedule(self, decisions: Decisions, meshes: Meshes) -> Array:
         """Mask of the candidates that a schedule fits: a layer for every chunk, and, with several
