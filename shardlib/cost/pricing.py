@@ -578,7 +578,7 @@ def interleaving_seconds(costs: StepCosts, plans: Plans) -> Array:
     chunks each, and their gradients back.
     """
     meshes, links, zero = plans.meshes, plans.meshes.links, plans.decisions.zero
-    slots = _INTERLEAVING[np.minimum(plans.decisions.virtual_stages % meshes.stage, 1)]
+    slots = INTERLEAVING[np.minimum(plans.decisions.virtual_stages % meshes.stage, 1)]
     candidates, total = np.arange(len(meshes)), np.zeros(len(meshes))
     for stored_bytes in (
         costs.stored.parameters_sharded + costs.stored.frozen_sharded
@@ -593,7 +593,7 @@ def interleaving_seconds(costs: StepCosts, plans: Plans) -> Array:
 
 
 #: Indices of the slots that redistribute layers if their chunks divide, and if not.
-_INTERLEAVING = np.array(
+INTERLEAVING = np.array(
     [SLOTS.index(Slot("regroup", axis_group(STAGE), kind)) for kind in ("all-to-all", "all-gather")]
 )
 

@@ -29,7 +29,7 @@ from shardlib.cost.collectives import (
     storage_group,
 )
 from shardlib.cost.facts import traits
-from shardlib.cost.pricing import heap_ratio
+from shardlib.cost.pricing import INTERLEAVING, heap_ratio
 from shardlib.cost.stages import Meshes, shares_of_stacks
 from shardlib.cost.tables import (
     BYTES,
@@ -49,7 +49,12 @@ from shardlib.planner.space import (
     Space,
     forward_first,
 )
-from shardlib.planner.workload import ComponentTallies, ItemTallies, Programs
+from shardlib.planner.workload import (
+    MAX_POLICY_GROUPS,
+    ComponentTallies,
+    ItemTallies,
+    Programs,
+)
 from shardlib.schedules import Pipelines, Schedule, least_in_flight, named, pipelines
 
 Array = np.ndarray
@@ -171,11 +176,14 @@ class Footprint(ArrayTable):
             replicated.
         gathered_once: extra bytes where stages all-gather sharded parameters once for all
             microbatches.
+        redistributed: bytes of the parameters and the accumulated gradients of each layer group, as
+            they are stored, of all stages, array [groups, candidates].
     """
 
     needed: Needed
     replicated: tuple[Array, ...]
     gathered_once: Array
+    redistributed: Array
     breadth_first: Needed | None = None
 
     def with_zero(self, zero: int, gather: str = "use") -> Needed:
@@ -335,10 +343,11 @@ class Footprints:
         kept, sliced = shares_of_stacks(held, held, stages, model, profile)
         hoisted = traits(self._pricer.topology.chip.vendor).hoists_casts
         used = kept + sliced * (model.compute_dtype_ratio if hoisted else 1.0)
+        parts = stored.reshape(len(STORED) + 1, len(held), -1)
         parameters, state, gradients, *replicated, trained = (
             (part * share).sum(0)
             for part, share in zip(
-                stored.reshape(len(STORED) + 1, len(held), -1),
+                parts,
                 (used, kept, held, used, kept, held, held),
                 strict=True,
             )
@@ -366,6 +375,7 @@ class Footprints:
                 profile.fragmentation * self._model.compute_dtype_ratio * trained
                 + accumulating * replicated[2]
             ),
+            redistributed=(parts[0] + parts[2])[:-1],
             needed=Needed(
                 stored=profile.fragmentation * (parameters + batch)
                 + accumulating * gradients
@@ -457,8 +467,8 @@ class MicrobatchBounds(LazyTable):
         message_bytes: bytes of these messages.
         compute: those seconds of `busy` that are kernels.
         ring: seconds of ring transfers.
-        layer_seconds: those seconds of `busy` that are spent in layers, where all layers are alike
-            and stages are made of whole layers; 0 where layers differ.
+        layers: those seconds of `busy` that are spent in each layer group, where stages are made of
+            whole layers, array [groups, policies, candidates].
     """
 
     busy: Array
@@ -468,16 +478,20 @@ class MicrobatchBounds(LazyTable):
     message_bytes: Array
     compute: Array
     ring: Array
-    layer_seconds: Array
+    layers: Array
 
     @classmethod
     def of(cls, rows: Array) -> MicrobatchBounds:
-        """The bounds from an array [BOUND_COUNT, policies, candidates]."""
-        return cls(**{f.name: row for f, row in zip(fields(cls), rows, strict=True)})
+        """The bounds from an array [`SINGLE_BOUNDS` + groups, policies, candidates]."""
+        return cls(
+            **{f.name: row for f, row in zip(fields(cls)[:SINGLE_BOUNDS], rows, strict=False)},
+            layers=rows[SINGLE_BOUNDS:],
+        )
 
     def of_policy(self, number: int) -> MicrobatchBounds:
         """The bounds of one policy."""
-        return MicrobatchBounds(**{f.name: getattr(self, f.name)[number] for f in fields(self)})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return MicrobatchBounds(**{name: array[..., number, :] for name, array in values.items()})
 
     def with_blocked(self, blocked: Array) -> MicrobatchBounds:
         """The bounds of given choices with `blocked` seconds of collectives that block compute."""
@@ -505,7 +519,8 @@ class MicrobatchBounds(LazyTable):
         )
 
 
-BOUND_COUNT = len(fields(MicrobatchBounds))
+#: Fields of `MicrobatchBounds` before `layers`.
+SINGLE_BOUNDS = len(fields(MicrobatchBounds)) - 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -536,10 +551,10 @@ class ComputeBounds:
     def __init__(self, scope: Scope, pricer: Pricer, values: MeasureValues) -> None:
         self._pricer, self._values = pricer, values
         self._blocking, self._ring = blocking_slots(scope), ring_slots(scope)
-        self._equal_layers = (
-            len(scope.workload.layer_counts) == 1 and pricer.profile.embedding_and_head != "owners"
-        )
         self._group_count = len(scope.workload.layer_counts)
+        # stages of whole layers are known where embedding and head do not decide on their balance
+        few = self._group_count <= MAX_POLICY_GROUPS
+        self._whole_layers = few and pricer.profile.embedding_and_head != "owners"
         lockstep = pricer.profile.pipeline == "lockstep"
         self._deferrable = max(schedule.deferrable(lockstep=lockstep) for schedule in pipelines())
         work = values.kernel_degrees
@@ -559,7 +574,8 @@ class ComputeBounds:
 
         def costs(segment: int | None) -> ComponentCosts:
             prepared = partial(self._seconds, segment)
-            return ComponentCosts(scope, scope.work, work, prepared, BOUND_COUNT)
+            count = SINGLE_BOUNDS + self._group_count * self._whole_layers
+            return ComponentCosts(scope, scope.work, work, prepared, count)
 
         self._costs = costs(None)
         segments = range(self._group_count + 2) if scope.space.mixes_remat else ()
@@ -624,22 +640,19 @@ class ComputeBounds:
                 rows == BYTES + send,
                 compute,
                 around_ring,
-                np.zeros(len(rows)),
             ]
         )
-        # the rows of layers, where all are alike, have labels of their own
-        in_layers = kinds.copy()
-        in_layers[-1] = busy
+        # rows of layers have labels of their own by group
+        groups = self._group_count * self._whole_layers
+        in_layers = np.zeros((groups, groups + 1, len(rows)))
+        in_layers[range(groups), range(groups)] = busy
+        kinds = np.concatenate([np.tile(kinds, groups + 1), in_layers.reshape(groups, -1)])
         position = np.full(ROWS, -1)
         position[rows] = np.arange(len(rows))
         segments = np.arange(self._group_count + 2)[:, None]
-        labels = np.where(self._equal_layers & (segments == 0), position + len(rows), position)
+        labels = np.minimum(segments, groups) * len(rows) + position
         skipped = (position < 0) | (segments != (segments if segment is None else segment))
-        sums = _WeightedSums(
-            tallies,
-            np.where(skipped, -1, labels).reshape(-1),
-            np.concatenate([kinds, in_layers], 1),
-        )
+        sums = _WeightedSums(tallies, np.where(skipped, -1, labels).reshape(-1), kinds)
         return lambda index: sums.evaluated(
             self._values, self._first[index], rates.take(index, axis=1)
         )
@@ -739,7 +752,7 @@ def pipeline_overhead(
     pipelines: Pipelines,
     schedule: Schedule,
     message_s: Array | float,
-    layers: int,
+    counts: Sequence[int],
     accumulation_groups: int = 1,
 ) -> Array:
     """A lower bound on the seconds per step beyond those of stages that share the work equally: the
@@ -748,12 +761,12 @@ def pipeline_overhead(
     Args:
         pipelines: with the microbatches of one accumulation group.
         message_s: seconds of the messages of one microbatch and chunk.
+        counts: layers of each group.
     """
     stages, chunks = pipelines.stages, pipelines.chunks
     finite = np.isfinite(bounds.busy)
-    fullest_share = chunks * np.ceil(layers / (stages * chunks)) / max(layers, 1)
     per_microbatch = (
-        np.where(finite, bounds.layer_seconds, 0.0) * (fullest_share - 1 / stages)
+        _uneven_seconds(np.where(finite, bounds.layers, 0.0), counts, stages, chunks)
         + message_s * chunks
     )
     if schedule.splits_backward:  # weight gradients fill the bubble
@@ -763,6 +776,26 @@ def pipeline_overhead(
         busy = np.where(finite, bounds.busy, 0.0) / stages + per_microbatch
         waiting = schedule.bubble(pipelines) * busy
     return accumulation_groups * (per_microbatch * pipelines.microbatches + waiting)
+
+
+def _uneven_seconds(
+    layers: Array, counts: Sequence[int], stages: Array, chunks: Array
+) -> Array | float:
+    """A lower bound on the seconds that the slowest stage has beyond an equal share of the layers:
+    of some chunk, which has as many layers of a group as an equal part, rounded up, or as many
+    layers of any.
+
+    Args:
+        layers: seconds of each group, [groups, ..., candidates].
+    """
+    if not len(layers):
+        return 0.0
+    parts, total = stages * chunks, layers.sum(0)
+    slowest, quickest = total / parts, np.full_like(total, np.inf)
+    for own, count in zip(layers, counts, strict=True):
+        slowest = np.maximum(slowest, np.ceil(count / parts) / count * own)
+        quickest = np.minimum(quickest, own / count)
+    return chunks * np.maximum(slowest, np.ceil(sum(counts) / parts) * quickest) - total / stages
 
 
 # --------------------------------------------------------------------------------------------------
@@ -788,6 +821,8 @@ class TrafficBounds(ArrayTable):
         outside_gather, outside_scatter: the parts of `gather` and `scatter` that are parameters of
             embedding and head.
         gather_updated: the all-gather of updated parameters, per step.
+        redistribute: seconds per byte of a stage that is redistributed to interleaved stages, if
+            their chunks divide, and if not, array [2, candidates].
     """
 
     gather: Array
@@ -798,14 +833,15 @@ class TrafficBounds(ArrayTable):
     outside_gather: Array
     outside_scatter: Array
     gather_updated: Array
+    redistribute: Array
 
     @classmethod
-    def of(cls, work: Array, updates: Array) -> TrafficBounds:
+    def of(cls, work: Array, updates: Array, redistribute: Array) -> TrafficBounds:
         """The bounds from arrays [kinds, policies, candidates]; updates do not depend on the
         policy.
         """
         names = (f.name for f in fields(cls))
-        return cls(**dict(zip(names, (*work, updates[0, 0]), strict=True)))
+        return cls(**dict(zip(names, (*work, updates[0, 0], redistribute), strict=True)))
 
     def seconds(
         self, zero: int, pricer: Pricer, sizes: Mapping[str, Array], gather_time: str
@@ -880,6 +916,7 @@ class Traffic:
         self._shares = np.stack([*layers, np.ones(len(stages)), outside_share])
         if links is None:
             links = least_link_costs({axis: sizes[axis] for axis in MESH_AXES}, pricer.topology)
+        self._redistribute = links.per_byte[INTERLEAVING] * profile.outside_on_all_stages
         blocking = blocking_slots(scope)
         slots = sorted({*blocking, *(role_slots(*_ROLES) if counts_overlap else ())})
         factors = pricer.exposed_share(slots) * np.array(
@@ -927,12 +964,13 @@ class Traffic:
 
     def least(self, positions: Array) -> TrafficBounds:
         """The minimum over all choices, by remat policy; infinite where none fits."""
-        return TrafficBounds.of(self._work.least(positions), self._stored.least(positions))
+        work, stored = (costs.least(positions) for costs in (self._work, self._stored))
+        return TrafficBounds.of(work, stored, self._redistribute.take(positions, axis=1))
 
     def total(self, choices: Array, positions: Array) -> TrafficBounds:
         """The traffic of the given choices, by remat policy."""
         work, stored = (costs.total(choices, positions) for costs in (self._work, self._stored))
-        return TrafficBounds.of(work, stored)
+        return TrafficBounds.of(work, stored, self._redistribute.take(positions, axis=1))
 
     def _seconds(
         self, counted: _TrafficRows, tallies: ComponentTallies
@@ -1009,10 +1047,12 @@ class StepBounds:
     """Lower bounds under a memory capacity (usable bytes per device).
 
     Attributes:
+        counts: layers of each group.
         offloads: sets of parts that may be in host memory; includes () where none must.
     """
 
     space: Space
+    counts: tuple[int, ...]
     pricer: Pricer
     capacity: float
     offloads: tuple[tuple[str, ...], ...]
@@ -1046,7 +1086,7 @@ class StepBounds:
         chip, efficiency = self.pricer.topology.chip, self.pricer.efficiency
         groups, stages, micro = self.space.accumulation_groups, sizes["stage"], sizes["micro"]
         fixed = efficiency.step_s + efficiency.microbatch_s * (micro + groups * (stages - 1))
-        options = self._pipeline_options(bounds, sizes)
+        options = self._pipeline_options(bounds, sizes, footprint, traffic)
         #: kind of plan, bytes, overhead, seconds of transfers that may overlap, and the rest
         forms = list[tuple[PlanKind, Needed, Array, Array, Array]]()
         for zero, gather, legal in self._zero_options(sizes):
@@ -1148,7 +1188,11 @@ class StepBounds:
         return [*stages, (3, "once", staged)] if once else stages
 
     def _pipeline_options(
-        self, bounds: MicrobatchBounds, sizes: Mapping[str, Array]
+        self,
+        bounds: MicrobatchBounds,
+        sizes: Mapping[str, Array],
+        footprint: Footprint | None = None,
+        traffic: TrafficBounds | None = None,
     ) -> list[tuple[Array, bool]]:
         """Lower bounds on `pipeline_overhead`, [policies, candidates], each with a flag that is
         True for breadth first; infinite where no schedule fits.
@@ -1179,7 +1223,11 @@ class StepBounds:
                 lockstep=self.pricer.profile.pipeline == "lockstep",
             )
             message_s = message_seconds(own, stages_of_rows, self.pricer)
-            overhead = pipeline_overhead(own, pipelines, schedule, message_s, layers, groups)
+            overhead = pipeline_overhead(own, pipelines, schedule, message_s, self.counts, groups)
+            if footprint is not None and traffic is not None:
+                overhead = overhead + self._interleaving_seconds(
+                    footprint.redistributed[:, rows], traffic.redistribute[:, rows], pipelines
+                )
             fits = (pipelines.chunks == 1) | (
                 (pipelines.microbatches >= stages_of_rows)
                 & (stages_of_rows * pipelines.chunks <= layers)
@@ -1208,6 +1256,20 @@ class StepBounds:
         for rows, chunks in space.breadth_first_rows(sizes):
             breadth_first[:, rows] = least(rows, forward_first()[0], chunks)
         return [*options, (breadth_first, True)]
+
+    def _interleaving_seconds(
+        self, redistributed: Array, second_per_byte: Array, pipelines: Pipelines
+    ) -> Array | float:
+        """A lower bound on the seconds per step in which layers are redistributed to interleaved
+        stages (`shardlib.cost.pricing.interleaving_seconds`), whatever the latency.
+        """
+        stages, chunks = pipelines.stages, pipelines.chunks
+        moved = sum(
+            own / stages * ((chunks > 1) & (count % (stages * chunks) == 0))
+            for own, count in zip(redistributed, self.counts, strict=True)
+        )
+        divide, gather = second_per_byte
+        return moved * np.where(chunks % stages, stages * gather, divide)
 
     def _time_memory_points(
         self,

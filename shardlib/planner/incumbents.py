@@ -1403,7 +1403,7 @@ class RowPricer(PricingInputs):
         )
         message_s = message_seconds(bounds, stages, self.pricer) if named(schedule).staged else 0.0
         overhead = pipeline_overhead(
-            bounds, pipelines, named(schedule), message_s, self.space.limits.layers, groups
+            bounds, pipelines, named(schedule), message_s, self.workload.layer_counts, groups
         )
         return step_seconds(bounds, stages, micro, overhead)
 

@@ -461,6 +461,7 @@ class Explorer:
         pinned = space.pins.offload
         self._fitting = StepBounds(
             space=space,
+            counts=workload.layer_counts,
             pricer=self.pricer,
             capacity=capacity,
             offloads=(pinned,) if pinned else ((), *self.pair_pricer.offloads),

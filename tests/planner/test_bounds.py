@@ -76,7 +76,10 @@ def _entries(
     room = build_space(load, Pins(), None, strategy)
     sizes = room.mesh_sizes(load.colouring, pricer.topology.devices)
     shapes, shape = distinct(sizes)
-    fitting = StepBounds(space=room, pricer=pricer, capacity=capacity, offloads=OFFLOADS)
+    counts = load.layer_counts
+    fitting = StepBounds(
+        space=room, counts=counts, pricer=pricer, capacity=capacity, offloads=OFFLOADS
+    )
     scope = Scope(
         workload=load,
         space=room,
@@ -206,7 +209,7 @@ def test_the_fullest_stage_has_whole_layers() -> None:
     tick = MicrobatchBounds.of(np.stack([busy, busy, busy, none, none, busy, none, layers]))
     stages, micro = np.array([4]), np.array([8])
     pipelines = Pipelines(stages=stages, chunks=np.ones(1), microbatches=micro)
-    overhead = pipeline_overhead(tick, pipelines, named("1f1b"), 0.0, 6)
+    overhead = pipeline_overhead(tick, pipelines, named("1f1b"), 0.0, (6,))
     seconds = step_seconds(tick, stages, micro, overhead)
     np.testing.assert_allclose(seconds, (8 + 3) * (2 + 1 / 4))
 
