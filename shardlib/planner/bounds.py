@@ -242,9 +242,13 @@ class Footprints:
             lambda tallies: stored_coefficients(tallies.segments),
             lambda quantities: quantities,
         )
-        self._points = costs_of(
+        self._live = lambda: costs_of(
             scope.points, lambda tallies: live_coefficients(tallies, pricer), with_stack_deficits
         )
+
+    @cached_property
+    def _points(self) -> ComponentCosts:
+        return self._live()
 
     def least(self, index: Array, sizes: Mapping[str, Array]) -> Footprint:
         """The minimum over all choices on the given degrees (by index)."""
@@ -254,6 +258,18 @@ class Footprints:
         """The footprint of the given choices on the given degrees (by index)."""
         stored = self._stored.total(choices, index)[:, 0]
         return self._footprint(stored, self._points.total(choices, index), sizes)
+
+    def least_stored(self, index: Array, sizes: Mapping[str, Array]) -> Footprint:
+        """`least`, if nothing lived during a step but what is stored: far quicker to compute."""
+        return self._footprint(self._stored.least(index)[:, 0], self._nothing_alive(sizes), sizes)
+
+    def total_stored(self, choices: Array, index: Array, sizes: Mapping[str, Array]) -> Footprint:
+        """`total`, if nothing lived during a step but what is stored."""
+        stored = self._stored.total(choices, index)[:, 0]
+        return self._footprint(stored, self._nothing_alive(sizes), sizes)
+
+    def _nothing_alive(self, sizes: Mapping[str, Array]) -> Array:
+        return np.zeros((len(LIVE_KINDS), len(self._space.policies), len(sizes["micro"])))
 
     def _footprint(self, stored: Array, points: Array, sizes: Mapping[str, Array]) -> Footprint:
         """The footprint of candidates.
@@ -646,7 +662,9 @@ class ComputeBounds:
         groups = self._group_count * self._whole_layers
         in_layers = np.zeros((groups, groups + 1, len(rows)))
         in_layers[range(groups), range(groups)] = busy
-        kinds = np.concatenate([np.tile(kinds, groups + 1), in_layers.reshape(groups, -1)])
+        kinds = np.concatenate(
+            [np.tile(kinds, groups + 1), in_layers.reshape(groups, kinds.shape[1] * (groups + 1))]
+        )
         position = np.full(ROWS, -1)
         position[rows] = np.arange(len(rows))
         segments = np.arange(self._group_count + 2)[:, None]
@@ -1428,7 +1446,9 @@ class Entries:
         self._pricer, self._step_bounds = pricer, step_bounds
         self.bounds = ComputeBounds(scope, pricer, values)
         self.choices = scope.choices
-        self._seconds = LazyColumns((1,), len(index), self._evaluate)
+        self._seconds, self._rough_seconds = (
+            LazyColumns((1,), len(index), partial(self._evaluate, rough)) for rough in (False, True)
+        )
         self._mixes_remat = scope.space.mixes_remat  # then the bounds ignore memory
         self._fastest = MemoryAgnosticBounds(self.bounds, step_bounds, sizes, index)
 
@@ -1495,18 +1515,27 @@ class Entries:
             )
         return np.nan_to_num(minimum_bytes, nan=np.inf, posinf=np.inf)
 
-    def seconds(self, entries: Array) -> Array:
+    def seconds(self, entries: Array, limit: float = np.inf) -> Array:
         """Lower bound on the step time of plans of the given entries that fit; infinite where none
         fits.
+
+        Args:
+            limit: seconds; what lives during a step is not considered for entries that take as long
+                without it.
         """
         if self._mixes_remat:
             return self.unlimited_seconds[entries]
-        return self._seconds.take(entries)[0]
+        if limit == np.inf:
+            return self._seconds.take(entries)[0]
+        bounds = self._rough_seconds.take(entries)[0].copy()
+        near = bounds < limit
+        bounds[near] = self._seconds.take(entries[near])[0]
+        return bounds
 
-    def _evaluate(self, entries: Array) -> Array:
+    def _evaluate(self, rough: bool, entries: Array) -> Array:
         traffic = self._traffic.least(self._mesh[entries])
         index = self.degrees_index[entries]
-        return self._least_seconds(index, self.sizes_of(entries), traffic)[None]
+        return self._least_seconds(index, self.sizes_of(entries), traffic, rough=rough)[None]
 
     def seconds_on(self, meshes: Meshes, limit: float = np.inf) -> Array:
         """The same for placed candidates, whose links are known."""
@@ -1527,6 +1556,7 @@ class Entries:
         limit: float = np.inf,
         *,
         placed: bool = False,
+        rough: bool = False,
     ) -> Array:
         """See `seconds`."""
         with np.errstate(invalid="ignore"):  # what no choice fits is infinite
@@ -1534,7 +1564,8 @@ class Entries:
             if placed:
                 overlap = self._pricer.efficiency.overlap
                 bounds = bounds.with_least_blocked(traffic.blocked, overlap)
-            footprint = self._footprints.least(index, sizes)
+            least = self._footprints.least_stored if rough else self._footprints.least
+            footprint = least(index, sizes)
             return self._step_bounds.seconds(bounds, footprint, traffic, sizes, limit)
 
     def pairs(
@@ -1567,19 +1598,22 @@ class Entries:
 
     def fitting_pairs(self, pairs: Pairs, limit: float) -> Pairs:
         """Pairs with bounds for plans that fit, where these are below a limit; sorted by bound."""
-        pairs = pairs.below(limit)
-        pairs = pairs.take(np.lexsort((pairs.choices, self.sizes["tensor"][pairs.entries])))
-        if not self._mixes_remat and len(pairs):
-            index, sizes = self._rows(pairs)
-            bound = self._step_bounds.seconds(
-                self.bounds.of_choices(pairs.choices, index),
-                self._footprints.total(pairs.choices, index, sizes),
-                self._traffic.total(pairs.choices, self._mesh[pairs.entries]),
-                sizes,
-                limit,
-            )
-            pairs = replace(pairs, bound=bound)
-        return pairs.below(limit)
+        footprints = self._footprints
+        for footprint in () if self._mixes_remat else (footprints.total_stored, footprints.total):
+            pairs = pairs.below(limit)
+            if len(pairs):
+                index, sizes = self._rows(pairs)
+                bound = self._step_bounds.seconds(
+                    self.bounds.of_choices(pairs.choices, index),
+                    footprint(pairs.choices, index, sizes),
+                    self._traffic.total(pairs.choices, self._mesh[pairs.entries]),
+                    sizes,
+                    limit,
+                )
+                pairs = replace(pairs, bound=bound)
+        return pairs.take(np.lexsort((pairs.choices, self.sizes["tensor"][pairs.entries]))).below(
+            limit
+        )
 
     def _rows(self, pairs: Pairs) -> tuple[Array, dict[str, Array]]:
         """Indices of degrees, and sizes of pairs."""

@@ -489,7 +489,7 @@ class Explorer:
             return
         sampled = [self._simplest(devices) for devices in counts]
         for entries in self._entries_of([chosen for chosen in sampled if len(chosen["micro"])]):
-            bounds = entries.seconds(np.arange(len(entries)))
+            bounds = entries.seconds(np.arange(len(entries)), 0.0)
             order = np.lexsort((bounds, _devices(entries.sizes)))
             _, first = np.unique(_devices(entries.sizes)[order], return_index=True)
             best = order[first]
@@ -610,7 +610,7 @@ class Explorer:
         """Prices the given entries that could fit, in the order of their bounds for plans that
         fit.
         """
-        bounds = entries.seconds(selected)
+        bounds = entries.seconds(selected, self.limit * slack)
         self.best.counts["memory"] += int((~np.isfinite(bounds)).sum())
         order = ascending(bounds, self.limit * slack)
         if ranking is not None or self.uniform_links:
@@ -756,7 +756,7 @@ class Frontier:
         if len(new):
             self.bounded[new] = True
             self.waiting = np.concatenate([self.waiting, new])
-            self.seconds = np.concatenate([self.seconds, self.entries.seconds(new)])
+        self.seconds = self.entries.seconds(self.waiting, limit)
         return self.waiting[self.seconds < limit], float(self.seconds.min(initial=np.inf))
 
     def advance(self, ready: Array, limit: float) -> None:
