@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardlib.cost.attention import FORWARD, KERNELS, KernelHeads, without_tensor
@@ -925,14 +925,15 @@ class Facts:
             for value in (*op.operands, *op.results)
         )
 
-    def follows_colours(self, ops: Iterable[int], values: Iterable[int]) -> bool:
-        """True if ops and values are sharded by their colours alone, with no exception for
-        attention heads.
-        """
-        return not (
-            any(index in self.heads for index in ops)
-            or any(value in self._head_paths.heads for value in values)
-        )
+    def sharding_of_value(self, value: int) -> Hashable:
+        """All that decides `value_spec`: equal for values that every choice shards alike."""
+        return self.colours[value], self._head_paths.heads.get(value)
+
+    def sharding_of_op(self, index: int) -> Hashable:
+        """All that decides `op_spec` and `shards_heads`, besides the factor rule."""
+        op, heads = self.graph.ops[index], self.heads.get(index)
+        inside = heads and tuple(self.colours[value] for value in (*op.operands, *op.results))
+        return self.factors[index], self.query[index], heads, inside
 
     def pairs_head_dims(self, value: int, choice: Choice) -> bool:
         """True if a gradient made by an attention kernel satisfies `has_whole_heads`, and an

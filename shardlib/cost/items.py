@@ -334,24 +334,20 @@ def value_gather_item(facts: Facts, value: int) -> Item | None:
 
 
 def _gathers_key(facts: Facts, value: int, readers: list[int]) -> Hashable:
-    """A key of the facts that determine the gathers of a value; None if attention kernels read
-    it.
-    """
+    """A key of the facts that determine the gathers of a value."""
     ops = [facts.graph.ops[i] for i in readers]
-    if not facts.follows_colours(readers, (value,)) or any(op.kind in KERNELS for op in ops):
-        return None
     regions = list(dict.fromkeys(op.region for op in ops))
     rematerialised = _rematerialised(facts, readers)
     return (
         "gathers",
-        facts.colours[value],
+        facts.sharding_of_value(value),
         facts.graph.values[value].bytes,
         *(
             (
                 op.rule,
+                op.kind if op.kind in KERNELS else "",
                 op.operands.index(value),
-                facts.factors[index],
-                facts.query[index],
+                facts.sharding_of_op(index),
                 facts.trips[op.region],
                 regions.index(op.region),
                 _own_gather(facts, index, rematerialised),
@@ -394,7 +390,7 @@ def _readers(facts: Facts, value: int) -> list[int]:
 
 def _gathers(facts: Facts, value: int, readers: list[int], choice: Choice) -> list[TransferOps]:
     spec = facts.value_spec(value, choice)
-    if value in facts.weights:
+    if value in facts.weights or not any(sharded_by(spec, axis) for axis in ("tensor", "context")):
         return []
     size = facts.graph.values[value].bytes
     rematerialised = _rematerialised(facts, readers)
@@ -653,15 +649,15 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
         return _by_heads(facts, kernel.op, compute) if shares(choice) else (compute,)
 
     segment = facts.layers.segment(op.region)
-    comparable = op.kind not in GROUPED and facts.follows_colours((kernel.op,), (*values, *touched))
     key = (
-        (op.kind, op.category, op.flops, op.rule, facts.factors[kernel.op], facts.query[kernel.op]),
+        (op.kind, op.category, op.flops, op.rule, facts.sharding_of_op(kernel.op), _core(op)),
         (facts.trips[op.region], segment, is_weight_gradient, dtype, len(op.operands)),
         *(
-            tuple((facts.colours[value], size) for value, size in work)
+            tuple((facts.sharding_of_value(value), size) for value, size in work)
             for work in (bytes_moved, simple_work, transcendental_work)
         ),
     )
+    comparable = op.kind not in GROUPED
     return Item(colours=colours, terms=terms, segment=segment, key=key if comparable else None)
 
 
@@ -922,13 +918,11 @@ def reduce_item(facts: Facts, summands: Summands) -> Item:
 
 
 def _reductions_key(facts: Facts, summands: Summands) -> Hashable:
-    """A key of the facts that determine the reductions of some ops; None for attention kernels and
-    products of experts.
+    """A key of the facts that determine the reductions of some ops; None for products of
+    experts.
     """
     group, ops = summands.ops, [facts.graph.ops[index] for index in summands.ops]
-    if not facts.follows_colours(group, [value for op in ops for value in op.results]) or any(
-        op.kind in KERNELS or op.kind in GROUPED for op in ops
-    ):
+    if any(op.kind in GROUPED for op in ops):
         return None
     values = facts.graph.values
     return (
@@ -936,11 +930,12 @@ def _reductions_key(facts: Facts, summands: Summands) -> Hashable:
         summands.looped,
         *(
             (
-                (op.rule, op.category == "gather", facts.trips[op.region]),
-                (facts.factors[index], facts.query[index]),
+                (op.rule, op.category == "gather", op.kind in KERNELS),
+                (facts.trips[op.region], summands.looped and _outer_trips(facts, op)),
+                facts.sharding_of_op(index),
                 *(
                     (
-                        (facts.colours[value], value in facts.gradients),
+                        (facts.sharding_of_value(value), value in facts.gradients),
                         (values[value].shape, values[value].bytes, _reduced_bytes(facts, value)),
                     )
                     for value in op.results
@@ -1159,8 +1154,8 @@ def gather_item(facts: Facts, item: GatheredParameter) -> Item:
     """The all-gathers of a stored sharded parameter before its uses, and the memory of the
     result.
     """
-    parameter = facts.graph.values[item.source]
-    trips = _gather_count(facts, item)
+    parameter, stack_dims = facts.graph.values[item.source], facts.stack_dims(item.source)
+    trips, size = _gather_count(facts, item), gathered_bytes(facts, item)
 
     def terms(choice: Choice) -> tuple[Term, ...]:
         spec = facts.value_spec(item.source, choice)
@@ -1168,11 +1163,11 @@ def gather_item(facts: Facts, item: GatheredParameter) -> Item:
             Transfer(
                 kind="all-gather",
                 purpose="gather",
-                bytes=amount(gathered_bytes(facts, item), spec),
+                bytes=amount(size, spec),
                 trips=trips,
                 shape=parameter.shape,
                 spec=spec,
-                stack_dims=facts.stack_dims(item.source),
+                stack_dims=stack_dims,
                 cause=parameter.path,
             ),
         )
@@ -1181,6 +1176,10 @@ def gather_item(facts: Facts, item: GatheredParameter) -> Item:
         colours=colours_in(facts.colours[item.source]),
         terms=terms,
         segment=facts.layers.segment(item.region),
+        key=(
+            ("gather", facts.sharding_of_value(item.source)),
+            (size, trips, parameter.shape, stack_dims),
+        ),
     )
 
 

@@ -823,16 +823,20 @@ def _item(
     counted_in = segment if stacked or segment == OUTSIDE_LAYERS else INSIDE_LAYER
     colours, size = facts.colours[live.value], value.bytes * live.ratio
     kernels = () if live.kernel is None else (live.kernel,)
-    comparable = facts.follows_colours(kernels, (live.value,)) and memory.is_unchanged(live.value)
-    readers = tuple(
-        (facts.graph.ops[i].rule, facts.factors[i], facts.query[i]) for i in live.readers
+    ops = [(facts.graph.ops[i], facts.sharding_of_op(i)) for i in (*live.readers, *kernels)]
+    read = tuple(
+        (tuple(value == live.value for value in (*op.operands, *op.results)), op.rule, sharding)
+        for op, sharding in ops
     )
     return Item(
-        colours=colours_in(colours).union(*(colours_in(factors) for _, factors, _ in readers)),
+        colours=colours_in(colours).union(*(colours_in(facts.factors[i]) for i in live.readers)),
         terms=terms,
         segment=counted_in,
-        key=(live.part, stacked, colours, value.shape, size, counted_in, readers)
-        if comparable
+        key=(
+            (live.part, stacked, facts.sharding_of_value(live.value), value.shape, size),
+            (counted_in, read, len(kernels), live.all_heads),
+        )
+        if memory.is_unchanged(live.value)
         else None,
     )
 
