@@ -44,10 +44,10 @@ def once(of: Callable[[S], T]) -> Callable[[S], T]:
 
     @wraps(of)
     def cached(subject: S) -> T:
-        known = vars(subject)
-        if name not in known:
-            known[name] = of(subject)
-        return known[name]
+        attributes = vars(subject)
+        if name not in attributes:
+            attributes[name] = of(subject)
+        return attributes[name]
 
     return cached
 

@@ -721,8 +721,8 @@ def peaks(
     producers = facts.graph.producers()
     spans = {number: (live.birth, live.death) for number, live in enumerate(ranges)}
     shares = [np.array([parts.get(live.part, 1.0) for live in ranges]) for parts in _ZERO_SHARES]
-    whole = np.array([facts.graph.values[live.value].bytes * live.ratio for live in ranges])
-    sizes = [whole * _shares(facts, ranges, choice) for choice in choices]
+    unsharded = np.array([facts.graph.values[live.value].bytes * live.ratio for live in ranges])
+    sizes = [unsharded * _shares(facts, ranges, choice) for choice in choices]
     alive = bytes_alive(facts.graph, spans, [size * share for size in sizes for share in shares])
     outside = np.array([facts.trips[op.region] <= 1 for op in facts.graph.ops])
 

@@ -566,20 +566,20 @@ class Plans:
 
 def shares_of_stacks(
     shares: Array,
-    held: Array,
+    in_use: Array,
     stages: Array,
     model: ModelFacts,
     profile: FrameworkProfile,
     chunks: Array | int = 1,
 ) -> tuple[Array, Array]:
     """`Plans.shares_stored` and `Plans.shares_sliced`, from `shares` and `shares_held`."""
-    stored, sliced = held.copy(), np.zeros_like(held)
+    stored, sliced = in_use.copy(), np.zeros_like(in_use)
     if profile.outside_on_all_stages:
         for k, count in enumerate(model.layer_counts):
-            whole = (count % stages > 0) | (model.stacked_in_steps & (stages > 1))
-            stored[k] = np.where(whole, 1.0, held[k])
-            own = 1.0 if model.stacked_in_steps else shares[k]
-            sliced[k] = np.where((stages > 1) & (whole | (np.asarray(chunks) > 1)), own, 0.0)
+            undivided = (count % stages > 0) | (model.stacked_in_steps & (stages > 1))
+            stored[k] = np.where(undivided, 1.0, in_use[k])
+            copied = (stages > 1) & (undivided | (np.asarray(chunks) > 1))
+            sliced[k] = np.where(copied, 1.0 if model.stacked_in_steps else shares[k], 0.0)
     return stored, sliced
 
 

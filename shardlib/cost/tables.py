@@ -575,8 +575,7 @@ class Tally:
             labels: label of every possible row.
         """
         if key not in self._derived:
-            own = labels[self.rows]
-            distinct, inverse = np.unique(own, return_inverse=True)
+            distinct, inverse = np.unique(labels[self.rows], return_inverse=True)
             matrix = np.zeros((len(distinct), len(self.measures)))
             np.add.at(matrix, inverse.reshape(-1), self.matrix)
             rows = (distinct >= 0) & matrix.any(1)
@@ -603,16 +602,30 @@ class Tally:
         return self.matrix @ values.stacked(self.measures, index)
 
 
-def joined(tallies: Sequence[Tally], width: int) -> Tally:
-    """The rows of several tallies, those of tally i from row i * width on."""
-    measures = sorted({number for tally in tallies for number in tally.measures})
-    column = {number: position for position, number in enumerate(measures)}
-    rows = [tally.rows + number * width for number, tally in enumerate(tallies)]
-    matrix, end = np.zeros((sum(map(len, rows)), len(measures))), 0
-    for tally in tallies:
-        start, end = end, end + len(tally.rows)
-        matrix[start:end, [column[number] for number in tally.measures]] = tally.matrix
-    return Tally(rows=np.concatenate(rows), measures=tuple(measures), matrix=matrix)
+class Joined:
+    """The rows of several tallies, those of tally i from row i * width on.
+
+    Attributes:
+        rows: their indices.
+    """
+
+    def __init__(self, tallies: Sequence[Tally], width: int) -> None:
+        self._measures = sorted({number for tally in tallies for number in tally.measures})
+        column = {number: position for position, number in enumerate(self._measures)}
+        self._parts = [([column[i] for i in tally.measures], tally.matrix) for tally in tallies]
+        rows = [tally.rows + number * width for number, tally in enumerate(tallies)]
+        self.rows = np.concatenate(rows)
+
+    def evaluated(self, values: MeasureValues, index: Array) -> Array:
+        """The rows on the degrees at some indices, array [rows, degrees]; each measure is read
+        once.
+        """
+        stacked = values.stacked(tuple(self._measures), index)
+        rows, end = np.empty((len(self.rows), len(index))), 0
+        for columns, matrix in self._parts:
+            start, end = end, end + len(matrix)
+            np.matmul(matrix, stacked[columns], out=rows[start:end])
+        return rows
 
 
 def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:

@@ -353,25 +353,25 @@ class Footprints:
         profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
         spread, model = profile.embedding_and_head == "spread", self._model
         # the fullest stage has whole layers of every group
-        own = [np.ceil(count / stages) / count for count in model.layer_counts]
+        layers = [np.ceil(count / stages) / count for count in model.layer_counts]
         outside = np.where((stages > 1) & (not spread), model.largest_outside_share, 1.0)
-        held = np.stack([*own, outside])
-        kept, sliced = shares_of_stacks(held, held, stages, model, profile)
+        shares = np.stack([*layers, outside])
+        in_stacks, sliced = shares_of_stacks(shares, shares, stages, model, profile)
         hoisted = traits(self._pricer.topology.chip.vendor).hoists_casts
-        used = kept + sliced * (model.compute_dtype_ratio if hoisted else 1.0)
-        parts = stored.reshape(len(STORED) + 1, len(held), -1)
+        used = in_stacks + sliced * (model.compute_dtype_ratio if hoisted else 1.0)
+        parts = stored.reshape(len(STORED) + 1, len(shares), -1)
         parameters, state, gradients, *replicated, trained = (
             (part * share).sum(0)
             for part, share in zip(
                 parts,
-                (used, kept, held, used, kept, held, held),
+                (used, in_stacks, shares, used, in_stacks, shares, shares),
                 strict=True,
             )
         )
         stacks, others, outside, everywhere, deficits = np.moveaxis(
             points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), *points.shape[1:]), 1, 0
         )
-        least_share = np.minimum.reduce([1 / stages if not own else own[0], *own])
+        least_share = np.minimum.reduce(layers or [1 / stages])
         others = others * least_share + everywhere
         others = others + outside * (1 / stages if spread else stages == 1)
         batch = (
@@ -643,8 +643,8 @@ class ComputeBounds:
         rates *= self._factors[rows][:, None]
         compute, gradients = rows == Quantity.COMPUTE, rows == Quantity.WEIGHT_GRADIENTS
         blocking, around_ring = (
-            np.isin(rows, [first + slot for first in (COUNTS, BYTES) for slot in own])
-            for own in (block, ring)
+            np.isin(rows, [first + slot for first in (COUNTS, BYTES) for slot in slots])
+            for slots in (block, ring)
         )
         busy = (compute | blocking) * 1.0
         kinds = np.stack(
@@ -709,8 +709,8 @@ class _WeightedSums:
         sums = np.zeros((self._kinds, len(self._parts), rates.shape[1]))
         for number, (part, kinds) in enumerate(self._parts):
             if len(kinds[0]):
-                own = rows[part] if position is None else rows[part].take(position, axis=1)
-                sums[:, number] = kinds @ (own * rates[rate[part]])
+                taken = rows[part] if position is None else rows[part].take(position, axis=1)
+                sums[:, number] = kinds @ (taken * rates[rate[part]])
         return sums
 
 
@@ -810,9 +810,9 @@ def _uneven_seconds(
         return 0.0
     parts, total = stages * chunks, layers.sum(0)
     slowest, quickest = total / parts, np.full_like(total, np.inf)
-    for own, count in zip(layers, counts, strict=True):
-        slowest = np.maximum(slowest, np.ceil(count / parts) / count * own)
-        quickest = np.minimum(quickest, own / count)
+    for seconds, count in zip(layers, counts, strict=True):
+        slowest = np.maximum(slowest, np.ceil(count / parts) / count * seconds)
+        quickest = np.minimum(quickest, seconds / count)
     return chunks * np.maximum(slowest, np.ceil(sum(counts) / parts) * quickest) - total / stages
 
 
@@ -946,10 +946,10 @@ class Traffic:
         roles = [SLOTS[slot].role for slot in slots]
         kinds = np.array(
             [
-                *([own == role for own in roles] for role in _ROLES),
+                *([of_slot == role for of_slot in roles] for role in _ROLES),
                 [SLOTS[slot].role == "reduce" and SLOTS[slot].group.of_experts for slot in slots],
                 [slot in blocking for slot in slots],
-                *([own == role for own in roles] for role in _OUTSIDE_ROLES),
+                *([of_slot == role for of_slot in roles] for role in _OUTSIDE_ROLES),
             ],
             dtype=float,
         )
@@ -1105,26 +1105,27 @@ class StepBounds:
         groups, stages, micro = self.space.accumulation_groups, sizes["stage"], sizes["micro"]
         fixed = efficiency.step_s + efficiency.microbatch_s * (micro + groups * (stages - 1))
         options = self._pipeline_options(bounds, sizes, footprint, traffic)
-        #: kind of plan, bytes, overhead, seconds of transfers that may overlap, and the rest
+        #: kind of plan, bytes, overhead, seconds of transfers that may overlap, and others
         forms = list[tuple[PlanKind, Needed, Array, Array, Array]]()
         for zero, gather, legal in self._zero_options(sizes):
             with_zero = footprint.with_zero(zero, gather)
             update_s = 2 * with_zero.state / (chip.hbm_bytes_per_s * efficiency.update_share)
-            rest = np.where(legal, update_s, np.inf) + fixed
+            added = np.where(legal, update_s, np.inf) + fixed
             moved = traffic.seconds(zero, self.pricer, sizes, gather)
             for overhead, breadth_first in options:
                 if not breadth_first:
-                    forms.append(((zero, False, gather), with_zero, overhead, moved, rest))
+                    forms.append(((zero, False, gather), with_zero, overhead, moved, added))
                 elif gather == "once":
                     chunks = self.space.max_breadth_first_chunks(sizes)
                     seldom = traffic.breadth_first_seconds(self.pricer, micro, chunks, groups)
-                    own = _breadth_first(footprint)
-                    forms.append(((zero, True, gather), own, overhead, seldom, rest))
-        overhead, overlappable = (np.stack([form[i] for form in forms]) for i in (2, 3))
-        rest = np.stack([form[4] for form in forms])
+                    in_rounds = _breadth_first(footprint)
+                    forms.append(((zero, True, gather), in_rounds, overhead, seldom, added))
+        overhead, overlappable, added = (
+            np.stack(arrays) for arrays in zip(*(form[2:] for form in forms), strict=True)
+        )
         exposed = 0.0 if self.pricer.profile.states_overlap else 1 - efficiency.hidden
         seconds = step_seconds(bounds, stages, micro, overhead, overlappable, exposed)
-        fastest = seconds.min(1) + rest
+        fastest = seconds.min(1) + added
         fastest = np.nan_to_num(fastest, nan=np.inf, posinf=np.inf)  # no choice fits
         # memory is considered in the columns of every form that are below the limit
         columns = [np.flatnonzero(row) for row in fastest < limit]
@@ -1134,10 +1135,10 @@ class StepBounds:
         blocking = bounds.busy * micro / stages + exposed * overlappable + overhead
         fastest[number, column] = self._fitting_seconds(
             Needed.joined(
-                own.take(column) for (_, own, *_), column in zip(forms, columns, strict=True)
+                needed.take(column) for (_, needed, *_), column in zip(forms, columns, strict=True)
             ),
             seconds[number, :, column].T,
-            rest[number, column],
+            added[number, column],
             blocking[number, :, column].T,
             hidden[:, column],
             stages[column],
@@ -1151,7 +1152,7 @@ class StepBounds:
         self,
         needed: Needed,
         seconds: Array,
-        rest: Array,
+        added: Array,
         blocking: Array,
         hidden: Array,
         stages: Array,
@@ -1159,17 +1160,17 @@ class StepBounds:
         """The least seconds of plans that fit, by candidate; infinite where none fits.
 
         Args:
-            seconds: of plans of every policy, [policies, candidates], besides `rest`.
+            seconds: of plans of every policy, [policies, candidates], besides `added`.
             blocking: those of them in which no transfer overlaps with compute.
             hidden: seconds of transfers that compute hides, [policies, candidates].
         """
-        least, capacity = seconds.min(0) + rest, self.capacity * (1 + ROUNDING)
-        best = np.full(len(least), np.inf)
+        unlimited, capacity = seconds.min(0) + added, self.capacity * (1 + ROUNDING)
+        best = np.full(len(unlimited), np.inf)
         for offload in self.offloads:
-            moved = np.zeros(len(least))
+            moved = np.zeros(len(unlimited))
             if "optimizer" in offload:
                 moved = 2 * needed.state / self.pricer.topology.chip.host_bytes_per_s
-            rows = np.flatnonzero(least + moved < best)
+            rows = np.flatnonzero(unlimited + moved < best)
             if not len(rows):
                 continue
             points = self._time_memory_points(
@@ -1181,7 +1182,7 @@ class StepBounds:
                 stages[rows],
             )
             mixed = fastest_mixture(points[0], points[1], capacity)
-            best[rows] = np.minimum(best[rows], mixed + (rest + moved)[rows])
+            best[rows] = np.minimum(best[rows], mixed + (added + moved)[rows])
         return best
 
     def unlimited_seconds(self, bounds: MicrobatchBounds, sizes: Mapping[str, Array]) -> Array:
@@ -1283,8 +1284,8 @@ class StepBounds:
         """
         stages, chunks = pipelines.stages, pipelines.chunks
         moved = sum(
-            own / stages * ((chunks > 1) & (count % (stages * chunks) == 0))
-            for own, count in zip(redistributed, self.counts, strict=True)
+            size / stages * ((chunks > 1) & (count % (stages * chunks) == 0))
+            for size, count in zip(redistributed, self.counts, strict=True)
         )
         divide, gather = second_per_byte
         return moved * np.where(chunks % stages, stages * gather, divide)
@@ -1564,8 +1565,8 @@ class Entries:
             if placed:
                 overlap = self._pricer.efficiency.overlap
                 bounds = bounds.with_least_blocked(traffic.blocked, overlap)
-            least = self._footprints.least_stored if rough else self._footprints.least
-            footprint = least(index, sizes)
+            footprints = self._footprints
+            footprint = (footprints.least_stored if rough else footprints.least)(index, sizes)
             return self._step_bounds.seconds(bounds, footprint, traffic, sizes, limit)
 
     def pairs(

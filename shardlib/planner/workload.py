@@ -22,11 +22,11 @@ from shardlib.cost.stages import ModelFacts
 from shardlib.cost.tables import (
     ROWS,
     ItemEntries,
+    Joined,
     MeasureIndex,
     MeasureValues,
     Tally,
     TallyEntry,
-    joined,
     tallied,
 )
 from shardlib.cost.terms import Item
@@ -503,7 +503,7 @@ class Programs:
     def __init__(self, tallies: Mapping[str, ItemTallies]) -> None:
         self.tallies = tallies
         self.components = next(iter(tallies.values())).components
-        self._joined: dict[tuple[tuple[str, ...], tuple[Choice, ...]], dict[Hashable, Tally]] = {}
+        self._joined: dict[tuple[tuple[str, ...], tuple[Choice, ...]], dict[Hashable, Joined]] = {}
 
     def of(self, component: tuple[str, ...], options: tuple[Choice, ...]) -> ComponentTallies:
         """The tallies of a component under some choices, policy by policy."""
@@ -526,21 +526,24 @@ class ComponentTallies:
     """
 
     tallies: list[list[Tally]]
-    cache: dict[Hashable, Tally]
+    cache: dict[Hashable, Joined]
 
     def __len__(self) -> int:
         return sum(map(len, self.tallies))
 
-    def joined(self, width: int, key: Hashable, derived: Callable[[int, Tally], Tally]) -> Tally:
-        """What is derived from the tallies, as rows of one (`shardlib.cost.tables.joined`); cached
-        by the key.
+    def joined(self, width: int, key: Hashable, derived: Callable[[int, Tally], Tally]) -> Joined:
+        """What is derived from the tallies, joined; cached by the key.
 
         Args:
             derived: (index of the policy, tally) -> a tally of at most `width` rows.
         """
         if key not in self.cache:
-            self.cache[key] = joined(
-                [derived(number, own) for number, row in enumerate(self.tallies) for own in row],
+            self.cache[key] = Joined(
+                [
+                    derived(number, tally)
+                    for number, row in enumerate(self.tallies)
+                    for tally in row
+                ],
                 width,
             )
         return self.cache[key]
@@ -750,9 +753,14 @@ class Workload:
 
     def _of(self, points: Callable[[CostProgram], Sequence[list[Item]]]) -> TallyCache:
         groups, other_colours = len(self.layer_counts), self._other_colours
+
+        @cache
+        def of(key: ProgramKey) -> Sequence[list[Item]]:
+            return points(self.programs[key])
+
         return TallyCache(
             {},
-            cache(lambda key: points(self.programs[key])),
+            of,
             [],
             groups,
             self.profile,
