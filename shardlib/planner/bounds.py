@@ -1003,7 +1003,7 @@ class Traffic:
         labels = np.where(position < 0, -1, share * len(counted.rows) + position)
         kinds = np.concatenate([counted.kinds] * len(shares), axis=1)
         if counted.outside_kinds:
-            outside = np.arange(kinds.shape[1]) // len(counted.rows) == len(self._shares) - 1
+            outside: Array = np.arange(kinds.shape[1]) // len(counted.rows) == len(self._shares) - 1
             kinds[-counted.outside_kinds :, ~outside] = 0.0
         sums = _WeightedSums(tallies, labels.reshape(-1), kinds)
 
@@ -1278,16 +1278,14 @@ class StepBounds:
 
     def _interleaving_seconds(
         self, redistributed: Array, second_per_byte: Array, pipelines: Pipelines
-    ) -> Array | float:
+    ) -> Array:
         """A lower bound on the seconds per step in which layers are redistributed to interleaved
         stages (`shardlib.cost.pricing.interleaving_seconds`), whatever the latency.
         """
         stages, chunks = pipelines.stages, pipelines.chunks
-        moved = sum(
-            size / stages * ((chunks > 1) & (count % (stages * chunks) == 0))
-            for size, count in zip(redistributed, self.counts, strict=True)
-        )
-        divide, gather = second_per_byte
+        moved, (divide, gather) = np.zeros(1), second_per_byte
+        for size, count in zip(redistributed, self.counts, strict=True):
+            moved = moved + size / stages * ((chunks > 1) & (count % (stages * chunks) == 0))
         return moved * np.where(chunks % stages, stages * gather, divide)
 
     def _time_memory_points(
@@ -1447,8 +1445,10 @@ class Entries:
         self._pricer, self._step_bounds = pricer, step_bounds
         self.bounds = ComputeBounds(scope, pricer, values)
         self.choices = scope.choices
-        self._seconds, self._rough_seconds = (
-            LazyColumns((1,), len(index), partial(self._evaluate, rough)) for rough in (False, True)
+        self._seconds, self._rough_seconds, self._bytes, self._rough_bytes = (
+            LazyColumns((1,), len(index), partial(evaluate, rough))
+            for evaluate in (self._evaluate, self._least_bytes)
+            for rough in (False, True)
         )
         self._mixes_remat = scope.space.mixes_remat  # then the bounds ignore memory
         self._fastest = MemoryAgnosticBounds(self.bounds, step_bounds, sizes, index)
@@ -1499,22 +1499,35 @@ class Entries:
             self.scope, self._pricer, self.values, meshes.degrees_index, sizes, meshes.links
         )
 
-    @cached_property
-    def bytes_bounds(self) -> Array:
-        """Lower bound on bytes per device, by entry; infinite where no choice fits."""
+    def bytes_bounds(self, limit: float = np.inf) -> Array:
+        """Lower bound on bytes per device, by entry; infinite where no choice fits.
+
+        Args:
+            limit: bytes; what lives during a step is not considered for entries that need more
+                without it.
+        """
         if self._mixes_remat:
             return np.where(np.isfinite(self.unlimited_seconds), 0.0, np.inf)
-        return self.least_bytes(np.arange(len(self)))
+        every = np.arange(len(self))
+        if limit == np.inf:
+            return self._bytes.take(every)[0]
+        bounds = self._rough_bytes.take(every)[0].copy()
+        near = bounds <= limit
+        bounds[near] = self._bytes.take(every[near])[0]
+        return bounds
 
     def least_bytes(self, entries: Array) -> Array:
         """Lower bound on bytes per device of the given entries; infinite where no choice fits."""
-        if self._mixes_remat:
-            return np.zeros(len(entries))
+        return np.zeros(len(entries)) if self._mixes_remat else self._bytes.take(entries)[0]
+
+    def _least_bytes(self, rough: bool, entries: Array) -> Array:
+        footprints = self._footprints
         with np.errstate(invalid="ignore"):  # bytes of what does not fit are infinite
-            minimum_bytes = self._step_bounds.least_bytes(
-                self._footprints.least(self.degrees_index[entries], self.sizes_of(entries))
+            footprint = (footprints.least_stored if rough else footprints.least)(
+                self.degrees_index[entries], self.sizes_of(entries)
             )
-        return np.nan_to_num(minimum_bytes, nan=np.inf, posinf=np.inf)
+            needed = self._step_bounds.least_bytes(footprint)
+        return np.nan_to_num(needed, nan=np.inf, posinf=np.inf)[None]
 
     def seconds(self, entries: Array, limit: float = np.inf) -> Array:
         """Lower bound on the step time of plans of the given entries that fit; infinite where none

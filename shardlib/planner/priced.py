@@ -509,7 +509,7 @@ class Explorer:
         if STATE_RATIO * self._unsharded.parameter_bytes / max(counts) < self._max_bytes:
             return False
         all_entries = self._entries(counts, 1)
-        return not any((entries.bytes_bounds <= self._max_bytes).any() for entries in all_entries)
+        return not any(map(self._may_fit, all_entries))
 
     def least_seconds(self, counts: DeviceCounts) -> float:
         """Lower bound on the step time on the given numbers of devices; infinite where large spaces
@@ -588,9 +588,12 @@ class Explorer:
             )
         return self._scopes[routes]
 
+    def _may_fit(self, entries: Entries) -> bool:
+        return bool((entries.bytes_bounds(self._max_bytes) <= self._max_bytes).any())
+
     def _explore(self, entries: Entries, slack: float, ranking: Ranking[Candidate] | None) -> None:
         """Prices the entries that could fit."""
-        if self.best.fastest is None and not (entries.bytes_bounds <= self._max_bytes).any():
+        if self.best.fastest is None and not self._may_fit(entries):
             self.best.counts["memory"] += len(entries)
             return
         order, fastest = entries.below(self.limit * slack)
@@ -677,7 +680,7 @@ class Explorer:
         """
         best = self.best
         for entries in self._by_least_bytes():
-            bounds = entries.bytes_bounds
+            bounds = entries.bytes_bounds(best.minimum_memory_bytes)
             order = np.argsort(bounds, kind="stable")
             for start, end in blocks(FIRST_PRICED_BLOCK, len(order)):
                 block = order[start:end]
