@@ -1003,8 +1003,9 @@ class Traffic:
         labels = np.where(position < 0, -1, share * len(counted.rows) + position)
         kinds = np.concatenate([counted.kinds] * len(shares), axis=1)
         if counted.outside_kinds:
-            outside: Array = np.arange(kinds.shape[1]) // len(counted.rows) == len(self._shares) - 1
-            kinds[-counted.outside_kinds :, ~outside] = 0.0
+            outside = (len(self._shares) - 1) * len(counted.rows)  # the first label there
+            kinds[-counted.outside_kinds :, :outside] = 0.0
+            kinds[-counted.outside_kinds :, outside + len(counted.rows) :] = 0.0
         sums = _WeightedSums(tallies, labels.reshape(-1), kinds)
 
         def evaluated(positions: Array) -> Array:
@@ -1283,10 +1284,13 @@ class StepBounds:
         stages (`shardlib.cost.pricing.interleaving_seconds`), whatever the latency.
         """
         stages, chunks = pipelines.stages, pipelines.chunks
-        moved, (divide, gather) = np.zeros(1), second_per_byte
-        for size, count in zip(redistributed, self.counts, strict=True):
-            moved = moved + size / stages * ((chunks > 1) & (count % (stages * chunks) == 0))
-        return moved * np.where(chunks % stages, stages * gather, divide)
+        divide, gather = second_per_byte
+        parts = [
+            size / stages * ((chunks > 1) & (count % (stages * chunks) == 0))
+            for size, count in zip(redistributed, self.counts, strict=True)
+        ]
+        rate = divide + (stages * gather - divide) * (chunks % stages > 0)
+        return sum(parts, np.zeros(1)) * rate
 
     def _time_memory_points(
         self,
