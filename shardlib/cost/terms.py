@@ -341,15 +341,6 @@ class ArrayTable:
             }
         )
 
-    @classmethod
-    def stacked(cls, tables: Iterable[Self]) -> Self:
-        """Tables of the same rows as one, with a new first dim in every array."""
-        listed = list(tables)
-        values = {
-            f.name: [getattr(table, f.name) for table in listed] for f in fields(cls) if f.init
-        }
-        return cls(**{name: _stacked(parts) for name, parts in values.items()})
-
 
 @dataclass(frozen=True, kw_only=True)
 class LazyTable(ArrayTable):
@@ -413,17 +404,6 @@ def _joined(values: list[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(_joined(list(parts)) for parts in zip(*values, strict=True))
     return np.concatenate(values, axis=-1)
-
-
-def _stacked(values: list[Any]) -> Any:
-    first = values[0]
-    if first is None:
-        return None
-    if isinstance(first, ArrayTable):
-        return type(first).stacked(values)
-    if isinstance(first, tuple):
-        return tuple(_stacked(list(parts)) for parts in zip(*values, strict=True))
-    return np.stack(values)
 
 
 @dataclass(frozen=True, kw_only=True)
