@@ -1116,11 +1116,11 @@ class StepBounds:
             for overhead, breadth_first in options:
                 if not breadth_first:
                     forms.append(((zero, False, gather), with_zero, overhead, moved, added))
-                elif gather == "once":
+                elif gather == "once" and footprint.breadth_first is not None:
                     chunks = self.space.max_breadth_first_chunks(sizes)
                     seldom = traffic.breadth_first_seconds(self.pricer, micro, chunks, groups)
-                    in_rounds = _breadth_first(footprint)
-                    forms.append(((zero, True, gather), in_rounds, overhead, seldom, added))
+                    needed = footprint.breadth_first
+                    forms.append(((zero, True, gather), needed, overhead, seldom, added))
         overhead, overlappable, added = (
             np.stack(arrays) for arrays in zip(*(form[2:] for form in forms), strict=True)
         )
@@ -1336,11 +1336,6 @@ class StepBounds:
         )
 
 
-def _breadth_first(footprint: Footprint) -> Needed:
-    assert footprint.breadth_first is not None, "the space has pipelines that work breadth first"
-    return footprint.breadth_first
-
-
 # --------------------------------------------------------------------------------------------------
 # Memory-agnostic lower bounds on the step time, per entry.
 #
@@ -1426,6 +1421,16 @@ class MemoryAgnosticBounds:
 # Entries and pairs on some number of devices, with their lower bounds.
 
 
+def _refined(rough: LazyColumns, exact: LazyColumns, entries: Array, limit: float) -> Array:
+    """The exact bounds of entries whose rough ones are within a limit, and the rough of others."""
+    if limit == np.inf:
+        return exact.take(entries)[0]
+    bounds = rough.take(entries)[0].copy()
+    near = bounds <= limit
+    bounds[near] = exact.take(entries[near])[0]
+    return bounds
+
+
 class Entries:
     """All (mesh, microbatch count) entries for some number of devices and one treatment of experts,
     with their lower bounds.
@@ -1503,26 +1508,15 @@ class Entries:
             self.scope, self._pricer, self.values, meshes.degrees_index, sizes, meshes.links
         )
 
-    def bytes_bounds(self, limit: float = np.inf) -> Array:
-        """Lower bound on bytes per device, by entry; infinite where no choice fits.
+    def least_bytes(self, entries: Array, limit: float = np.inf) -> Array:
+        """Lower bound on bytes per device of the given entries; infinite where no choice fits.
 
         Args:
-            limit: bytes; what lives during a step is not considered for entries that need more
-                without it.
+            limit: as in `seconds`, in bytes.
         """
         if self._mixes_remat:
-            return np.where(np.isfinite(self.unlimited_seconds), 0.0, np.inf)
-        every = np.arange(len(self))
-        if limit == np.inf:
-            return self._bytes.take(every)[0]
-        bounds = self._rough_bytes.take(every)[0].copy()
-        near = bounds <= limit
-        bounds[near] = self._bytes.take(every[near])[0]
-        return bounds
-
-    def least_bytes(self, entries: Array) -> Array:
-        """Lower bound on bytes per device of the given entries; infinite where no choice fits."""
-        return np.zeros(len(entries)) if self._mixes_remat else self._bytes.take(entries)[0]
+            return np.where(np.isfinite(self.unlimited_seconds[entries]), 0.0, np.inf)
+        return _refined(self._rough_bytes, self._bytes, entries, limit)
 
     def _least_bytes(self, rough: bool, entries: Array) -> Array:
         footprints = self._footprints
@@ -1543,12 +1537,7 @@ class Entries:
         """
         if self._mixes_remat:
             return self.unlimited_seconds[entries]
-        if limit == np.inf:
-            return self._seconds.take(entries)[0]
-        bounds = self._rough_seconds.take(entries)[0].copy()
-        near = bounds < limit
-        bounds[near] = self._seconds.take(entries[near])[0]
-        return bounds
+        return _refined(self._rough_seconds, self._seconds, entries, limit)
 
     def _evaluate(self, rough: bool, entries: Array) -> Array:
         traffic = self._traffic.least(self._mesh[entries])

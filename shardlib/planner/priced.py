@@ -589,7 +589,8 @@ class Explorer:
         return self._scopes[routes]
 
     def _may_fit(self, entries: Entries) -> bool:
-        return bool((entries.bytes_bounds(self._max_bytes) <= self._max_bytes).any())
+        every = np.arange(len(entries))
+        return bool((entries.least_bytes(every, self._max_bytes) <= self._max_bytes).any())
 
     def _explore(self, entries: Entries, slack: float, ranking: Ranking[Candidate] | None) -> None:
         """Prices the entries that could fit."""
@@ -680,7 +681,8 @@ class Explorer:
         """
         best = self.best
         for entries in self._by_least_bytes():
-            bounds = entries.bytes_bounds(best.minimum_memory_bytes)
+            every = np.arange(len(entries))
+            bounds = entries.least_bytes(every, best.minimum_memory_bytes)
             order = np.argsort(bounds, kind="stable")
             for start, end in blocks(FIRST_PRICED_BLOCK, len(order)):
                 block = order[start:end]
