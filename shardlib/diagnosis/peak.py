@@ -94,9 +94,7 @@ class _Reader:
             for buffer in operands:
                 last[buffer] = position
             size_bytes = _own_bytes(instruction)
-            in_place = "dynamic-update-slice" in instruction.name or (
-                instruction.opcode == "dynamic-update-slice"
-            )
+            in_place = "dynamic-update-slice" in instruction.name.replace("_", "-")
             if size_bytes == 0 or instruction.opcode in _HANDED_ON or in_place:
                 buffers[instruction.name] = operands
                 continue

@@ -418,8 +418,14 @@ def accumulate_deferred(
             body, (initial_state, zeros, deferred.zeros()), [leaf[:-1] for leaf in stacked]
         )
         state = microbatches.state_before(initial_state, state)
-        (value, (last, after)), gradients = jax.value_and_grad(deferred.last_loss, has_aux=True)(
-            params, state, join([leaf[-1] for leaf in stacked]), sums
+        def last_microbatch() -> Any:
+            return jax.value_and_grad(deferred.last_loss, has_aux=True)(
+                params, state, join([leaf[-1] for leaf in stacked]), sums
+            )
+
+        in_order = deferred.layouts.regions(deferred.mesh).torus
+        (value, (last, after)), gradients = (
+            last_microbatch() if in_order else _after(values, last_microbatch)
         )
         earlier_totals = dict(zip(others, totals, strict=True))
         all_totals = [
@@ -436,6 +442,20 @@ def accumulate_deferred(
         return results, structure.unflatten(means)
 
     return run
+
+
+def _after(values: jax.Array, run: Callable[[], Tree]) -> Tree:
+    """What `run` returns, computed in memory that is taken once some values are there.
+
+    XLA for GPUs would run the forward pass of the last microbatch, or allocate the stacks of its
+    loops, before the others: the activations of two microbatches. It does not reorder a branch,
+    whose condition, which is always true, it cannot know.
+    """
+    condition, _ = jax.lax.optimization_barrier((jnp.bool_(True), values))
+    shapes = jax.eval_shape(run)
+    return jax.lax.cond(
+        condition, run, lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    )
 
 
 def _constrain(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:

@@ -114,12 +114,12 @@ def mixes_positions(problem: Problem, colouring: Colouring) -> bool:
 
 
 def _sizes(problem: Problem, colouring: Colouring, name: str | None) -> list[int]:
-    """Sizes of the dims of the batch arrays that have a colour."""
+    """Sizes of the dims of the batch arrays that have a colour, as far as the loss reads them."""
+    if not name:
+        return []
+    colour, batch = colouring.colours[name], {path for path, *_ in problem.batch}
     return [
-        shape[dim]
-        for path, shape, _, _ in problem.batch
-        for dim, axis in enumerate(colouring.batch[path])
-        if name and axis == name
+        size for (path, _), size in zip(colour.inputs, colour.sizes, strict=True) if path in batch
     ]
 
 

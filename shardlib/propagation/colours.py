@@ -120,13 +120,79 @@ def tie_inputs(classes: UnionFind, problem: Problem) -> None:
                 classes.join([(policy, index, dim), (policy, gradient, dim)])
 
 
-def tie_names(classes: UnionFind, problem: Problem) -> tuple[str, ...]:
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The run of positions of a dim of a batch array that a loss reads, such as the tokens but the
+    last of `tokens[:, :-1]`.
+
+    Attributes:
+        nodes: dims of values, by program, that have these positions alone.
+        size: their number.
+    """
+
+    nodes: tuple[Hashable, ...]
+    size: int
+
+
+#: (path, dim) of batch arrays of which a loss reads parts alone.
+Parts = Mapping[tuple[str, int], Part]
+
+
+def read_parts(classes: UnionFind, problem: Problem) -> Parts:
+    """Sequences of batch arrays that reach matmuls and lookups not whole, but in slices: inputs and
+    targets of a next-token loss. The longest slices have their name.
+    """
+    graphs = _graphs(problem)
+    slices: dict[Hashable, list[tuple[int, Hashable]]] = defaultdict(list)
+    for program, op, window in _windows(graphs):
+        if not window.long[0] and window.short is not None:
+            (long,), (short,) = _nodes(program, op, window.long), _nodes(program, op, window.short)
+            slices[classes.find(long)].append((window.size, short))
+    used = {
+        classes.find((program, value, dim))
+        for program, graph in graphs.items()
+        for op in graph.ops
+        if op.category in ("matmul", "convolution", "gather")
+        for value in (*op.operands, *op.results)
+        for dim in range(len(graph.values[value].shape))
+    }
+    parts: dict[tuple[str, int], Part] = {}
+    for path, _, _, axes in problem.batch:
+        for dim, name in enumerate(axes):
+            root = classes.find(("input", path, dim))
+            if name not in SEQUENCE_NAMES or root not in slices or root in used:
+                continue
+            size = max(size for size, _ in slices[root])
+            nodes = tuple(node for length, node in slices[root] if length == size)
+            if used & {classes.find(node) for node in nodes}:
+                parts[path, dim] = Part(nodes=nodes, size=size)
+    return parts
+
+
+def _graphs(problem: Problem) -> dict[str, Graph]:
+    """The graphs of a problem by program: "forward", or the remat policy of a step."""
+    return {
+        "forward": problem.forward,
+        **{policy: step.graph for policy, step in problem.steps.items()},
+    }
+
+
+def tie_names(classes: UnionFind, problem: Problem, parts: Parts) -> tuple[str, ...]:
     """Joins the dims with the same logical name. A parameter whose names would tie two dims that
     are separate in other parameters keeps none of its names: for example the one of four attention
     kernels, all named (embed, heads), whose first dim counts heads.
     """
+    for part in parts.values():
+        classes.join(part.nodes)
     arrays = [
-        (path, [(name, ("input", path, dim)) for dim, name in enumerate(axes) if name is not None])
+        (
+            path,
+            [
+                (name, _input_node(path, dim, parts))
+                for dim, name in enumerate(axes)
+                if name is not None
+            ],
+        )
         for path, axes in named_dims(problem)
     ]
     support: dict[tuple[str, Hashable], int] = defaultdict(int)
@@ -169,6 +235,11 @@ def tie_names(classes: UnionFind, problem: Problem) -> tuple[str, ...]:
             classes.join([("name", name), node])
             names[classes.find(node)] = merged
     return tuple(path for path, _ in arrays if path in ignored)
+
+
+def _input_node(path: str, dim: int, parts: Parts) -> Hashable:
+    """The dim that has the name and the colour of a dim of an input."""
+    return parts[path, dim].nodes[0] if (path, dim) in parts else ("input", path, dim)
 
 
 def named_dims(problem: Problem) -> tuple[tuple[str, LogicalAxes], ...]:
@@ -542,9 +613,10 @@ def _fused_dims(problem: Problem, graphs: Mapping[str, Graph]) -> _FusedDims:
     for program, graph in graphs.items():
         tie_graph(tied, program, graph)
         _tie_positions(same_index, program, graph)
-    tie_names(tied, problem)
+    parts = read_parts(tied, problem)
+    tie_names(tied, problem, parts)
     excluded = {
-        tied.find(("input", path, dim))
+        tied.find(_input_node(path, dim, parts))
         for path, shape, _, _ in problem.batch
         for dim in range(len(shape))
     }
@@ -775,7 +847,8 @@ class Colour:
         aliases: other logical names that the program ties to it.
         divisor: largest number of shards that divides every parameter and matmul dim of this
             colour.
-        inputs: (path, dim) of every parameter and batch array that has it.
+        inputs: (path, dim) of every parameter and batch array that has it, or whose parts have it.
+        sizes: for each, how long it is where it has this colour (`read_parts`).
         matmuls: number of matmuls and convolutions of the step that contain it.
         flops: FLOPs of these, unsharded.
         carried: whether a loop carries it from layer to layer in a value with the sequence, like
@@ -788,6 +861,7 @@ class Colour:
     aliases: tuple[str, ...]
     divisor: int
     inputs: tuple[tuple[str, int], ...]
+    sizes: tuple[int, ...]
     matmuls: int
     flops: float
     carried: bool
@@ -874,21 +948,18 @@ def colour(problem: Problem) -> Colouring:
     """Finds the colours of a problem."""
     classes = UnionFind()
     tie_inputs(classes, problem)
-    graphs = {
-        "forward": problem.forward,
-        **{policy: step.graph for policy, step in problem.steps.items()},
-    }
-    for program, graph in graphs.items():
+    for program, graph in _graphs(problem).items():
         tie_graph(classes, program, graph)
-    misnamed = _misnamed(tie_names(classes, problem), problem)
-    colouring = _coloured(classes, problem)
+    parts = read_parts(classes, problem)
+    misnamed = _misnamed(tie_names(classes, problem, parts), problem)
+    colouring = _coloured(classes, problem, parts)
     named = {n for _, axes in named_dims(problem) for n in axes}
     unnamed = {c.name: c.inputs for c in colouring.shardable if c.name not in named}
     values = (
         axes for graph_axes in (colouring.forward, *colouring.steps.values()) for axes in graph_axes
     )
     if tie_repeated_layers(classes, problem, unnamed, values):
-        colouring = _coloured(classes, problem)
+        colouring = _coloured(classes, problem, parts)
     return replace(colouring, findings=(*colouring.findings, *misnamed))
 
 
@@ -913,7 +984,7 @@ def _misnamed(paths: tuple[str, ...], problem: Problem) -> tuple[Finding, ...]:
     )
 
 
-def _coloured(classes: UnionFind, problem: Problem) -> Colouring:
+def _coloured(classes: UnionFind, problem: Problem, parts: Parts) -> Colouring:
     """The colouring of a problem whose dims have been tied."""
     stacks = stack_dims(problem)
     shapes = {p.path: p.shape for p in problem.parameters} | {
@@ -923,10 +994,15 @@ def _coloured(classes: UnionFind, problem: Problem) -> Colouring:
     for path, shape in shapes.items():
         for dim, size in enumerate(shape):
             if size > 1 and (path, dim) not in stacks:
-                inputs[classes.find(("input", path, dim))].append((path, dim))
+                inputs[classes.find(_input_node(path, dim, parts))].append((path, dim))
+    sizes = {
+        (path, dim): parts[path, dim].size if (path, dim) in parts else size
+        for path, shape in shapes.items()
+        for dim, size in enumerate(shape)
+    }
     names = {root: _names_of(classes, root, problem) for root in inputs}
     chosen, findings = _choose_names(inputs, names)
-    divisors, matmuls, flops = _divisors_and_flops(classes, problem, inputs, shapes)
+    divisors, matmuls, flops = _divisors_and_flops(classes, problem, inputs, sizes)
     carried = carried_dims(
         classes,
         problem,
@@ -939,6 +1015,7 @@ def _coloured(classes: UnionFind, problem: Problem) -> Colouring:
             aliases=tuple(n for n in names[root] if n != chosen[root]),
             divisor=divisors[root],
             inputs=tuple(members),
+            sizes=tuple(sizes[member] for member in members),
             matmuls=matmuls[root],
             flops=flops[root],
             carried=root in carried,
@@ -1016,10 +1093,10 @@ def _divisors_and_flops(
     classes: UnionFind,
     problem: Problem,
     inputs: Mapping[Hashable, list[tuple[str, int]]],
-    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Mapping[tuple[str, int], int],
 ) -> tuple[dict[Hashable, int], dict[Hashable, int], dict[Hashable, float]]:
     divisors = {
-        root: math.gcd(*(shapes[path][dim] for path, dim in members))
+        root: math.gcd(*(sizes[member] for member in members))
         for root, members in inputs.items()
     }
     matmuls, flops = dict.fromkeys(inputs, 0), dict.fromkeys(inputs, 0.0)

@@ -46,6 +46,27 @@ def test_gradients_have_the_colours_of_their_parameters() -> None:
             assert names[gradient] == names[index]
 
 
+def test_the_sequence_is_what_the_loss_reads_of_longer_arrays() -> None:
+    def loss(params: dict[str, jax.Array], batch: dict[str, jax.Array]) -> jax.Array:
+        rows = params["table"][batch["tokens"][:, :-1]]
+        return jnp.mean((rows @ params["out"])[..., 0] * batch["tokens"][:, 1:])
+
+    colouring = colour(
+        worlds.problem(
+            loss,
+            {"table": worlds.shape(32, 8), "out": worlds.shape(8, 4)},
+            {"tokens": jax.ShapeDtypeStruct((16, 257), jnp.int32)},
+            {"table": ("vocab", "embed"), "out": ("embed", None)},
+            {"tokens": ("batch", "seq")},
+            remat={},
+        )
+    )
+    assert list(colouring.batch.values()) == [("batch", None)]
+    assert colouring.sequence_colour == "seq"
+    assert (colouring.colours["seq"].sizes, colouring.colours["seq"].divisor) == ((256,), 256)
+    assert ("batch", "seq", "embed") in colouring.forward
+
+
 def test_attention_scores_have_the_sequence_twice_and_are_cut_once() -> None:
     problem = worlds.layers()
     colouring = colour(problem)
