@@ -484,6 +484,7 @@ class LiveRange:
         readers: indices of the matmuls that have the value with all rows of the sequence, if tensor
             shards it along the sequence elsewhere: as an operand, gathered, or as partial sums of
             their result. (): the value in its own sharding.
+        over_tensor: True if the value exists only if tensor shards its last dim.
     """
 
     value: int
@@ -494,6 +495,7 @@ class LiveRange:
     kernel: int | None = None
     all_heads: bool = False
     readers: tuple[int, ...] = ()
+    over_tensor: bool = False
 
 
 def filled_shares(

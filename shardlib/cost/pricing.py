@@ -672,7 +672,16 @@ def _buffered(gradients: Array, plans: Plans) -> Array:
     """Bytes of gradients that have a buffer of their own: all, or those of several microbatches."""
     if plans.profile.gradient_buffer:
         return gradients
-    return np.where(plans.meshes.micro > 1, gradients, 0.0)
+    return np.where(plans.meshes.micro > 1, gradients * (1.0 + _last_apart(plans)), 0.0)
+
+
+def _last_apart(plans: Plans) -> Array:
+    """True where the last of several microbatches reads the sums of the others and makes the
+    gradients of all beside them, which are reduced as it goes.
+    """
+    meshes = plans.meshes
+    apart = (meshes.micro > 1) & (meshes.stage == 1) & (meshes.ways(BATCH_AXES) > 1)
+    return apart & plans.profile.reduces_in_last_microbatch(plans.decisions.zero)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -778,6 +787,7 @@ def _memory_at(
         else stage_part(point.gradient if unsharded else point.gradient_sharded, stored)
         + np.where((meshes.micro > 1) & (meshes.stage == 1), 0.0, added)
     )
+    alive = np.where(_last_apart(plans), 0.0, alive)
     if zero < 3:
         gathered = np.zeros(len(meshes))
     elif combined:
@@ -857,10 +867,8 @@ def buffer_sets(plans: Plans) -> Array:
     buffers separate from those of the loop over the others: for a transformer of four layers on two
     devices, 1.8 to 2.1 times as many bytes as one microbatch (JAX 0.10.2).
     """
-    meshes, vendor = plans.meshes, plans.pricer.topology.chip.vendor
-    separate = vendor == "cpu" and plans.profile.reduces_in_last_microbatch(plans.decisions.zero)
-    separate &= (meshes.micro > 1) & (meshes.stage == 1) & (meshes.ways(BATCH_AXES) > 1)
-    return np.where(separate, 2.0, 1.0)
+    vendor = plans.pricer.topology.chip.vendor
+    return np.where(_last_apart(plans) & (vendor == "cpu"), 2.0, 1.0)
 
 
 def heap_ratio(pricer: Pricer, stages: Array, *, in_rounds: bool) -> Array:

@@ -418,6 +418,7 @@ def accumulate_deferred(
             body, (initial_state, zeros, deferred.zeros()), [leaf[:-1] for leaf in stacked]
         )
         state = microbatches.state_before(initial_state, state)
+
         def last_microbatch() -> Any:
             return jax.value_and_grad(deferred.last_loss, has_aux=True)(
                 params, state, join([leaf[-1] for leaf in stacked]), sums

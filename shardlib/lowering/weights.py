@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib.annotation.trees import Tree
+from shardlib.cost.memory import LARGE_RESULT
 from shardlib.jax_types import Aval, DType, Index, Value
 from shardlib.layout import MESH_AXES, Layout
 from shardlib.lowering.collectives import DimAxes, Precision, Regions, regions_of, row_major
@@ -189,17 +190,11 @@ def _gather_stack(gather: Callable[[Value], Value], stack: Value, old: Value) ->
 # through the whole backward pass. Here, the backward pass of the layers waits for the partial sums:
 #
 #     partial sums = activation^T x cotangent         one element of them is the token
-#     to the layers = barrier(cotangent x weight^T, token)
+#     to the layers = where(token == token, cotangent x weight^T, nan)
 #     gradient = reduced partial sums                 whenever the links are free
 #
-# The barrier computes nothing: the results are the same.
-
-Gradient = TypeVar("Gradient", jax.Array, "jax.Array | None")
-
-#: Ratio of result to activation size above which the gradient of the weight must not wait. Float32
-#: logits of published models are 16 times (Llama 3 405B) to several hundred times their
-#: activations; the matmuls of unrolled layers up to 8 times (gate and up in one).
-LARGE_RESULT = 10
+# The condition holds of all numbers, so that the results are the same. XLA for GPUs removes its
+# optimization barriers before it schedules, and cannot remove this.
 
 
 def has_large_result(use: Use) -> bool:
@@ -215,18 +210,14 @@ def _bytes(aval: Aval) -> int:
     return aval.size * aval.dtype.itemsize
 
 
-def barrier_token(sums: Value) -> Value:
+def one_element(sums: Value) -> Value:
     """One element of a device's partial sums, [1]; inside a manual region."""
     return jax.lax.slice(sums, (0,) * sums.ndim, (1,) * sums.ndim).reshape(1)
 
 
-def after_tokens(value: Gradient, tokens: Sequence[Value]) -> Gradient:
-    """A value that is not read before some tokens are computed; unchanged without tokens.
-
-    Args:
-        value: the gradient of an activation; None if it has none.
-    """
-    return jax.lax.optimization_barrier((value, *tokens))[0] if tokens else value
+def after_token(value: Value, token: Value) -> Value:
+    """A value that cannot be read before a token is computed: NaN if that is."""
+    return jnp.where((token == token).reshape((1,) * value.ndim), value, jnp.nan)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -470,7 +461,7 @@ class _ManualGradient:
         """The cotangent of the result as it is resharded for the partial sums."""
         return cotangent
 
-    def barrier_tokens(self) -> tuple[PartitionSpec, ...]:
+    def tokens(self) -> tuple[PartitionSpec, ...]:
         """Shardings of the tokens of partial sums that are computed before the gradient of the
         activation is passed on; empty if they may wait: compilers for TPUs delay none, and where
         tensor shards the weight, partial sums overlap with the communication of the gradient of the
@@ -480,6 +471,13 @@ class _ManualGradient:
             self.regions.torus or any(self.weight_axes.values()) or not has_large_result(self.use)
         )
         return () if wait else (PartitionSpec(self.regions.physical_axes(self.partial_axes)),)
+
+    def after(self, gradient: Value, tokens: Sequence[Value]) -> Value:
+        """The gradient of the activation, once the tokens are there."""
+        spec, specs = self.operand_specs[0], self.tokens()
+        if not specs:
+            return gradient
+        return self.regions.manual(after_token, (spec, *specs), spec)(gradient, *tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -772,7 +770,7 @@ class ManualLookup(_ManualGradient):
             mode=jax.lax.GatherScatterMode.FILL_OR_DROP,
         )
 
-    def barrier_tokens(self) -> tuple[PartitionSpec, ...]:
+    def tokens(self) -> tuple[PartitionSpec, ...]:
         """Empty: nothing waits for the partial sums, since indices have no gradient."""
         return ()
 
@@ -990,18 +988,18 @@ def _backward(
         dtype: of sums.
         sums, sums_specs: further arguments of `finish_sums`, and their shardings.
     """
-    token_specs = operation.barrier_tokens()
+    token_specs = operation.tokens()
 
     def local(activation: Any, cotangent: Any, *sums: Any) -> tuple[Any, ...]:
         own_sums = operation.partial_sums(activation, cotangent, operation.sum_dtype(dtype))
-        return *finish_sums(own_sums, *sums), *(barrier_token(own_sums) for _ in token_specs)
+        return *finish_sums(own_sums, *sums), *(one_element(own_sums) for _ in token_specs)
 
     outputs = operation.regions.manual(
         local, (*operation.operand_specs, *sums_specs), (*result_specs, *token_specs)
     )(activation, operation.cotangent_for_sums(cotangent), *sums)
     gradient = operation.activation_gradient(activation, get_weight(), cotangent)
     results, tokens = outputs[: len(result_specs)], outputs[len(result_specs) :]
-    return after_tokens(gradient, tokens), results
+    return operation.after(gradient, tokens), results
 
 
 def _run_deferred(operation: ManualOp, sums_spec: PartitionSpec) -> Operation:

@@ -1096,8 +1096,7 @@ def _divisors_and_flops(
     sizes: Mapping[tuple[str, int], int],
 ) -> tuple[dict[Hashable, int], dict[Hashable, int], dict[Hashable, float]]:
     divisors = {
-        root: math.gcd(*(sizes[member] for member in members))
-        for root, members in inputs.items()
+        root: math.gcd(*(sizes[member] for member in members)) for root, members in inputs.items()
     }
     matmuls, flops = dict.fromkeys(inputs, 0), dict.fromkeys(inputs, 0.0)
     for policy, step in problem.steps.items():
