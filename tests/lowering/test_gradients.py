@@ -236,7 +236,7 @@ def test_a_users_own_layouts_hold_on_a_mesh_in_parts():
 
 @pytest.mark.long
 @pytest.mark.parametrize("microbatches", (1, 2))
-def test_gradients_of_a_head_that_do_not_wait_are_the_same_bits(monkeypatch, microbatches):
+def test_gradients_of_a_head_that_do_not_wait_are_the_same(monkeypatch, microbatches):
     """With links that are not memory, every contraction outside of the layers is made to wait for
     its partial sums; then none is.
     """
@@ -248,11 +248,12 @@ def test_gradients_of_a_head_that_do_not_wait_are_the_same_bits(monkeypatch, mic
         network = (Link(kind="network", ways=4),)
         program = in_parts(SCAN, {"fsdp": 4, "tensor": 2}, 1, network, **pin)
         state, metrics = program.step(placed_state(program, 0), dict(SCAN.batch))
-        barriers = program.lower().as_text().count("stablehlo.select")
-        found.append((barriers, [metrics["loss"], *jax.tree.leaves(state.opt_state)]))
+        selects = program.lower().as_text().count("stablehlo.select")
+        found.append((selects, [metrics["loss"], *jax.tree.leaves(state.opt_state)]))
     (waiting, one), (free, other) = found
     assert waiting > free
-    assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6 * float(np.abs(b).max()))
 
 
 #: Shapes of both operands, and their dimension numbers: contracting dims, batch dims.
