@@ -731,7 +731,11 @@ def bytes_by_part(
         gradients: bytes of gradients accumulated over microbatches, array [candidates].
     """
     stages, meshes, scale = _fullest_stages(plans), plans.meshes, plans.shares
-    points = [_memory_at(costs, point, stage, plans) for stage in stages for point in costs.points]
+    points = [
+        _memory_at(costs, gradients, point, stage, plans)
+        for stage in stages
+        for point in costs.points
+    ]
     peak = _fullest_point(points, meshes)
     in_flight, stacks = stages[0].in_flight, np.zeros(len(meshes))
     for point in costs.points:
@@ -769,9 +773,9 @@ def defers_weight_gradients(chip: str) -> bool:
 
 
 def _memory_at(
-    costs: StepCosts, point: MemoryPoint, stage: _StageShares, plans: Plans
+    costs: StepCosts, gradients: Array, point: MemoryPoint, stage: _StageShares, plans: Plans
 ) -> _LiveBytes:
-    """The memory of a stage at a point where it may peak."""
+    """The memory of a stage at a point where it may peak; `gradients` as in `bytes_by_part`."""
     zero, meshes, stored = plans.decisions.zero, plans.meshes, stage.stored
     combined = plans.profile.collected == "together"
     saved = stage_part(point.saved, stage.in_flight) + stage_part(
@@ -787,7 +791,7 @@ def _memory_at(
         else stage_part(point.gradient if unsharded else point.gradient_sharded, stored)
         + np.where((meshes.micro > 1) & (meshes.stage == 1), 0.0, added)
     )
-    alive = np.where(_last_apart(plans), 0.0, alive)
+    alive = np.where(_last_apart(plans), np.maximum(0.0, alive - gradients), alive)
     if zero < 3:
         gathered = np.zeros(len(meshes))
     elif combined:
