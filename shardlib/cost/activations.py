@@ -484,7 +484,8 @@ class LiveRange:
         readers: indices of the matmuls that have the value with all rows of the sequence, if tensor
             shards it along the sequence elsewhere: as an operand, gathered, or as partial sums of
             their result. (): the value in its own sharding.
-        over_tensor: True if the value exists only if tensor shards its last dim.
+        over_tensor: True if the value exists only if tensor shards its last dim, False if it does
+            only where tensor does not.
     """
 
     value: int
@@ -495,7 +496,7 @@ class LiveRange:
     kernel: int | None = None
     all_heads: bool = False
     readers: tuple[int, ...] = ()
-    over_tensor: bool = False
+    over_tensor: bool | None = None
 
 
 def filled_shares(

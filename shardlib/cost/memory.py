@@ -434,10 +434,10 @@ def _until_weight_gradients(facts: Facts, ranges: list[LiveRange], loss: int) ->
         if live.value in grouped and live.birth >= inside[0] and not live.readers:
             late.append(replace(live, part="gathered", birth=inside[0], death=inside[-1]))
         if live.death < end:
-            waits = live is logits and _is_large(facts, live)
-            extended = replace(
-                live, part="deferred", birth=live.death + 1, death=end, over_tensor=waits
-            )
+            extended = replace(live, part="deferred", birth=live.death + 1, death=end)
+            if live is logits and _is_large(facts, live):
+                late.append(replace(extended, part="ordered", over_tensor=False))
+                extended = replace(extended, over_tensor=True)
             late.append(extended)
             if rematerialises and not gathered:
                 late.append(replace(extended, part="peeled"))
@@ -664,10 +664,16 @@ _ZERO_SHARES: tuple[dict[str, float], ...] = tuple(
     for parts, schedules in (
         ({"gathered": 0.0}, ("deferred", "undeferred")),
         ({"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64}, ("deferred", "")),
-        ({"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64}, ("deferred", "peeled")),
+        ({"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64}, ("ordered", "peeled")),
     )
     for schedule in schedules
-    for absent in [{part: 0.0 for part in ("deferred", "undeferred", "peeled") if part != schedule}]
+    for absent in [
+        {
+            part: 0.0
+            for part in ("deferred", "undeferred", "peeled", "ordered")
+            if part != schedule and (part, schedule) != ("deferred", "ordered")
+        }
+    ]
 )
 
 
@@ -789,7 +795,7 @@ def _shares(facts: Facts, ranges: list[LiveRange], choice: Choice) -> np.ndarray
             if live.readers
             else facts.value_spec(live.value, choice)
         )
-        if live.over_tensor and not _is_over_tensor(spec):
+        if not _exists(live, spec):
             return 0.0
         if spec not in shares:
             shares[spec] = 64.0 ** -sum(part is not None for part in spec or ())
@@ -798,8 +804,11 @@ def _shares(facts: Facts, ranges: list[LiveRange], choice: Choice) -> np.ndarray
     return np.array([share(live) for live in ranges])
 
 
-def _is_over_tensor(spec: Spec | None) -> bool:
-    return spec is not None and "tensor" in axes_of(spec[-1])
+def _exists(live: LiveRange, spec: Spec | None) -> bool:
+    """True if a value exists in this sharding (`LiveRange.over_tensor`)."""
+    if spec is None or live.over_tensor is None:
+        return spec is not None
+    return live.over_tensor == ("tensor" in axes_of(spec[-1]))
 
 
 def _resharded_spec(facts: Facts, live: LiveRange, choice: Choice) -> Spec | None:
@@ -837,7 +846,7 @@ def _item(
         spec = memory.spec(live.value, choice)
         if live.readers:
             spec = _resharded_spec(facts, live, choice)
-        if spec is None or (live.over_tensor and not _is_over_tensor(spec)):
+        if spec is None or not _exists(live, spec):
             return ()
         resident = Resident(
             bytes=amount(value.bytes * live.ratio * memory.padding(live.value, choice), spec),

@@ -805,6 +805,8 @@ def _memory_at(
             gathered, alive = np.maximum(gathered, chunk), np.maximum(alive, chunk)
     defers = defers_weight_gradients(plans.pricer.topology.chip.name)
     deferred = point.deferred if defers else point.peeled if zero >= 3 else 0.0
+    if defers and zero >= 3:
+        deferred = deferred + point.ordered
     if zero < 2 and not defers:
         deferred = deferred + point.undeferred
     return _LiveBytes(

@@ -97,6 +97,7 @@ class MemoryPoint(LazyTable):
     deferred: Array
     peeled: Array
     undeferred: Array
+    ordered: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -677,6 +678,8 @@ class Quantity(IntEnum):
     DEFERRED = 24
     PEELED = 25  # the same in loops whose gathers are pipelined (ZeRO 3)
     UNDEFERRED = 26  # bytes of gradients alive unless they are computed last (ZeRO 0, 1)
+    #: bytes of large logits as in `DEFERRED`, where the loop waits for the head's gradient
+    ORDERED = 27
 
 
 #: Rows of an array of quantities: `Quantity`, then the counts and then the bytes of every slot.
@@ -686,7 +689,13 @@ ROWS = len(Quantity) + 2 * len(SLOTS)
 CORRECTED: dict[str, tuple[Quantity, ...]] = {
     "compute": (Quantity.COMPUTE, Quantity.WEIGHT_GRADIENTS),
     "activations": (Quantity.SAVED, Quantity.COPY, Quantity.COPY_SHARDED),
-    "temporaries": (Quantity.TEMPORARY, Quantity.DEFERRED, Quantity.PEELED, Quantity.UNDEFERRED),
+    "temporaries": (
+        Quantity.TEMPORARY,
+        Quantity.DEFERRED,
+        Quantity.PEELED,
+        Quantity.UNDEFERRED,
+        Quantity.ORDERED,
+    ),
     "communication": (Quantity.GATHERED,),
     "margin": (),
 }
@@ -707,6 +716,7 @@ _PART_ROWS: dict[str, Quantity] = {
     "deferred": Quantity.DEFERRED,
     "peeled": Quantity.PEELED,
     "undeferred": Quantity.UNDEFERRED,
+    "ordered": Quantity.ORDERED,
 }
 _SHARDED_PART_ROWS: dict[str, tuple[Quantity, Quantity]] = {
     "gradient": (Quantity.GRADIENT, Quantity.GRADIENT_SHARDED),

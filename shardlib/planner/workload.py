@@ -114,12 +114,15 @@ def mixes_positions(problem: Problem, colouring: Colouring) -> bool:
 
 
 def _sizes(problem: Problem, colouring: Colouring, name: str | None) -> list[int]:
-    """Sizes of the dims of the batch arrays that have a colour, as far as the loss reads them."""
+    """Sizes of the dims of the batch arrays that have a colour, and of the parts that have it."""
     if not name:
         return []
-    colour, batch = colouring.colours[name], {path for path, *_ in problem.batch}
+    colour, axes = colouring.colours[name], colouring.batch
+    shapes = {path: shape for path, shape, _, _ in problem.batch}
     return [
-        size for (path, _), size in zip(colour.inputs, colour.sizes, strict=True) if path in batch
+        size if axes[path][dim] is None else shapes[path][dim]
+        for (path, dim), size in zip(colour.inputs, colour.sizes, strict=True)
+        if path in shapes
     ]
 
 
