@@ -633,7 +633,7 @@ def _device_sizes(
 
 def local_shape(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> tuple[int, ...]:
     """What a device has of a value."""
-    return tuple(n // shards_of([axes], sizes) for n, axes in zip(shape, spec, strict=True))
+    return tuple(n // shards_of((axes,), sizes) for n, axes in zip(shape, spec, strict=True))
 
 
 def shards_of(spec: Spec, sizes: Mapping[str, int]) -> int:

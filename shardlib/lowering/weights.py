@@ -472,10 +472,10 @@ class _ManualGradient:
         )
         return () if wait else (PartitionSpec(self.regions.physical_axes(self.partial_axes)),)
 
-    def after(self, gradient: Value, tokens: Sequence[Value]) -> Value:
+    def after(self, gradient: Value | None, tokens: Sequence[Value]) -> Value | None:
         """The gradient of the activation, once the tokens are there."""
         spec, specs = self.operand_specs[0], self.tokens()
-        if not specs:
+        if gradient is None or not specs:
             return gradient
         return self.regions.manual(after_token, (spec, *specs), spec)(gradient, *tokens)
 

@@ -31,7 +31,7 @@ def split_loss(model: models.Transformer, batch: dict[str, Any]) -> Any:
 
 def sent(program: Program) -> Counter[tuple[str, tuple[str, ...]]]:
     """Bytes of the results of collectives by (kind, axes)."""
-    compiled = read_traffic(program.compiled().as_text(), program.plan.mesh)
+    compiled = read_traffic(program.compiled().as_text() or "", program.plan.mesh)
     result: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for collective in compiled.collectives:
         result[collective.kind, collective.axes] += collective.bytes * collective.count
