@@ -663,7 +663,7 @@ _ZERO_SHARES: tuple[dict[str, float], ...] = tuple(
     {**parts, **absent}
     for parts, schedules in (
         ({"gathered": 0.0}, ("deferred", "undeferred")),
-        ({"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64}, ("deferred", "")),
+        ({"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64}, ("ordered", "")),
         ({"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64}, ("ordered", "peeled")),
     )
     for schedule in schedules
