@@ -296,6 +296,12 @@ def why_text(
             f" {axes} has {function.shape.devices}\nTry: a mesh of {module.partitions} devices"
         )
     traffic = read_traffic(module, function.shape)
+    if not traffic.collectives and module.partitions > 1 and "is_scheduled=true" not in text:
+        raise VerificationError(
+            f"{source} is a program before XLA partitions and schedules it: it has no collective"
+            " yet\nTry: the dump's *after_optimizations.txt, or"
+            " jax.jit(f).lower(...).compile().as_text()"
+        )
     index = Index(module, FrameTable(text))
     clock = 0.0 if machine is None else target_of(function, machine).cycles_per_s
     hidden, kernels = overlaps(

@@ -225,3 +225,18 @@ def test_running_sums_on_tpus_have_their_lines() -> None:
     floats = {row.source.user.line for row in diagnosis.rows if row.dtypes == ("f32",)}
     whole_numbers = {row.source.user.line for row in diagnosis.rows if row.dtypes == ("s32",)}
     assert floats == {line + 2} and whole_numbers == {line + 1}
+
+
+def test_a_text_from_before_partitioning_has_no_answer() -> None:
+    text = """\
+HloModule f, num_partitions=8
+
+ENTRY %main (x: f32[8,8]) -> f32[8,8] {
+  %x = f32[8,8]{1,0} parameter(0), sharding={devices=[8,1]<=[8]}
+  ROOT %y = f32[8,8]{1,0} add(%x, %x)
+}
+"""
+    with pytest.raises(shardlib.VerificationError, match="before XLA partitions and schedules it"):
+        diagnose.why_text(text)
+    compiled = text.replace("num_partitions=8", "is_scheduled=true, num_partitions=8")
+    assert not diagnose.why_text(compiled).rows
