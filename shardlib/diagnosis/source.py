@@ -330,7 +330,7 @@ def around(frame: Frame) -> tuple[str, str]:
         return "", ""
     first = linecache.getline(frame.file, frame.line)
     last = linecache.getline(frame.file, frame.last_line)
-    return first[: frame.column].lstrip(), last[frame.last_column :].strip()
+    return first[: frame.column].lstrip(), last[frame.last_column :].rstrip()
 
 
 def _clipped(text: str, limit: int = 60) -> str:
