@@ -120,10 +120,17 @@ def _of_text(file: Path, topology: str | None, mesh: str | None) -> Diagnosis:
 
     if not file.is_file():
         state = f"{file} is a folder" if file.is_dir() else f"there is no file {file}"
-        raise MissingFileError(
-            f"{state}\nTry: the text of a compiled program (a file of XLA_FLAGS=--xla_dump_to), or"
+        dumped = file.glob("*after_optimizations.txt") if file.is_dir() else ()
+        programs = sorted(
+            dumped, key=lambda path: -path.stat().st_size
+        )  # the step, then small ones
+        remedy = (
+            " or ".join(f"shardlib why {path}" for path in programs[:3])
+            or "the text of a compiled program (of XLA_FLAGS='--xla_dump_to=dump"
+            " --xla_dump_hlo_as_text' the file ...after_optimizations.txt), or"
             " package.module:function"
         )
+        raise MissingFileError(f"{state}\nTry: {remedy}")
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+import re
 import sys
 import tempfile
 import time
@@ -23,6 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
 
 from shardlib.diagnosis.cures import (
     LEAST,
@@ -38,7 +41,7 @@ from shardlib.diagnosis.cures import (
 )
 from shardlib.diagnosis.edits import Edit, annotated
 from shardlib.diagnosis.overlap import overlaps
-from shardlib.diagnosis.peak import live_values
+from shardlib.diagnosis.peak import LiveValue, live_values
 from shardlib.diagnosis.program import AnyMesh, Call, TracedFunction, find_mesh, mesh_of, trace
 from shardlib.diagnosis.report import Communication, Diagnosis
 from shardlib.diagnosis.rows import (
@@ -54,14 +57,22 @@ from shardlib.diagnosis.rows import (
     uses,
     with_warnings,
 )
-from shardlib.diagnosis.source import FrameTable, text_of
+from shardlib.diagnosis.source import NOWHERE, FrameTable, text_of
 from shardlib.errors import ArgumentError, TopologyError, TracingError, VerificationError
 from shardlib.layout import KINDS, MESH_AXES, MeshShape
 from shardlib.machines.topology import Topology, TopologyLike
 from shardlib.machines.topology import topology as parse_topology
 from shardlib.processes.kin import Guard
 from shardlib.untrusted.data import JsonObject
-from shardlib.verification.hlo import HloError, Module, axes_of_groups, parse, replica_groups
+from shardlib.verification.hlo import (
+    HloError,
+    Module,
+    array_bytes,
+    arrays,
+    axes_of_groups,
+    parse,
+    replica_groups,
+)
 from shardlib.verification.isolation import (
     PLATFORMS,
     Compiled,
@@ -80,6 +91,8 @@ if TYPE_CHECKING:
     from shardlib.planner.plan import Plan
 
 Options = Mapping[str, str | bool | int]
+#: A sharding as the text of a compiled program has it: tiles, and the devices that have them.
+_TILED = re.compile(r"\{devices=\[([\d,]+)\](<=\[[\d,]+\](?:T\([\d,]+\))?)")
 
 
 def target_of(function: TracedFunction, topology: Topology) -> Target:
@@ -315,18 +328,19 @@ def why_text(
     rows = read_rows(
         index, traffic, hidden, mesh=function.shape, names=function.axis_names, meetings=()
     )
+    given = text_arguments(module, function)
     live_bytes, live = live_values(index, None, {})
     return Diagnosis(
         function=function.name,
         topology="" if machine is None else machine.name,
         mesh=function.mesh,
         communication=Communication(
-            rows=explain(rows, function),
+            rows=tuple(_of_argument(row, index, given) for row in explain(rows, function)),
             wire_bytes=sum(item.wire_bytes for item in traffic.found),
             kernel_seconds=kernels,
             memory={},
-            live=live,
-            live_bytes=live_bytes,
+            live=tuple(sorted((*live, *given.values()), key=lambda value: -value.bytes)),
+            live_bytes=live_bytes + sum(value.bytes for value in given.values()),
             compile_seconds=0.0,
             problems=traffic.problems,
             note=_mesh_advice(module, function.shape),
@@ -337,6 +351,55 @@ def why_text(
         tried=0,
         versions={},
     )
+
+
+def text_arguments(module: Module, function: TracedFunction) -> dict[str, LiveValue]:
+    """The arguments of a compiled program by instruction, with their shardings over a mesh where
+    its text has them.
+    """
+    body = module.computations[module.entry]
+    given: dict[str, LiveValue] = {}
+    for instruction in body.instructions if module.partitions > 1 else ():
+        if instruction.opcode != "parameter":
+            continue
+        try:
+            ((_, dims),) = arrays(instruction.shape)
+        except ValueError:  # a tuple, or elements that are not known
+            continue
+        spec, tiled = None, _TILED.match(sharding := instruction.attribute("sharding"))
+        if tiled is not None:
+            tiles = [int(n) for n in tiled[1].split(",")]
+            devices = replica_groups(f"[{math.prod(tiles)},1]{tiled[2]}", module.partitions)
+            groups = [
+                np.moveaxis(devices.reshape(tiles), n, -1).reshape(-1, tiles[n])
+                for n in range(len(dims))
+            ]
+            axes = (axes_of_groups(group, function.shape) or () for group in groups)
+            spec = tuple(tuple(function.axis_names[axis] for axis in dim) for dim in axes)
+        elif sharding == "{replicated}":
+            spec = ((),) * len(dims)
+        given[instruction.name] = LiveValue(
+            name=f"{instruction.op_name or instruction.name}, an argument",
+            source=NOWHERE,
+            bytes=array_bytes(instruction.shape),
+            count=1,
+            shape=instruction.shape,
+            spec=spec,
+            replicated=(),
+        )
+    return given
+
+
+def _of_argument(row: Row, index: Index, given: Mapping[str, LiveValue]) -> Row:
+    """A row, which says so where it gathers an argument."""
+    operands = index.where[row.instructions[0]][0].operands
+    argument = index.argument(operands[0]) if row.kind == "all-gather" and operands else None
+    if argument is None or argument.name not in given:
+        return row
+    stored = given[argument.name].spec
+    spec = "" if stored is None else f" {spec_text(stored)}"
+    reason = f"`{argument.op_name}`, an argument{spec}, is gathered over {', '.join(row.axes)}"
+    return replace(row, cause="weights", reason=reason)
 
 
 def _mesh_advice(module: Module, mesh: MeshShape) -> str:
@@ -367,7 +430,9 @@ def _mesh_advice(module: Module, mesh: MeshShape) -> str:
             shape = MeshShape(dict(zip(MESH_AXES, chosen, strict=False)))
             if shape.devices == mesh.devices and fits(shape):
                 words = ",".join(f"{axis}={size}" for axis, size in zip(axes, chosen, strict=True))
-                return f"collectives run over parts of the mesh's axes: --mesh {words} names them"
+                return (
+                    f"some collectives run over parts of the mesh's axes: --mesh {words} names them"
+                )
     return ""
 
 
@@ -467,7 +532,7 @@ class _Work:
         cures, tried = search.find_cures(function, machine, before, shardings, limit)
         if limit and time.monotonic() > search.until:
             words = f"cures were looked for during {self.cure_seconds:g} s, and not to the end"
-            before = replace(before, note=f"{words} (cure_seconds)")
+            before = replace(before, note=f"incomplete: {words} (cure_seconds)")
         cured = _removed(before.rows, cures)
         rows = tuple(
             replace(row, inherent=False) if number in cured and row.inherent else row
@@ -799,35 +864,38 @@ def _changes(state: Trial, trial: Trial, edit: Edit) -> Iterator[Change]:
 
 def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -> dict[int, int]:
     """Row -> the first cure that takes at least half of its bytes away, whatever it edits: what is
-    left of it has its kind and axes, and its line, or its size at another line.
+    left of it has its kind and axes, and its line, or its size at another line. Rows of a line are
+    told apart by pass and cause, as a gradient and partial sums of an activation.
     """
 
     def place(row: Row) -> tuple[object, ...]:
-        user = row.source.user
-        return row.kind, row.axes, user and (user.file, user.line)
+        user, backward = row.source.user, row.source.operation.backward
+        return row.kind, row.axes, user and (user.file, user.line), backward, row.cause
 
-    before = defaultdict[tuple[object, ...], float](float)
-    for row in rows:
-        before[place(row)] += row.bytes
+    def sizes(listed: Sequence[Row]) -> dict[tuple[object, ...], float]:
+        size = defaultdict[tuple[object, ...], float](float)
+        for row in listed:
+            size[place(row)] += row.bytes
+        return size
+
+    before = sizes(rows)
 
     def left(row: Row, communication: Communication) -> float:
-        after = defaultdict[tuple[object, ...], float](float)
-        for entry in communication.rows:
-            after[place(entry)] += entry.bytes
-        moved = [
-            size - before[where]
-            for where, size in after.items()
-            if where[:2] == (row.kind, row.axes) and where != place(row)
-        ]
-        return after[place(row)] + sum(
-            size for size in moved if abs(size - row.bytes) <= 0.02 * row.bytes
+        after, own = sizes(communication.rows), place(row)
+        more = {where: size - before.get(where, 0.0) for where, size in after.items()}
+        return after.get(own, 0.0) + sum(
+            size
+            for where, size in more.items()
+            if where != own
+            and where[:2] == own[:2]
+            and (abs(size - row.bytes) <= 0.02 * row.bytes or (where[2] == own[2] and size > 0))
         )
 
     removed: dict[int, int] = {}
     for number, row in enumerate(rows):
         for cure, (applied, communication) in enumerate(cures):
             # options of the compiler change the schedule
-            if applied.edits and left(row, communication) <= row.bytes / 2:
+            if applied.edits and left(row, communication) <= before[place(row)] / 2:
                 removed[number] = cure
                 break
     return removed

@@ -86,7 +86,7 @@ class Edit:
         before, after = around(self.frame)
         if self.removes:
             line = before + _first_argument(inner) + after
-            nothing = re.fullmatch(r"([\w.]+) = \1", line)
+            nothing = re.fullmatch(r"([\w.]+) = \1\s*(#.*)?", line)
             return "# without this line" if nothing else line
         if self.manual:
             listed = entries(self.spec if self.written is None else self.written)

@@ -32,8 +32,6 @@ from shardlib.verification.hlo import (
 _HANDED_ON = frozenset(
     {"bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier", "parameter"}
 )
-#: Opcodes whose result has what they were given.
-_COPIES = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 #: Of a value that is not in the memory of the device but nearer to its units, or on the host.
 _ELSEWHERE = re.compile(r"S\([1-9]\)")
 
@@ -278,15 +276,9 @@ class _Described:
 
     def _argument(self, name: str) -> Argument | None:
         """The argument that a value is a copy of."""
-        while name in self.index.where:
-            instruction, body = self.index.where[name]
-            if instruction.opcode == "parameter" and body.name == self.index.module.entry:
-                number = re.fullmatch(r"args\[(\d+)\]", instruction.op_name)
-                return self.function.arguments[int(number[1])] if self.function and number else None
-            if instruction.opcode.removesuffix("-start").removesuffix("-done") not in _COPIES:
-                return None
-            name = instruction.operands[0]
-        return None
+        parameter = self.index.argument(name)
+        number = parameter and re.fullmatch(r"args\[(\d+)\]", parameter.op_name)
+        return self.function.arguments[int(number[1])] if self.function and number else None
 
 
 def _keys(source: Source) -> list[object]:

@@ -155,6 +155,8 @@ def verdict(diagnosis: Diagnosis, number: int) -> str:
         return "inherent"
     if number in diagnosis.cured:
         return f"avoidable: cure {diagnosis.cured[number] + 1}"
+    if not diagnosis.versions:
+        return "cures need the function: shardlib why module:function"
     return "no cure found" if diagnosis.searched else "no cure was looked for"
 
 
@@ -193,8 +195,9 @@ def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
     if not diagnosis.rows and not problems:
         lines.append("There is no collective in the compiled program.")
     lines += _memory_lines(diagnosis)
-    incomplete = [*problems, *filter(None, [diagnosis.communication.note])]
-    lines += ["", *(f"incomplete: {problem}" for problem in incomplete)] if incomplete else []
+    unread = [f"incomplete: {problem}" for problem in problems]
+    said = [*unread, *filter(None, [diagnosis.communication.note])]
+    lines += ["", *said] if said else []
     return "\n".join(lines)
 
 
@@ -243,7 +246,7 @@ def _memory_lines(diagnosis: Diagnosis, limit: int = 6) -> list[str]:
         lines.append(f"{bytes_text(arguments):>10}  the arguments")
     for value in c.live[:limit]:
         spec = f" {spec_text(value.spec)}" if value.spec is not None else ""
-        times = f" x {value.count}" if value.count > 1 else ""
+        times = f", {value.count} values," if value.count > 1 else ""
         saving = max(value.replicated, key=lambda entry: entry[1], default=None)
         advice = (
             f"; not sharded over {saving[0]}, which would save {bytes_text(saving[1])}"

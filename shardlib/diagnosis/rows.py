@@ -344,6 +344,19 @@ class Index:
                 waiting.append(self.callers[body.name].operands[int(instruction.literal)])
         return NOWHERE
 
+    def argument(self, name: str) -> Instruction | None:
+        """The program's argument that a value is a copy of."""
+        while name in self.where:
+            instruction, body = self.where[name]
+            if instruction.opcode == "parameter":
+                return instruction if body.name == self.module.entry else None
+            called = self.module.computations.get(instruction.called.get("calls", ""))
+            made = called.root if called and called.root else instruction
+            if made.opcode.removesuffix("-start").removesuffix("-done") not in _COPIES:
+                return None
+            name = instruction.operands[0]
+        return None
+
     def stacked(self, name: str) -> Source:
         """The source of what a loop writes, turn by turn, into a buffer that it is given."""
         readers = self._readers(self.where[name][0])
@@ -412,6 +425,8 @@ class Index:
 
 
 _ELEMENT = "get-tuple-element"
+#: Opcodes whose result has what they were given.
+_COPIES = frozenset({"bitcast", "copy", "convert", "reshape", "transpose"})
 _VIEWS = frozenset({"bitcast", "copy", "get-tuple-element", "reshape", "convert", "transpose"})
 
 
@@ -775,8 +790,10 @@ def _cause(
     if operation.primitive in _WRITTEN:
         return "written", f"the program writes {operation.primitive} over {over}", True
     if row.kind in _KINDS_OF_REDUCTIONS and meeting is not None and not meeting.value.shape:
-        value = _quoted(meeting.value.name) or "a value"
-        return "scalar", f"{value} is one number, summed over {over}", True
+        number, frame = _quoted(meeting.value.name) or "a value", meeting.value.source.user
+        if ", " in number and frame and "=" in text_of(frame):
+            number = f"a number of `{text_of(frame).partition('=')[2].strip()}`"  # not all names
+        return "scalar", f"{number} is one number, summed over {over}", True
     is_sum = row.kind in _KINDS_OF_REDUCTIONS and operation.backward
     stated = meeting is not None and (
         meeting.computed or (meeting.reduced and meeting.source.operation.backward)
@@ -804,7 +821,7 @@ def _reduction(
 ) -> tuple[str, str, bool | None]:
     over = _listed(meeting.reduced or row.axes)
     contraction = meeting.contraction
-    parameters = _alike(meeting, function)
+    parameters = [] if _multiplies(meeting, function) else _alike(meeting, function)
     source = contraction.source if contraction else meeting.source
     is_backward = row.source.operation.backward or source.operation.backward
     gathered = _gathered(row, meeting, function)
@@ -898,8 +915,10 @@ def _reshard(
     gathered = {a for d in meeting.produced for a in d} - {a for d in meeting.needed for a in d}
     name = _quoted(value.name) or "a value"
     if value.argument is not None and (primitive not in LAYOUTS or gathered & batch):
-        shown_as = _quoted(_named(value.source))
-        if shown_as and value.shape != function.arguments[value.argument].shape:
+        shown_as, whole = _quoted(_named(value.source)), function.arguments[value.argument].shape
+        if value.shape == whole[1:]:
+            stored = f"a layer of the argument {name} is {produced}, and is needed as {needed}"
+        elif shown_as and value.shape != whole:
             stored = (
                 f"{shown_as}, a form of the argument {name}, is {produced} and needed as {needed}"
             )
@@ -958,6 +977,22 @@ def _alike(meeting: Meeting, function: TracedFunction) -> list[Argument]:
         if argument.dtype.startswith(("float", "bfloat"))
         and shape in (sorted(n for n in argument.shape if n > 1), sorted(argument.shape[1:]))
     ]
+
+
+def _multiplies(meeting: Meeting, function: TracedFunction) -> bool:
+    """Whether partial sums are of a product with a parameter, which comes back as a result: those
+    of the gradient of an activation, where a parameter's are of a product of two activations.
+    """
+    contraction, state = meeting.contraction, {(r.shape, r.dtype) for r in function.results}
+    if contraction is None or "dot" not in contraction.source.operation.primitive:
+        return False
+    for operand, dims in zip(contraction.operands, contraction.dims, strict=True):
+        if operand.argument is not None:
+            argument = function.arguments[operand.argument]
+            summed = [operand.dims[dim] for dim in dims]
+            if (argument.shape, argument.dtype) in state and summed != [batch_dim(argument)]:
+                return True
+    return False
 
 
 def _size(row: Row, function: TracedFunction) -> float:

@@ -15,6 +15,7 @@ follows from it; `shardlib.diagnosis.rows` joins it with what they made.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -92,7 +93,8 @@ def read_shardings(text: str) -> JsonObject:
             if name.startswith(("stablehlo.", "mhlo.")) and len(operation.results) == 1:
                 result = operation.results[0]
                 shape, dtype = _tensor(result)
-                if math.prod(shape) >= SMALLEST and name != "stablehlo.constant":
+                large = math.prod(shape) >= SMALLEST and name != "stablehlo.constant"
+                if large and not reader.is_manual(operation):
                     values.append(
                         {
                             "op": name,
@@ -141,7 +143,8 @@ _ELEMENTWISE = frozenset(
 )
 
 #: Operations whose region takes their operands as they are.
-_REGIONS = ("sdy.manual_computation", "sdy.named_computation")
+_MANUAL = "sdy.manual_computation"
+_REGIONS = (_MANUAL, "sdy.named_computation")
 
 
 class _Reader:
@@ -195,6 +198,16 @@ class _Reader:
                     self.location(calls[0][1]) if calls else {"op": "", "frames": []}
                 )
         return self.around[parent]
+
+    def is_manual(self, operation: Any) -> bool:
+        """Whether an operation stands in a manual region, where values are parts of arrays."""
+        parent = getattr(operation.parent, "operation", operation.parent)
+        if parent.name == "func.func":
+            calls = self.calls.get(str(parent.attributes["sym_name"]).strip('"'), ())
+            return bool(calls) and self.is_manual(calls[0][1])
+        return parent.name == _MANUAL or (
+            parent.name != "builtin.module" and self.is_manual(parent)
+        )
 
     def count(self, function: str) -> int:
         """How often a function runs in one call of the program."""
@@ -447,7 +460,8 @@ class _Reader:
         if hasattr(owner, "name"):
             operation = getattr(owner, "operation", owner)
             text = _attribute(operation, "out_sharding") or _attribute(operation, "sharding")
-            listed = _PER_VALUE.findall(_attribute(operation, "sdy.sharding"))
+            several = "out_shardings" if operation.name == _MANUAL else "sdy.sharding"
+            listed = _PER_VALUE.findall(_attribute(operation, several))
             number = next((i for i, r in enumerate(operation.results) if r == value), 0)
             return text or (listed[number] if number < len(listed) else "")
         parent = getattr(owner.owner, "operation", owner.owner)
@@ -459,6 +473,10 @@ class _Reader:
             name = str(parent.attributes["sym_name"]).strip('"')
             calls = self.calls.get(name, ())
             return self._sharding(calls[0][1].operands[value.arg_number]) if calls else ""
+        if parent.name == _MANUAL:
+            text = _PER_VALUE.findall(_attribute(parent, "in_shardings"))[value.arg_number]
+            manual = re.findall(r'"[^"]+"', _attribute(parent, "manual_axes"))
+            return functools.reduce(lambda left, axis: left.replace(axis, ""), manual, text)
         if value.arg_number < len(parent.results):
             return self._sharding(parent.results[value.arg_number])
         return ""
