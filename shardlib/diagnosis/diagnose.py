@@ -328,19 +328,19 @@ def why_text(
     rows = read_rows(
         index, traffic, hidden, mesh=function.shape, names=function.axis_names, meetings=()
     )
-    given = text_arguments(module, function)
+    arguments = text_arguments(module, function)
     live_bytes, live = live_values(index, None, {})
     return Diagnosis(
         function=function.name,
         topology="" if machine is None else machine.name,
         mesh=function.mesh,
         communication=Communication(
-            rows=tuple(_of_argument(row, index, given) for row in explain(rows, function)),
+            rows=tuple(_of_argument(row, index, arguments) for row in explain(rows, function)),
             wire_bytes=sum(item.wire_bytes for item in traffic.found),
             kernel_seconds=kernels,
             memory={},
-            live=tuple(sorted((*live, *given.values()), key=lambda value: -value.bytes)),
-            live_bytes=live_bytes + sum(value.bytes for value in given.values()),
+            live=tuple(sorted((*live, *arguments.values()), key=lambda value: -value.bytes)),
+            live_bytes=live_bytes + sum(value.bytes for value in arguments.values()),
             compile_seconds=0.0,
             problems=traffic.problems,
             note=_mesh_advice(module, function.shape),
@@ -358,7 +358,7 @@ def text_arguments(module: Module, function: TracedFunction) -> dict[str, LiveVa
     its text has them.
     """
     body = module.computations[module.entry]
-    given: dict[str, LiveValue] = {}
+    arguments: dict[str, LiveValue] = {}
     for instruction in body.instructions if module.partitions > 1 else ():
         if instruction.opcode != "parameter":
             continue
@@ -378,7 +378,7 @@ def text_arguments(module: Module, function: TracedFunction) -> dict[str, LiveVa
             spec = tuple(tuple(function.axis_names[axis] for axis in dim) for dim in axes)
         elif sharding == "{replicated}":
             spec = ((),) * len(dims)
-        given[instruction.name] = LiveValue(
+        arguments[instruction.name] = LiveValue(
             name=f"{instruction.op_name or instruction.name}, an argument",
             source=NOWHERE,
             bytes=array_bytes(instruction.shape),
@@ -387,16 +387,16 @@ def text_arguments(module: Module, function: TracedFunction) -> dict[str, LiveVa
             spec=spec,
             replicated=(),
         )
-    return given
+    return arguments
 
 
-def _of_argument(row: Row, index: Index, given: Mapping[str, LiveValue]) -> Row:
+def _of_argument(row: Row, index: Index, arguments: Mapping[str, LiveValue]) -> Row:
     """A row, which says so where it gathers an argument."""
     operands = index.where[row.instructions[0]][0].operands
     argument = index.argument(operands[0]) if row.kind == "all-gather" and operands else None
-    if argument is None or argument.name not in given:
+    if argument is None or argument.name not in arguments:
         return row
-    stored = given[argument.name].spec
+    stored = arguments[argument.name].spec
     spec = "" if stored is None else f" {spec_text(stored)}"
     reason = f"`{argument.op_name}`, an argument{spec}, is gathered over {', '.join(row.axes)}"
     return replace(row, cause="weights", reason=reason)
@@ -881,14 +881,14 @@ def _removed(rows: Sequence[Row], cures: Sequence[tuple[Cure, Communication]]) -
     before = sizes(rows)
 
     def left(row: Row, communication: Communication) -> float:
-        after, own = sizes(communication.rows), place(row)
-        more = {where: size - before.get(where, 0.0) for where, size in after.items()}
-        return after.get(own, 0.0) + sum(
+        after, key = sizes(communication.rows), place(row)
+        more = {entry: size - before.get(entry, 0.0) for entry, size in after.items()}
+        return after.get(key, 0.0) + sum(
             size
-            for where, size in more.items()
-            if where != own
-            and where[:2] == own[:2]
-            and (abs(size - row.bytes) <= 0.02 * row.bytes or (where[2] == own[2] and size > 0))
+            for entry, size in more.items()
+            if entry != key
+            and entry[:2] == key[:2]
+            and (abs(size - row.bytes) <= 0.02 * row.bytes or (entry[2] == key[2] and size > 0))
         )
 
     removed: dict[int, int] = {}

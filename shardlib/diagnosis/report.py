@@ -196,8 +196,8 @@ def report_text(diagnosis: Diagnosis, limit: int = 40) -> str:
         lines.append("There is no collective in the compiled program.")
     lines += _memory_lines(diagnosis)
     unread = [f"incomplete: {problem}" for problem in problems]
-    said = [*unread, *filter(None, [diagnosis.communication.note])]
-    lines += ["", *said] if said else []
+    notes = [*unread, *filter(None, [diagnosis.communication.note])]
+    lines += ["", *notes] if notes else []
     return "\n".join(lines)
 
 

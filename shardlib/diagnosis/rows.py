@@ -351,8 +351,8 @@ class Index:
             if instruction.opcode == "parameter":
                 return instruction if body.name == self.module.entry else None
             called = self.module.computations.get(instruction.called.get("calls", ""))
-            made = called.root if called and called.root else instruction
-            if made.opcode.removesuffix("-start").removesuffix("-done") not in _COPIES:
+            root = called.root if called and called.root else instruction
+            if root.opcode.removesuffix("-start").removesuffix("-done") not in _COPIES:
                 return None
             name = instruction.operands[0]
         return None
@@ -915,10 +915,10 @@ def _reshard(
     gathered = {a for d in meeting.produced for a in d} - {a for d in meeting.needed for a in d}
     name = _quoted(value.name) or "a value"
     if value.argument is not None and (primitive not in LAYOUTS or gathered & batch):
-        shown_as, whole = _quoted(_named(value.source)), function.arguments[value.argument].shape
-        if value.shape == whole[1:]:
+        shown_as, shape = _quoted(_named(value.source)), function.arguments[value.argument].shape
+        if value.shape == shape[1:]:
             stored = f"a layer of the argument {name} is {produced}, and is needed as {needed}"
-        elif shown_as and value.shape != whole:
+        elif shown_as and value.shape != shape:
             stored = (
                 f"{shown_as}, a form of the argument {name}, is {produced} and needed as {needed}"
             )
@@ -1039,6 +1039,7 @@ def _names(arguments: Sequence[Argument], frame: Frame | None) -> str:
     words = set(re.findall(r"\w+", text_of(frame))) if frame else set[str]()
     keys = {a.name: {*re.findall(r"\w+", a.name)} for a in arguments}
     names = [name for name in keys if not _MOMENTS & keys[name]] or [*keys]
+    names = [name for name in names if "[" in name or "." in name] or names
     best = max(len(keys[name] & words) for name in names)
     names = [name for name in names if len(keys[name] & words) == best]
     layers = defaultdict[str, list[str]](list)

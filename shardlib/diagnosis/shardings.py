@@ -366,7 +366,7 @@ class _Reader:
             owner = value.owner
             if hasattr(owner, "name"):  # an operation
                 operation = getattr(owner, "operation", owner)
-                if operation.name.startswith("sdy.") and len(operation.operands) == 1:
+                if _is_move(operation):
                     value = operation.operands[0]
                     continue
                 described = {
@@ -411,7 +411,7 @@ class _Reader:
         inner = self._returned(operation)[number]
         while hasattr(inner.owner, "name"):
             view = getattr(inner.owner, "operation", inner.owner)
-            if view.name not in _VIEWS and not view.name.startswith("sdy."):
+            if view.name not in _VIEWS and not _is_move(view):
                 return None
             inner = view.operands[0] if len(view.operands) else None
             if inner is None:
@@ -613,6 +613,12 @@ def _trips(loop: Any) -> int:
     return 1
 
 
+def _is_move(operation: Any) -> bool:
+    """Returns whether an operation hands on the one array that it is given in another sharding."""
+    one = len(operation.operands) == len(operation.results) == 1
+    return one and operation.name.startswith("sdy.") and operation.name not in _REGIONS
+
+
 def _is_layout(operation: Any) -> bool:
     """Returns whether an operation is a layout that the program writes."""
     name = str(_location(operation)["op"])
@@ -623,7 +629,7 @@ def _users(value: Any) -> Iterator[Any]:
     """Operations that take a value, past further reshards of it."""
     for use in value.uses:
         user = use.owner.operation if hasattr(use.owner, "operation") else use.owner
-        if user.name.startswith("sdy.") and user.name != "sdy.return" and len(user.results) == 1:
+        if _is_move(user):
             if _is_layout(user):
                 yield user
             yield from _users(user.results[0])
@@ -633,11 +639,7 @@ def _users(value: Any) -> Iterator[Any]:
 
 def _unmoved(value: Any) -> Any:
     """A value before reshards and reductions."""
-    while (
-        hasattr(value.owner, "name")
-        and str(value.owner.name).startswith("sdy.")
-        and len(value.owner.operands) == 1
-    ):
+    while hasattr(value.owner, "name") and _is_move(value.owner):
         value = value.owner.operands[0]
     return value
 

@@ -91,3 +91,38 @@ def test_groups_that_are_no_axes_say_which_mesh_names_them() -> None:
     for mesh in (None, "data=4"):
         assert "--mesh x=2,y=2 names them" in str(why_text(text, mesh=mesh))
     assert "--mesh" not in str(why_text(text, mesh="data=2,model=2"))
+
+
+GATHERED = """\
+HloModule f, is_scheduled=true, num_partitions=8
+
+%copied (p: f32[16,2]) -> f32[16,2] {
+  %p = f32[16,2]{1,0} parameter(0)
+  ROOT %c = f32[16,2]{0,1} copy(%p)
+}
+
+ENTRY %main (w: f32[16,2], b: f32[8]) -> f32[16,8] {
+  %w = f32[16,2]{1,0} parameter(0), sharding={devices=[2,4]<=[4,2]T(1,0)}, metadata={op_name="w"}
+  %b = f32[8]{0} parameter(1), sharding={replicated}, metadata={op_name="b"}
+  %copied.1 = f32[16,2]{0,1} fusion(%w), kind=kLoop, calls=%copied
+  ROOT %whole = f32[16,8]{1,0} all-gather(%copied.1), channel_id=1, replica_groups=[2,4]<=[4,2]T(1,0), dimensions={1}, use_global_device_ids=true
+}
+"""
+
+
+def test_a_text_says_how_its_arguments_are_sharded_and_how_cures_are_got() -> None:
+    diagnosis = why_text(GATHERED, mesh="data=4,model=2")
+    (row,) = diagnosis.rows
+    assert row.reason == "`w`, an argument [model, data], is gathered over data"
+    assert "cures need the function: shardlib why module:function" in str(diagnosis)
+    specs = {value.name: value.spec for value in diagnosis.communication.live}
+    assert specs["w, an argument"] == (("model",), ("data",))
+    assert specs["b, an argument"] == ((),)
+
+
+def test_a_folder_of_dumps_names_its_programs(tmp_path: Path, shell) -> None:
+    for name, size in (("module_1.step.cpu_after_optimizations.txt", 2), ("before.txt", 3)):
+        (tmp_path / name).write_text(GATHERED * size)
+    code, _, err = shell("why", str(tmp_path))
+    assert code == 2 and "is a folder\nTry: shardlib why " in err
+    assert "module_1.step.cpu_after_optimizations.txt" in err and "before.txt" not in err

@@ -144,6 +144,7 @@ def test_layouts_of_updates_follow_them(tmp_path: Path) -> None:
     [
         ("y = layout(y, spec)", "# without this line"),
         ("y = layout(\n    y, spec)", "# without this line"),
+        ("y = layout(y, spec)  # (whole)", "# without this line"),
         ("y = layout(x + 1, spec)", "y = x + 1"),
         ("y = 2 * layout(\n    x, spec\n) + 1", "y = 2 * x + 1"),
     ],
@@ -151,7 +152,8 @@ def test_layouts_of_updates_follow_them(tmp_path: Path) -> None:
 def test_a_layout_that_is_left_out_leaves_its_value(tmp_path: Path, text, expected) -> None:
     file = tmp_path / "layer.py"
     file.write_text(text + "\n")
-    call = text[: text.rindex(")") + 1].splitlines()
+    code = text.partition("  #")[0]
+    call = code[: code.rindex(")") + 1].splitlines()
     frame = Frame(str(file), 1, text.index("layout"), len(call), len(call[-1]))
     assert Edit(spec=(), frame=frame, removes=True).text(False) == expected
 

@@ -79,3 +79,35 @@ def test_the_line_that_needs_another_sharding_is_named() -> None:
     assert {row.meeting.value.name for row in warned if row.meeting} <= {"x", "y", "jnp.tanh(y)"}
     _, others = with_warnings(diagnosis.rows, WARNING.replace("128", "7"), index, {})
     assert len(others) == 1
+
+
+def test_a_product_with_a_parameter_is_no_gradient_of_one() -> None:
+    """Everything is [64, 64]."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    def step(weights, x):
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
+
+    up, down = model.array((64, 64), None, "model"), model.array((64, 64), "model")
+    x = model.array((64, 64), "data")
+    rows = shardlib.why(step, [up, down] * 2, x, topology="cpu:8", cures=0).rows
+    backward = [row for row in rows if row.source.operation.backward]
+    sums = {row.axes: row.reason for row in backward}
+    assert set(sums) == {("data",), ("model",)}
+    assert sums["data",].startswith("the gradient of `weights[*]` is summed over the batch")
+    assert "`backward of x` [data, model] and `weights[2]` [-, model]" in sums["model",]
+
+
+def test_what_a_manual_region_returns_has_its_sharding() -> None:
+    def f(x, order):
+        spec = jax.P("data")
+        y = jax.shard_map(lambda part: part + 1, mesh=model.MESH, in_specs=spec, out_specs=spec)(x)
+        return y[order]
+
+    x, order = model.array((512, 64), "data"), model.array((512,), dtype=jnp.int32)
+    (row,) = shardlib.why(f, x, order, topology="cpu:8", cures=0).rows
+    assert "`y` [data, -] runs over a dim that data shards" in row.reason

@@ -55,4 +55,6 @@ ENTRY %main (x: f32[16,8]) -> f32[16,8] {
 
 
 def test_a_copy_to_nearer_memory_takes_none_of_the_devices() -> None:
-    assert why_text(COPIES).communication.live_bytes == 16 * 8 * 4
+    communication = why_text(COPIES).communication
+    assert communication.live_bytes == 2 * 16 * 8 * 4  # the argument and the result
+    assert "args[0], an argument" in [value.name for value in communication.live]
