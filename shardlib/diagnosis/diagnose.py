@@ -39,7 +39,7 @@ from shardlib.diagnosis.cures import (
     pairs,
     propagated_seconds,
 )
-from shardlib.diagnosis.edits import Edit, annotated
+from shardlib.diagnosis.edits import Edit, Spec, annotated
 from shardlib.diagnosis.overlap import overlaps
 from shardlib.diagnosis.peak import LiveValue, live_values
 from shardlib.diagnosis.program import AnyMesh, Call, TracedFunction, find_mesh, mesh_of, trace
@@ -329,18 +329,19 @@ def why_text(
         index, traffic, hidden, mesh=function.shape, names=function.axis_names, meetings=()
     )
     arguments = text_arguments(module, function)
+    stored = {value.name: (value.name, value.spec) for value in arguments}
     live_bytes, live = live_values(index, None, {})
     return Diagnosis(
         function=function.name,
         topology="" if machine is None else machine.name,
         mesh=function.mesh,
         communication=Communication(
-            rows=tuple(_of_argument(row, index, arguments) for row in explain(rows, function)),
+            rows=tuple(_of_argument(row, index, stored) for row in explain(rows, function)),
             wire_bytes=sum(item.wire_bytes for item in traffic.found),
             kernel_seconds=kernels,
             memory={},
-            live=tuple(sorted((*live, *arguments.values()), key=lambda value: -value.bytes)),
-            live_bytes=live_bytes + sum(value.bytes for value in arguments.values()),
+            live=tuple(sorted((*live, *arguments), key=lambda value: -value.bytes)),
+            live_bytes=live_bytes + sum(value.bytes for value in arguments),
             compile_seconds=0.0,
             problems=traffic.problems,
             note=_mesh_advice(module, function.shape),
@@ -353,12 +354,10 @@ def why_text(
     )
 
 
-def text_arguments(module: Module, function: TracedFunction) -> dict[str, LiveValue]:
-    """The arguments of a compiled program by instruction, with their shardings over a mesh where
-    its text has them.
-    """
+def text_arguments(module: Module, function: TracedFunction) -> list[LiveValue]:
+    """The arguments of a compiled program, with their shardings where its text has them."""
     body = module.computations[module.entry]
-    arguments: dict[str, LiveValue] = {}
+    arguments = list[LiveValue]()
     for instruction in body.instructions if module.partitions > 1 else ():
         if instruction.opcode != "parameter":
             continue
@@ -378,27 +377,34 @@ def text_arguments(module: Module, function: TracedFunction) -> dict[str, LiveVa
             spec = tuple(tuple(function.axis_names[axis] for axis in dim) for dim in axes)
         elif sharding == "{replicated}":
             spec = ((),) * len(dims)
-        arguments[instruction.name] = LiveValue(
-            name=f"{instruction.op_name or instruction.name}, an argument",
-            source=NOWHERE,
-            bytes=array_bytes(instruction.shape),
-            count=1,
-            shape=instruction.shape,
-            spec=spec,
-            replicated=(),
+        arguments.append(
+            LiveValue(
+                name=instruction.op_name or instruction.name,
+                source=NOWHERE,
+                bytes=array_bytes(instruction.shape),
+                count=1,
+                shape=instruction.shape,
+                spec=spec,
+                replicated=(),
+            )
         )
     return arguments
 
 
-def _of_argument(row: Row, index: Index, arguments: Mapping[str, LiveValue]) -> Row:
-    """A row, which says so where it gathers an argument."""
+def _of_argument(row: Row, index: Index, stored: Mapping[str, tuple[str, Spec | None]]) -> Row:
+    """A row, which says so where it gathers an argument for an operation that Shardy leaves as it
+    is, or where there is no more than a text.
+
+    Args:
+        stored: name and sharding of each argument, by its name in the compiled program.
+    """
     operands = index.where[row.instructions[0]][0].operands
     argument = index.argument(operands[0]) if row.kind == "all-gather" and operands else None
-    if argument is None or argument.name not in arguments:
+    if argument is None or row.meeting is not None or argument.op_name not in stored:
         return row
-    stored = arguments[argument.name].spec
-    spec = "" if stored is None else f" {spec_text(stored)}"
-    reason = f"`{argument.op_name}`, an argument{spec}, is gathered over {', '.join(row.axes)}"
+    name, spec = stored[argument.op_name]
+    shown = "" if spec is None else f" {spec_text(spec)}"
+    reason = f"`{name}`, an argument{shown}, is gathered over {', '.join(row.axes)}"
     return replace(row, cause="weights", reason=reason)
 
 
@@ -576,11 +582,12 @@ class _Work:
             names=function.axis_names,
             meetings=read_meetings(shardings, function),
         )
+        stored = {f"args[{n}]": (a.name, a.spec) for n, a in enumerate(function.arguments)}
         rows, unjoined = with_warnings(rows, outcome.log, index, dict(function.mesh))
         temporaries, live = live_values(index, function, shardings, rows)
         problem = shardings["problem"]
         return Communication(
-            rows=explain(rows, function),
+            rows=tuple(_of_argument(row, index, stored) for row in explain(rows, function)),
             wire_bytes=sum(item.wire_bytes for item in traffic.found),
             kernel_seconds=kernels,
             memory=outcome.memory,

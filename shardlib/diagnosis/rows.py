@@ -594,6 +594,8 @@ def _match(
             return 0.0
         points = 4.0 * same + 1.0 * line + 2.0 * (set(row.axes) == meeting.axes) + 2.0 * sums
         origin = meeting.contraction.source if meeting.contraction else meeting.source
+        if is_sum and origin.operation.recomputed and not row.source.operation.recomputed:
+            return 0.0
         points += 3.0 * (row.source.operation.backward == origin.operation.backward)
         # partial sums of what XLA computes come from the operand of that
         points += is_sum and bool(meeting.result)
@@ -821,7 +823,8 @@ def _reduction(
 ) -> tuple[str, str, bool | None]:
     over = _listed(meeting.reduced or row.axes)
     contraction = meeting.contraction
-    parameters = [] if _multiplies(meeting, function) else _alike(meeting, function)
+    multiplied = not set(row.axes) <= batch and _multiplies(meeting, function)
+    parameters = [] if multiplied else _alike(meeting, function)
     source = contraction.source if contraction else meeting.source
     is_backward = row.source.operation.backward or source.operation.backward
     gathered = _gathered(row, meeting, function)
@@ -831,7 +834,7 @@ def _reduction(
         return "weights", f"{gathers} over {over} for a product with it", True if inherent else None
     if is_backward and parameters:
         of_batch = "the batch, which" if set(row.axes) <= batch else "what"
-        gradient = f"the gradient of {_names(parameters, meeting.source.user)}"
+        gradient = f"the gradient of {_names(parameters, row.source.user or meeting.source.user)}"
         reason = f"{gradient} is summed over {of_batch} {over} shards"
         # rows that are added by index may be sent in the place of what they are added to
         few = (

@@ -116,8 +116,8 @@ def test_a_text_says_how_its_arguments_are_sharded_and_how_cures_are_got() -> No
     assert row.reason == "`w`, an argument [model, data], is gathered over data"
     assert "cures need the function: shardlib why module:function" in str(diagnosis)
     specs = {value.name: value.spec for value in diagnosis.communication.live}
-    assert specs["w, an argument"] == (("model",), ("data",))
-    assert specs["b, an argument"] == ((),)
+    assert specs["w"] == (("model",), ("data",))
+    assert specs["b"] == ((),)
 
 
 def test_a_folder_of_dumps_names_its_programs(tmp_path: Path, shell) -> None:
