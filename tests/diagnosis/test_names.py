@@ -85,6 +85,7 @@ def test_a_product_with_a_parameter_is_no_gradient_of_one() -> None:
     """Everything is [64, 64]."""
 
     def loss(weights, x):
+        x = x.astype(jnp.float32)
         for w in weights:
             x = jnp.tanh(x @ w)
         return jnp.sum(x)
@@ -93,7 +94,7 @@ def test_a_product_with_a_parameter_is_no_gradient_of_one() -> None:
         return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
 
     up, down = model.array((64, 64), None, "model"), model.array((64, 64), "model")
-    x = model.array((64, 64), "data")
+    x = model.array((64, 64), "data", dtype=jnp.int32)
     rows = shardlib.why(step, [up, down] * 2, x, topology="cpu:8", cures=0).rows
     backward = [row for row in rows if row.source.operation.backward]
     sums = {row.axes: row.reason for row in backward}
