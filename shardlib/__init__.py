@@ -23,9 +23,9 @@ there is no JAX below the doors (`tool.importlinter` in pyproject.toml):
     functions, processes         custom calls; processes that agree and end together
     lowering, calibration        JAX's door out: Plan -> one `jax.jit` program; rates of a machine
     verification                 the real compilers as judges
+    models, checkpointing        reference models; states on disk
     api, frontend                the whole story on one page, and its steps
-    models, data, checkpointing, training
-                                 reference models, batches, states on disk, the training loop
+    data, training               batches, the training loop
     cli                          the command line
     launch, serve, islands, frameworks, diagnosis
                                  wings, which the core does not know: jobs on many hosts and what to

@@ -710,6 +710,8 @@ def points(
         alive: bytes at every op by hypothesis, see `bytes_alive`.
         outside: True for the ops outside of loops over layers, array [ops].
     """
+    if not outside.size:
+        return [frozenset()]
     peaks: dict[int, None] = {}
     for level in alive:
         outside_bytes = np.where(outside, level[:-1], -np.inf)

@@ -26,16 +26,16 @@ from shardlib.annotation.names import (
     read_seed_or_key,
     stack_dims,
 )
-from shardlib.annotation.trees import Tree, path_text, static_difference
+from shardlib.annotation.trees import Tree, static_difference
+from shardlib.checkpointing.store import Checkpoints, steps_of_first
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import (
     ArgumentError,
     BatchError,
+    CheckpointError,
     ModelError,
     PlanError,
-    StateError,
     TracingError,
-    raise_all,
 )
 from shardlib.findings import Finding
 from shardlib.frontend.choice import machine_of
@@ -55,7 +55,7 @@ from shardlib.frontend.model import layout_findings, layout_pins, require_argume
 from shardlib.functions.experts import found_axes, whole_batch
 from shardlib.jax_types import Metrics, Value
 from shardlib.layout import Layout
-from shardlib.lowering.checks import require_batch
+from shardlib.lowering.checks import own_state, require_batch, require_own_state
 from shardlib.lowering.contractions import (
     ContractionShardings,
     ModelContraction,
@@ -69,8 +69,12 @@ from shardlib.lowering.mesh import (
     physical_parts,
 )
 from shardlib.lowering.program import Options
-from shardlib.lowering.random_keys import is_key, key_impl
-from shardlib.lowering.runtime import call_arguments, put_batch, shapes_of_batch
+from shardlib.lowering.runtime import (
+    call_arguments,
+    put_batch,
+    require_not_donated,
+    shapes_of_batch,
+)
 from shardlib.lowering.uses import LossJaxpr
 from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.planner.plan import Plan
@@ -196,6 +200,7 @@ class StepProgram:
 
     def init(self, seed: Seed = 0) -> Tree:
         """The state before the first step, each array where it will stay."""
+        self.require_devices()
         number = read_seed_or_key(seed)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.state)
         if self.first is None:
@@ -211,8 +216,9 @@ class StepProgram:
     def step(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Does one step."""
         require_batch(batch, self.batch)
-        state = self._required(state)
-        state, metrics = self._run_step(state, call_arguments(batch, self.batch))
+        state, run = self.required("step", state), self._run_step
+        with own_state("step", state, self.state):
+            state, metrics = run(state, call_arguments(batch, self.batch))
         return state, in_every_process(metrics)
 
     def prepare(self) -> None:
@@ -227,11 +233,7 @@ class StepProgram:
 
     def compiled(self) -> jax.stages.Compiled:
         """The program, compiled at its first use."""
-        if isinstance(self.mesh, AbstractMesh):
-            raise PlanError(
-                "the program has no devices: it was made with abstract=True\nTry:"
-                " shardlib.compile_step(init, step, batch), or program.verify()"
-            )
+        self.require_devices()
         if not self._compiled:
             with Progress("compiling the step"):
                 self._compiled.append(self.lowered().compile())
@@ -272,20 +274,23 @@ class StepProgram:
         )
 
     def save(self, folder: str | Path, state: Tree) -> None:
-        """Writes a state to a folder that is not there yet, with Orbax."""
-        from shardlib.processes import values as shards
-
-        shards.save(Path(folder).absolute(), _plain(state))
+        """Writes a state to a folder without checkpoints, as the only one of
+        `shardlib.checkpointing.store.Checkpoints`, which has room for several.
+        """
+        state = jax.tree.map(_placed, self.required("save", state), self.state)
+        with Checkpoints(folder) as checkpoints:
+            if steps := steps_of_first(checkpoints.steps()):
+                raise CheckpointError(
+                    f"there are checkpoints in {folder}, of steps {list(steps)[-4:]}; save writes"
+                    " one to a folder of its own\nTry: another folder, or"
+                    " Checkpoints(folder).save(step, state, plan=program.plan) for several"
+                )
+            checkpoints.save(0, state, plan=self.plan, wait=True)
 
     def restore(self, folder: str | Path) -> Tree:
         """A state that a program of the same step has saved, on any mesh, where this one has it."""
-        from shardlib.processes import values as shards
-
-        arrays = shards.read(Path(folder).absolute(), _plain(self.state))
-        leaves, structure = jax.tree.flatten(self.state)
-        return structure.unflatten(
-            [_keyed(leaf, arrays[str(number)]) for number, leaf in enumerate(leaves)]
-        )
+        with Checkpoints(folder, read_only=True) as checkpoints:
+            return checkpoints.restore(self).state
 
     @cached_property
     def _jitted(self) -> jax.stages.Wrapped:
@@ -363,34 +368,24 @@ class StepProgram:
     def _held(self, value: Value, layout: Layout) -> Value:
         return constrain(value, named_sharding(self.mesh, layout))
 
-    def _required(self, state: Tree) -> Tree:
-        """The state in the form that was traced; refuses states of other programs."""
+    def required(self, caller: str, state: Tree) -> Tree:
+        """The state in the form that was traced; refuses states of other programs, and what is no
+        longer there.
+        """
         leaves, structure = jax.tree.flatten(state)
         expected = jax.tree.structure(self.state)
-        if difference := static_difference(structure, expected):
-            theirs = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-            paths = self.traced.paths
-            raise_all(
-                StateError,
-                "this is not a state of the program",
-                [
-                    *(f"{path}: not there" for path in paths if path not in theirs),
-                    *(f"{path}: not of the program" for path in theirs if path not in paths),
-                ]
-                or [difference],
-                hint="program.init(seed), or what program.step returned",
-            )
-        gone = [
-            path
-            for path, leaf in zip(self.traced.paths, leaves, strict=True)
-            if isinstance(leaf, jax.Array) and leaf.is_deleted()
-        ]
-        if gone:
-            raise StateError(
-                f"arrays of the state were donated to a step before: {', '.join(gone[:4])}\nTry:"
-                " state, metrics = program.step(state, batch)"
-            )
+        if static_difference(structure, expected):
+            require_own_state(caller, state, self.state)
+        require_not_donated(caller, state)
         return expected.unflatten(leaves)
+
+    def require_devices(self) -> None:
+        """Raises for a program that is only explained and verified."""
+        if isinstance(self.mesh, AbstractMesh):
+            raise PlanError(
+                "the program has no devices: it was made with abstract=True\nTry:"
+                " shardlib.compile_step(init, step, batch), or program.verify()"
+            )
 
 
 def build_step(
@@ -455,27 +450,6 @@ def copied(leaf: Value, sharding: jax.sharding.Sharding) -> jax.Array:
     return jax.device_put(jnp.array(leaf, copy=True), sharding)
 
 
-def _plain(tree: Tree) -> Tree:
-    """A tree with random keys as the integers that they are made of."""
-
-    def leaf(array: jax.Array | jax.ShapeDtypeStruct) -> object:
-        if not is_key(array):
-            return array
-        if isinstance(array, jax.Array):
-            return jax.random.key_data(array)
-        raw = jax.eval_shape(jax.random.key_data, array)
-        return jax.ShapeDtypeStruct(raw.shape, raw.dtype, sharding=array.sharding)
-
-    leaves = jax.tree.leaves(tree)
-    return {str(number): leaf(array) for number, array in enumerate(leaves)}
-
-
-def _keyed(target: jax.ShapeDtypeStruct, array: jax.Array) -> jax.Array:
-    if is_key(target):
-        return jax.random.wrap_key_data(jnp.asarray(array), impl=key_impl(target.dtype))
-    return array
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepEvaluation:
     """A loss to be evaluated on batches of any number of rows, with a state of a step.
@@ -509,13 +483,17 @@ class StepEvaluation:
 
     def evaluate(self, state: Tree, batch: Tree) -> dict[str, Tree]:
         """The metrics of a batch: "loss", and the user's own. The state stays usable."""
+        self.program.require_devices()
+        state = self.program.required("evaluate", state)
         shapes = shapes_of_batch(batch)
         leaves, structure = jax.tree.flatten(shapes)
         key = (structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
         if key not in self.programs:
             self.programs[key] = self._compiled(shapes)
         call, abstract_batch = self.programs[key]
-        return in_every_process(call(state, put_batch(batch, abstract_batch)))
+        rows = put_batch(batch, abstract_batch)
+        with own_state("evaluate", state, self.program.state):
+            return in_every_process(call(state, rows))
 
     def _compiled(self, shapes: Tree) -> tuple[Callable[..., dict[str, Any]], Tree]:
         dims, sizes = rows_of(describe_batch(shapes))

@@ -4,15 +4,17 @@ other programs.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 
-from shardlib.annotation.trees import Tree, path_text
+from shardlib.annotation.trees import Tree, path_text, static_difference
 from shardlib.decisions.lowerings import facts_of_decisions, unsupported_on
 from shardlib.decisions.lowerings import require as lowerings_require
 from shardlib.errors import BatchError, PinError, PlanError, StateError, raise_all
@@ -50,6 +52,16 @@ def require_state(caller: str, state: object) -> None:
             " not a training state\nTry: state = program.init(seed=0), and then state, metrics ="
             " program.step(state, batch)"
         )
+
+
+@contextmanager
+def own_state(caller: str, state: Tree, expected: Tree) -> Iterator[None]:
+    """Says of what a call raises for arrays that it was not compiled for which these are."""
+    try:
+        yield
+    except CALL_ERRORS as error:
+        require_own_state(caller, state, expected, error=error)
+        raise
 
 
 def require_own_state(
@@ -104,35 +116,8 @@ def _structure(state: Tree, expected: Tree) -> list[str]:
     ]
     if paths or jax.tree.structure(state) == jax.tree.structure(expected):
         return paths
-    names = (
-        [entry.name for entry in fields(TrainState)]
-        if isinstance(state, TrainState)
-        else list(state)
-    )
-    pairs = [
-        (
-            name,
-            *(
-                getattr(tree, name) if isinstance(tree, TrainState) else tree[name]
-                for tree in (state, expected)
-            ),
-        )
-        for name in names
-    ]
-    return [
-        f"{name} is {_kind(field, expected_field)}, the program has {_kind(expected_field, field)}"
-        for name, field, expected_field in pairs
-        if jax.tree.structure(field) != jax.tree.structure(expected_field)
-    ]
-
-
-def _kind(tree: Tree, reference: Tree) -> str:
-    """A tree described so that it is distinguished from another one, apart from its arrays."""
-    return (
-        ("None" if tree is None else f"a {type(tree).__name__}")
-        if type(tree) is not type(reference)
-        else f"the tree {jax.tree.structure(tree)}"
-    )
+    structures = jax.tree.structure(state), jax.tree.structure(expected)
+    return [static_difference(*structures) or "its parts without arrays are other objects"]
 
 
 def _arrays(state: Tree, expected: Tree, *, layouts_too: bool) -> list[str]:
@@ -140,7 +125,7 @@ def _arrays(state: Tree, expected: Tree, *, layouts_too: bool) -> list[str]:
 
     def text(leaf: Any) -> str:
         return (
-            f"{leaf.dtype if hasattr(leaf, 'dtype') else np.asarray(leaf).dtype}"
+            f"{leaf.dtype if hasattr(leaf, 'dtype') else jnp.result_type(leaf)}"
             f"{list(np.shape(leaf))}"
             if layouts_too
             else str(list(np.shape(leaf)))

@@ -38,7 +38,7 @@ from shardlib.lowering.accumulation import (
     whole_batch,
 )
 from shardlib.lowering.checks import (
-    CALL_ERRORS,
+    own_state,
     require_batch,
     require_functions,
     require_lowered,
@@ -698,15 +698,12 @@ class Program:
             require_own_state("step", state, self.state)
         require_batch(batch, self.batch)
         runner = self._runner
-        try:
+        with own_state("step", state, self.state):
             if runner is None:
                 state, metrics = self._run_step(state, call_arguments(batch, self.batch))
             else:
                 state, metrics = runner.step(state, put_batch(batch, self.batch))
-            return state, in_every_process(metrics)
-        except CALL_ERRORS as error:
-            require_own_state("step", state, self.state, error=error)
-            raise
+        return state, in_every_process(metrics)
 
     def gradients(self, state: TrainState, batch: Tree) -> Gradients:
         """The first half of a step, which does not donate the state; `params` of the result may be
@@ -723,11 +720,8 @@ class Program:
         require_state("gradients", state)
         require_not_donated("gradients", state)
         require_batch(batch, self.batch)
-        try:
+        with own_state("gradients", state, self.state):
             return self._gradients(state, call_arguments(batch, self.batch))
-        except CALL_ERRORS as error:
-            require_own_state("gradients", state, self.state, error=error)
-            raise
 
     def apply(
         self, state: TrainState, gradients: Gradients
@@ -848,11 +842,8 @@ class Program:
                 those of another program.
         """
         require_model("anew", state, self.state)
-        try:
+        with own_state("anew", state.inference, self.state.inference):
             opt_state = self._initial_opt_state(state.params)
-        except CALL_ERRORS as error:
-            require_own_state("anew", state.inference, self.state.inference, error=error)
-            raise
         guard = (
             None
             if self.parts.guards is None

@@ -25,7 +25,7 @@ from shardlib.graph import Parameter, Problem
 from shardlib.jax_types import Function, KeyPath, Metrics, Value
 from shardlib.layout import Layout, LogicalAxes, MeshShape, Rules
 from shardlib.lowering.accumulation import Microbatches
-from shardlib.lowering.checks import CALL_ERRORS, require_own_state, require_state
+from shardlib.lowering.checks import own_state, require_state
 from shardlib.lowering.collectives import Precision, cast_like
 from shardlib.lowering.disk import GRADIENT
 from shardlib.lowering.loss import loss_in_layouts
@@ -351,11 +351,8 @@ class Evaluation:
         require_not_donated("evaluate", state.inference)
         program = self.compiled(batch)
         rows = put_batch(batch, program.batch)
-        try:
+        with own_state("evaluate", state.inference, self.state.inference):
             return in_every_process(program.call(state.params, state.model_state, rows))
-        except CALL_ERRORS as error:
-            require_own_state("evaluate", state.inference, self.state.inference, error=error)
-            raise
 
     def compiled(self, batch: Tree) -> EvaluationProgram:
         """The program for batches of these shapes; compiled at the first call.

@@ -617,23 +617,6 @@ def _of_job(array: Any) -> Any:
     return _OfJob(array) if jax.process_count() > 1 and inside else array
 
 
-def save(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes arrays to a folder that is not there yet; to be called by all processes."""
-    owners = owners_of(arrays.values())
-
-    def write() -> None:
-        handler = ocp.PyTreeCheckpointHandler(
-            multiprocessing_options=options(owners),
-            type_handler_registry=ocp.type_handlers.create_type_handler_registry(
-                (jax.Array, ArrayHandler(min(owners)))
-            ),
-        )
-        with ocp.Checkpointer(handler, multiprocessing_options=options(owners)) as checkpointer:
-            checkpointer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
-
-    by_owners(f"arrays in {folder}", owners, write)
-
-
 def read(
     folder: str | Path | epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:

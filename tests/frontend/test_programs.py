@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,14 +13,18 @@ import pytest
 from flax import nnx
 
 import shardlib
+from shardlib.checkpointing.store import Checkpoints
 from shardlib.errors import (
     AnnotationError,
     ArgumentError,
     BatchError,
+    CheckpointError,
     PinError,
+    PlanError,
     StateError,
     TracingError,
 )
+from shardlib.frontend.steps import StepProgram
 from shardlib.tracing.steps import trace_step
 from tests.frontend.equality import plain
 from tests.frontend.examples import EXAMPLES, ROWS, Example, drawn
@@ -185,14 +190,89 @@ def test_wrong_steps_say_what_is_wrong(change: dict[str, Any], error: type, said
         shardlib.compile_step(init, step, batch, topology="cpu:8", **given)
 
 
-def test_a_state_that_is_gone_or_of_another_program_is_refused():
+GONE = "is no longer there: a step donates"
+OTHERS = "does not belong to this program"
+
+
+def test_a_state_that_is_gone_or_of_another_program_is_refused(tmp_path: Path):
     example = EXAMPLES["meta_learning"]()
-    program = shardlib.compile_step(example.init, example.step, example.batch, topology="cpu:8")
+    arguments = example.init, example.step, example.batch
+    program = shardlib.compile_step(*arguments, topology="cpu:8")
+    evaluation = program.evaluation(lambda state, batch: example.step(state, batch)[1]["loss"])
     state = program.init()
-    program.step(state, example.batch)
-    with pytest.raises(StateError, match="donated"):
-        program.step(state, example.batch)
-    with pytest.raises(StateError, match="not a state of the program"):
-        program.step({"params": 1}, example.batch)
+    before = evaluation.evaluate(state, example.batch)["loss"]
+    _, metrics = program.step(state, example.batch)
+    np.testing.assert_allclose(before, metrics["loss"], rtol=1e-6)
+    moved = shardlib.compile_step(*arguments, topology="cpu:8", pin={"mesh": {"data": 4}}).init()
+    uses = {
+        "step": lambda state: program.step(state, example.batch),
+        "evaluate": lambda state: evaluation.evaluate(state, example.batch),
+        "save": lambda state: program.save(tmp_path / "gone", state),
+    }
+    wrong = [(state, GONE), ({"params": 1}, OTHERS), (3, OTHERS), (moved, OTHERS)]
+    for name, use in uses.items():
+        for given, said in wrong[: -1 if name == "save" else None]:
+            with pytest.raises(StateError, match=f"^the state given to {name} {said}"):
+                use(given)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(moved))
+    assert not (tmp_path / "gone").exists()
+    program.save(tmp_path / "moved", moved)
+    for one, other in zip(plain(program.restore(tmp_path / "moved")), plain(moved), strict=True):
+        np.testing.assert_array_equal(one, other)
     with pytest.raises(BatchError):
         program.step(program.init(), {"x": jnp.zeros((3, 8, 4)), "y": jnp.zeros((3, 8))})
+
+
+def test_saved_states_of_steps_are_checkpoints(tmp_path: Path):
+    def program(width: int) -> StepProgram:
+        return shardlib.compile_step(
+            lambda: {"w": jnp.ones((4, width)), "steps": 0},
+            lambda state, batch: {"w": state["w"] + batch.mean(), "steps": state["steps"] + 1},
+            jnp.ones((8, 4)),
+            topology="cpu:8",
+        )
+
+    own, other = program(2), program(3)
+    own.save(tmp_path / "one", {"w": np.full((4, 2), 3.0, np.float32), "steps": 5})
+    for restored in (
+        own.restore(tmp_path / "one"),
+        Checkpoints(tmp_path / "one").restore(own).state,
+    ):
+        assert int(restored["steps"]) == 5 and (np.asarray(restored["w"]) == 3).all()
+    with pytest.raises(CheckpointError, match=r"there are checkpoints in .*one, of steps \[0\]"):
+        own.save(tmp_path / "one", own.init())
+    (tmp_path / "empty").mkdir()
+    for folder in ("none", "empty"):
+        with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+            own.restore(tmp_path / folder)
+    with pytest.raises(CheckpointError, match=r"another model: w is float32\[4, 2\] in the"):
+        other.restore(tmp_path / "one")
+
+
+def test_a_program_without_devices_says_so():
+    example = EXAMPLES["meta_learning"]()
+    program = shardlib.compile_step(
+        example.init, example.step, example.batch, topology="h100:8", abstract=True
+    )
+    state = example.init(jax.random.key(0))
+    evaluation = program.evaluation(lambda state, batch: 0.0)
+    for use in (
+        program.init,
+        program.prepare,
+        lambda: program.step(state, example.batch),
+        lambda: evaluation.evaluate(state, example.batch),
+    ):
+        with pytest.raises(PlanError, match=r"^the program has no devices: it was made with"):
+            use()
+
+
+def test_a_step_that_computes_nothing_is_planned():
+    state = {"w": jnp.ones((4, 2))}
+    program = shardlib.compile_step(
+        state,
+        lambda state, batch: (state, {"one": jnp.float32(1)}),
+        jnp.ones((8,)),
+        topology="cpu:8",
+    )
+    new, metrics = program.step(program.init(), jnp.ones((8,)))
+    assert float(metrics["one"]) == 1 and (np.asarray(new["w"]) == 1).all()

@@ -131,6 +131,12 @@ def test_a_state_made_anew_is_the_traced_one_and_may_be_returned_alone():
     program = shardlib.compile_step(first_anew, step_anew, batch, topology="cpu:8", pin=MESH)
     wanted = jax.jit(step_anew)(first_anew(jax.random.key(0)), batch)
     parallel = shardlib.parallelize(step_anew, topology="cpu:8", pin=MESH)
+    evaluation = program.evaluation(lambda state, batch: (state.params["kernel"] ** 2).mean())
+    values = [
+        float(evaluation.evaluate(state, batch)["loss"])
+        for state in (program.init(seed=0), first_anew(jax.random.key(0)))
+    ]
+    assert values[0] == pytest.approx(values[1], rel=1e-6) and values[0] > 0
     for state, rest in (
         program.step(program.init(seed=0), batch),
         program.step(first_anew(jax.random.key(0)), batch),
@@ -147,7 +153,9 @@ def test_a_state_of_another_form_is_told_apart_by_its_arrays():
         first_anew, step_anew, batch, topology="cpu:8", pin=MESH, abstract=True
     )
     state = first_anew(jax.random.key(0))
-    with pytest.raises(StateError, match=r"params.bias: not there(.|\n)*more: not of the program"):
+    with pytest.raises(
+        StateError, match=r"params.bias is not in it(.|\n)*more is in it, and not in"
+    ):
         program.step(state.replace(params={"kernel": 1.0, "more": 2.0}), batch)
     with pytest.raises(PlanError, match="no devices"):
         program.step(state, batch)

@@ -179,8 +179,8 @@ def test_a_state_with_guards_is_none_of_a_program_without(program):
     guarded = replace(zeros(program), guard=GuardState())
     assert (
         refused(program.step, guarded, small.batch())
-        == "the state given to step does not belong to this program: guard is a GuardState, the program has"
-        " None\n" + OWN
+        == "the state given to step does not belong to this program: GuardState in the place of NoneType"
+        "\n" + OWN
     )
 
 
