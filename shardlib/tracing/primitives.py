@@ -1138,6 +1138,10 @@ def constants(step: EqnPair, kinds: list[Kind], *, learned: bool) -> Kind | list
         return _reshaped(step, kinds)
     if name in ("concatenate", "pad"):
         return _joined(step, kinds)
+    if name == "tile" and all(
+        step.operands[0][0][dim] == 1 for dim in {*step.result_dims()} - {*step.batch_dims(0)}
+    ):
+        return kinds[0]  # its copies are equal
     power = result_power(step, kinds)
     batch = any(step.batch_dims(index) for index in range(len(kinds))) or any(
         step.result_dims(index) for index in range(len(step.results))

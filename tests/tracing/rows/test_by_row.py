@@ -37,6 +37,9 @@ BY_ROW = {
     ),
     "lu": lambda p, b: jax.lax.linalg.lu(b["a"] @ p["w"])[0],
     "fft": lambda p, b: jnp.abs(jnp.fft.fft(b["x"] @ p["w"])),
+    "a token for each row": lambda p, b: jnp.concatenate(
+        [jnp.tile(p["w"][None, :1], (len(b["x"]), 2, 1)), b["a"] @ p["w"]], 1
+    ),
 }
 COUPLED = {
     "cholesky over rows": lambda p, b: jnp.linalg.cholesky((b["x"] @ p["w"]) @ (b["x"] @ p["w"]).T),
@@ -55,6 +58,9 @@ COUPLED = {
     )[1],
     "gamma of what is learned": lambda p, b: jax.random.gamma(
         jax.random.PRNGKey(0), jnp.exp(b["x"] @ p["w"])
+    ),
+    "weights that are tiled over the rows": lambda p, b: (
+        b["x"][:, 0] * jnp.tile(p["w"][0], len(b["x"]) // 4)
     ),
     "another generator in a loop": lambda p, b: jax.lax.scan(
         lambda x, key: (jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ p["w"], 0), None),
