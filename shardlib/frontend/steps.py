@@ -826,8 +826,16 @@ class Parallel:
         """The program for a state and a batch of such shapes, which are not computed with."""
         return self._of(state, batch)[1]
 
-    def __call__(self, state: Tree, batch: Tree) -> Tree:
-        """Calls the function on the devices of its plan."""
+    def __call__(self, *arguments: Tree) -> Tree:
+        """Calls the function, of a state and a batch, on the devices of its plan."""
+        if len(arguments) != 2:
+            raise ArgumentError(
+                f"{getattr(self._function, '__name__', 'the function')} was called with"
+                f" {len(arguments)} arguments; parallelize takes functions of a state and a batch"
+                "\nTry: def step(state, batch): model, optimizer = state; ...; return (model,"
+                " optimizer), metrics"
+            )
+        state, batch = arguments
         result, program = self._of(state, batch)
         on_mesh = jax.tree.map(_placed, state, program.state)
         return result(*program.step(on_mesh, batch))

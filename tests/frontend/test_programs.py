@@ -276,3 +276,9 @@ def test_a_step_that_computes_nothing_is_planned():
     )
     new, metrics = program.step(program.init(), jnp.ones((8,)))
     assert float(metrics["one"]) == 1 and (np.asarray(new["w"]) == 1).all()
+
+
+def test_a_step_of_several_arguments_is_told_its_form():
+    step = shardlib.parallelize(lambda model, optimizer, batch: None)
+    with pytest.raises(ArgumentError, match="called with 3 arguments; parallelize takes functions"):
+        step({}, {}, {})
