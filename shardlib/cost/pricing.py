@@ -1019,9 +1019,10 @@ def microbatch_seconds(costs: StepCosts, plans: Plans) -> Array:
     if key not in costs.microbatch_seconds:
         busy = costs.kernels.compute + costs.collectives.block
         busy = busy + costs.context_seconds(plans.decisions.context)
-        costs.microbatch_seconds[key] = np.maximum(
-            _slowest_stage(busy, plans), _slowest_stage(costs.kernels.host, plans)
-        ) + _stage_sends(costs, plans)
+        both = np.stack([busy, costs.kernels.host], axis=1)
+        costs.microbatch_seconds[key] = _slowest_stage(both, plans).max(0) + _stage_sends(
+            costs, plans
+        )
     return costs.microbatch_seconds[key]
 
 
@@ -1029,7 +1030,7 @@ def _slowest_stage(seconds: Array, plans: Plans) -> Array:
     """Seconds of the slowest stage in a microbatch.
 
     Args:
-        seconds: of all layers of each layer group, and of embedding and head, [segments,
+        seconds: of all layers of each layer group, and of embedding and head, [segments, ...,
             candidates].
     """
     model, stages, virtual = plans.model, plans.meshes.stage, plans.chunks

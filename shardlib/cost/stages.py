@@ -649,7 +649,7 @@ def slowest_chunk(seconds: Sequence[Array], counts: Sequence[int], chunks: Array
     chunks from the front, which is exact for chains.
 
     Args:
-        seconds: of one layer of each group, arrays of equal length.
+        seconds: of one layer of each group, arrays [..., candidates].
     """
     if not counts:
         return np.zeros_like(chunks, dtype=float)
@@ -659,12 +659,12 @@ def slowest_chunk(seconds: Sequence[Array], counts: Sequence[int], chunks: Array
     split = np.flatnonzero(chunks > 1)
     if len(split) < len(chunks):
         slowest_of_split = (
-            slowest_chunk([time[split] for time in seconds], counts, chunks[split])
+            slowest_chunk([time[..., split] for time in seconds], counts, chunks[split])
             if len(split)
             else ()
         )
         slowest = total.copy()
-        slowest[split] = slowest_of_split
+        slowest[..., split] = slowest_of_split
         return slowest
     layers = [np.maximum(np.asarray(time, dtype=float), 1e-30) for time in seconds]
     longest = np.maximum.reduce(layers)

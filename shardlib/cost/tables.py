@@ -11,7 +11,7 @@ A `Tally` has coefficients of measures by quantity, for any degrees. Tallies of 
 up, so tables of partial sums can be combined; only `shardlib.cost.pricing` does anything that is
 not a sum.
 
->>> tally = tallied([(0, 5, 2.0), (0, 5, 1.0), (3, 7, 4.0)])
+>>> tally = tallied([tally_entries([(0, 5, 2.0), (0, 5, 1.0), (3, 7, 4.0)])])
 >>> tally.rows.tolist(), tally.measures, tally.matrix.tolist()
 ([0, 3], (5, 7), [[3.0, 0.0], [0.0, 4.0]])
 
@@ -629,15 +629,30 @@ class Joined:
         return rows
 
 
-def tallied(entries: Iterable[tuple[int, int, float]]) -> Tally:
-    """The tally of (row, index of the measure, coefficient) entries."""
-    listed = [entry for entry in entries if entry[2]]
+#: Rows of a tally, indices of measures, and coefficients, of equal length.
+TallyEntries = tuple[Array, Array, Array]
+
+
+def tally_entries(listed: Iterable[tuple[int, int, float]]) -> TallyEntries:
+    """The entries of (row, index of the measure, coefficient)."""
+    rows, measures, amounts = zip(*listed, strict=True)
+    return np.array(rows), np.array(measures), np.array(amounts)
+
+
+def tallied(parts: Iterable[TallyEntries]) -> Tally:
+    """The tally of some entries."""
+    listed = list(parts)
     if not listed:
         return Tally(rows=np.zeros(0, dtype=np.int64), measures=(), matrix=np.zeros((0, 0)))
-    rows, position = np.unique([row for row, _, _ in listed], return_inverse=True)
-    measures, used = np.unique([number for _, number, _ in listed], return_inverse=True)
-    matrix = np.zeros((len(rows), len(measures)))
-    np.add.at(matrix, (position, used), [amount for _, _, amount in listed])
+    all_rows, numbers, amounts = (
+        np.concatenate([part[column] for part in listed]) for column in range(3)
+    )
+    used = np.flatnonzero(amounts)
+    rows, position = np.unique(all_rows[used], return_inverse=True)
+    measures, column = np.unique(numbers[used], return_inverse=True)
+    shape = len(rows), len(measures)
+    place = position * shape[1] + column
+    matrix = np.bincount(place, amounts[used], shape[0] * shape[1]).reshape(shape)
     return Tally(rows=rows, measures=tuple(measures.tolist()), matrix=matrix)
 
 
@@ -881,8 +896,8 @@ def _stored(term: Stored, profile: FrameworkProfile) -> Iterator[Coefficient]:
 # Programs of a model differ in little: their forward passes are equal, and rematerialisation is the
 # forward pass again. So items with equal `key` share their entries.
 
-#: One entry of a tally: row, index of the measure, coefficient.
-TallyEntry = tuple[int, int, float]
+#: `TallyEntries` as lists.
+_Listed = tuple[list[int], list[int], list[float]]
 
 
 class ItemEntries:
@@ -898,8 +913,8 @@ class ItemEntries:
         self.index, self.segments, self._profile = index, segments, profile
         self._numbers: dict[Hashable, int] = {}
         self._items: list[Item] = []
-        self._entries: dict[Choice, dict[int, list[TallyEntry]]] = {}
-        self._of_terms: dict[tuple[bool, Term], list[TallyEntry]] = {}  # few terms are distinct
+        self._entries: dict[Choice, dict[int, _Listed]] = {}
+        self._of_terms: dict[tuple[bool, Term], _Listed] = {}  # few terms are distinct
 
     def index_of(self, item: Item) -> int:
         """The index of an item; items of one segment with equal `key` share it."""
@@ -909,26 +924,47 @@ class ItemEntries:
             self._items.append(item)
         return number
 
-    def entries(self, choice: Choice, items: Iterable[tuple[int, int]]) -> Iterator[TallyEntry]:
-        """The entries of some items under a choice."""
-        entries = self._entries.setdefault(choice, {})
-        for offset, number in items:
-            if number not in entries:
-                entries[number] = list(self._item_entries(self._items[number], choice))
-            for row, measure, amount in entries[number]:
-                yield offset * ROWS + row, measure, amount
+    def entries(self, choice: Choice, items: Iterable[tuple[int, int]]) -> TallyEntries:
+        """The entries of some items, each from a segment on, under a choice."""
+        cached = self._entries.setdefault(choice, {})
+        rows, measures, amounts = list[int](), list[int](), list[float]()
+        segments, counts = list[int](), list[int]()
+        for segment, number in items:
+            if number not in cached:
+                cached[number] = self._item_entries(self._items[number], choice)
+            own_rows, own_measures, own_amounts = cached[number]
+            rows += own_rows
+            measures += own_measures
+            amounts += own_amounts
+            segments.append(segment)
+            counts.append(len(own_rows))
+        offsets = np.repeat(np.array(segments) * ROWS, counts)
+        return (
+            np.array(rows, dtype=np.int64) + offsets,
+            np.array(measures, dtype=np.int64),
+            np.array(amounts),
+        )
 
-    def _item_entries(self, item: Item, choice: Choice) -> Iterator[TallyEntry]:
+    def _item_entries(self, item: Item, choice: Choice) -> _Listed:
+        rows, measures, amounts = list[int](), list[int](), list[float]()
         offset = item.segment % self.segments * ROWS
         for term in item.terms(choice):
             key = item.segment == OUTSIDE_LAYERS, term
             if key not in self._of_terms:
-                self._of_terms[key] = [
-                    (row, self.index.index_of(measure), amount)
-                    for row, measure, amount in coefficients(item.segment, term, self._profile)
-                ]
-            for row, measure, amount in self._of_terms[key]:
-                yield offset + row, measure, amount
+                self._of_terms[key] = self._term_entries(item.segment, term)
+            own_rows, own_measures, own_amounts = self._of_terms[key]
+            rows += [offset + row for row in own_rows]
+            measures += own_measures
+            amounts += own_amounts
+        return rows, measures, amounts
+
+    def _term_entries(self, segment: int, term: Term) -> _Listed:
+        listed = [*coefficients(segment, term, self._profile)]
+        return (
+            [row for row, _, _ in listed],
+            [self.index.index_of(measure) for _, measure, _ in listed],
+            [amount for *_, amount in listed],
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1021,11 +1057,12 @@ class Pricer:
         segments are `INSIDE_LAYER` and `OUTSIDE_LAYERS`.
         """
         index, segments = MeasureIndex(), groups + 2
-        tally = tallied(
+        entries = [
             (segment % segments * ROWS + row, index.index_of(measure), amount)
             for segment, term in terms
             for row, measure, amount in coefficients(segment, term, self.profile)
-        )
+        ]
+        tally = tallied([tally_entries(entries)] if entries else [])
         total = np.zeros((segments * ROWS, len(degrees)))
         total[tally.rows] = tally.evaluated(self.values(index, degrees), np.arange(len(degrees)))
         return total.reshape(segments, ROWS, len(degrees))

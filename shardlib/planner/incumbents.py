@@ -1393,7 +1393,9 @@ class RowPricer(PricingInputs):
         return {policy: mask & saving for policy, mask in promising.items()}
 
     def _bound(self, rows: CandidateRows, policy: str, schedule: str, virtual: int) -> Array:
-        """A lower bound on the step time under a schedule, by row."""
+        """A lower bound on the step time under a schedule, by row; 0 where there is no limit."""
+        if not rows.bounds:
+            return np.zeros(len(rows))
         groups, bounds = self.space.accumulation_groups, rows.bounds[policy]
         stages, micro = rows.meshes.stage, rows.meshes.micro
         pipelines = Pipelines(

@@ -25,6 +25,7 @@ from shardlib.machines.topology import Placement, Topology, device_counts, place
 from shardlib.planner.bounds import (
     ROUNDING,
     Entries,
+    MicrobatchBounds,
     Pairs,
     PlanKind,
     StepBounds,
@@ -170,7 +171,7 @@ class PairPricer(PricingInputs):
         order = np.lexsort((placed.block.meshes.degrees_index[placed.candidates], placed.choices))
         pricer = self._row_pricer(entries)
         for part in np.split(order, range(ROWS_AT_ONCE, len(order), ROWS_AT_ONCE)):
-            pricer.price(self._rows(entries, placed.take(part)), best)
+            pricer.price(self._rows(entries, placed.take(part), best.limit), best)
 
     def _row_pricer(self, entries: Entries) -> RowPricer:
         """A pricer for rows of the given entries, with a `MixturePricer` where layer groups may
@@ -182,8 +183,8 @@ class PairPricer(PricingInputs):
         groups = MixturePricer(**setting, values=entries.values, shardable=self.shardable)
         return RowPricer(**setting, mixture_pricer=groups)
 
-    def _rows(self, entries: Entries, placed: PlacedPairs) -> CandidateRows:
-        """Candidates under choices, with their quantities."""
+    def _rows(self, entries: Entries, placed: PlacedPairs, limit: float) -> CandidateRows:
+        """Candidates under choices, with their quantities, and bounds where there is a limit."""
         candidates, choices = placed.candidates, placed.choices
         meshes = placed.block.meshes.take(candidates)
         scope, policies = entries.scope, self.space.policies
@@ -203,7 +204,11 @@ class PairPricer(PricingInputs):
             replace(meshes, degrees_index=column.reshape(-1)),
             columns(scope.model_tallies.stored.tallies[""])[0],
         )
-        bounds = entries.bounds.of_choices(keys[0], index[keys[1]]).take(local.degrees_index)
+        bounds = dict[str, MicrobatchBounds]()
+        if np.isfinite(limit):
+            of_all = entries.bounds.of_choices(keys[0], index[keys[1]]).take(local.degrees_index)
+            for number, policy in enumerate(bounded_policies(self.space)):
+                bounds[policy] = of_all.of_policy(number)
         saved = (
             {
                 policy: columns(tallies)[0]
@@ -231,10 +236,7 @@ class PairPricer(PricingInputs):
             choices=choices,
             meshes=meshes,
             quantities=by_policy,
-            bounds={
-                policy: bounds.of_policy(number)
-                for number, policy in enumerate(bounded_policies(self.space))
-            },
+            bounds=bounds,
             kinds=placed.kinds,
         )
 
@@ -475,7 +477,9 @@ class Explorer:
     def run(
         self, counts: DeviceCounts, ranking: Ranking[Candidate] | None = None, slack: float = np.inf
     ) -> None:
-        """Prices the plans on the given numbers of devices."""
+        """Prices the plans on the given numbers of devices; none where any fits and one does."""
+        if not self.limit:
+            return
         slack = 1 if ranking is None else slack
         for entries in self._entries(counts, slack):
             if id(entries) not in self._priced_entries:
@@ -979,20 +983,15 @@ def _price_all_counts(
     ranking: Ranking[Candidate] | None,
     slack: float,
 ) -> None:
-    """Prices spaces on all numbers of devices at once, after a seed plan for each number."""
-    for explorer, counts in counts_by_explorer.items():
-        if explorer.best.fastest is None:
-            explorer.seed(counts)
-    if ranking is None:
-        for counts in dict.fromkeys(counts_by_explorer.values()):
-            explore(
-                [
-                    explorer
-                    for explorer, own_counts in counts_by_explorer.items()
-                    if own_counts == counts
-                ],
-                counts,
-            )
+    """Prices spaces on all numbers of devices at once, after a seed plan for each number; where a
+    bound shows that none fits, only counts them.
+    """
+    if not all(explorer.too_large(counts) for explorer, counts in counts_by_explorer.items()):
+        for explorer, counts in counts_by_explorer.items():
+            if explorer.best.fastest is None:
+                explorer.seed(counts)
+        for counts in dict.fromkeys(counts_by_explorer.values()) if ranking is None else ():
+            explore([own for own, listed in counts_by_explorer.items() if listed == counts], counts)
     for explorer, counts in counts_by_explorer.items():
         explorer.run(counts, ranking, slack)
 

@@ -26,12 +26,13 @@ from shardlib.cost.tables import (
     MeasureIndex,
     MeasureValues,
     Tally,
-    TallyEntry,
+    TallyEntries,
     tallied,
 )
 from shardlib.cost.terms import Item
 from shardlib.decisions.table import Dtypes
 from shardlib.graph import ITEMSIZE, Problem, StepGraph, forward_pass
+from shardlib.layout import LogicalAxes
 from shardlib.planner.parts import with_dtypes
 from shardlib.propagation.colours import Choice, Colouring, colour, stack_dims
 
@@ -232,21 +233,19 @@ class CostProgram:
 def cost_program(
     problem: Problem,
     colouring: Colouring,
+    step: StepGraph,
+    colours: tuple[LogicalAxes, ...],
     stack_dims: frozenset[tuple[str, int]],
     profile: FrameworkProfile,
     vendor: str,
     *,
-    policy: str,
     routes: bool,
 ) -> CostProgram:
-    """One way to run a step, as cost items."""
-    step, colours = rewritten(
-        problem.steps[policy],
-        colouring.steps[policy],
-        profile,
-        policy=policy,
-        fuses_operands=traits(vendor).fuses_operands,
-    )
+    """One way to run a step, as cost items.
+
+    Args:
+        step, colours: as the framework runs it, with tokens not yet routed.
+    """
     if routes:
         step, colours = with_local_routing(step, colours, colouring.batch_colour)
         if profile.routed_saves == "rows":
@@ -366,13 +365,13 @@ class ItemGroup:
         self.colours = colours
         self.items: list[tuple[int, int]] = []
         self._item_entries = item_entries
-        self._entries: dict[Choice, list[TallyEntry]] = {}
+        self._entries: dict[Choice, TallyEntries] = {}
 
-    def entries(self, choice: Choice) -> list[TallyEntry]:
-        """(row, index of the measure, amount) of all items under a choice."""
+    def entries(self, choice: Choice) -> TallyEntries:
+        """The entries of all items under a choice."""
         key = choice.restrict(self.colours)
         if key not in self._entries:
-            self._entries[key] = list(self._item_entries.entries(key, self.items))
+            self._entries[key] = self._item_entries.entries(key, self.items)
         return self._entries[key]
 
 
@@ -450,9 +449,7 @@ class ItemTallies:
                     for group in self.groups
                     if (group.colours & own if own else not group.colours & shardable)
                 )
-                self._cache[key] = tallied(
-                    entry for group in groups for entry in group.entries(choice)
-                )
+                self._cache[key] = tallied(group.entries(choice) for group in groups)
             self._by_request[request] = self._cache[key]
         return self._by_request[request]
 
@@ -635,14 +632,10 @@ class TallyCache:
         groups = self._grouped([items], self._other_colours)
         return ItemTallies(lists=1, segments=self._segments, groups=groups, components=())
 
-    def of_items(self, items: Iterable[Item], choice: Choice) -> Tally:
+    def of_items(self, items: list[Item], choice: Choice) -> Tally:
         """The tally of some items under a choice."""
-        source = self._item_entries
-        return tallied(
-            entry
-            for item in items
-            for entry in source.entries(choice.restrict(item.colours), [(0, source.index_of(item))])
-        )
+        colours = frozenset[str]().union(*(item.colours for item in items))
+        return tallied(group.entries(choice) for group in self._grouped([items], colours))
 
     def of_shardable(self, shardable: tuple[str, ...]) -> ModelTallies:
         """The tallies where the tensor axis may shard the given colours."""
@@ -868,13 +861,19 @@ def prepare(
     stacked = frozenset(stack_dims(problem)) if sibling is None else sibling.stack_dims
     first = next(iter(problem.steps))
     expert = expert_colour(problem.steps[first].graph, colouring.steps[first])
-    programs = {
-        (policy, routes): cost_program(
-            problem, colouring, stacked, profile, vendor, policy=policy, routes=routes
+    programs = dict[ProgramKey, CostProgram]()
+    for policy, traced in problem.steps.items():
+        step, colours = rewritten(
+            traced,
+            colouring.steps[policy],
+            profile,
+            policy=policy,
+            fuses_operands=traits(vendor).fuses_operands,
         )
-        for policy in problem.steps
-        for routes in ((False, True) if expert else (False,))
-    }
+        for routes in (False, True) if expert else (False,):
+            programs[policy, routes] = cost_program(
+                problem, colouring, step, colours, stacked, profile, vendor, routes=routes
+            )
     facts = programs[first, False].facts
     segments = parameter_segments(facts)
     batch_bytes = float(

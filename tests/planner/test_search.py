@@ -24,6 +24,7 @@ from shardlib.planner import space, workload
 from shardlib.planner.assembly import price
 from shardlib.planner.parts import Candidate
 from shardlib.planner.plan import Plan, source_of
+from shardlib.planner.priced import Explorer
 from shardlib.planner.workload import Workload, prepare
 from shardlib.propagation.colours import Choice
 from tests.planner import worlds
@@ -314,6 +315,15 @@ def test_when_nothing_fits_the_error_names_what_would() -> None:
         planner.search(world_of("layers"), where, {"mesh": {"data": 8}}, workload=load_of("layers"))
     assert "world does not fit on h100:8: the leanest plan (data=8" in str(caught.value)
     assert "leaving mesh to the planner" in str(caught.value)
+
+
+def test_what_a_bound_shows_not_to_fit_is_not_seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeded: list[Explorer] = []
+    monkeypatch.setattr(Explorer, "seed", lambda explorer, counts: seeded.append(explorer))
+    where = with_memory(topology("h100:8"), 2e5)
+    with pytest.raises(InfeasibleError, match="the leanest plan"):
+        planner.search(world_of("layers"), where, workload=load_of("layers"))
+    assert not seeded
 
 
 def test_why_not_says_the_rule_that_the_pins_break() -> None:
