@@ -180,16 +180,17 @@ def below_ridge(inputs: AdviceInputs) -> Finding | None:
     """
     chip = inputs.topology.chip
     ridge = chip.peak(inputs.compute_dtype) / chip.hbm_bytes_per_s * inputs.itemsize / 2
-    if inputs.device_tokens >= ridge:
+    if inputs.device_rows >= ridge:
         return None
+    rows = count_text(math.ceil(inputs.device_rows))
+    unit = "tokens" if inputs.has_sequence else "rows of its matmuls"
     return Finding(
         code="below-ridge",
         severity="info",
-        where=f"{count_text(math.ceil(inputs.device_tokens))} tokens per device",
+        where=f"{rows} {unit} per device",
         message=(
-            f"a device has {count_text(math.ceil(inputs.device_tokens))} tokens per microbatch, and"
-            f" a matmul with weights is memory-bound below {count_text(math.ceil(ridge))} tokens on"
-            f" {chip.name}"
+            f"a device has {rows} {unit} per microbatch, and a matmul with weights is memory-bound"
+            f" below {count_text(math.ceil(ridge))} on {inputs.topology.chip.name}"
         ),
         hint=(
             "a larger batch, fewer microbatches or fewer devices (jax-ml/scaling-book, roofline.md)"

@@ -11,6 +11,7 @@ listed where a collective moves them.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -583,6 +584,17 @@ class AdviceInputs:
         """Tokens per device and microbatch."""
         plan = self.plan
         return plan.estimate.tokens / plan.microbatches / plan.mesh.ways(TOKEN_AXES)
+
+    @property
+    def device_rows(self) -> float:
+        """Rows of matmuls with weights per device and microbatch: without a sequence a row of the
+        batch, as an image, may have several, by its FLOPs (6 for each weight and row).
+        """
+        estimate = self.plan.estimate
+        once = 6 * estimate.tokens * sum(math.prod(p.shape) for p in self.plan.parameters)
+        if self.has_sequence or not once:
+            return self.device_tokens
+        return self.device_tokens * max(1.0, estimate.model_flops / once)
 
 
 # --------------------------------------------------------------------------------------------------

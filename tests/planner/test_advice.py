@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from shardlib.layout import Layout, MeshShape, Rules
 from shardlib.machines.topology import topology
 from shardlib.planner import findings
 from shardlib.planner import search as planner
-from shardlib.planner.findings import advise, critical_batch_tokens, notes
+from shardlib.planner.findings import advise, below_ridge, critical_batch_tokens, notes
 from shardlib.planner.layouts import AdviceInputs
 from shardlib.planner.plan import Link, Plan, Rejected, Search
 from shardlib.report.elements import seconds_text
@@ -273,3 +274,14 @@ def test_advice(code: str, where: str, changes: dict[str, Any], said: bool | str
         severity, _, text = said.rpartition(": ")
         assert text in matches[0].message
         assert severity in ("", matches[0].severity)
+
+
+def test_rows_of_matmuls_are_those_of_all_positions_of_an_image():
+    whole = at("v5e:4x4", tokens=16 * 20, language=False)
+    weights = sum(math.prod(parameter.shape) for parameter in whole.plan.parameters)
+    for flops, rows in ((1, 20), (6 * weights * 16 * 20 * 5, 100), (6 * weights * 16 * 20 * 20, 0)):
+        estimate = replace(whole.plan.estimate, model_flops=float(flops))
+        found = below_ridge(replace(whole, plan=replace(whole.plan, estimate=estimate)))
+        assert (found.where if found else "") == (
+            f"{rows} rows of its matmuls per device" if rows else ""
+        )
