@@ -1008,7 +1008,7 @@ def _gradient(
     """The reduction of a parameter's gradient over the devices that share the batch; after the loop
     if a loop accumulates it and it is all-reduced.
     """
-    module = op.scope.removeprefix("transpose(jvp(").rstrip(")").strip("/")
+    module = op.scope.removeprefix("transpose(jvp(").replace(")", "").strip("/")
     reduced = Transfer(
         kind="reduce",
         purpose="gradient",

@@ -478,6 +478,8 @@ def _left_out(workload: Workload, plan: Plan, left_out: tuple[str, ...]) -> list
     ]
     if not names:
         return []
+    more = [f"{len(names) - 6} more"] if len(names) > 6 else []
+    listed = ", ".join([*names[:6], *more])
     total = plan.estimate.step_seconds
     lost = plan.estimate.seconds.compute * _replicated_share(workload, plan, sharded, names)
     if tensor == 1:
@@ -494,9 +496,10 @@ def _left_out(workload: Workload, plan: Plan, left_out: tuple[str, ...]) -> list
             code="dimensions-left-out",
             severity="warning" if tensor > 1 and lost >= MIN_REPORTED_SHARE * total else "info",
             message=(
-                f"of {len(workload.colouring.shardable)} dimensions, {', '.join(names)} were added"
-                " only to the fastest plans, one after the other, not tried in every combination,"
-                f" and are not sharded: {cost}"
+                f"of {len(workload.colouring.shardable)} dimensions, {listed}"
+                f" {'was' if len(names) == 1 else 'were'} added only to the fastest plans, one"
+                " after the other, not tried in every combination, and"
+                f" {'is' if len(names) == 1 else 'are'} not sharded: {cost}"
             ),
             hint="the same logical axis for dims that may be sharded alike, which then count as one"
             " dimension",

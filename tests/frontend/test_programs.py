@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import shardlib
 from shardlib.checkpointing.store import Checkpoints
@@ -282,3 +282,25 @@ def test_a_step_of_several_arguments_is_told_its_form():
     step = shardlib.parallelize(lambda model, optimizer, batch: None)
     with pytest.raises(ArgumentError, match="called with 3 arguments; parallelize takes functions"):
         step({}, {}, {})
+
+
+def test_gradients_are_named_by_their_module():
+    class Outer(linen.Module):
+        @linen.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return linen.Dense(4)(linen.LayerNorm()(x))
+
+    def step(params: Any, x: jax.Array) -> Any:
+        gradients = jax.grad(lambda params: (Outer().apply(params, x) ** 2).mean())(params)
+        return jax.tree.map(lambda param, gradient: param - gradient, params, gradients)
+
+    plan = shardlib.compile_step(
+        lambda key: Outer().init(key, jnp.ones((16, 4))),
+        step,
+        jnp.ones((16, 4)),
+        topology="h100:8",
+        pin={"mesh": {"data": 8}},
+        abstract=True,
+    ).plan
+    causes = {collective.cause for collective in plan.estimate.collectives}
+    assert "gradients of Outer/LayerNorm_0" in causes, causes
