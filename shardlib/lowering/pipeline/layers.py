@@ -453,12 +453,19 @@ def _with_named_input(body: Body) -> Body:
 
 
 def as_loop(
-    body: Body, remat: LayerRemat, layers: int, carry: Carry, scanned: Tree
+    body: Body,
+    remat: LayerRemat,
+    layers: int,
+    carry: Carry,
+    scanned: Tree,
+    around: Callable[[Body], Body] = lambda layer: layer,
 ) -> tuple[Carry, Arrays]:
     """Runs the layers as a loop, or as two if only the first of them follow the policy.
 
     Args:
         scanned: tree of arrays [layers, ...].
+        around: changes a layer that has its remat policy; `carry` and `scanned` are those of the
+            changed layer.
 
     Returns:
         The final carry, and stacked results [layers, ...].
@@ -467,16 +474,22 @@ def as_loop(
     following, saving_all = remat.wraps(prevent_cse=False)
     count = remat.followed(layers)
     if count in (0, layers):
-        return jax.lax.scan(
-            (following if count else saving_all)(body), carry, scanned, length=layers
-        )
+        layer = around((following if count else saving_all)(body))
+        return jax.lax.scan(layer, carry, scanned, length=layers)
+    rest = saving_all if remat.offloaded else saving_intermediates
+    structure = jax.tree.structure(scanned)
+
+    def around_range(layer: Body) -> Body:
+        def run(carry: Carry, numbered: Tree) -> tuple[Carry, Arrays]:
+            number, slices = numbered
+            changed = around(lambda carry, sliced: layer(carry, (number, jax.tree.leaves(sliced))))
+            return changed(carry, structure.unflatten(slices))
+
+        return run
+
     parts = [
-        LayerRange(first=0, count=count, wrap=following),
-        LayerRange(
-            first=count,
-            count=layers - count,
-            wrap=saving_all if remat.offloaded else saving_intermediates,
-        ),
+        LayerRange(first=0, count=count, wrap=lambda body: around_range(following(body))),
+        LayerRange(first=count, count=layers - count, wrap=lambda body: around_range(rest(body))),
     ]
     return in_layer_ranges(
         parts,
@@ -522,6 +535,7 @@ class LinearisedChunk:
         tree: tree structure of the backward pass (a pytree of its residuals).
         input_count: number of gradients of the chunk's inputs, the last results of the backward
             pass.
+        sums: zeros like the sums that the backward pass adds to, which follow the cotangents.
     """
 
     outputs: Arrays
@@ -530,6 +544,7 @@ class LinearisedChunk:
     of_microbatch: tuple[int, ...]
     tree: Any
     input_count: int
+    sums: Arrays
 
     @property
     def stash(self) -> Arrays:
@@ -546,13 +561,14 @@ class LinearisedChunk:
         """The input-gradient half of the backward pass: (gradients of the chunk's inputs, residuals
         for `weight_gradients`).
         """
-        return self._halves(cotangents).run_first([*self._residuals(stash), *cotangents])
+        inputs = [*self._residuals(stash), *cotangents, *self.sums]
+        return self._halves(cotangents).run_first(inputs)
 
-    def weight_gradients(self, stash: Arrays, residuals: Arrays) -> Arrays:
+    def weight_gradients(self, stash: Arrays, residuals: Arrays, sums: Arrays) -> Arrays:
         """The weight-gradient half of the backward pass."""
         # Placeholders: the second half does not read the cotangents.
         cotangents = [leaf for leaf in self.outputs if is_differentiable(leaf)]
-        inputs = [*self._residuals(stash), *cotangents]
+        inputs = [*self._residuals(stash), *cotangents, *sums]
         return self._halves(cotangents).run_second(inputs, residuals)
 
     def _residuals(self, stash: Arrays) -> Arrays:
@@ -562,10 +578,10 @@ class LinearisedChunk:
 
     def _halves(self, cotangents: Arrays) -> Split:
         """The backward pass, split into input gradients and weight gradients."""
-        count = len(self.order)
+        count, of_sums = len(self.order), len(self.order) + len(cotangents)
         shapes = [
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-            for leaf in [*(self.saved[number] for number in self.order), *cotangents]
+            for leaf in [*(self.saved[number] for number in self.order), *cotangents, *self.sums]
         ]
         traced = jax.make_jaxpr(
             lambda *leaves: jax.tree.leaves(
@@ -574,9 +590,8 @@ class LinearisedChunk:
         )(*shapes)
         program = flatten(traced, remat=True)
         others = len(program.outputs) - self.input_count
-        return split(
-            program, program.outputs[others:], program.outputs[:others], program.inputs[:count]
-        )
+        available = [*program.inputs[:count], *program.inputs[of_sums:]]
+        return split(program, program.outputs[others:], program.outputs[:others], available)
 
 
 def is_differentiable(leaf: Leaf) -> bool:
@@ -599,6 +614,55 @@ def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
     """`stack` [slots, layers, ...] with one layer in one slot replaced."""
     start = (slot, layer, *(0 for _ in leaf.shape))
     return jax.lax.dynamic_update_slice(stack, leaf[None, None], start)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class SumPlace:
+    """Where the gradients of a tick are added.
+
+    Attributes:
+        chunk, slot: indices into the sums of weights, and into partial sums.
+        active: whether the stage has work; otherwise nothing is added.
+    """
+
+    chunk: Index
+    slot: Index
+    active: Value
+
+
+@jax.custom_vjp
+def summing_gradient(
+    leaf: Value, total: Value, slot: Index, layer: Index, active: Value
+) -> tuple[Value, Value]:
+    """(leaf, total), where the cotangent of `total` is a sum of gradients [slots, layers, ...] to
+    which that of `leaf` is added in place of being returned. In a loop over layers the sum is
+    carried, and updated in place; stacked first, the gradients of all layers would live beside it.
+    """
+    return leaf, total
+
+
+def _summing_forward(
+    leaf: Value, total: Value, slot: Index, layer: Index, active: Value
+) -> tuple[tuple[Value, Value], tuple[Index, Index, Value]]:
+    return (leaf, total), (slot, layer, active)
+
+
+def _summing_backward(
+    place: tuple[Index, Index, Value], cotangents: tuple[Value, Value]
+) -> tuple[None, Value, None, None, None]:
+    (slot, layer, active), (gradient, total) = place, cotangents
+    more = jnp.where(active, gradient, 0).astype(total.dtype)
+    return (
+        None,
+        with_layer(total, layer_of(total, slot, layer) + more, slot, layer),
+        None,
+        None,
+        None,
+    )
+
+
+summing_gradient.defvjp(_summing_forward, _summing_backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -894,6 +958,7 @@ class ChunkOperands:
         constant: arrays computed from constants that all layers use.
         gathered: pregathered matmul operands (`PregatheredWeights`), [layers, ...].
         first_layer: index of the chunk's first layer.
+        place: where its gradients are added; None if they are returned.
     """
 
     weights: Arrays
@@ -903,12 +968,13 @@ class ChunkOperands:
     constant: Arrays
     gathered: Arrays
     first_layer: Any
+    place: SumPlace | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ChunkGrads:
-    """Gradients of everything but the activations.
+    """Gradients of everything but the activations, or sums of them.
 
     Attributes:
         weights: of stacked parameters, in the order of `Chunk.per_tick_weights`.
@@ -933,6 +999,8 @@ class Chunk:
         pregathered: weights that are pregathered; None if there are none.
         unrolled: whether layers are unrolled; weights and their gradients may then be lists by
             layer.
+        sums: chunks that have sums of gradients to which the backward pass adds, slots of partial
+            sums, and the dtype of a sum given that of a weight; None if gradients are returned.
     """
 
     sections: SplitLoss
@@ -942,6 +1010,7 @@ class Chunk:
     walk: Callable[[], Walk]
     pregathered: PregatheredWeights | None = None
     unrolled: bool = False
+    sums: tuple[int, int, Callable[[Any], Any]] | None = None
 
     @property
     def per_tick_weights(self) -> tuple[int, ...]:
@@ -952,19 +1021,25 @@ class Chunk:
             if self.pregathered is None or position not in self.pregathered.fully_deferred
         )
 
-    def run(
-        self, operands: ChunkOperands, activations: Arrays, sums: Arrays | None = None
-    ) -> Arrays:
+    def run(self, operands: ChunkOperands, activations: Arrays) -> Arrays:
         """The outputs of the chunk for its inputs: the carry, the values sent along with it, and
         buffers of the layers' stacked results, [all layers, ...].
+        """
+        return self._run(operands, activations, self._zero_sums(), [])[0]
+
+    def _run(
+        self, operands: ChunkOperands, activations: Arrays, partial_sums: Arrays, sums: Arrays
+    ) -> tuple[Arrays, Arrays]:
+        """(outputs as of `run`, `sums`).
 
         Args:
-            sums: arrays whose gradients are the partial sums for pregathered operands,
-                [layers, ...]; by default these are discarded.
+            partial_sums: arrays whose gradients are the partial sums for pregathered operands,
+                [layers, ...].
+            sums: arrays whose cotangents are sums of gradients, of weights and then partial ones,
+                if the backward pass adds to such.
         """
         sections, roles, walk = self.sections, self.sections.roles, self.walk()
         pregathered = self.pregathered
-        sums = self._zero_sums() if sums is None else sums
         constants, carried = scan_counts(sections.loop.params)
         path = sections.loop.path
         body_program = sections.loop.inside("body")
@@ -1009,12 +1084,43 @@ class Chunk:
                 ]
             return tuple(after), [outputs[carried + k] for k in sections.exits]
 
+        def summing(layer: Any) -> Any:
+            """A layer that carries sums, to which its backward pass adds its gradients."""
+
+            def run(carry: tuple[Any, Arrays], sliced: Any) -> tuple[tuple[Any, Arrays], Arrays]:
+                activations, totals = carry
+                weights, layer_constants, keys, number, gathered, partial_sums = sliced
+                place, weights = operands.place, list(weights)
+                assert place is not None
+                index, after = number - operands.first_layer, list[Value]()
+                of_weights = self.per_tick_weights
+                for k, total in zip(of_weights, totals[: len(of_weights)], strict=True):
+                    weights[k], total = summing_gradient(
+                        weights[k], total, place.chunk, index, place.active
+                    )
+                    after.append(total)
+                zeros = list[Value]()
+                for leaf, total in zip(partial_sums, totals[len(of_weights) :], strict=True):
+                    leaf, total = summing_gradient(leaf, total, place.slot, index, place.active)
+                    zeros.append(leaf)
+                    after.append(total)
+                sliced = weights, layer_constants, keys, number, gathered, zeros
+                activations, exits = layer(activations, sliced)
+                return (activations, after), exits
+
+            return run
+
         numbers = operands.first_layer + jnp.arange(self.layers)
         stacks = (operands.weights, operands.layer_constants, operands.keys)
-        scanned = (*stacks, numbers, operands.gathered, sums)
-        final, exits = (as_unrolled if self.unrolled else as_loop)(
-            body, self.remat, self.layers, tuple(activations[:carried]), scanned
-        )
+        scanned = (*stacks, numbers, operands.gathered, partial_sums)
+        carry: Any = tuple(activations[:carried])
+        if self.sums is not None:
+            (final, sums), exits = as_loop(
+                body, self.remat, self.layers, (carry, sums), scanned, summing
+            )
+        else:
+            run_layers = as_unrolled if self.unrolled else as_loop
+            final, exits = run_layers(body, self.remat, self.layers, carry, scanned)
         buffers = [
             jax.lax.dynamic_update_slice_in_dim(
                 buffer, part.astype(buffer.dtype), operands.first_layer, 0
@@ -1023,15 +1129,30 @@ class Chunk:
                 activations[carried + len(roles.activations) :], exits, strict=True
             )
         ]
-        return [*final, *activations[carried : carried + len(roles.activations)], *buffers]
+        return [*final, *activations[carried : carried + len(roles.activations)], *buffers], sums
 
     def _differentiated(self, operands: ChunkOperands) -> ChunkGrads:
-        """The operands that gradients are taken with respect to."""
+        """The arrays that gradients are taken with respect to: the operands, or in place of weights
+        and partial sums those that the layers carry as sums.
+        """
+        if self.sums is not None:
+            chunks, slots, accumulator = self.sums
+            weights = [operands.weights[k] for k in self.per_tick_weights]
+            return ChunkGrads(
+                weights=[jnp.zeros((chunks, *w.shape), accumulator(w.dtype)) for w in weights],
+                shared=operands.shared,
+                partial_sums=self.zero_partial_sums((slots,)),
+            )
         return ChunkGrads(
             weights=[operands.weights[k] for k in self.per_tick_weights],
             shared=operands.shared,
             partial_sums=self._zero_sums(),
         )
+
+    def zero_partial_sums(self, lead: tuple[int, ...]) -> Arrays:
+        """Zeros for the sums of partial sums, [*lead, layers, ...], float32 at least."""
+        zeros = self.pregathered.zeros((*lead, self.layers)) if self.pregathered else []
+        return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in zeros]
 
     def _zero_sums(self) -> Arrays:
         """Zeros for the partial sums of one microbatch, [layers, ...] or a list by layer."""
@@ -1049,10 +1170,20 @@ class Chunk:
         return linearised.outputs, linearised.stash
 
     def backward(
-        self, operands: ChunkOperands, activations: Arrays, stash: Arrays, cotangents: Arrays
+        self,
+        operands: ChunkOperands,
+        activations: Arrays,
+        stash: Arrays,
+        cotangents: Arrays,
+        sums: ChunkGrads | None = None,
     ) -> tuple[ChunkGrads, Arrays]:
-        """Gradients of the operands, and of the differentiable inputs."""
-        return self._linearised(operands, activations).pull(stash)(cotangents)
+        """Gradients of the operands, and of the differentiable inputs.
+
+        Args:
+            sums: what the gradients of weights and the partial sums are added to, if `self.sums`.
+        """
+        pull = self._linearised(operands, activations).pull(stash)
+        return pull([*cotangents, *_summed_by_layers(sums)])
 
     def backward_inputs(
         self, operands: ChunkOperands, activations: Arrays, stash: Arrays, cotangents: Arrays
@@ -1061,12 +1192,19 @@ class Chunk:
         return self._linearised(operands, activations).input_gradients(stash, cotangents)
 
     def backward_weights(
-        self, operands: ChunkOperands, activations: Arrays, stash: Arrays, residuals: Arrays
+        self,
+        operands: ChunkOperands,
+        activations: Arrays,
+        stash: Arrays,
+        residuals: Arrays,
+        sums: ChunkGrads | None = None,
     ) -> ChunkGrads:
         """The weight-gradient half of `backward`, which no stage waits for."""
         return jax.tree.unflatten(
             jax.tree.structure(self._differentiated(operands)),
-            self._linearised(operands, activations).weight_gradients(stash, residuals),
+            self._linearised(operands, activations).weight_gradients(
+                stash, residuals, _summed_by_layers(sums)
+            ),
         )
 
     def _linearised(self, operands: ChunkOperands, activations: Arrays) -> LinearisedChunk:
@@ -1081,15 +1219,21 @@ class Chunk:
                     next(remaining) if flag else leaf
                     for leaf, flag in zip(activations, flags, strict=True)
                 ]
-                weights = list(operands.weights)
-                for k, leaf in zip(self.per_tick_weights, variables.weights, strict=True):
-                    weights[k] = leaf
-                outputs = self.run(
+                weights, partial_sums = list(operands.weights), variables.partial_sums
+                sums = list[Value]()
+                if self.sums is None:
+                    for k, leaf in zip(self.per_tick_weights, variables.weights, strict=True):
+                        weights[k] = leaf
+                else:
+                    sums, partial_sums = _summed_by_layers(variables), self._zero_sums()
+                outputs, sums = self._run(
                     replace(operands, weights=weights, shared=variables.shared),
                     entering,
-                    variables.partial_sums,
+                    partial_sums,
+                    sums,
                 )
-                return [leaf for leaf, flag in zip(outputs, flags, strict=True) if flag], outputs
+                results = [leaf for leaf, flag in zip(outputs, flags, strict=True) if flag]
+                return [*results, *sums], outputs
 
             differentiable = [leaf for leaf, flag in zip(activations, flags, strict=True) if flag]
             primals = self._differentiated(operands), differentiable
@@ -1113,7 +1257,13 @@ class Chunk:
             tree=pull_tree[-1],
             of_microbatch=tuple(dict.fromkeys(number for number in saved if labels[number])),
             input_count=sum(flags),
+            sums=[] if self.sums is None else _summed_by_layers(self._differentiated(operands)),
         )
+
+
+def _summed_by_layers(sums: ChunkGrads | None) -> Arrays:
+    """The sums that layers add to: those of weights, and partial ones."""
+    return [] if sums is None else [*sums.weights, *sums.partial_sums]
 
 
 def _layer_results(

@@ -36,7 +36,13 @@ from shardlib.lowering.pipeline.layers import (
     results_and_gradients,
     split_loss,
 )
-from shardlib.lowering.pipeline.stage import InFlight, StageArrays, Stages, dim_of_stages
+from shardlib.lowering.pipeline.stage import (
+    InFlight,
+    StageArrays,
+    Stages,
+    dim_of_stages,
+    gathered_slots,
+)
 from shardlib.lowering.uses import LossFacts, LossJaxpr
 from shardlib.lowering.weights import AFTER_PIPELINE, GradientReductions
 from shardlib.planner.plan import Plan
@@ -1151,13 +1157,15 @@ def _stages(
     table, axis = _timetable(plan, sections), physical_axes(mesh, ("stage",))
     chunks = table.stages * table.virtual
     layers = -(-sections.layers // chunks)
+    pregathered = pregathered_weights(layouts, sections, manual_mesh(mesh, axis))
     chunk = Chunk(
         sections=sections,
         layers=layers,
         padded=layers * chunks > sections.layers,
         remat=remat.of_every_chunk,
         walk=lambda: layouts.walk(jax.sharding.get_abstract_mesh()),
-        pregathered=pregathered_weights(layouts, sections, manual_mesh(mesh, axis)),
+        pregathered=pregathered,
+        sums=(table.virtual, gathered_slots(table, pregathered), layouts.reductions.accumulator),
     )
     activations = stage_activations(sections, chunks * layers)
     entering = len(sections.entering)

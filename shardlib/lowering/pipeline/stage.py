@@ -7,7 +7,7 @@ stay automatic inside. A stage's array is a slice of a global array with a leadi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,9 @@ from shardlib.lowering.pipeline.layers import (
     Chunk,
     ChunkGrads,
     ChunkOperands,
+    PregatheredWeights,
+    SumPlace,
     is_differentiable,
-    layer_of,
-    with_layer,
 )
 from shardlib.schedules import Timetable
 
@@ -120,40 +120,20 @@ def or_zeros(condition: Value, array: Value) -> Value:
     return jnp.where(condition, array, jnp.zeros_like(array))
 
 
-def added_to_chunk(total: Value, gradient: Value, chunk: Index, active: Value) -> Value:
-    """Adds a chunk's gradient to the sums of all chunks, `total` [chunks, ...]."""
-    before = jax.lax.dynamic_index_in_dim(total, chunk, 0, keepdims=False)
-    return jax.lax.dynamic_update_index_in_dim(
-        total, before + jnp.where(active, gradient, 0).astype(total.dtype), chunk, 0
-    )
-
-
-def added_layer_by_layer(totals: Arrays, gradients: Arrays, slot: Index, active: Value) -> Arrays:
-    """Adds gradients of a chunk's layers to their sums, layer by layer: added at once, XLA would
-    copy the sums of all layers.
-
-    Args:
-        totals: arrays [its stage, slots, layers, ...].
-        gradients: arrays [layers, ...].
-    """
-    if not totals:
-        return []
-
-    def layer(index: Index, totals: Arrays) -> Arrays:
-        sums: Arrays = []
-        for total, gradient in zip(totals, gradients, strict=True):
-            more = jax.lax.dynamic_index_in_dim(gradient, index, 0, keepdims=False)
-            before = layer_of(total, slot, index)
-            after = before + jnp.where(active, more, 0).astype(total.dtype)
-            sums.append(with_layer(total, after, slot, index))
-        return sums
-
-    added = jax.lax.fori_loop(0, gradients[0].shape[0], layer, [total[0] for total in totals])
-    return [total[None] for total in added]
-
-
 #: Names of the messages between stages in a compiled program, by direction.
 HOPS = {"forward": "shardlib-hop-forward", "backward": "shardlib-hop-backward"}
+
+
+def in_rounds(table: Timetable, pregathered: PregatheredWeights | None) -> bool:
+    """True if chunks are gathered when their rounds begin."""
+    return bool(table.rounds and pregathered and pregathered.operands)
+
+
+def gathered_slots(table: Timetable, pregathered: PregatheredWeights | None) -> int:
+    """Number of chunks whose operands are gathered at a time: two in rounds, while stages move from
+    one chunk to the next.
+    """
+    return 2 if in_rounds(table, pregathered) else table.virtual
 
 
 #: Spec of an array with a leading dim of stages, of which each stage has its own slice.
@@ -319,16 +299,13 @@ class Stages:
 
     @property
     def gathered_slots(self) -> int:
-        """Number of chunks whose operands are gathered at a time: two, while stages move from one
-        chunk to the next.
-        """
-        return 2 if self.in_rounds else self.table.virtual
+        """Number of chunks whose operands are gathered at a time."""
+        return gathered_slots(self.table, self.chunk.pregathered)
 
     @property
     def in_rounds(self) -> bool:
         """True if chunks are gathered when their rounds begin."""
-        pregathered = self.chunk.pregathered
-        return bool(self.table.rounds and pregathered and pregathered.operands)
+        return in_rounds(self.table, self.chunk.pregathered)
 
     def gather(self, arrays: StageArrays) -> Arrays:
         """The pregathered operands, [stages, chunks, layers, ...]."""
@@ -365,11 +342,7 @@ class Stages:
     def zero_sums(self) -> Arrays:
         """Zeros for the partial sums, [stages, chunks, layers, ...], float32 at least."""
 
-        def zeros() -> Arrays:
-            weights, lead = self.chunk.pregathered, (1, self.gathered_slots, self.chunk.layers)
-            leaves = weights.zeros(lead) if weights else []
-            return [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in leaves]
-
+        zeros = partial(self.chunk.zero_partial_sums, (1, self.gathered_slots))
         return self._manual(zeros, (), STAGE)()
 
     def _gather(self, arrays: StageArrays) -> Arrays:
@@ -600,7 +573,7 @@ class Stages:
             )
             for k, old in zip(self.differentiable, arrived, strict=True)
         ]
-        operands = self._operands(arrays, stage, micro, chunk)
+        operands = self._operands(arrays, stage, micro, chunk, active)
         saved = slot_of(stash, self.table.backward_slot(tick, stage))
         if self.table.split:
             input_grads, new_residuals = self._if_active(
@@ -611,10 +584,13 @@ class Stages:
                 residuals, new_residuals, self.table.residual_slot_written(tick, stage)
             )
         else:
-            gradients, input_grads = self._if_active(
-                active, lambda: self.chunk.backward(operands, self._zeros(), saved, cotangents)
+            before = of_stage(sums)
+            after, input_grads = self._if_active(
+                active,
+                lambda: self.chunk.backward(operands, self._zeros(), saved, cotangents, before),
+                lambda zeros: (replace(before, shared=zeros[0].shared), zeros[1]),
             )
-            sums = self._summed(sums, gradients, chunk, active)
+            sums = _summed(sums, after, active)
         out = [
             or_zeros((stage == 0) & (chunk == 0) & active, leaf)[None]
             for k, leaf in zip(self.differentiable, input_grads, strict=True)
@@ -632,18 +608,24 @@ class Stages:
         residuals: Arrays,
     ) -> ChunkGrads:
         micro, chunk, active = self.table.weights(tick)
-        operands = self._operands(arrays, stage_indices[0], micro, chunk)
-        gradients = self.chunk.backward_weights(
+        operands = self._operands(arrays, stage_indices[0], micro, chunk, active)
+        after = self.chunk.backward_weights(
             operands,
             self._zeros(),
             slot_of(stash, self.table.weights_slot(tick)),
             slot_of(residuals, self.table.residual_slot_read(tick)),
+            of_stage(sums),
         )
-        return self._summed(sums, gradients, chunk, active)
+        return _summed(sums, after, active)
 
-    def _if_active(self, active: Value, make: Callable[[], Any]) -> Any:
-        """The result of `make` if the stage has work; otherwise zeros, without calling `make` if no
-        other device takes part in it.
+    def _if_active(
+        self,
+        active: Value,
+        make: Callable[[], Any],
+        idle: Callable[[Any], Any] = lambda zeros: zeros,
+    ) -> Any:
+        """The result of `make` if the stage has work; otherwise `idle` of zeros like it, without
+        calling `make` if no other device takes part in it.
 
         An idle stage could as well compute, but simulated devices share their cores, and real ones
         their power.
@@ -655,31 +637,14 @@ class Stages:
         return jax.lax.cond(
             active,
             make,
-            lambda: jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make)
+            lambda: idle(
+                jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make))
             ),
         )
 
-    def _summed(
-        self, sums: ChunkGrads, more: ChunkGrads, chunk: Value, active: Value
-    ) -> ChunkGrads:
-        """The sums of gradients, with those of one chunk on one microbatch added."""
-
-        return ChunkGrads(
-            weights=[
-                added_to_chunk(total[0], gradient, chunk, active)[None]
-                for total, gradient in zip(sums.weights, more.weights, strict=True)
-            ],
-            partial_sums=added_layer_by_layer(
-                sums.partial_sums, more.partial_sums, chunk % self.gathered_slots, active
-            ),
-            shared=[
-                total + jnp.where(active, gradient, 0).astype(total.dtype)[None]
-                for total, gradient in zip(sums.shared, more.shared, strict=True)
-            ],
-        )
-
-    def _operands(self, arrays: StageArrays, stage: Any, micro: Any, chunk: Any) -> ChunkOperands:
+    def _operands(
+        self, arrays: StageArrays, stage: Any, micro: Any, chunk: Any, active: Any = True
+    ) -> ChunkOperands:
         """The operands of one stage in one chunk."""
         of_chunk = partial(jax.lax.dynamic_index_in_dim, index=chunk, axis=0, keepdims=False)
         keys = [
@@ -698,4 +663,27 @@ class Stages:
             constant=arrays.constant,
             gathered=gathered,
             first_layer=(chunk * self.table.stages + stage) * self.chunk.layers,
+            place=jax.tree.map(
+                jnp.asarray,
+                SumPlace(chunk=chunk, slot=chunk % self.gathered_slots, active=active),
+            ),
         )
+
+
+def of_stage(sums: ChunkGrads) -> ChunkGrads:
+    """The sums of the one stage that a region sees, without the dim of stages."""
+    return jax.tree.map(lambda leaf: leaf[0], sums)
+
+
+def _summed(sums: ChunkGrads, after: ChunkGrads, active: Value) -> ChunkGrads:
+    """The sums after a chunk on one microbatch, to which its layers have added their gradients;
+    those of parameters that all layers use are added here.
+    """
+    return ChunkGrads(
+        weights=[leaf[None] for leaf in after.weights],
+        partial_sums=[leaf[None] for leaf in after.partial_sums],
+        shared=[
+            total + jnp.where(active, gradient, 0).astype(total.dtype)[None]
+            for total, gradient in zip(sums.shared, after.shared, strict=True)
+        ],
+    )
