@@ -31,7 +31,7 @@ from shardlib.cost.collectives import (
     token_group,
 )
 from shardlib.cost.facts import traits
-from shardlib.cost.framework import XLA, Interval
+from shardlib.cost.framework import XLA, FrameworkProfile, Interval
 from shardlib.cost.roofline import (
     Applied,
     efficiency_of,
@@ -612,10 +612,6 @@ def _updated_gather(costs: StepCosts, scale: Array, meshes: Meshes) -> Array:
 # --------------------------------------------------------------------------------------------------
 # Bytes per device: stored between steps, and allocated by a step at its peak.
 
-#: Heap over live bytes, on GPUs, of a pipeline in one program that gathers weights where they are
-#: used: XLA copies stacks of saved activations and sums of gradients between the loops of a step.
-PIPELINE_ON_GPUS = 1.25
-
 
 def stored_bytes(costs: StepCosts, plans: Plans) -> tuple[Array, Array, Array, Array]:
     """Bytes of trained and of frozen parameters, of gradients and of optimizer state, as stored;
@@ -673,6 +669,13 @@ def _buffered(gradients: Array, plans: Plans) -> Array:
     if plans.profile.gradient_buffer:
         return gradients
     return np.where(plans.meshes.micro > 1, gradients * (1.0 + _last_apart(plans)), 0.0)
+
+
+def adds_in_place(profile: FrameworkProfile, stages: Array) -> Array:
+    """True where backward loops add the gradients of layers to the sums of the microbatches, beside
+    which no stack of them lives (`shardlib.lowering.pipeline.layers.summing_gradient`).
+    """
+    return (stages > 1) & (profile.name == XLA.name and profile.pipeline == "lockstep")
 
 
 def _last_apart(plans: Plans) -> Array:
@@ -782,13 +785,17 @@ def _memory_at(
         point.copy_sharded if zero >= 3 else point.copy, stored
     )
     cast = stage_part(point.cast_sharded if zero >= 3 else point.cast, stored)
-    saved = saved + np.where(meshes.stage > 1, 0.0, cast)
+    # weights that are gathered once per step are cast as they are gathered
+    saved = saved + np.where(meshes.stage > 1, 1.0 - plans.weight_gathers[2], 1.0) * cast
     unsharded = combined or zero < 2
+    beside = stored.copy()
+    layers = len(plans.model.layer_counts)
+    beside[:layers] *= ~adds_in_place(plans.profile, meshes.stage)
     added = stage_part(point.added if unsharded else point.added_sharded, stored)
     alive = (
         np.zeros(len(meshes))
         if plans.profile.gradient_buffer
-        else stage_part(point.gradient if unsharded else point.gradient_sharded, stored)
+        else stage_part(point.gradient if unsharded else point.gradient_sharded, beside)
         + np.where((meshes.micro > 1) & (meshes.stage == 1), 0.0, added)
     )
     alive = np.where(_last_apart(plans), np.maximum(0.0, alive - gradients), alive)
@@ -801,8 +808,7 @@ def _memory_at(
     else:
         gathered = stage_part(point.gathered, stored)
         if plans.in_rounds and not combined:
-            chunk = _chunk_bytes(costs, plans)
-            gathered, alive = np.maximum(gathered, chunk), np.maximum(alive, chunk)
+            gathered = np.maximum(gathered, _chunk_bytes(costs, plans))
     defers = defers_weight_gradients(plans.pricer.topology.chip.name)
     deferred = point.deferred if defers else point.peeled if zero >= 3 else 0.0
     if defers and zero >= 2:  # seen to wait in vain: Llama 3 8B on 16 H100, ZeRO 2 and 3
@@ -819,8 +825,7 @@ def _memory_at(
 
 def _chunk_bytes(costs: StepCosts, plans: Plans) -> Array:
     """Bytes of the weights of one chunk of layers in the dtype of compute: stages of one program
-    slice those in use from the gathered chunks, and make as many bytes of gradients before they add
-    them to the sums (`shardlib.lowering.pipeline.stage`).
+    slice those in use from the gathered chunks (`shardlib.lowering.pipeline.stage`).
     """
     layers = len(plans.model.layer_counts)
     weights = (costs.stored.parameters[:layers] * plans.shares[:layers]).sum(0)
@@ -875,20 +880,6 @@ def buffer_sets(plans: Plans) -> Array:
     """
     vendor = plans.pricer.topology.chip.vendor
     return np.where(_last_apart(plans) & (vendor == "cpu"), 2.0, 1.0)
-
-
-def heap_ratio(pricer: Pricer, stages: Array, *, in_rounds: bool) -> Array:
-    """Heap over live bytes, of the allocations of a step. It is 1 where chunks of layers are
-    gathered in rounds: of Llama 3 405B with 4 stages of 16 chunks, and Llama 2 70B with 4 of 20,
-    1.000 and 1.005 by the buffers that the compiler assigns (JAX 0.10.2).
-    """
-    copied = (
-        not in_rounds
-        and pricer.profile.name == XLA.name
-        and pricer.profile.pipeline == "lockstep"
-        and pricer.topology.chip.vendor == "nvidia"
-    )
-    return np.where((stages > 1) & copied, PIPELINE_ON_GPUS, 1.0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1180,9 +1171,8 @@ class Totals(LazyTable):
         seconds: parts of the step time per candidate.
         device_bytes: parts of the memory per candidate.
         flops: executed FLOPs per device and step, averaged over the stages.
-        stacks: heap bytes of the saved activations of layers, less two layers: the part that
-            offloading can move.
-        heap: heap over live bytes (`heap_ratio`).
+        stacks: bytes of the saved activations of layers, less two layers: the part that offloading
+            can move.
         in_flight: microbatches whose activations are live at once.
     """
 
@@ -1190,7 +1180,6 @@ class Totals(LazyTable):
     device_bytes: dict[str, Array]
     flops: Array
     stacks: Array
-    heap: Array
     in_flight: Array
 
     @cached_property
@@ -1210,9 +1199,7 @@ def combine(costs: StepCosts, plans: Plans) -> Totals:
     profile, zero = plans.profile, plans.decisions.zero
     parameters, frozen, gradients, state = stored_bytes(costs, plans)
     seconds, flops = seconds_by_part(costs, plans)
-    parts, stacks = bytes_by_part(costs, gradients, plans)
-    heap = heap_ratio(pricer, meshes.stage, in_rounds=plans.in_rounds)
-    memory, stacks = {name: size * heap for name, size in parts.items()}, stacks * heap
+    memory, stacks = bytes_by_part(costs, gradients, plans)
     sets = buffer_sets(plans)
     memory |= {name: memory[name] * sets for name in ("activations", "temporaries")}
     memory |= {
@@ -1245,7 +1232,6 @@ def combine(costs: StepCosts, plans: Plans) -> Totals:
         device_bytes=memory,
         flops=flops,
         stacks=stacks,
-        heap=heap,
         in_flight=plans.in_flight,
     )
 

@@ -395,7 +395,6 @@ def interpolated_corners(weighted: Sequence[tuple[Array, Totals]]) -> Totals:
         device_bytes=memory,
         flops=average(lambda totals: totals.flops),
         stacks=average(lambda totals: totals.stacks),
-        heap=first.heap,
         in_flight=first.in_flight,
     )
 
@@ -641,7 +640,7 @@ def offloaded(totals: Totals, kinds: Sequence[str], pricer: Pricer, meshes: Mesh
         )
         memory["optimizer"] = np.zeros_like(stacks)
     if "activations" in kinds:
-        outwards = stacks / totals.heap / rate
+        outwards = stacks / rate
         moved = 2 * outwards / totals.in_flight * meshes.micro
         seconds["exposed"] = seconds["exposed"] + np.maximum(
             0.0, moved - pricer.efficiency.overlap * seconds["compute"]
@@ -677,7 +676,6 @@ def interpolated(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
         device_bytes=memory,
         flops=between(fast.flops, rematerialised.flops),
         stacks=between(fast.stacks, rematerialised.stacks),
-        heap=fast.heap,
         in_flight=fast.in_flight,
     )
 

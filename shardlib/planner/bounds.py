@@ -29,7 +29,7 @@ from shardlib.cost.collectives import (
     storage_group,
 )
 from shardlib.cost.facts import traits
-from shardlib.cost.pricing import INTERLEAVING, heap_ratio
+from shardlib.cost.pricing import INTERLEAVING, adds_in_place
 from shardlib.cost.stages import Meshes, shares_of_stacks
 from shardlib.cost.tables import (
     BYTES,
@@ -73,7 +73,14 @@ _FROZEN = {
 #: every microbatch in flight) and other arrays of layers, both divided by the stages; those of
 #: embedding and head; those inside a layer, which every stage has; and the stack bytes minus those
 #: of the point that has the most (zero or negative).
-LIVE_STACKS, LIVE_LAYERS, LIVE_OUTSIDE, LIVE_EVERYWHERE, STACK_DEFICIT = LIVE_KINDS = range(5)
+(
+    LIVE_STACKS,
+    LIVE_LAYERS,
+    LIVE_GRADIENTS,
+    LIVE_OUTSIDE,
+    LIVE_EVERYWHERE,
+    STACK_DEFICIT,
+) = LIVE_KINDS = range(6)
 
 
 def stored_coefficients(segments: int) -> Array:
@@ -92,7 +99,7 @@ def stored_coefficients(segments: int) -> Array:
 
 def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
     """Coefficients that turn a tally of memory into bytes of all `LIVE_KINDS` at every point of the
-    live range: array [points x 5, rows].
+    live range: array [points x kinds, rows].
     """
     factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], tallies.segments - 2
     coefficients = np.zeros((tallies.lists, len(LIVE_KINDS), tallies.lists, tallies.segments, ROWS))
@@ -104,7 +111,10 @@ def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
             *(() if pricer.profile.gradient_buffer else (Quantity.GRADIENT_SHARDED,)),
         ):
             factor = factors[quantity]
-            kind = LIVE_STACKS if quantity == Quantity.SAVED else LIVE_LAYERS
+            kind = {
+                Quantity.SAVED: LIVE_STACKS,
+                Quantity.GRADIENT_SHARDED: LIVE_GRADIENTS,
+            }.get(quantity, LIVE_LAYERS)
             coefficients[point, kind, point, :layers, quantity] = factor
             coefficients[point, LIVE_EVERYWHERE, point, layers, quantity] = coefficients[
                 point, LIVE_OUTSIDE, point, layers + 1, quantity
@@ -143,8 +153,8 @@ class Needed(ArrayTable):
         state: optimizer state.
         live: live arrays of a step (activations, temporaries, copies).
         live_without_stacks: the same with all activation stacks offloaded to host memory.
-        stack_fills: least bytes of activations that a step writes to stacks, per byte of heap that
-            the stacks take: microbatches over those in flight, over `heap_ratio`.
+        stack_fills: least bytes of activations that a step writes to stacks, per byte that the
+            stacks take: microbatches over those in flight.
     """
 
     stored: Array
@@ -277,7 +287,8 @@ class Footprints:
         Args:
             stored: bytes of `STORED` and `TRAINED` summed over all stages, in layers and in
                 embedding and head, by candidate: array [7 x (groups + 1), candidates].
-            points: bytes of `LIVE_KINDS` at every point: array [points x 5, policies, candidates].
+            points: bytes of `LIVE_KINDS` at every point: array [points x kinds, policies,
+                candidates].
         """
         stages, concurrent = sizes["stage"], sizes["micro"] // self._space.accumulation_groups
 
@@ -304,7 +315,6 @@ class Footprints:
             in_flight,
             max_in_flight,
             0.0 if forward_first_pinned else 1.0,
-            heap_ratio(self._pricer, stages, in_rounds=forward_first_pinned),
         )
         if not self._space.breadth_first_chunks:
             return footprint
@@ -321,7 +331,6 @@ class Footprints:
             concurrent,
             max_forward_first,
             gathered_share,
-            np.ones_like(gathered_share),
         )
         return replace(footprint, breadth_first=breadth_first.with_zero(3, "once"))
 
@@ -343,12 +352,10 @@ class Footprints:
         in_flight: Array,
         max_in_flight: Array,
         gathered_share: Array | float,
-        ratio: Array,
     ) -> Footprint:
         """The footprint for a least (`in_flight`) and a most (`max_in_flight`) number of
         microbatches in flight; `gathered_share` is the least share of the parameters that is
-        resident where stages all-gather them once for all microbatches, and `ratio` the least
-        `heap_ratio`.
+        resident where stages all-gather them once for all microbatches.
         """
         profile, stages, micro = self._profile, sizes["stage"], sizes["micro"]
         spread, model = profile.embedding_and_head == "spread", self._model
@@ -368,17 +375,18 @@ class Footprints:
                 strict=True,
             )
         )
-        stacks, others, outside, everywhere, deficits = np.moveaxis(
+        stacks, others, beside, outside, everywhere, deficits = np.moveaxis(
             points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), *points.shape[1:]), 1, 0
         )
         least_share = np.minimum.reduce(layers or [1 / stages])
-        others = others * least_share + everywhere
+        beside = np.where(adds_in_place(profile, stages), 0.0, beside)
+        others = (others + beside) * least_share + everywhere
         others = others + outside * (1 / stages if spread else stages == 1)
         batch = (
             self._model.batch_bytes / math.prod(sizes[axis] for axis in TOKEN_AXES)
             + self._model.state_bytes
         )
-        heap = profile.fragmentation * ratio
+        heap = profile.fragmentation
         accumulating = heap * ((micro > 1) | profile.gradient_buffer)
         return Footprint(
             replicated=(
@@ -401,7 +409,7 @@ class Footprints:
                 live=heap * (stacks * (in_flight * least_share) + others).max(0),
                 live_without_stacks=heap
                 * (deficits * max_in_flight * self._max_layer_share(stages) + others).max(0),
-                stack_fills=micro / max_in_flight / ratio,
+                stack_fills=micro / max_in_flight,
             ),
         )
 
@@ -1317,9 +1325,7 @@ class StepBounds:
         second_per_byte = 1 / self.pricer.topology.chip.host_bytes_per_s
         moving = 2 * needed.stack_fills * second_per_byte
         in_lockstep = (stages > 1) & (self.pricer.profile.pipeline == "lockstep")
-        filling = np.where(
-            in_lockstep, second_per_byte / heap_ratio(self.pricer, stages, in_rounds=False), 0.0
-        )
+        filling = np.where(in_lockstep, second_per_byte, 0.0)
         movable = needed.live - needed.live_without_stacks
         free = np.minimum(movable, hidden / moving)
         waiting = np.maximum(0.0, movable * moving - hidden) + movable * filling

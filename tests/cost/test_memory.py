@@ -14,9 +14,9 @@ import pytest
 import shardlib
 from shardlib import models
 from shardlib.cost.facts import fuse, live_spans
-from shardlib.cost.framework import FrameworkProfile, framework_profile
+from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.memory import bytes_alive, points
-from shardlib.cost.pricing import PIPELINE_ON_GPUS, Totals, freshly_mapped, heap_ratio
+from shardlib.cost.pricing import Totals, freshly_mapped
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Pricer
 from shardlib.cost.variants import offloaded
@@ -299,38 +299,20 @@ def placed(stage: int, where: str) -> Meshes:
     return Meshes.placed([(mesh, found)], [stage], topology(where))
 
 
-@pytest.mark.parametrize(
-    ("where", "stage", "software", "in_rounds", "share"),
-    [
-        ("h100:4", 2, "xla", False, PIPELINE_ON_GPUS),
-        ("h100:4", 2, "xla", True, 1.0),
-        ("h100:4", 1, "xla", False, 1.0),
-        ("v5e:2x2", 2, "xla", False, 1.0),
-        ("h100:4", 2, "megatron-core", False, 1.0),
-    ],
-)
-def test_pipelines_of_one_program_have_a_larger_heap_on_gpus(
-    where, stage, software, in_rounds, share
-):
-    pricer = Pricer(topology(where), framework_profile(software))
-    assert heap_ratio(pricer, np.array([stage]), in_rounds=in_rounds) == share
-
-
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stages_of_one_program_fill_the_host_memory_that_they_remember_in(stage: int):
     """With zeros, once, before they compute; without stages nothing is filled."""
     pricer, c = Pricer(topology("h100:4")), placed(stage, "h100:4")
-    heap, stacks = heap_ratio(pricer, c.stage, in_rounds=False), np.array([8e9])
+    stacks = np.array([8e9])
     before = Totals(
         seconds={"compute": np.zeros(1), "exposed": np.zeros(1)},
-        device_bytes={"activations": np.array([10e9]) * heap},
+        device_bytes={"activations": np.array([10e9])},
         flops=np.ones(1),
-        stacks=stacks * heap,
-        heap=heap,
+        stacks=stacks,
         in_flight=np.array([stage]),
     )
     after = offloaded(before, ("activations",), pricer, c)
-    assert after.device_bytes["activations"] == pytest.approx(2e9 * heap)
+    assert after.device_bytes["activations"] == pytest.approx(2e9)
     transfer = stacks / pricer.topology.chip.host_bytes_per_s
     assert after.seconds["exposed"] == pytest.approx((3 if stage > 1 else 2) * transfer)
 

@@ -164,7 +164,6 @@ def _random_prices(seed: int, classes: int, rows: int) -> dict[tuple[str, ...], 
             seconds={"compute": rng.uniform(1, 2, rows), "exposed": rng.uniform(0, 1, rows)},
             flops=rng.uniform(1, 2, rows),
             stacks=rng.uniform(0, 1, rows),
-            heap=np.ones(rows),
             in_flight=np.ones(rows),
             device_bytes={
                 "activations": rng.uniform(1, 9, rows),

@@ -1114,7 +1114,7 @@ class Chunk:
         stacks = (operands.weights, operands.layer_constants, operands.keys)
         scanned = (*stacks, numbers, operands.gathered, partial_sums)
         carry: Any = tuple(activations[:carried])
-        if self.sums is not None:
+        if sums:
             (final, sums), exits = as_loop(
                 body, self.remat, self.layers, (carry, sums), scanned, summing
             )
