@@ -10,8 +10,7 @@ device, and, where the program takes `LARGE` of a device or more, as a share of 
 plans that fill a device are of that kind.
 
 Its held-out error is by how much a program needs more, at worst, than the margin of the other
-families of models would allow. Pipelines are left out: what XLA for GPUs copies of their stacks is
-of the order of what was predicted, and plans say so (finding `pipeline-on-gpus`).
+families of models would allow. Pipelines are left out: too few of them have been compiled.
 """
 
 from __future__ import annotations

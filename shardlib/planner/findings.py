@@ -18,7 +18,7 @@ from shardlib.planner.plan import ParameterLayout, Plan
 from shardlib.planner.space import FIXED_ROWS_HINT, MIXED_ROWS_HINT
 from shardlib.planner.workload import Workload
 from shardlib.report.elements import bytes_text, count_text, percent_text, ratio_text, seconds_text
-from shardlib.schedules import GPIPE, ONE_F_ONE_B, named
+from shardlib.schedules import ONE_F_ONE_B, named
 
 # --------------------------------------------------------------------------------------------------
 # The rules.
@@ -253,29 +253,6 @@ def memory_tight(inputs: AdviceInputs) -> Finding | None:
     )
 
 
-def pipeline_on_gpus(inputs: AdviceInputs) -> Finding | None:
-    """XLA for GPUs copies stacks of saved activations and sums of gradients between the loops of a
-    pipeline in one program, in some programs more of them than are priced. Those that gather chunks
-    of layers in rounds are priced buffer by buffer (docs/verification.md).
-    """
-    plan = inputs.plan
-    one_program = plan.mesh["stage"] > 1 and plan.pipeline == "lockstep"
-    in_rounds = plan.gather == "once" and plan.schedule == GPIPE.name and plan.virtual_stages > 1
-    by_shardlib = plan.framework is None  # frameworks make no such program
-    if inputs.topology.chip.vendor != "nvidia" or not one_program or in_rounds or not by_shardlib:
-        return None
-    return Finding(
-        code="pipeline-on-gpus",
-        severity="warning",
-        where=f"stage={inputs.plan.mesh['stage']}",
-        message=(
-            "XLA for GPUs may copy the saved activations of a pipeline in one program; programs may"
-            " need a fifth more memory than predicted"
-        ),
-        hint="`shardlib verify`, or --refine, which ask the real compiler; or pipeline=programs",
-    )
-
-
 def odd_sizes(inputs: AdviceInputs) -> Finding | None:
     """Large dims should be multiples of the tile size of the matrix units (NVIDIA, Matrix
     multiplication background; jax-ml/scaling-book, tpus.md).
@@ -313,7 +290,6 @@ RULES: tuple[Callable[[AdviceInputs], Finding | None], ...] = (
     below_ridge,
     fsdp_over_slow_network,
     memory_tight,
-    pipeline_on_gpus,
     odd_sizes,
 )
 

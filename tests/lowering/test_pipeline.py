@@ -636,6 +636,24 @@ def test_what_chunks_gather_and_sum_up_is_written_layer_by_layer() -> None:
     assert written == {(1, 1, *matrix), (1, 1, fsdp, *matrix)}
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_backward_loops_add_gradients_to_their_sums_in_place(schedule: str) -> None:
+    """Stacked by a loop, the gradients of all layers would live beside their sums."""
+    p = program({"stage": 2, "fsdp": 2}, 4, schedule, 1, "full", zero=3)
+    with _jax_compat.in_mesh(p.mesh):
+        step = jax.make_jaxpr(p.step_function())(p.state, p.batch)
+    matrices = {leaf.shape for leaf in jax.tree.leaves(p.state.params) if leaf.ndim >= 3}
+    of_stage = {(shape[0] // 2, *shape[1:]) for shape in matrices}
+    carried, stacked = set(), set()
+    for equation in _equations(step.jaxpr):
+        if equation.primitive.name == "scan" and equation.params["reverse"]:
+            shapes = [result.aval.shape for result in equation.outvars]
+            carried.update(shapes[: equation.params["num_carry"]])
+            stacked.update(shapes[equation.params["num_carry"] :])
+    assert of_stage and {(1, *shape) for shape in of_stage} <= carried
+    assert not stacked & of_stage
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -131,10 +131,6 @@ def staged(stages: int, microbatches: int, schedule: str) -> dict[str, Any]:
     }
 
 
-def piped(stage: int, pipeline: str) -> dict[str, Any]:
-    return {"mesh": MeshShape(data=16 // stage, stage=stage), "pipeline": pipeline}
-
-
 def full(share: float, *corrections: Applied) -> dict[str, Any]:
     """A share of the memory that is usable is taken."""
     peak = DeviceBytes(parameters=int(topology("2*h100:8").chip.usable_bytes * share))
@@ -241,16 +237,6 @@ CASES: list[tuple[str, str, dict[str, Any], bool | str]] = [
         full(0.96, Applied(quantity="margin", factor=1.02)),
         False,
     ),
-    ("pipeline-on-gpus", "2*h100:8", piped(2, "lockstep"), True),
-    (
-        "pipeline-on-gpus",
-        "2*h100:8",
-        {**piped(2, "lockstep"), "gather": "once", "schedule": "gpipe", "virtual_stages": 2},
-        False,
-    ),
-    ("pipeline-on-gpus", "2*h100:8", piped(2, "programs"), False),
-    ("pipeline-on-gpus", "2*h100:8", piped(1, "lockstep"), False),
-    ("pipeline-on-gpus", "v5e:4x4", piped(2, "lockstep"), False),
     ("odd-sizes", "2*h100:8", table(50257, WHOLE), "warning: vocab (50,257)"),
     ("odd-sizes", "2*h100:8", table(50264, WHOLE), "info: vocab (50,264)"),
     ("odd-sizes", "2*h100:8", table(50304, WHOLE), False),
