@@ -73,14 +73,8 @@ _FROZEN = {
 #: every microbatch in flight) and other arrays of layers, both divided by the stages; those of
 #: embedding and head; those inside a layer, which every stage has; and the stack bytes minus those
 #: of the point that has the most (zero or negative).
-(
-    LIVE_STACKS,
-    LIVE_LAYERS,
-    LIVE_GRADIENTS,
-    LIVE_OUTSIDE,
-    LIVE_EVERYWHERE,
-    STACK_DEFICIT,
-) = LIVE_KINDS = range(6)
+LIVE_STACKS, LIVE_LAYERS, LIVE_GRADIENTS, *_ = LIVE_KINDS = range(6)
+LIVE_OUTSIDE, LIVE_EVERYWHERE, STACK_DEFICIT = LIVE_KINDS[3:]
 
 
 def stored_coefficients(segments: int) -> Array:
@@ -102,6 +96,7 @@ def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
     live range: array [points x kinds, rows].
     """
     factors, layers = pricer.corrected(np.ones((ROWS, 1)))[:, 0], tallies.segments - 2
+    kinds = {Quantity.SAVED: LIVE_STACKS, Quantity.GRADIENT_SHARDED: LIVE_GRADIENTS}
     coefficients = np.zeros((tallies.lists, len(LIVE_KINDS), tallies.lists, tallies.segments, ROWS))
     for point in range(tallies.lists):
         for quantity in (
@@ -111,10 +106,7 @@ def live_coefficients(tallies: ItemTallies, pricer: Pricer) -> Array:
             *(() if pricer.profile.gradient_buffer else (Quantity.GRADIENT_SHARDED,)),
         ):
             factor = factors[quantity]
-            kind = {
-                Quantity.SAVED: LIVE_STACKS,
-                Quantity.GRADIENT_SHARDED: LIVE_GRADIENTS,
-            }.get(quantity, LIVE_LAYERS)
+            kind = kinds.get(quantity, LIVE_LAYERS)
             coefficients[point, kind, point, :layers, quantity] = factor
             coefficients[point, LIVE_EVERYWHERE, point, layers, quantity] = coefficients[
                 point, LIVE_OUTSIDE, point, layers + 1, quantity

@@ -642,24 +642,15 @@ def summing_gradient(
     return leaf, total
 
 
-def _summing_forward(
-    leaf: Value, total: Value, slot: Index, layer: Index, active: Value
-) -> tuple[tuple[Value, Value], tuple[Index, Index, Value]]:
-    return (leaf, total), (slot, layer, active)
+def _summing_forward(leaf: Value, total: Value, *place: Any) -> tuple[Any, tuple[Any, ...]]:
+    return (leaf, total), place
 
 
-def _summing_backward(
-    place: tuple[Index, Index, Value], cotangents: tuple[Value, Value]
-) -> tuple[None, Value, None, None, None]:
+def _summing_backward(place: tuple[Any, ...], cotangents: tuple[Value, Value]) -> tuple[Any, ...]:
     (slot, layer, active), (gradient, total) = place, cotangents
     more = jnp.where(active, gradient, 0).astype(total.dtype)
-    return (
-        None,
-        with_layer(total, layer_of(total, slot, layer) + more, slot, layer),
-        None,
-        None,
-        None,
-    )
+    total = with_layer(total, layer_of(total, slot, layer) + more, slot, layer)
+    return None, total, None, None, None
 
 
 summing_gradient.defvjp(_summing_forward, _summing_backward)
@@ -1090,23 +1081,21 @@ class Chunk:
             def run(carry: tuple[Any, Arrays], sliced: Any) -> tuple[tuple[Any, Arrays], Arrays]:
                 activations, totals = carry
                 weights, layer_constants, keys, number, gathered, partial_sums = sliced
-                place, weights = operands.place, list(weights)
+                place, index = operands.place, number - operands.first_layer
                 assert place is not None
-                index, after = number - operands.first_layer, list[Value]()
-                of_weights = self.per_tick_weights
-                for k, total in zip(of_weights, totals[: len(of_weights)], strict=True):
-                    weights[k], total = summing_gradient(
-                        weights[k], total, place.chunk, index, place.active
-                    )
-                    after.append(total)
-                zeros = list[Value]()
-                for leaf, total in zip(partial_sums, totals[len(of_weights) :], strict=True):
-                    leaf, total = summing_gradient(leaf, total, place.slot, index, place.active)
-                    zeros.append(leaf)
-                    after.append(total)
-                sliced = weights, layer_constants, keys, number, gathered, zeros
+                count, read = len(self.per_tick_weights), dict(enumerate(weights))
+                leaves = [*(weights[k] for k in self.per_tick_weights), *partial_sums]
+                slots = [place.chunk] * count + [place.slot] * len(partial_sums)
+                pairs = [
+                    summing_gradient(leaf, total, slot, index, place.active)
+                    for leaf, total, slot in zip(leaves, totals, slots, strict=True)
+                ]
+                leaves = [leaf for leaf, _ in pairs]
+                read.update(zip(self.per_tick_weights, leaves[:count], strict=True))
+                weights = list(read.values())
+                sliced = weights, layer_constants, keys, number, gathered, leaves[count:]
                 activations, exits = layer(activations, sliced)
-                return (activations, after), exits
+                return (activations, [total for _, total in pairs]), exits
 
             return run
 

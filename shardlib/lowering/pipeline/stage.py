@@ -655,6 +655,7 @@ class Stages:
             jax.lax.dynamic_index_in_dim(leaf[0], chunk % self.gathered_slots, 0, keepdims=False)
             for leaf in arrays.gathered
         ]
+        place = SumPlace(chunk=chunk, slot=chunk % self.gathered_slots, active=active)
         return ChunkOperands(
             weights=[of_chunk(leaf[0]) for leaf in arrays.weights],
             layer_constants=[of_chunk(leaf[0]) for leaf in arrays.layer_constants],
@@ -663,10 +664,7 @@ class Stages:
             constant=arrays.constant,
             gathered=gathered,
             first_layer=(chunk * self.table.stages + stage) * self.chunk.layers,
-            place=jax.tree.map(
-                jnp.asarray,
-                SumPlace(chunk=chunk, slot=chunk % self.gathered_slots, active=active),
-            ),
+            place=jax.tree.map(jnp.asarray, place),
         )
 
 
