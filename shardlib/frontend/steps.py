@@ -28,6 +28,7 @@ from shardlib.annotation.names import (
 )
 from shardlib.annotation.trees import Tree, static_difference
 from shardlib.checkpointing.store import Checkpoints, steps_of_first
+from shardlib.checkpointing.tree import fitted, raw_abstract
 from shardlib.decisions.pins import PinMapping, Pins
 from shardlib.errors import (
     ArgumentError,
@@ -80,7 +81,7 @@ from shardlib.machines.topology import Topology, TopologyLike, devices_of
 from shardlib.planner.plan import Plan
 from shardlib.planner.search import PlanSource, search
 from shardlib.processes.progress import Progress
-from shardlib.processes.values import in_every_process
+from shardlib.processes.values import in_every_process, read, shapes_stored
 from shardlib.propagation.colours import Colouring, colour
 from shardlib.propagation.contractions import use_key
 from shardlib.report.text import plan_card, plan_line
@@ -289,8 +290,25 @@ class StepProgram:
 
     def restore(self, folder: str | Path) -> Tree:
         """A state that a program of the same step has saved, on any mesh, where this one has it."""
+        if (Path(folder) / "_METADATA").is_file():
+            return self._restored_by_number(Path(folder))
         with Checkpoints(folder, read_only=True) as checkpoints:
             return checkpoints.restore(self).state
+
+    def _restored_by_number(self, folder: Path) -> Tree:
+        """A state as 0.1.0 wrote it: arrays by their number."""
+        leaves, structure = jax.tree.flatten(self.state)
+        wanted = {str(number): raw_abstract(leaf) for number, leaf in enumerate(leaves)}
+        shapes = shapes_stored(folder.absolute())
+        if shapes != {number: leaf.shape for number, leaf in wanted.items()}:
+            raise CheckpointError(
+                f"{folder} has the state of another step: arrays of"
+                f" {sorted(shapes.values())}\nTry: the step that saved it"
+            )
+        arrays = read(folder.absolute(), wanted)
+        return structure.unflatten(
+            [fitted(arrays[str(number)], leaf) for number, leaf in enumerate(leaves)]
+        )
 
     @cached_property
     def _jitted(self) -> jax.stages.Wrapped:

@@ -617,6 +617,12 @@ def _of_job(array: Any) -> Any:
     return _OfJob(array) if jax.process_count() > 1 and inside else array
 
 
+def shapes_stored(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays that `read` gives, by name."""
+    stored = ocp.handlers.PyTreeCheckpointHandler().metadata(epath.Path(folder))
+    return {name: tuple(leaf.shape or ()) for name, leaf in stored.items()}
+
+
 def read(
     folder: str | Path | epath.Path, leaves: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, jax.Array]:

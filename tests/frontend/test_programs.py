@@ -249,6 +249,31 @@ def test_saved_states_of_steps_are_checkpoints(tmp_path: Path):
         other.restore(tmp_path / "one")
 
 
+def test_states_that_the_first_release_saved_are_restored():
+    def program(width: int) -> StepProgram:
+        return shardlib.compile_step(
+            lambda: {
+                "w": jnp.zeros((width, 4)),
+                "key": jax.random.key(0),
+                "count": jnp.int32(0),
+            },
+            lambda state, batch: (
+                {**state, "w": state["w"] / 2},
+                {"x": (batch @ state["w"]).sum()},
+            ),
+            jnp.ones((8, width)),
+            topology="cpu:8",
+        )
+
+    folder = Path(__file__).parent / "stored" / "state_of_0_1"
+    state = program(4).restore(folder)
+    np.testing.assert_array_equal(state["w"], np.arange(16.0).reshape(4, 4))
+    np.testing.assert_array_equal(jax.random.key_data(state["key"]), [0, 7])
+    assert int(state["count"]) == 3
+    with pytest.raises(CheckpointError, match="has the state of another step"):
+        program(5).restore(folder)
+
+
 def test_a_program_without_devices_says_so():
     example = EXAMPLES["meta_learning"]()
     program = shardlib.compile_step(
