@@ -619,8 +619,8 @@ def _of_job(array: Any) -> Any:
 
 def shapes_stored(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the arrays that `read` gives, by name."""
-    stored = ocp.handlers.PyTreeCheckpointHandler().metadata(epath.Path(folder))
-    return {name: tuple(leaf.shape or ()) for name, leaf in stored.items()}
+    stored: Any = ocp.handlers.PyTreeCheckpointHandler().metadata(epath.Path(folder))
+    return {name: leaf.shape for name, leaf in stored.items()}
 
 
 def read(
