@@ -13,6 +13,7 @@ from typing import Any, cast, overload
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib import _jax_compat
@@ -298,14 +299,14 @@ class StepProgram:
     def _restored_by_number(self, folder: Path) -> Tree:
         """A state as 0.1.0 wrote it: arrays by their number."""
         leaves, structure = jax.tree.flatten(self.state)
-        wanted = {str(number): raw_abstract(leaf) for number, leaf in enumerate(leaves)}
+        stored = {str(number): raw_abstract(leaf) for number, leaf in enumerate(leaves)}
         shapes = shapes_stored(folder.absolute())
-        if shapes != {number: leaf.shape for number, leaf in wanted.items()}:
+        if shapes != {number: leaf.shape for number, leaf in stored.items()}:
             raise CheckpointError(
                 f"{folder} has the state of another step: arrays of"
                 f" {sorted(shapes.values())}\nTry: the step that saved it"
             )
-        arrays = read(folder.absolute(), wanted)
+        arrays = read(folder.absolute(), stored)
         return structure.unflatten(
             [fitted(arrays[str(number)], leaf) for number, leaf in enumerate(leaves)]
         )
@@ -806,19 +807,19 @@ def _untraced(error: Exception) -> TracingError:
 # --------------------------------------------------------------------------------------------------
 # `@shardlib.parallelize`: a function whose first call says for what it is planned.
 
-#: (state, batch) -> (new state, metrics) or the new state, or (params, batch) -> anything.
-Function = Callable[[Tree, Tree], Tree]
-#: (new state, the rest) of a program -> what the user's function returns.
-Result = Callable[[Tree, Tree], Tree]
+#: (*states, batch) -> new states, and what else; of NNX, changed in place; or anything.
+Function = Callable[..., Tree]
+#: (state, new state, results) of a program -> what the user's function returns.
+Result = Callable[[Tree, Tree, Tree], Tree]
 
 
 class Parallel:
-    """A function of a state and a batch, planned and compiled for each shape that it is called
-    with.
+    """A function of states and a batch, its last argument, planned and compiled for each shape that
+    it is called with.
 
-    A function that returns what is like the state, or a pair whose first part is, is a step: its
-    state is taken over by the next call. Any other is inference: it gets params and a batch, and
-    the params stay.
+    A function is a step if it returns what is like its states, alone or first in a tuple, or
+    changes modules of NNX in place, as `nnx.jit` has it: the arrays of its states are taken over by
+    the next call. Any other is inference: it gets params and a batch, and the params stay.
 
     Args:
         function: the user's own.
@@ -840,51 +841,79 @@ class Parallel:
         self._batch_axes, self._honour = batch_axes, honour
         self._programs: dict[object, tuple[Result, StepProgram]] = {}
 
-    def program(self, state: Tree, batch: Tree) -> StepProgram:
-        """The program for a state and a batch of such shapes, which are not computed with."""
-        return self._of(state, batch)[1]
+    def program(self, *arguments: Tree) -> StepProgram:
+        """The program for states and a batch of such shapes, which are not computed with."""
+        return self._of(*arguments)[1]
 
     def __call__(self, *arguments: Tree) -> Tree:
-        """Calls the function, of a state and a batch, on the devices of its plan."""
-        if len(arguments) != 2:
+        """Calls the function, of states and a batch, on the devices of its plan."""
+        result, program = self._of(*arguments)
+        *states, batch = arguments
+        state = states[0] if len(states) == 1 else tuple(states)
+        on_mesh = jax.tree.map(_placed, state, program.state)
+        return result(state, *program.step(on_mesh, batch))
+
+    def _of(self, *arguments: Tree) -> tuple[Result, StepProgram]:
+        if len(arguments) < 2:
             raise ArgumentError(
                 f"{getattr(self._function, '__name__', 'the function')} was called with"
-                f" {len(arguments)} arguments; parallelize takes functions of a state and a batch"
-                "\nTry: def step(state, batch): model, optimizer = state; ...; return (model,"
-                " optimizer), metrics"
+                f" {len(arguments)} argument(s); parallelize takes functions of states and a batch"
+                "\nTry: step(state, batch), or step(model, optimizer, batch)"
             )
-        state, batch = arguments
-        result, program = self._of(state, batch)
-        on_mesh = jax.tree.map(_placed, state, program.state)
-        return result(*program.step(on_mesh, batch))
-
-    def _of(self, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
-        key = _shapes((state, batch))
+        key = _shapes(arguments)
         if key not in self._programs:
-            self._programs[key] = self._made(state, batch)
+            *states, batch = arguments
+            self._programs[key] = (
+                self._made(self._function, states[0], batch)
+                if len(states) == 1
+                else self._made(lambda state, batch: self._function(*state, batch), states, batch)
+            )
         return self._programs[key]
 
-    def _made(self, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
-        ambient = ambient_mesh()
+    def _made(self, function: Function, state: Tree, batch: Tree) -> tuple[Result, StepProgram]:
+        ambient, changed = ambient_mesh(), list[bool]()
+        several = isinstance(state, list)
+        state = tuple(state) if several else state
+        modules = modules_of(state)
+
+        def watched(state: Tree, batch: Tree) -> Tree:
+            before = jax.tree.leaves(state)
+            out = function(state, batch)
+            after = jax.tree.leaves(state)
+            changed.append(any(a is not b for a, b in itertools.zip_longest(before, after)))
+            return out
+
+        def infer(params: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            return params, function(params, batch)
+
+        def first_in_tuple(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            out = function(state, batch)
+            return out[: len(state)], out[len(state) :]
+
         with no_mesh(), names_alone():
             shapes = abstract((state, batch))
-            out = self._results(shapes, ambient)
-            alone = same_form(out, shapes[0])
-            pair = isinstance(out, tuple) and len(out) == 2 and same_form(out[0], shapes[0])
-            steps = alone or pair
-
-            def infer(params: Tree, batch: Tree) -> tuple[Tree, Tree]:
-                return params, self._function(params, batch)
-
+            out = self._results(watched, shapes, ambient)
+            count = len(state) if several else 1
+            tupled = isinstance(out, tuple) and len(out) >= count
+            steps, step, result = True, function, _both
+            if same_form(out, shapes[0]):
+                result = _state_alone
+            elif several and tupled and same_form(out[:count], shapes[0]):
+                step, result = first_in_tuple, _one_tuple
+            elif tupled and len(out) == 2 and same_form(out[0], shapes[0]):
+                pass
+            elif modules and changed[-1]:
+                step, result = infer, _in_place
+            else:
+                steps, step, result = False, infer, _results_alone
             traced = traced_layout_free(
-                self._function if steps else infer,
+                step,
                 shapes[0],
                 shapes[1],
                 ambient,
                 batch_axes=self._batch_axes,
                 name=getattr(self._function, "__name__", "function"),
             )
-            result = _state_alone if alone else _both if pair else _rest
             return result, stepping(
                 traced,
                 machine_of(self._topology),
@@ -896,7 +925,9 @@ class Parallel:
                 honour=self._honour,
             )
 
-    def _results(self, shapes: tuple[Tree, Tree], ambient: AbstractMesh) -> Tree:
+    def _results(
+        self, function: Function, shapes: tuple[Tree, Tree], ambient: AbstractMesh
+    ) -> Tree:
         """Abstract results of the function."""
 
         def results(function: Function) -> Tree:
@@ -904,8 +935,8 @@ class Parallel:
 
         if not has_mesh_or_rules(ambient):
             with contextlib.suppress(Exception):  # of meshes, or `layout_free` raises it, too
-                return results(self._function)
-        return results(layout_free(self._function, ambient))
+                return results(function)
+        return results(layout_free(function, ambient))
 
 
 @overload
@@ -933,8 +964,9 @@ def parallelize(
         state, metrics = step(state, batch)
 
     Args:
-        function: (state, batch) -> (new state, metrics) or the new state, or (params, batch) ->
-            anything.
+        function: (state, batch) -> (new state, metrics) or the new state; (params, batch) ->
+            anything; or of several states before the batch, which it returns first in a tuple, or
+            which are modules of NNX that it changes in place.
         topology: the machine; all devices of this one if left out.
         pin: see `shardlib.compile_step`.
         batch_axes: as of `shardlib.plan`.
@@ -947,16 +979,42 @@ def parallelize(
     return wrapped if function is None else wrapped(function)
 
 
-def _both(state: Tree, arguments: Tree) -> Tree:
-    return state, arguments
+def _both(_: Tree, state: Tree, results: Tree) -> Tree:
+    return state, results
 
 
-def _state_alone(state: Tree, _: Tree) -> Tree:
+def _one_tuple(_: Tree, states: Tree, results: Tree) -> Tree:
+    return (*states, *results)
+
+
+def _state_alone(_: Tree, state: Tree, results: Tree) -> Tree:
     return state
 
 
-def _rest(_: Tree, arguments: Tree) -> Tree:
-    return arguments
+def _results_alone(_: Tree, state: Tree, results: Tree) -> Tree:
+    return results
+
+
+def _in_place(arguments: Tree, state: Tree, results: Tree) -> Tree:
+    for module, changed in zip(modules_of(arguments), modules_of(state), strict=True):
+        nnx.update(module, nnx.state(changed))
+    return results
+
+
+def modules_of(tree: Tree) -> list[nnx.Pytree]:
+    """Modules, optimizers and metrics of NNX in a tree, of which no two share a variable."""
+
+    def leaves(tree: Tree, kind: type) -> list[Any]:
+        parts = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kind))
+        return [leaf for leaf in parts if isinstance(leaf, kind)]
+
+    modules, variables = leaves(tree, nnx.Pytree), leaves(tree, nnx.Variable)
+    if len({id(variable) for variable in variables}) < len(variables):
+        raise ArgumentError(
+            "the arguments share variables of NNX, of which each would have its own afterwards"
+            "\nTry: nnx.Optimizer(model, tx, wrt=nnx.Param), which does not hold the model"
+        )
+    return modules
 
 
 def _shapes(tree: Tree) -> object:

@@ -303,10 +303,91 @@ def test_a_step_that_computes_nothing_is_planned():
     assert float(metrics["one"]) == 1 and (np.asarray(new["w"]) == 1).all()
 
 
-def test_a_step_of_several_arguments_is_told_its_form():
-    step = shardlib.parallelize(lambda model, optimizer, batch: None)
-    with pytest.raises(ArgumentError, match="called with 3 arguments; parallelize takes functions"):
-        step({}, {}, {})
+class Classifier(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.inner = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.outer = nnx.Linear(32, 4, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.outer(self.dropout(nnx.relu(self.norm(self.inner(x)))))
+
+
+def labelled(seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    rows = random.normal(size=(32, 16)).astype(np.float32)
+    return {"x": rows, "y": random.integers(0, 4, 32).astype(np.int32)}
+
+
+def classify(model: Classifier, batch: Any) -> tuple[jax.Array, jax.Array]:
+    logits = model(batch["x"])
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return losses.mean(), logits
+
+
+def train_in_place(
+    model: Classifier, optimizer: nnx.Optimizer, metrics: nnx.MultiMetric, batch: Any
+) -> None:
+    (loss, logits), gradients = nnx.value_and_grad(classify, has_aux=True)(model, batch)
+    metrics.update(loss=loss, logits=logits, labels=batch["y"])
+    optimizer.update(model, gradients)
+
+
+def test_a_step_that_changes_modules_in_place_is_that_of_nnx_jit():
+    """Weights, statistics of the batch, dropout's random numbers and metrics."""
+    pin = {"mesh": {"data": 2, "fsdp": 2, "tensor": 2}, "zero": 3}
+    states, totals = [], []
+    for wrapped in (nnx.jit, shardlib.parallelize(topology="cpu:8", pin=pin)):
+        model = Classifier(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+        metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+        step = wrapped(train_in_place)
+        for seed in range(4):
+            step(model, optimizer, metrics, labelled(seed))
+        states.append(plain(nnx.state(model)))
+        totals.append({name: float(value) for name, value in metrics.compute().items()})
+    assert totals[1] == pytest.approx(totals[0], rel=1e-6)
+    for own, other in zip(*states, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-4, atol=1e-5)
+    assert not model.inner.kernel[...].sharding.is_fully_replicated
+
+
+def test_a_function_that_changes_its_only_module_is_no_inference():
+    models = Classifier(nnx.Rngs(0)), Classifier(nnx.Rngs(0))
+    losses = [
+        wrapped(lambda model, batch: classify(model, batch)[0])(model, labelled(0))
+        for wrapped, model in zip(
+            (nnx.jit, shardlib.parallelize(topology="cpu:8")), models, strict=True
+        )
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+    first, second = (model.norm.mean[...] for model in models)
+    np.testing.assert_allclose(first, second, rtol=1e-5)
+    assert np.abs(second).max() > 0  # zeros before
+    with pytest.raises(ArgumentError, match="the arguments share variables of NNX"):
+        shardlib.parallelize(train_in_place)(models[0], models[0], models[1], labelled(0))
+
+
+def test_a_step_of_params_and_optimizer_state_returns_both_and_its_loss():
+    transformation = optax.adam(0.1)
+
+    def step(params: Any, opt_state: Any, batch: Any) -> Any:
+        loss, gradients = jax.value_and_grad(lambda p: ((batch["x"] @ p["w"]) ** 2).mean())(params)
+        updates, opt_state = transformation.update(gradients, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    ends = []
+    for run in (jax.jit(step), shardlib.parallelize(topology="cpu:8")(step)):
+        params = {"w": jnp.ones((16, 4))}
+        opt_state = transformation.init(params)
+        for seed in range(3):
+            params, opt_state, loss = run(params, opt_state, labelled(seed))
+        ends.append(plain((params, opt_state, loss)))
+    for own, other in zip(*ends, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-5)
+    with pytest.raises(ArgumentError, match=r"step was called with 1 argument\(s\)"):
+        shardlib.parallelize(step)({})
 
 
 def test_gradients_are_named_by_their_module():
