@@ -648,8 +648,9 @@ def test_backward_loops_add_gradients_to_their_sums_in_place(schedule: str) -> N
     for equation in _equations(step.jaxpr):
         if equation.primitive.name == "scan" and equation.params["reverse"]:
             shapes = [result.aval.shape for result in equation.outvars]
-            carried.update(shapes[: equation.params["num_carry"]])
-            stacked.update(shapes[equation.params["num_carry"] :])
+            _, count = _jax_compat.scan_counts(equation.params)
+            carried.update(shapes[:count])
+            stacked.update(shapes[count:])
     assert of_stage and {(1, *shape) for shape in of_stage} <= carried
     assert not stacked & of_stage
 
