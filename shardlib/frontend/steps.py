@@ -875,6 +875,8 @@ class Parallel:
         several = isinstance(state, list)
         state = tuple(state) if several else state
         modules = modules_of(state)
+        if several:
+            require_own_variables(state)
 
         def watched(state: Tree, batch: Tree) -> Tree:
             before = jax.tree.leaves(state)
@@ -1002,19 +1004,23 @@ def _in_place(arguments: Tree, state: Tree, results: Tree) -> Tree:
 
 
 def modules_of(tree: Tree) -> list[nnx.Pytree]:
-    """Modules, optimizers and metrics of NNX in a tree, of which no two share a variable."""
+    """Modules, optimizers and metrics of NNX in a tree."""
+    return _of_kind(tree, nnx.Pytree)
 
-    def leaves(tree: Tree, kind: type) -> list[Any]:
-        parts = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kind))
-        return [leaf for leaf in parts if isinstance(leaf, kind)]
 
-    modules, variables = leaves(tree, nnx.Pytree), leaves(tree, nnx.Variable)
+def require_own_variables(states: Tree) -> None:
+    """Raises if several states share a variable of NNX."""
+    variables = _of_kind(states, nnx.Variable)
     if len({id(variable) for variable in variables}) < len(variables):
         raise ArgumentError(
             "the arguments share variables of NNX, of which each would have its own afterwards"
             "\nTry: nnx.Optimizer(model, tx, wrt=nnx.Param), which does not hold the model"
         )
-    return modules
+
+
+def _of_kind(tree: Tree, kind: type) -> list[Any]:
+    parts = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, kind))
+    return [leaf for leaf in parts if isinstance(leaf, kind)]
 
 
 def _shapes(tree: Tree) -> object:
