@@ -48,7 +48,7 @@ False
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,15 +234,11 @@ class Partition:
         """Params with a function applied to their trained part."""
         return self.joined(function(self.trained(params)), params)
 
-    def numbered(self, positions: Iterable[int]) -> frozenset[int]:
-        """Positions among all leaves, as positions among the trained ones."""
-        number = {
-            position: k
-            for k, position in enumerate(
-                position for position, flag in enumerate(self.flags) if flag
-            )
-        }
-        return frozenset(number[position] for position in positions)
+    @property
+    def numbers(self) -> dict[int, int]:
+        """Positions of the trained leaves among all leaves -> among the trained ones."""
+        trained = (position for position, flag in enumerate(self.flags) if flag)
+        return {position: number for number, position in enumerate(trained)}
 
 
 def _pruned(tree: Any) -> Any:

@@ -671,11 +671,12 @@ def _buffered(gradients: Array, plans: Plans) -> Array:
     return np.where(plans.meshes.micro > 1, gradients * (1.0 + _last_apart(plans)), 0.0)
 
 
-def adds_in_place(profile: FrameworkProfile, stages: Array) -> Array:
+def adds_in_place(profile: FrameworkProfile, stages: Array, micro: Array) -> Array:
     """True where backward loops add the gradients of layers to the sums of the microbatches, beside
-    which no stack of them lives (`shardlib.lowering.pipeline.layers.summing_gradient`).
+    which no stack of them lives (`shardlib.tracing.rewriting.summing_gradient`).
     """
-    return (stages > 1) & (profile.name == XLA.name and profile.pipeline == "lockstep")
+    in_one_program = (stages > 1) & (profile.pipeline == "lockstep")
+    return (in_one_program | ((stages == 1) & (micro > 1))) & (profile.name == XLA.name)
 
 
 def _last_apart(plans: Plans) -> Array:
@@ -790,7 +791,7 @@ def _memory_at(
     unsharded = combined or zero < 2
     beside = stored.copy()
     layers = len(plans.model.layer_counts)
-    beside[:layers] *= ~adds_in_place(plans.profile, meshes.stage)
+    beside[:layers] *= ~adds_in_place(plans.profile, meshes.stage, meshes.micro)
     added = stage_part(point.added if unsharded else point.added_sharded, stored)
     alive = (
         np.zeros(len(meshes))

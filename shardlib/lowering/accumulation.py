@@ -28,8 +28,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardlib._jax_compat import open_jaxpr, scan_counts
 from shardlib.annotation.model import no_mesh
-from shardlib.annotation.names import Model, PureLoss
-from shardlib.annotation.trees import Tree
+from shardlib.annotation.names import Model
+from shardlib.annotation.trees import Partition, Tree
 from shardlib.errors import BatchError, PinError, TracingError, raise_all
 from shardlib.functions.attention import form_of
 from shardlib.functions.losses import WeightedMeanForm
@@ -44,8 +44,16 @@ from shardlib.lowering.uses import LossFacts, LossJaxpr, view_of_result
 from shardlib.lowering.weights import LAST_MICROBATCH, DeferredOp, GradientReductions
 from shardlib.planner.plan import Plan
 from shardlib.planner.space import require_no_row_results
-from shardlib.tracing.program import INLINED, REMAT, Equation, Program, callee, flatten
-from shardlib.tracing.rewriting import Walk, evaluate_equations, needed, typed
+from shardlib.tracing.program import (
+    INLINED,
+    REMAT,
+    Equation,
+    Program,
+    callee,
+    find_repeats,
+    flatten,
+)
+from shardlib.tracing.rewriting import LoopSums, Walk, evaluate_equations, needed, typed
 from shardlib.tracing.row_kinds import DifferentPrograms, Draw, Kind, WholeBatchValue, draws
 from shardlib.tracing.rows import LossInputs, Proof, ResultNames, compare
 from shardlib.tracing.trace import result_names
@@ -123,23 +131,6 @@ class Microbatches:
             ]
         )
 
-    def whole_results(
-        self, losses: jax.Array, metrics: Tree, loss: jax.Array, last_metrics: Tree, state: Tree
-    ) -> Tree:
-        """(loss, (metrics, state)) of all microbatches.
-
-        Args:
-            losses, metrics: of all microbatches but the last, stacked.
-            loss, last_metrics: of the last.
-            state: model state after the last.
-        """
-
-        def appended(earlier: jax.Array, last: jax.Array) -> jax.Array:
-            return jnp.concatenate([earlier, last[None]])
-
-        mean = _mean(appended(losses, loss)).astype(losses.dtype)
-        return mean, (self.whole_metrics(jax.tree.map(appended, metrics, last_metrics)), state)
-
     def state_before(self, initial: Tree, state: Tree) -> Tree:
         """The model state that a microbatch reads.
 
@@ -203,48 +194,6 @@ def _unstack(stacked: jax.Array, rows: RowDim) -> jax.Array:
     )
 
 
-def accumulated_gradients(
-    loss: PureLoss,
-    batch: Tree,
-    microbatches: Microbatches,
-    constrain: Callable[[Tree], Tree],
-    reductions: GradientReductions,
-) -> Callable[[Tree, Tree], Tree]:
-    """Gradients over all microbatches: (params, state) -> ((loss, (metrics, state)), gradients).
-
-    Args:
-        reductions: how gradients are reduced, with the dtypes of the accumulators.
-    """
-    differentiate = jax.value_and_grad(loss, has_aux=True)
-    if microbatches.count == 1:
-        return lambda params, state: differentiate(params, state, batch)
-    stacked, join = microbatches.split(batch)
-
-    def run(params: Tree, initial_state: Tree) -> Any:
-        def body(carry: Any, slices: list[Any]) -> Any:
-            state, sums = microbatches.state_before(initial_state, carry[0]), carry[1]
-            (value, (metrics, after)), gradients = differentiate(params, state, join(slices))
-            sums = jax.tree.map(
-                lambda total, gradient: total + gradient.astype(total.dtype),
-                sums,
-                constrain(gradients),
-            )
-            return (after, constrain(sums)), (value, metrics)
-
-        zeros = constrain(
-            jax.tree.map(
-                lambda leaf: jnp.zeros(leaf.shape, reductions.accumulator(leaf.dtype)), params
-            )
-        )
-        (after, sums), (values, metrics) = jax.lax.scan(body, (initial_state, zeros), stacked)
-        gradients = jax.tree.map(
-            lambda total, leaf: (total / microbatches.count).astype(leaf.dtype), sums, params
-        )
-        return (values.mean(0), (microbatches.whole_metrics(metrics), after)), gradients
-
-    return run
-
-
 def _mean(values: jax.Array) -> jax.Array:
     return jnp.mean(values, axis=0, dtype=jnp.promote_types(values.dtype, jnp.float32))
 
@@ -265,184 +214,297 @@ PartialSums = dict[str, jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class DeferredReductions:
-    """The operations of a loss whose weight gradients are reduced in the last microbatch.
+class AccumulatedLoss:
+    """The loss of one microbatch, and how its gradients are summed.
 
     Attributes:
         traced: the loss of one microbatch.
         layouts: layouts of its values.
         mesh: the mesh of the program.
-        uses: path of an operation -> its replacement.
-        fully_deferred: parameters that nothing else reads: microbatches before the last compute no
-            gradient of them.
-        all_params: the trained parameters -> all parameters.
+        partition: which parameters are trained.
+        deferred: path of an operation whose weight gradient is reduced in the last microbatch ->
+            its replacement.
+        fully_deferred: trained parameters that nothing else reads: microbatches before the last
+            compute no gradient of them.
+        slices: path of what a loop slices -> trained parameter; nothing else reads it, and the loop
+            adds its gradients to their sums.
+        loops: paths of the loops that can carry sums.
     """
 
     traced: LossJaxpr
     layouts: LossLayouts
     mesh: Mesh | AbstractMesh
-    uses: Mapping[str, DeferredOp]
+    partition: Partition
+    deferred: Mapping[str, DeferredOp]
     fully_deferred: frozenset[int]
-    all_params: Callable[[Tree], Tree] = lambda trained: trained
+    slices: Mapping[str, int]
+    loops: frozenset[str]
+
+    @staticmethod
+    def of(
+        traced: LossJaxpr, layouts: LossLayouts, microbatches: int, partition: Partition
+    ) -> AccumulatedLoss:
+        """The loss of one of so many microbatches."""
+        repeated = microbatches > 1
+        defers = repeated and layouts.reductions.when == LAST_MICROBATCH
+        deferred = _deferred_ops(layouts) if defers else {}
+        others = _read_elsewhere(
+            layouts.facts, {path: op.use.position for path, op in deferred.items()}
+        )
+        loops = _outer_loops(layouts.facts.program) if repeated else frozenset[str]()
+        numbers = partition.numbers
+        fully_deferred = frozenset(
+            numbers[op.use.view.parameter]
+            for op in deferred.values()
+            if op.use.view.parameter not in others
+        )
+        return AccumulatedLoss(
+            traced=traced,
+            layouts=layouts,
+            mesh=layouts.mesh,
+            partition=partition,
+            deferred=deferred,
+            fully_deferred=fully_deferred,
+            slices={
+                path: numbers[parameter]
+                for path, parameter in layouts.facts.stacked_slices.items()
+                if path.rpartition("/enter/")[0] in loops
+                and parameter in numbers
+                and numbers[parameter] not in fully_deferred
+            },
+            loops=loops,
+        )
 
     @property
     def reductions(self) -> GradientReductions:
         """The reductions of all gradients."""
         return self.layouts.reductions
 
-    def zeros(self) -> PartialSums:
+    def zero_partial_sums(self) -> PartialSums:
         """Zeros for the partial sums, [*lengths of loops, devices, ...], sharded so that each
         device has its own.
         """
         return self.constrain_sums(
             {
                 path: jnp.zeros(
-                    (*use.use.view.lengths, *use.sums_aval.shape),
-                    self.reductions.accumulator(use.sums_aval.dtype),
+                    (*op.use.view.lengths, *op.sums_aval.shape),
+                    self.reductions.accumulator(op.sums_aval.dtype),
                 )
-                for path, use in self.uses.items()
+                for path, op in self.deferred.items()
             }
         )
 
-    def _sharding(self, path: str) -> NamedSharding:
-        use = self.uses[path]
+    def sums_sharding(self, path: str) -> NamedSharding:
+        """The sharding of the partial sums of an operation."""
+        op = self.deferred[path]
         return NamedSharding(
-            self.mesh, PartitionSpec(*(None for _ in use.use.view.lengths), *use.sums_spec)
+            self.mesh, PartitionSpec(*(None for _ in op.use.view.lengths), *op.sums_spec)
         )
 
     def constrain_sums(self, sums: PartialSums) -> PartialSums:
         """Partial sums, constrained so that each device has its own."""
-        return {
-            path: jax.lax.with_sharding_constraint(leaf, self._sharding(path))
-            for path, leaf in sums.items()
-        }
+        return {path: _constrain(leaf, self.sums_sharding(path)) for path, leaf in sums.items()}
 
-    def loss_with_sums(self, params: Tree, state: Tree, batch: Tree, sums: PartialSums) -> Tree:
-        """The loss of a microbatch, whose gradient with respect to `sums` is its partial sums."""
-        return self._loss(
-            params, state, batch, sums, {path: use.run for path, use in self.uses.items()}
-        )
+    def in_loops(self, path: str) -> bool:
+        """Whether a loop can carry the partial sums of an operation."""
+        return path.partition("/")[0] in self.loops
 
-    def last_loss(self, params: Tree, state: Tree, batch: Tree, sums: PartialSums) -> Tree:
-        """The loss of the last microbatch, whose gradient with respect to the weights is that of
-        all microbatches.
-        """
-        return self._loss(
-            params, state, batch, sums, {path: use.run_last for path, use in self.uses.items()}
-        )
-
-    def _loss(
-        self, params: Tree, state: Tree, batch: Tree, sums: PartialSums, extra: Mapping[str, Any]
+    def run(
+        self,
+        params: Tree,
+        state: Tree,
+        batch: Tree,
+        partial_sums: PartialSums,
+        loop_sums: LoopSums,
+        *,
+        last: bool,
     ) -> Tree:
+        """The loss of a microbatch. Before the last, the gradient with respect to `partial_sums` is
+        that of the microbatch; in the last, that of the weights is the one of all microbatches.
+        """
+        extra = {path: op.run_last if last else op.run for path, op in self.deferred.items()}
+
         def change(walk: Walk) -> Walk:
-            return replace(walk, extra=extra, arrays=sums)
+            return replace(walk, extra=extra, arrays=partial_sums, sums=loop_sums)
 
-        return loss_in_layouts(self.traced, self.layouts, change)(
-            self.all_params(params), state, batch
-        )
+        return loss_in_layouts(self.traced, self.layouts, change)(params, state, batch)
 
 
-def deferred_reductions(traced: LossJaxpr, layouts: LossLayouts) -> DeferredReductions | None:
-    """The gradients that can be reduced once per step; None if there are none, or if the plan
-    reduces at another time.
-    """
-    mesh, reductions = layouts.mesh, layouts.reductions
-    if reductions.when != LAST_MICROBATCH:
-        return None
-    uses = dict[str, DeferredOp]()
+def _deferred_ops(layouts: LossLayouts) -> Mapping[str, DeferredOp]:
+    """The operations whose weight gradients can be reduced once per step, by path."""
+    mesh, ops = layouts.mesh, dict[str, DeferredOp]()
     ring_paths = {path for group in layouts.ring_loops(mesh).values() for path in group.paths}
     for path, use in layouts.uses.items():
         if (
             path not in ring_paths
             and len(use.view.lengths) == path.count("/body/")
-            and (deferral := layouts.deferred(path, mesh, lookups=True)) is not None
+            and (op := layouts.deferred(path, mesh, lookups=True)) is not None
         ):
-            uses[path] = deferral
-    if not uses:
-        return None
-    others = _read_elsewhere(layouts.facts, {path: use.use.position for path, use in uses.items()})
-    return DeferredReductions(
-        traced=traced,
-        layouts=layouts,
-        mesh=mesh,
-        uses=uses,
-        fully_deferred=frozenset(use.use.view.parameter for use in uses.values()) - others,
+            ops[path] = op
+    return ops
+
+
+def _outer_loops(program: Program) -> frozenset[str]:
+    """Paths of the loops that are not inside of other equations or of unrolled layers."""
+    unrolled = {k for run in find_repeats(program) for k in range(run.start, run.stop)}
+    return frozenset(
+        equation.path
+        for k, equation in enumerate(program.equations)
+        if equation.name == "scan" and k not in unrolled
     )
 
 
-def accumulate_deferred(
-    deferred: DeferredReductions, batch: Tree, microbatches: Microbatches, gradient: Tree
+def accumulated_gradients(
+    loss: AccumulatedLoss, batch: Tree, microbatches: Microbatches, gradient: Tree
 ) -> Callable[[Tree, Tree], Tree]:
-    """Gradients over all microbatches: (params, state) -> ((loss, (metrics, state)), gradients)."""
+    """Gradients over all microbatches: (params, state) -> ((loss, (metrics, state)), gradients of
+    the trained parameters).
+
+    Args:
+        gradient: shardings of the gradients.
+    """
+    partition, shardings = loss.partition, jax.tree.leaves(gradient)
+    outside = {path: op for path, op in loss.deferred.items() if not loss.in_loops(path)}
+    sum_shardings = {path: loss.sums_sharding(path) for path in loss.deferred} | {
+        path: shardings[i] for path, i in loss.slices.items()
+    }
+    summed_by_loops = set(loss.slices.values())
+    others = [
+        i
+        for i in range(len(shardings))
+        if i not in loss.fully_deferred and i not in summed_by_loops
+    ]
+
+    def differentiated(
+        params: Tree,
+        state: Tree,
+        batch: Tree,
+        numbers: Sequence[int],
+        partial_sums: PartialSums,
+        loop_sums: PartialSums,
+        *,
+        last: bool = False,
+    ) -> Any:
+        """((loss, (metrics, state)), gradients of the parameters with these numbers, gradients of
+        `partial_sums` unless this is the last microbatch, `loop_sums` with those that loops add).
+        """
+        leaves, structure = jax.tree.flatten(partition.trained(params))
+
+        def run(read: list[Any], own_sums: PartialSums, arrays: PartialSums) -> Any:
+            values = dict(enumerate(leaves)) | dict(zip(numbers, read, strict=True))
+            trained = structure.unflatten([values[i] for i in range(len(leaves))])
+            carried = LoopSums(arrays=arrays, shardings=sum_shardings)
+            value, aux = loss.run(
+                partition.joined(trained, params),
+                state,
+                batch,
+                partial_sums if last else own_sums,
+                carried,
+                last=last,
+            )
+            return (value, carried.returned), aux
+
+        arrays = {path: jnp.zeros_like(total) for path, total in loop_sums.items()}
+        (value, _), backward, aux = jax.vjp(
+            run, [leaves[i] for i in numbers], {} if last else partial_sums, arrays, has_aux=True
+        )
+        return (value, aux), *backward((jnp.ones_like(value), loop_sums))
+
+    def of_whole_batch(params: Tree, state: Tree) -> Any:
+        numbers = range(len(shardings))
+        results, gradients, _, _ = differentiated(params, state, batch, numbers, {}, {})
+        return results, jax.tree.unflatten(jax.tree.structure(gradient), gradients)
+
+    if microbatches.count == 1:
+        return of_whole_batch
     stacked, join = microbatches.split(batch)
-    accumulator = deferred.reductions.accumulator
-    shardings = jax.tree.leaves(gradient)
-    others = [i for i in range(len(shardings)) if i not in deferred.fully_deferred]
+    before_last = [leaf[:-1] for leaf in stacked] if loss.deferred else stacked
 
     def run(params: Tree, initial_state: Tree) -> Any:
-        leaves, structure = jax.tree.flatten(params)
+        leaves = jax.tree.leaves(partition.trained(params))
+        accumulator = loss.reductions.accumulator
 
-        def loss(read: Sequence[Any], sums: PartialSums, state: Tree, slices: list[Any]) -> Any:
-            differentiated = dict(zip(others, read, strict=True))
-            return deferred.loss_with_sums(
-                structure.unflatten([differentiated.get(i, leaf) for i, leaf in enumerate(leaves)]),
-                state,
-                join(slices),
-                sums,
+        def zeros(i: int) -> jax.Array:
+            return _constrain(
+                jnp.zeros(leaves[i].shape, accumulator(leaves[i].dtype)), shardings[i]
             )
 
         def body(carry: Any, slices: list[Any]) -> Any:
-            state, totals, sums = microbatches.state_before(initial_state, carry[0]), *carry[1:]
-            (value, (metrics, after)), (gradients, partial_sums) = jax.value_and_grad(
-                loss, argnums=(0, 1), has_aux=True
-            )([leaves[i] for i in others], sums, state, slices)
+            state, totals, sums, loop_sums = carry
+            (value, (metrics, after)), gradients, partial_sums, loop_sums = differentiated(
+                params,
+                microbatches.state_before(initial_state, state),
+                join(slices),
+                others,
+                sums,
+                loop_sums,
+            )
             totals = [
                 _constrain(
                     total + _constrain(gradient, shardings[i]).astype(total.dtype), shardings[i]
                 )
                 for i, total, gradient in zip(others, totals, gradients, strict=True)
             ]
-            return (
-                after,
-                totals,
-                deferred.constrain_sums(
-                    {path: sums[path] + partial_sum for path, partial_sum in partial_sums.items()}
-                ),
-            ), (value, metrics)
+            sums = {
+                path: _constrain(sums[path] + partial_sum, sum_shardings[path])
+                for path, partial_sum in partial_sums.items()
+            }
+            return (after, totals, sums, loop_sums), (value, metrics)
 
-        zeros = [
-            _constrain(jnp.zeros(leaves[i].shape, accumulator(leaves[i].dtype)), shardings[i])
-            for i in others
-        ]
-        (state, totals, sums), (values, metrics) = jax.lax.scan(
-            body, (initial_state, zeros, deferred.zeros()), [leaf[:-1] for leaf in stacked]
+        partial_sums = loss.zero_partial_sums()
+        sums = {path: partial_sums[path] for path in outside}
+        loop_sums = {path: leaf for path, leaf in partial_sums.items() if path not in outside} | {
+            path: zeros(i) for path, i in loss.slices.items()
+        }
+        (state, totals, sums, loop_sums), (values, metrics) = jax.lax.scan(
+            body, (initial_state, [zeros(i) for i in others], sums, loop_sums), before_last
         )
-        state = microbatches.state_before(initial_state, state)
+        if loss.deferred:
+            numbers = [i for i in range(len(leaves)) if i not in summed_by_loops]
 
-        def last_microbatch() -> Any:
-            return jax.value_and_grad(deferred.last_loss, has_aux=True)(
-                params, state, join([leaf[-1] for leaf in stacked]), sums
-            )
+            def last_microbatch() -> Any:
+                return differentiated(
+                    params,
+                    microbatches.state_before(initial_state, state),
+                    join([leaf[-1] for leaf in stacked]),
+                    numbers,
+                    {
+                        path: leaf
+                        for path, leaf in {**sums, **loop_sums}.items()
+                        if path in loss.deferred
+                    },
+                    {path: loop_sums[path] for path in loss.slices},
+                    last=True,
+                )
 
-        in_order = deferred.layouts.regions(deferred.mesh).torus
-        (value, (last, after)), gradients = (
-            last_microbatch() if in_order else _after(values, last_microbatch)
-        )
-        earlier_totals = dict(zip(others, totals, strict=True))
-        all_totals = [
-            last_gradient.astype(accumulator(leaf.dtype)) + earlier_totals.get(i, 0)
-            for i, (leaf, last_gradient) in enumerate(
-                zip(leaves, jax.tree.leaves(gradients), strict=True)
+            in_order = loss.layouts.regions(loss.mesh).torus
+            (value, (last_metrics, state)), gradients, _, loop_sums = (
+                last_microbatch() if in_order else _after(values, last_microbatch)
             )
-        ]
+            values, metrics = jax.tree.map(_appended, (values, metrics), (value, last_metrics))
+            earlier = dict(zip(others, totals, strict=True))
+            totals = [
+                gradient.astype(accumulator(leaves[i].dtype)) + earlier.get(i, 0)
+                for i, gradient in zip(numbers, gradients, strict=True)
+            ]
+        else:
+            numbers = others
+        all_totals = dict(zip(numbers, totals, strict=True)) | {
+            i: loop_sums[path] for path, i in loss.slices.items()
+        }
         means = [
-            (_constrain(total, sharding) / microbatches.count).astype(leaf.dtype)
-            for total, sharding, leaf in zip(all_totals, shardings, leaves, strict=True)
+            (_constrain(all_totals[i], shardings[i]) / microbatches.count).astype(leaf.dtype)
+            for i, leaf in enumerate(leaves)
         ]
-        results = microbatches.whole_results(values, metrics, value, last, after)
-        return results, structure.unflatten(means)
+        mean = _mean(values).astype(values.dtype)
+        results = mean, (microbatches.whole_metrics(metrics), state)
+        return results, jax.tree.unflatten(jax.tree.structure(gradient), means)
 
     return run
+
+
+def _appended(earlier: jax.Array, last: jax.Array) -> jax.Array:
+    return jnp.concatenate([earlier, last[None]])
 
 
 def _after(values: jax.Array, run: Callable[[], Tree]) -> Tree:

@@ -26,13 +26,12 @@ from shardlib.graph import Rows
 from shardlib.jax_types import Function, Index, Metrics
 from shardlib.layout import Layout, LogicalAxes
 from shardlib.lowering.accumulation import (
+    AccumulatedLoss,
     Contribution,
     Microbatches,
     TracedMicrobatch,
-    accumulate_deferred,
     accumulated_gradients,
     contribution,
-    deferred_reductions,
     microbatch_of,
     unchanged,
     whole_batch,
@@ -50,7 +49,7 @@ from shardlib.lowering.collectives import Precision, cast_like, with_stored_dtyp
 from shardlib.lowering.contractions import Interleaving
 from shardlib.lowering.disk import CompileTarget, DiskArray, DiskStep, DiskWriter, disk_leaves
 from shardlib.lowering.disk import disk_writer as disk_writer
-from shardlib.lowering.loss import loss_in_layouts, propagated_layouts
+from shardlib.lowering.loss import propagated_layouts
 from shardlib.lowering.loss_layouts import LossLayouts, ValueLayouts
 from shardlib.lowering.mesh import (
     ParameterShardings,
@@ -58,7 +57,6 @@ from shardlib.lowering.mesh import (
     batch_dims,
     batch_path,
     batch_shardings,
-    constrain_tree,
     device_mesh,
     named_sharding,
     optimizer_shardings,
@@ -1250,31 +1248,12 @@ def without_pipeline(
     partition: Partition,
 ) -> LossRun:
     """The run of a whole batch at once, or of one microbatch after another."""
-    loss, deferred = loss_in_layouts(traced, layouts), deferred_reductions(traced, layouts)
-
-    def gradients(params: Tree, state: Tree, batch: Tree) -> Any:
-        def joined(trained: Tree) -> Tree:
-            return partition.joined(trained, params)
-
-        def loss_of_trained(trained: Tree, state: Tree, batch: Tree) -> Any:
-            return loss(joined(trained), state, batch)
-
-        if deferred is not None:
-            numbers = partition.numbered(deferred.fully_deferred)
-            of_trained_params = replace(deferred, all_params=joined, fully_deferred=numbers)
-            return accumulate_deferred(of_trained_params, batch, microbatches, gradient)(
-                partition.trained(params), state
-            )
-        run = accumulated_gradients(
-            loss_of_trained,
-            batch,
-            microbatches,
-            lambda tree: constrain_tree(tree, gradient),
-            layouts.reductions,
-        )
-        return run(partition.trained(params), state)
-
-    return LossRun(gradients=gradients)
+    loss = AccumulatedLoss.of(traced, layouts, microbatches.count, partition)
+    return LossRun(
+        gradients=lambda params, state, batch: accumulated_gradients(
+            loss, batch, microbatches, gradient
+        )(params, state)
+    )
 
 
 def with_pipeline(pipeline: Pipeline, shardings: Tree, dims: BatchDims) -> LossRun:

@@ -371,7 +371,7 @@ class Footprints:
             points.reshape(len(points) // len(LIVE_KINDS), len(LIVE_KINDS), *points.shape[1:]), 1, 0
         )
         least_share = np.minimum.reduce(layers or [1 / stages])
-        beside = np.where(adds_in_place(profile, stages), 0.0, beside)
+        beside = np.where(adds_in_place(profile, stages, micro), 0.0, beside)
         others = (others + beside) * least_share + everywhere
         others = others + outside * (1 / stages if spread else stages == 1)
         batch = (

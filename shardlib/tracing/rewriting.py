@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import linear_util, source_info_util
 from jax.extend.core import Primitive
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from shardlib._jax_compat import scan_counts
 from shardlib.annotation.trees import Tree
 from shardlib.errors import TracingError
-from shardlib.jax_types import Aval, EqnParam, EqnParams, Function, Jaxpr, Value
+from shardlib.jax_types import Aval, EqnParam, EqnParams, Function, Index, Jaxpr, Value
 from shardlib.tracing.program import (
     CUSTOM,
     REMAT,
@@ -453,12 +453,15 @@ def in_layer_ranges(
     init: Tree,
     stacks: Tree,
     loop: Callable[[Function, Tree, Tree, int], tuple[Tree, Tree]],
+    around: Callable[[Function], Function] = lambda layer: layer,
 ) -> Tree:
     """Runs all parts of a loop.
 
     Args:
         body: (carry, slices) -> (carry, results) of one layer.
         loop: (body, carry, slices, number of layers) -> (carry, stacked results).
+        around: changes a layer that has its remat policy; `init` and `stacks` are those of the
+            changed layer.
     """
     leaves, structure = jax.tree.flatten(stacks)
     fixed = [jax.lax.stop_gradient(leaf) if _differentiable(leaf) else None for leaf in leaves]
@@ -479,11 +482,18 @@ def in_layer_ranges(
             ]
             return body(carry, structure.unflatten(read))
 
+        def run_changed(
+            carry: Any, numbered: tuple[Any, list[Any]], wrapped: Function
+        ) -> tuple[Any, Any]:
+            number, slices = numbered
+            run = around(lambda carry, sliced: wrapped(carry, (number, jax.tree.leaves(sliced))))
+            return run(carry, structure.unflatten(slices))
+
         part_slices = [
             jax.lax.slice_in_dim(leaf, part.first, part.first + part.count) for leaf in leaves
         ]
         carry, results[part.first] = loop(
-            part.wrap(layer),
+            partial(run_changed, wrapped=part.wrap(layer)),
             carry,
             (jnp.arange(part.first, part.first + part.count), part_slices),
             part.count,
@@ -508,6 +518,109 @@ _with_gradient_of_slice.defvjp(
     lambda values, read: (checkpoint_name(read, STACK_SLICE), None),
     lambda _, cotangent: (cotangent, jnp.zeros_like(cotangent)),
 )
+
+
+# --------------------------------------------------------------------------------------------------
+# Sums of gradients over several runs of a loop over layers.
+#
+# The backward pass of a loop stacks the gradients of its layers, and all of them live until they
+# are added to the sums of earlier runs. Here the loop carries the sums, as cotangents of arrays
+# that it returns unchanged, and every layer adds its own gradients to its entry, in place.
+
+
+def entry_of(stack: Value, index: Sequence[Index]) -> Value:
+    """The entry of a stack, one index for each of its leading dims."""
+    shape = stack.shape[len(index) :]
+    start, size = (*index, *(0 for _ in shape)), (*(1 for _ in index), *shape)
+    return jax.lax.dynamic_slice(stack, start, size).reshape(shape)
+
+
+def with_entry(stack: Value, entry: Value, index: Sequence[Index]) -> Value:
+    """A stack with one entry replaced."""
+    start = (*index, *(0 for _ in entry.shape))
+    return jax.lax.dynamic_update_slice(stack, entry[(None,) * len(index)], start)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def summing_gradient(
+    leaf: Value,
+    total: Value,
+    index: tuple[Index, ...],
+    active: Value = True,
+    sharding: NamedSharding | None = None,
+) -> tuple[Value, Value]:
+    """(leaf, total), where the cotangent of `total` is a stack of sums, to one entry of which that
+    of `leaf` is added in place of being returned.
+
+    Args:
+        active: whether it is added.
+        sharding: of the sums.
+    """
+    return leaf, total
+
+
+def _summing_forward(
+    leaf: Value, total: Value, index: Any, active: Value, _: Any
+) -> tuple[tuple[Value, Value], tuple[Any, Value]]:
+    return (leaf, total), (index, active)
+
+
+def _summing_backward(
+    sharding: NamedSharding | None, place: tuple[Any, Value], cotangents: tuple[Value, Value]
+) -> tuple[Any, ...]:
+    (index, active), (gradient, total) = place, cotangents
+    more = jnp.where(active, gradient, 0).astype(total.dtype)
+    total = with_entry(total, entry_of(total, index) + more, index)
+    if sharding is not None:
+        total = jax.lax.with_sharding_constraint(total, sharding)
+    return None, total, None, None
+
+
+summing_gradient.defvjp(_summing_forward, _summing_backward)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoopSums:
+    """Sums of gradients that the loops of a program carry.
+
+    Attributes:
+        arrays: arrays [layers, ...] whose cotangents are the sums, by path of what a loop slices
+            (`"12/enter/0"`), or of an operation in its body that takes an extra array.
+        shardings: of the sums, by path.
+        returned: the arrays as the loops return them, by path; filled by the evaluation.
+    """
+
+    arrays: Mapping[str, Value]
+    shardings: Mapping[str, NamedSharding]
+    returned: dict[str, Value] = field(default_factory=dict)
+
+    def of_loop(self, path: str) -> dict[str, Value]:
+        """The arrays of one loop."""
+        return {key: array for key, array in self.arrays.items() if key.startswith(f"{path}/")}
+
+    def around(self, path: str, layer: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer of the loop at a path that carries its arrays:
+        ((carry, arrays), (slices, extra arrays, number)) -> ((carry, arrays), results).
+        """
+
+        def run(carry: tuple[Any, dict[str, Value]], sliced: tuple[Any, Any, Any]) -> Any:
+            (carry, arrays), (slices, extra, number) = carry, sliced
+            slices, extra, totals = list(slices), dict(extra), dict[str, Value]()
+            for key, array in arrays.items():
+                kind, _, position = key.removeprefix(f"{path}/").partition("/")
+                entered = kind == "enter"
+                leaf = slices[int(position)] if entered else jnp.zeros(array.shape[1:], array.dtype)
+                leaf, totals[key] = summing_gradient(
+                    leaf, array, (number,), True, self.shardings[key]
+                )
+                if entered:
+                    slices[int(position)] = leaf
+                else:
+                    extra[key] = leaf
+            carry, results = layer(carry, (tuple(slices), extra, number))
+            return (carry, totals), results
+
+        return run
 
 
 # --------------------------------------------------------------------------------------------------
@@ -570,6 +683,8 @@ class Walk:
         extra: by path, (operands, array) -> result of an equation that takes an extra array.
         arrays: the extra arrays, by path, with a leading dim for every scan around the equation,
             the outermost first.
+        sums: sums of gradients that loops outside of other loops and of rematerialised layers add
+            to.
         remat: policy for repeated layers; "none" leaves the program as written.
         layer_policies: by path of a scan, or of the first equation of unrolled layers: the policy
             and the number of layers it applies to, from the first; the others save everything.
@@ -584,6 +699,7 @@ class Walk:
     groups: Mapping[str, EquationGroup] = field(default_factory=dict)
     extra: Mapping[str, Callable[[Sequence[Value], Value], Value]] = field(default_factory=dict)
     arrays: Mapping[str, Value] = field(default_factory=dict)
+    sums: LoopSums | None = None
     remat: str = "none"
     layer_policies: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     offloaded: bool = False
@@ -811,13 +927,13 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
         return [walk.apply(f"{path}/{kind}/{k}", 0, value) for k, value in enumerate(values)]
 
     def body(
-        carry: tuple[Any, ...], sliced: tuple[tuple[Any, ...], dict[str, Any]]
+        carry: tuple[Any, ...], sliced: tuple[tuple[Any, ...], dict[str, Any], Any]
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         carry = (
             tuple(checkpoint_name(value, LAYER_INPUT) for value in carry) if offloaded else carry
         )
         values = [*arguments[:constants], *items("carry", carry), *items("enter", sliced[0])]
-        outputs = evaluate_program(program, values, replace(inner, arrays=sliced[1]))
+        outputs = evaluate_program(program, values, replace(inner, arrays=sliced[1], sums=None))
         return tuple(outputs[:carried]), tuple(outputs[carried:])
 
     def scan_layers(
@@ -835,7 +951,7 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
     options = {"in_pieces": bool(walk.groups), "offloaded": offloaded}
     wrap = partial(rematerialised, remat=policy, prevent_cse=False, **options)
 
-    init = tuple(
+    init: Any = tuple(
         typed(value, number)
         for value, number in zip(
             arguments[constants : constants + carried],
@@ -843,7 +959,11 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
             strict=False,
         )
     )
-    sliced = tuple(arguments[constants + carried :]), arrays
+    sums = walk.sums.of_loop(path) if walk.sums is not None else {}
+    around = partial(walk.sums.around, path) if walk.sums is not None and sums else _unchanged
+    init = (init, sums) if sums else init
+    numbers = jnp.arange(params["length"]) if sums else None
+    sliced = tuple(arguments[constants + carried :]), arrays, numbers
     if layer and count < params["length"]:
         wrap_others = partial(wrap, remat="none") if offloaded else saving_intermediates
         parts = [
@@ -851,11 +971,18 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
             LayerRange(first=count, count=params["length"] - count, wrap=wrap_others),
         ]
         final, stacked = in_layer_ranges(
-            parts[::-1] if params["reverse"] else parts, body, init, sliced, scan_layers
+            parts[::-1] if params["reverse"] else parts, body, init, sliced, scan_layers, around
         )
     else:
-        final, stacked = scan_layers(wrap(body), init, sliced, params["length"])
+        final, stacked = scan_layers(around(wrap(body)), init, sliced, params["length"])
+    if walk.sums is not None and sums:
+        final, totals = final
+        walk.sums.returned.update(totals)
     return [*items("final", final), *items("exit", stacked)]
+
+
+def _unchanged(layer: Function) -> Function:
+    return layer
 
 
 def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardlib
 from shardlib.layout import MeshShape
-from shardlib.lowering import weights
+from shardlib.lowering import accumulation, weights
 from shardlib.lowering.collectives import Regions
 from shardlib.lowering.contractions import ModelContraction
 from shardlib.lowering.mesh import axis_names, device_mesh, physical_axes
@@ -325,3 +325,27 @@ def test_gradients_are_not_reduced_along_axes_of_one_device(spec: PartitionSpec)
     compiled = gradient.lower(array).compile()
     assert "all-reduce" not in (compiled.as_text() or "")
     np.testing.assert_allclose(compiled(jax.device_put(array, place)), np.cos(array), rtol=1e-6)
+
+
+def test_layers_add_their_gradients_to_the_sums_of_microbatches(monkeypatch):
+    """No stack of the gradients of all layers lives beside the sums."""
+    layers, width = 8, 256
+
+    def loss(params, batch):
+        y = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params["w"])[0]
+        return jnp.mean(y**2)
+
+    def temporaries():
+        program = shardlib.compile(
+            shardlib.tree(lambda key: {"w": jax.random.normal(key, (layers, width, width)) / 16}),
+            loss,
+            optax.sgd(0.1),
+            {"x": jax.ShapeDtypeStruct((32, width), jnp.float32)},
+            topology="cpu:8",
+            pin={"mesh": {"fsdp": 8}, "zero": 3, "microbatches": 4, "remat": "full"},
+        )
+        return program.compiled().memory_analysis().temp_size_in_bytes
+
+    in_place = temporaries()
+    monkeypatch.setattr(accumulation, "_outer_loops", lambda program: frozenset())
+    assert temporaries() - in_place > 0.8 * 4 * layers * width * width / 8

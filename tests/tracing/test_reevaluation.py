@@ -16,7 +16,7 @@ import pytest
 from shardlib.errors import TracingError
 from shardlib.tracing.folding import Split, SplitLoop, split
 from shardlib.tracing.program import by_masking, flatten, is_element_lookup, subjaxprs
-from shardlib.tracing.rewriting import Walk, evaluate, evaluate_program
+from shardlib.tracing.rewriting import LoopSums, Walk, evaluate, evaluate_program
 from shardlib.tracing.trace import graph_from_jaxpr
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32)
@@ -303,3 +303,27 @@ def test_values_and_gradients_are_those_of_the_gather(mode, shape, each):
 def test_other_lookups_stay_as_they_are(function):
     x, i = jnp.zeros((4, 12)), jnp.zeros((4, 1), jnp.int32)
     assert not lookups(function, x, i)[0]
+
+
+@pytest.mark.parametrize("layers", [0, 1, 3])
+@pytest.mark.parametrize("name", ["scan", "scan with stack", "nested scan", "remat in scan"])
+def test_loops_add_gradients_to_their_sums(name: str, layers: int):
+    program = flatten(jax.make_jaxpr(PROGRAMS[name])(X, W))
+    (loop,) = (equation.path for equation in program.equations if equation.name == "scan")
+    path = f"{loop}/enter/0"
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:1]), "d")
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+
+    def run(arrays: dict[str, jax.Array]) -> tuple[jax.Array, dict[str, jax.Array]]:
+        sums = LoopSums(arrays=arrays, shardings={path: sharding})
+        policies = {loop: ("full", layers)} if layers else {}
+        (value,) = evaluate_program(program, [X, W], Walk(sums=sums, layer_policies=policies))
+        return value, sums.returned
+
+    before = jnp.asarray(np.random.default_rng(2).normal(size=W.shape), jnp.float32)
+    (value, _), backward = jax.vjp(run, {path: jnp.zeros_like(W)})
+    ((after,),) = (sums.values() for sums in backward((jnp.ones_like(value), {path: before})))
+    expected, gradient = jax.value_and_grad(PROGRAMS[name], argnums=1)(X, W)
+    assert float(value) == pytest.approx(float(expected), rel=1e-6)
+    np.testing.assert_allclose(after, before + gradient, rtol=1e-5, atol=1e-6)
+    assert float(jnp.abs(gradient).max()) > 0.01

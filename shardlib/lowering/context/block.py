@@ -413,9 +413,15 @@ def _plus_biases(scores: Value, biases: Value | None) -> Value:
 
 
 def _masked(scores: Value, mask: Value | None) -> Value:
+    """Scores, large and negative where they are masked.
+
+    A selected constant would be an array like the scores: differentiation moves what does not
+    depend on a layer out of the loop over layers, where it lives during the whole step.
+    """
     if mask is None:
         return scores
-    return jnp.where((mask if mask.ndim == 3 else mask[None])[:, None, None], scores, EMPTY_LOG_SUM)
+    hidden = jnp.where(mask if mask.ndim == 3 else mask[None], 0.0, EMPTY_LOG_SUM)
+    return scores + hidden[:, None, None]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -42,12 +42,15 @@ from shardlib.tracing.rewriting import (
     LayerRange,
     Walk,
     dependence,
+    entry_of,
     evaluate_equations,
     evaluate_program,
     in_layer_ranges,
     needed,
     rematerialised,
     saving_intermediates,
+    summing_gradient,
+    with_entry,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -477,19 +480,9 @@ def as_loop(
         layer = around((following if count else saving_all)(body))
         return jax.lax.scan(layer, carry, scanned, length=layers)
     rest = saving_all if remat.offloaded else saving_intermediates
-    structure = jax.tree.structure(scanned)
-
-    def around_range(layer: Body) -> Body:
-        def run(carry: Carry, numbered: Tree) -> tuple[Carry, Arrays]:
-            number, slices = numbered
-            changed = around(lambda carry, sliced: layer(carry, (number, jax.tree.leaves(sliced))))
-            return changed(carry, structure.unflatten(slices))
-
-        return run
-
     parts = [
-        LayerRange(first=0, count=count, wrap=lambda body: around_range(following(body))),
-        LayerRange(first=count, count=layers - count, wrap=lambda body: around_range(rest(body))),
+        LayerRange(first=0, count=count, wrap=following),
+        LayerRange(first=count, count=layers - count, wrap=rest),
     ]
     return in_layer_ranges(
         parts,
@@ -497,6 +490,7 @@ def as_loop(
         carry,
         scanned,
         lambda layer, carry, slices, length: jax.lax.scan(layer, carry, slices, length=length),
+        around,
     )
 
 
@@ -599,23 +593,6 @@ def is_differentiable(leaf: Leaf) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-# --------------------------------------------------------------------------------------------------
-# One layer of arrays that have a slot per chunk, [slots, layers, ...].
-
-
-def layer_of(stack: Value, slot: Index, layer: Index) -> Value:
-    """One layer in one slot of `stack` [slots, layers, ...]."""
-    shape = stack.shape[2:]
-    start = (slot, layer, *(0 for _ in shape))
-    return jax.lax.dynamic_slice(stack, start, (1, 1, *shape)).reshape(shape)
-
-
-def with_layer(stack: Value, leaf: Value, slot: Index, layer: Index) -> Value:
-    """`stack` [slots, layers, ...] with one layer in one slot replaced."""
-    start = (slot, layer, *(0 for _ in leaf.shape))
-    return jax.lax.dynamic_update_slice(stack, leaf[None, None], start)
-
-
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class SumPlace:
@@ -629,31 +606,6 @@ class SumPlace:
     chunk: Index
     slot: Index
     active: Value
-
-
-@jax.custom_vjp
-def summing_gradient(
-    leaf: Value, total: Value, slot: Index, layer: Index, active: Value
-) -> tuple[Value, Value]:
-    """(leaf, total), where the cotangent of `total` is a sum of gradients [slots, layers, ...] to
-    which that of `leaf` is added in place of being returned. In a loop over layers the sum is
-    carried, and updated in place; stacked first, the gradients of all layers would live beside it.
-    """
-    return leaf, total
-
-
-def _summing_forward(leaf: Value, total: Value, *place: Any) -> tuple[Any, tuple[Any, ...]]:
-    return (leaf, total), place
-
-
-def _summing_backward(place: tuple[Any, ...], cotangents: tuple[Value, Value]) -> tuple[Any, ...]:
-    (slot, layer, active), (gradient, total) = place, cotangents
-    more = jnp.where(active, gradient, 0).astype(total.dtype)
-    total = with_layer(total, layer_of(total, slot, layer) + more, slot, layer)
-    return None, total, None, None, None
-
-
-summing_gradient.defvjp(_summing_forward, _summing_backward)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -735,7 +687,7 @@ class PregatheredWeights:
                 [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in weights]
             )
             return [
-                with_layer(stack, leaf, slot, index)
+                with_entry(stack, leaf, (slot, index))
                 for stack, leaf in zip(slots, fresh, strict=True)
             ]
 
@@ -768,12 +720,12 @@ class PregatheredWeights:
 
         def layer(sums: Arrays, index: Value) -> tuple[Arrays, Arrays]:
             sent = [
-                layer_of(leaf, slot, index).astype(use.sums_aval.dtype)
+                entry_of(leaf, (slot, index)).astype(use.sums_aval.dtype)
                 for use, leaf in zip(self.uses.values(), sums, strict=True)
             ]
             partial_sums, sums = jax.lax.optimization_barrier((sent, sums))
             zeroed = [
-                with_layer(leaf, jnp.zeros(leaf.shape[2:], leaf.dtype), slot, index)
+                with_entry(leaf, jnp.zeros(leaf.shape[2:], leaf.dtype), (slot, index))
                 for leaf in sums
             ]
             return zeroed, self._layer_reduced(weights, partial_sums)
@@ -1087,7 +1039,7 @@ class Chunk:
                 leaves = [*(weights[k] for k in self.per_tick_weights), *partial_sums]
                 slots = [place.chunk] * count + [place.slot] * len(partial_sums)
                 pairs = [
-                    summing_gradient(leaf, total, slot, index, place.active)
+                    summing_gradient(leaf, total, (slot, index), place.active)
                     for leaf, total, slot in zip(leaves, totals, slots, strict=True)
                 ]
                 leaves = [leaf for leaf, _ in pairs]
