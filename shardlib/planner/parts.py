@@ -625,6 +625,8 @@ def rules_in_colours(rules: Rules, colouring: Colouring) -> Rules:
             entries.append((name, axes))
     if failures:
         raise_all(PinError, "pinned rules do not fit the model", failures)
+    # of the dims of an array that an axis may shard, the sequence comes last, in prices too
+    entries.sort(key=lambda entry: entry[0] == colouring.sequence_colour)
     return Rules(tuple(entries))
 
 
