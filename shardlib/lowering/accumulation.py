@@ -280,34 +280,21 @@ class AccumulatedLoss:
         """The reductions of all gradients."""
         return self.layouts.reductions
 
-    def zero_partial_sums(self) -> PartialSums:
-        """Zeros for the partial sums, [*lengths of loops, devices, ...], sharded so that each
-        device has its own.
-        """
-        return self.constrain_sums(
-            {
-                path: jnp.zeros(
-                    (*op.use.view.lengths, *op.sums_aval.shape),
-                    self.reductions.accumulator(op.sums_aval.dtype),
-                )
-                for path, op in self.deferred.items()
-            }
-        )
-
     def sums_sharding(self, path: str) -> NamedSharding:
-        """The sharding of the partial sums of an operation."""
+        """The sharding of the partial sums of an operation: each device has its own."""
         op = self.deferred[path]
         return NamedSharding(
             self.mesh, PartitionSpec(*(None for _ in op.use.view.lengths), *op.sums_spec)
         )
 
-    def constrain_sums(self, sums: PartialSums) -> PartialSums:
-        """Partial sums, constrained so that each device has its own."""
-        return {path: _constrain(leaf, self.sums_sharding(path)) for path, leaf in sums.items()}
-
-    def in_loops(self, path: str) -> bool:
-        """Whether a loop can carry the partial sums of an operation."""
-        return path.partition("/")[0] in self.loops
+    def zero_partial_sums(self) -> PartialSums:
+        """Zeros for the partial sums, [*lengths of loops, devices, ...]."""
+        accumulator, sums = self.reductions.accumulator, dict[str, jax.Array]()
+        for path, op in self.deferred.items():
+            shape = (*op.use.view.lengths, *op.sums_aval.shape)
+            zeros = jnp.zeros(shape, accumulator(op.sums_aval.dtype))
+            sums[path] = _constrain(zeros, self.sums_sharding(path))
+        return sums
 
     def run(
         self,
@@ -364,7 +351,7 @@ def accumulated_gradients(
         gradient: shardings of the gradients.
     """
     partition, shardings = loss.partition, jax.tree.leaves(gradient)
-    outside = {path: op for path, op in loss.deferred.items() if not loss.in_loops(path)}
+    outside = {path for path in loss.deferred if path.partition("/")[0] not in loss.loops}
     sum_shardings = {path: loss.sums_sharding(path) for path in loss.deferred} | {
         path: shardings[i] for path, i in loss.slices.items()
     }
@@ -481,7 +468,11 @@ def accumulated_gradients(
             (value, (last_metrics, state)), gradients, _, loop_sums = (
                 last_microbatch() if in_order else _after(values, last_microbatch)
             )
-            values, metrics = jax.tree.map(_appended, (values, metrics), (value, last_metrics))
+            values, metrics = jax.tree.map(
+                lambda earlier, last: jnp.concatenate([earlier, last[None]]),
+                (values, metrics),
+                (value, last_metrics),
+            )
             earlier = dict(zip(others, totals, strict=True))
             totals = [
                 gradient.astype(accumulator(leaves[i].dtype)) + earlier.get(i, 0)
@@ -501,10 +492,6 @@ def accumulated_gradients(
         return results, jax.tree.unflatten(jax.tree.structure(gradient), means)
 
     return run
-
-
-def _appended(earlier: jax.Array, last: jax.Array) -> jax.Array:
-    return jnp.concatenate([earlier, last[None]])
 
 
 def _after(values: jax.Array, run: Callable[[], Tree]) -> Tree:

@@ -541,12 +541,11 @@ def with_entry(stack: Value, entry: Value, index: Sequence[Index]) -> Value:
     return jax.lax.dynamic_update_slice(stack, entry[(None,) * len(index)], start)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def summing_gradient(
     leaf: Value,
     total: Value,
     index: tuple[Index, ...],
-    active: Value = True,
+    active: Value | bool = True,
     sharding: NamedSharding | None = None,
 ) -> tuple[Value, Value]:
     """(leaf, total), where the cotangent of `total` is a stack of sums, to one entry of which that
@@ -556,11 +555,19 @@ def summing_gradient(
         active: whether it is added.
         sharding: of the sums.
     """
+    pair: Any = _leaf_and_total(leaf, total, index, active, sharding)
+    return pair
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _leaf_and_total(
+    leaf: Value, total: Value, index: Any, active: Any, _: NamedSharding | None
+) -> tuple[Value, Value]:
     return leaf, total
 
 
 def _summing_forward(
-    leaf: Value, total: Value, index: Any, active: Value, _: Any
+    leaf: Value, total: Value, index: Any, active: Any, _: Any
 ) -> tuple[tuple[Value, Value], tuple[Any, Value]]:
     return (leaf, total), (index, active)
 
@@ -576,7 +583,7 @@ def _summing_backward(
     return None, total, None, None
 
 
-summing_gradient.defvjp(_summing_forward, _summing_backward)
+_leaf_and_total.defvjp(_summing_forward, _summing_backward)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -590,8 +597,8 @@ class LoopSums:
         returned: the arrays as the loops return them, by path; filled by the evaluation.
     """
 
-    arrays: Mapping[str, Value]
-    shardings: Mapping[str, NamedSharding]
+    arrays: Mapping[str, Value] = field(default_factory=dict)
+    shardings: Mapping[str, NamedSharding] = field(default_factory=dict)
     returned: dict[str, Value] = field(default_factory=dict)
 
     def of_loop(self, path: str) -> dict[str, Value]:
@@ -959,9 +966,13 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
             strict=False,
         )
     )
-    sums = walk.sums.of_loop(path) if walk.sums is not None else {}
-    around = partial(walk.sums.around, path) if walk.sums is not None and sums else _unchanged
+    carried_sums = walk.sums or LoopSums()
+    sums = carried_sums.of_loop(path)
     init = (init, sums) if sums else init
+
+    def around(layer: Function) -> Function:
+        return carried_sums.around(path, layer) if sums else layer
+
     numbers = jnp.arange(params["length"]) if sums else None
     sliced = tuple(arguments[constants + carried :]), arrays, numbers
     if layer and count < params["length"]:
@@ -975,14 +986,10 @@ def _scan(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]
         )
     else:
         final, stacked = scan_layers(around(wrap(body)), init, sliced, params["length"])
-    if walk.sums is not None and sums:
+    if sums:
         final, totals = final
-        walk.sums.returned.update(totals)
+        carried_sums.returned.update(totals)
     return [*items("final", final), *items("exit", stacked)]
-
-
-def _unchanged(layer: Function) -> Function:
-    return layer
 
 
 def _while(equation: Equation, arguments: list[Any], walk: Walk) -> Sequence[Any]:
