@@ -1,6 +1,6 @@
 """What a matrix optimizer adds to a step, by layout of its matrices, by the TPU compiler.
 
-    python -m benchmarks optimizer_layouts [stacked gathered sharded] [--out FILE]
+    python -m benchmarks optimizer_layouts [owned gathered sharded] [--out FILE]
 
 A decoder of 1.1 billion parameters in a scan of 16 layers, 64 sequences of 4,096 tokens on v5e:4x4,
 under AdamW and under Muon (layers' matrices; embedding, head and scales under AdamW), one plan
@@ -42,7 +42,7 @@ CONFIG = models.TransformerConfig(
 )
 BATCH = {name: jax.ShapeDtypeStruct((64, 4096), jnp.int32) for name in ("inputs", "targets")}
 PIN = {"mesh": {"fsdp": 16}, "zero": 3, "remat": "full", "microbatches": 1}
-LAYOUTS = ("stacked", "gathered", "sharded")
+LAYOUTS = ("owned", "gathered", "sharded")
 
 
 def dimension_numbers(params: Any) -> Any:

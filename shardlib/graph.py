@@ -28,7 +28,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from shardlib.compact import compact
 from shardlib.findings import Finding
@@ -853,6 +853,24 @@ class Contraction:
     sides: tuple[int, ...] = ()
 
 
+class UpdateArray(NamedTuple):
+    """An array that a matrix update reads or leaves.
+
+    Attributes:
+        shape: of one matrix.
+        replicated: True if its shape is not that of the parameter.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    replicated: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one matrix."""
+        return math.prod(self.shape) * ITEMSIZE.get(self.dtype, 4)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MatrixUpdate:
     """The part of an optimizer's update that multiplies the matrices of one parameter.
@@ -861,9 +879,7 @@ class MatrixUpdate:
         path: the parameter.
         shape: its elements per dim.
         stack: its dims along which every matrix is updated alone.
-        read_bytes, written_bytes: of the arrays of the parameter's shape that it reads and leaves,
-            unsharded.
-        whole_bytes: of the other arrays that it leaves, which are stored replicated.
+        reads, writes: the arrays that it reads and leaves.
         contractions: its products.
         alike: equal for parameters whose matrices have the same update.
     """
@@ -871,9 +887,8 @@ class MatrixUpdate:
     path: str
     shape: tuple[int, ...]
     stack: tuple[int, ...]
-    read_bytes: int
-    written_bytes: int
-    whole_bytes: int
+    reads: tuple[UpdateArray, ...]
+    writes: tuple[UpdateArray, ...]
     contractions: tuple[Contraction, ...]
     alike: str = ""
 

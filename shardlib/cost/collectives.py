@@ -410,9 +410,12 @@ def axis_group(axis: Axis) -> DeviceGroup:
     return DeviceGroup((axis.name,))
 
 
-def storage_group(*, experts: bool = False) -> DeviceGroup:
-    """The devices over which parameters, or those of experts, are stored sharded."""
-    return DeviceGroup(_without_expert(STORED_AXES) if experts else STORED_AXES, experts)
+def storage_group(*, experts: bool = False, tensor: bool = False) -> DeviceGroup:
+    """The devices over which parameters, or those of experts, are stored sharded; with `tensor`,
+    including those along tensor.
+    """
+    axes = _without_expert(STORED_AXES) if experts else STORED_AXES
+    return DeviceGroup((*axes, *((TENSOR.name,) if tensor else ())), experts)
 
 
 def replica_group(*, tensor: bool = False) -> DeviceGroup:
@@ -475,8 +478,15 @@ SLOTS: tuple[Slot, ...] = (
     Slot("block", token_group(), "all-reduce"),
     Slot("ends", on_all_stages(token_group()), "all-reduce"),
     *(Slot("gather", group, "all-gather") for group in _STORED),
-    *(Slot("update", group, "all-to-all") for group in (axis_group(AXES["tensor"]), _STORED[0])),
-    *(Slot("update", group, "all-gather") for group in (replica_group(), token_group())),
+    *(
+        Slot("update", group, kind)
+        for group in (axis_group(TENSOR), storage_group(tensor=True))
+        for kind in ("all-to-all", "all-gather")
+    ),
+    *(
+        Slot("update", group, "all-gather")
+        for group in (replica_group(), *(token_group(tensor=t) for t in _FLAGS), axis_group(STAGE))
+    ),
     *(Slot("reduce", group, "all-reduce") for group in (*_TOKENS, *_OUTSIDE)),
     *(Slot("scatter", group, "reduce-scatter") for group in _STORED),
     *(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -40,7 +41,6 @@ from shardlib.cost.roofline import (
     with_reached_rates,
 )
 from shardlib.cost.stages import (
-    MatrixGroup,
     Meshes,
     Plans,
     StepCosts,
@@ -52,20 +52,18 @@ from shardlib.cost.stages import (
 from shardlib.cost.tables import MemoryPoint, Pricer, transfer_collectives
 from shardlib.cost.terms import OUTSIDE_LAYERS, Amount, Compute, Item, LazyTable, Matmul, Transfer
 from shardlib.errors import PlanError
-from shardlib.graph import ITEMSIZE, Contraction
+from shardlib.graph import ITEMSIZE, Contraction, MatrixUpdate
 from shardlib.layout import (
     BATCH_AXES,
     HIDEABLE_AXES,
-    REPLICA_AXES,
     STAGE,
-    STORED_AXES,
     TENSOR,
     TOKEN_AXES,
     Collective,
     MeshShape,
 )
 from shardlib.machines.topology import Placement, Span, Topology, place
-from shardlib.matrix_updates import MAX_IDLE_FLOPS, idle_flops
+from shardlib.matrix_updates import Axes, busiest, exchanges, update_groups
 from shardlib.propagation.colours import Choice
 from shardlib.schedules import named
 from shardlib.untrusted.data import JsonMapping, construct
@@ -1067,8 +1065,7 @@ def seconds_by_part(costs: StepCosts, plans: Plans) -> tuple[dict[str, Array], A
 # --------------------------------------------------------------------------------------------------
 # Seconds of an optimizer's matrix updates, by layout (`shardlib.matrix_updates`).
 #
-#     seconds = sum over groups of  ceil(matrices / devices) x seconds of one matrix's products
-#               + all-to-alls of shards to whole matrices and back
+#     seconds = products of the device that has the most + collectives of shards
 #
 # Groups are priced by what their stacks and updates are, as if tensor and the storage axes sharded
 # all of them; the listed collectives of a plan are those of its layouts.
@@ -1078,33 +1075,50 @@ def matrix_seconds(plans: Plans) -> Array:
     """Seconds per step of the matrix updates; 0 where the partitioner shards the products, whose
     collectives are not predicted.
     """
-    total = np.zeros(len(plans))
-    layout = plans.decisions.matrix_layout
-    if layout == "sharded":
+    total, layout = np.zeros(len(plans)), plans.decisions.matrix_layout
+    if layout == "sharded" or not plans.model.matrices:
         return total
-    for group in plans.model.matrices:
-        total += _group_seconds(group, layout, plans)
+    meshes, sharded = plans.meshes, plans.decisions.zero >= 1
+    device_groups = {
+        ("stages",): axis_group(STAGE),
+        ("replicas",): replica_group() if sharded else token_group(),
+        ("shards",): storage_group(tensor=True) if sharded else axis_group(TENSOR),
+        ("replicas", "shards"): token_group(tensor=True),
+    }
+    axes = ("stages", "replicas", "shards")
+    ways = np.array([meshes.ways(device_groups[axis,].axes) for axis in axes])
+    for sizes in np.unique(ways, axis=1).T:
+        chosen = (ways == sizes[:, None]).all(axis=0)
+        priced = _on_devices(plans, dict(zip(axes, map(int, sizes), strict=True)), layout)
+        total[chosen] = priced[0]
+        for (kind, group), size in priced[1].items():
+            slot = SLOT_INDEX[Slot("update", device_groups[group], kind)]
+            cost = meshes.links.latency[slot] + size * meshes.links.per_byte[slot]
+            total[chosen] += cost[chosen]
     return total
 
 
-def _group_seconds(group: MatrixGroup, layout: str, plans: Plans) -> Array:
-    meshes, pricer = plans.meshes, plans.pricer
-    ones = np.ones_like(meshes.stage)
-    stages = meshes.stage if group.stacked else ones
-    matrices = np.maximum(group.matrices / stages, 1.0)
-    devices = (
-        meshes.ways((*TOKEN_AXES, TENSOR.name))
-        if layout == "stacked"
-        else np.ones_like(meshes.stage)
-    )
-    seconds = np.ceil(matrices / devices) * sum(
-        _product_seconds(product, pricer) for product in group.contractions
-    )
-    seconds = seconds + _exchange_seconds(group, stages, layout, plans)
-    if layout == "gathered":
-        return seconds
-    flops = sum(product.flops * product.trips for product in group.contractions)
-    return np.where(idle_flops(matrices, devices, flops) > MAX_IDLE_FLOPS, 0.0, seconds)
+def _on_devices(
+    plans: Plans, sizes: Mapping[str, int], layout: str
+) -> tuple[float, dict[tuple[str, Axes], float]]:
+    """Seconds of the products of matrix updates on devices that hold stages, replicas and shards,
+    and bytes of collectives by kind and axes.
+    """
+    updates, specs, seconds = list[MatrixUpdate](), dict[str, list[Axes]](), dict[str, float]()
+    for update, stacked in plans.model.matrices:
+        number = update.shape[0] + (-update.shape[0] % sizes["stages"] if stacked else 0)
+        products = tuple(replace(p, flops=p.flops * number) for p in update.contractions)
+        updates.append(replace(update, shape=(number, 1), contractions=products))
+        specs[update.path] = [("stages",) if stacked else (), ("shards",)]
+        seconds[update.path] = sum(
+            _product_seconds(product, plans.pricer) for product in update.contractions
+        )
+    groups = update_groups(updates, specs, sizes, layout)
+    moved: dict[tuple[str, Axes], float] = defaultdict(float)
+    for kind, axes, size in exchanges(groups):
+        inside = tuple(axis for axis in axes if axis != "stages")
+        moved[kind, inside or axes] += size
+    return busiest(groups, [seconds[group.updates[0].path] for group in groups]), moved
 
 
 def _product_seconds(product: Contraction, pricer: Pricer) -> float:
@@ -1124,31 +1138,6 @@ def _product_seconds(product: Contraction, pricer: Pricer) -> float:
         kernel, lambda amount: np.array([amount.total]), pricer.topology.chip, pricer.efficiency
     )
     return float(seconds[0]) * product.trips
-
-
-def _exchange_seconds(group: MatrixGroup, stages: Array, layout: str, plans: Plans) -> Array:
-    """Seconds of the collectives that make matrices whole, and shards of the results."""
-    meshes, sharded = plans.meshes, plans.decisions.zero >= 1
-    tensor, storage = meshes.ways((TENSOR.name,)), meshes.ways(STORED_AXES) if sharded else 1
-
-    def cost(slot: Slot, size: Array) -> Array:
-        number = SLOT_INDEX[slot]
-        return np.where(
-            size > 0, meshes.links.latency[number] + size * meshes.links.per_byte[number], 0.0
-        )
-
-    read, written, other = (
-        size / stages for size in (group.read_bytes, group.written_bytes, group.other_bytes)
-    )
-    exchanged = read if layout == "gathered" else (read + written) / (tensor * storage)
-    total = cost(Slot("update", axis_group(TENSOR), "all-to-all"), exchanged)
-    if sharded:
-        total = total + cost(Slot("update", storage_group(), "all-to-all"), exchanged)
-    if layout == "gathered":
-        return total
-    copies = meshes.ways(REPLICA_AXES if sharded else TOKEN_AXES) > 1
-    slot = Slot("update", replica_group() if sharded else token_group(), "all-gather")
-    return total + np.where(copies, cost(slot, written / (tensor * storage) + other), 0.0)
 
 
 # --------------------------------------------------------------------------------------------------

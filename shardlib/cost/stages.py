@@ -35,7 +35,7 @@ from shardlib.cost.tables import (
 )
 from shardlib.cost.terms import OUTSIDE_LAYERS, SHARED_BY_ROWS, Degrees, LazyTable, distinct_rows
 from shardlib.decisions.table import Decisions
-from shardlib.graph import Contraction, MatrixUpdate
+from shardlib.graph import MatrixUpdate
 from shardlib.layout import BATCH_AXES, MESH_AXES, TENSOR, MeshShape
 from shardlib.machines.topology import Placement, Topology
 from shardlib.schedules import Pipelines, Timetable, named
@@ -133,25 +133,6 @@ def distinct(sizes: dict[str, Array]) -> tuple[Degrees, Array]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatrixGroup:
-    """Matrices with the same update, however they are sharded.
-
-    Attributes:
-        matrices: their number.
-        stacked: whether they are stacks in their parameters, such as those of layers.
-        contractions: products of one matrix.
-        read_bytes, written_bytes, other_bytes: of all, see `MatrixUpdate`.
-    """
-
-    matrices: int
-    stacked: bool
-    contractions: tuple[Contraction, ...]
-    read_bytes: float
-    written_bytes: float
-    other_bytes: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class ModelFacts:
     """Facts of a model that pricing needs besides its items.
 
@@ -179,24 +160,28 @@ class ModelFacts:
     stacked_in_steps: bool = False
 
     @cached_property
-    def matrices(self) -> tuple[MatrixGroup, ...]:
-        """The matrices that the optimizer multiplies, by what is computed of them."""
+    def matrices(self) -> tuple[tuple[MatrixUpdate, bool], ...]:
+        """The updates of the optimizer's matrices, those with the same computation as one of
+        [matrices, 1], and whether they are stacks in parameters, such as those of layers.
+        """
         grouped: dict[tuple[str, bool], list[MatrixUpdate]] = defaultdict(list)
         for update in self.updates:
             grouped[update.alike, bool(update.stack)].append(update)
         return tuple(
-            MatrixGroup(
-                matrices=sum(update.matrices for update in group),
-                stacked=stacked,
-                contractions=tuple(
-                    replace(product, flops=product.flops / group[0].matrices)
-                    for product in group[0].contractions
+            (
+                replace(
+                    group[0],
+                    path=str(number),
+                    shape=(sum(update.matrices for update in group), 1),
+                    stack=(0,),
+                    contractions=tuple(
+                        replace(product, flops=product.flops / group[0].matrices)
+                        for product in group[0].contractions
+                    ),
                 ),
-                read_bytes=sum(update.read_bytes for update in group),
-                written_bytes=sum(update.written_bytes for update in group),
-                other_bytes=sum(update.whole_bytes for update in group),
+                stacked,
             )
-            for (_, stacked), group in grouped.items()
+            for number, ((_, stacked), group) in enumerate(grouped.items())
         )
 
 

@@ -624,19 +624,18 @@ class Decisions:
         write=lambda value, mesh: list(value),
     )
     optimizer_layout: str = decision(
-        "stacked",
+        "owned",
         meaning="how an optimizer that multiplies matrices (Muon, Shampoo) gets them, see"
-        " [optimizers](optimizers.md): stacks of equal matrices divided among devices, each device"
-        " all of them, or as the partitioner shards the products; others, such as AdamW, update"
-        " shards",
+        " [optimizers](optimizers.md): each matrix on one device, each device all of them, or as"
+        " the partitioner shards the products (only where it is pinned); others, such as AdamW,"
+        " update shards",
         label="matrices of the optimizer",
         choices={
-            "stacked": "each device updates whole matrices of a stack",
+            "owned": "each matrix is updated by one device",
             "gathered": "every device gathers and updates all matrices",
             "sharded": "the partitioner shards the products",
         },
         added_later=True,
-        searched=False,
     )
     axis_order: tuple[str, ...] = decision(
         (),

@@ -6,11 +6,11 @@ products, and gathers an operand or reduces partial sums at every one of them. H
 matrices, by the plan's `optimizer_layout`:
 
     sharded    as it is written
-    stacked    matrices with the same update are stacked; one all-to-all per sharded dim gives each
-               device whole matrices of the stack, which it updates; the reverse returns shards
+    owned      every matrix has one device that updates it: one all-to-all brings shards of all
+               matrices to their owners, and another returns the updated ones
     gathered   every device gathers all matrices, and updates all of them
 
-    shards [n, rows/fsdp, columns] --all-to-all--> [n/fsdp, rows, columns]  update  --back--> shards
+    shards [owners, elements/fsdp] --all-to-all--> [fsdp, elements/fsdp]  update  --back--> shards
 
 Everything before and after, such as momentum and weight decay, stays elementwise on shards.
 """
@@ -19,19 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
 
 from shardlib.annotation.trees import Tree
 from shardlib.errors import TracingError
 from shardlib.jax_types import Value
-from shardlib.matrix_updates import Axes, UpdateGroup, update_groups
+from shardlib.matrix_updates import Axes, UpdateGroup, buffers, dealt, update_groups
 from shardlib.planner.plan import Plan
-from shardlib.tracing.program import Equation, Program
+from shardlib.tracing.program import Equation
 from shardlib.tracing.rewriting import Walk, evaluate_equations
 from shardlib.tracing.trace import TracedUpdate, trace_matrix_updates, with_paths
 from shardlib.tracing.updates import Span
@@ -63,259 +66,344 @@ def with_layout(
             f" ({type(error).__name__}), and the plan does not say so\nTry: a new plan with this"
             " optimizer, or optimizer_layout='sharded'"
         ) from error
-    groups = (
-        [] if traced is None else _groups(traced, dict(with_paths(state, "")), plan.matrix_layout)
+    exchange = (
+        _exchange(traced, dict(with_paths(state, "")), plan.matrix_layout)
+        if traced is not None and traced.spans
+        else None
     )
-    if traced is None or not groups:
+    if traced is None or exchange is None:
         return optimizer
 
     def update(updates: Tree, state: Tree, params: Tree = None, **extra: Any) -> Tree:
         loss = jnp.asarray(extra["value"], jnp.float32)
         arguments = jax.tree.leaves((updates, state, params, loss))
-        return jax.tree.unflatten(traced.out_tree, _evaluate(traced.program, groups, arguments))
+        return jax.tree.unflatten(traced.out_tree, _evaluate(exchange, arguments))
 
     return optax.GradientTransformationExtraArgs(optimizer.init, update)
 
 
-def _groups(
+def _exchange(
     traced: TracedUpdate, shardings: Mapping[str, NamedSharding], layout: str
-) -> list[_Group]:
-    if not traced.spans:
-        return []
+) -> _Exchange | None:
     mesh = next(iter(shardings.values())).mesh
     specs = {
         path: [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in sharding.spec]
         for path, sharding in shardings.items()
     }
+    listed = update_groups(traced.facts, specs, mesh.shape, layout)
+    groups = tuple(group for group in listed if group.layout != "sharded")
     pairs = {span.path: (span, unit) for span, unit in traced.spans}
-    return [
-        _Group(
-            group=group,
-            pairs=tuple(pairs[update.path] for update in group.updates),
-            program=traced.program,
-            unit=traced.unit,
-            mesh=mesh,
-        )
-        for group in update_groups(traced.facts, specs, mesh.shape, layout)
-        if not group.is_partitioned
-    ]
+    return _Exchange(traced=traced, pairs=pairs, groups=groups, mesh=mesh) if groups else None
 
 
-def _evaluate(
-    program: Program, groups: Sequence[_Group], arguments: Sequence[Value]
-) -> list[Value]:
-    """The results of the update's program, its matrix updates by groups as soon as what they read
-    is computed.
+def _evaluate(exchange: _Exchange, arguments: Sequence[Value]) -> list[Value]:
+    """The results of the update's program, its matrix updates as soon as what they read is
+    computed.
     """
+    program = exchange.traced.program
     env: dict[int, Value] = {
         **program.constants,
         **dict(zip(program.inputs, arguments, strict=True)),
     }
-    grouped = {
-        equation.path for group in groups for span, _ in group.pairs for equation in span.equations
-    }
-    equations = [equation for equation in program.equations if equation.path not in grouped]
-    while equations or groups:
+    waiting = {span.path: span for group in exchange.groups for span in exchange.spans(group)}
+    inside = {equation.path for span in waiting.values() for equation in span.equations}
+    equations = [equation for equation in program.equations if equation.path not in inside]
+    while equations or waiting:
         later: list[Equation] = []
         for equation in equations:
             if all(number in env for number in equation.inputs):
                 evaluate_equations([equation], env, Walk())
             else:
                 later.append(equation)
-        split = [group.split(env) for group in groups]
-        for ready, _ in split:
-            if ready is not None:
-                ready.run(env)
-        equations, groups = later, [waiting for _, waiting in split if waiting is not None]
+        ready = {path for path, span in waiting.items() if all(n in env for n in span.inputs)}
+        if ready:
+            exchange.of(ready).run(env)
+        equations, waiting = later, {p: span for p, span in waiting.items() if p not in ready}
     return [env[number] for number in program.outputs]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Group:
+class _Exchange:
     """Matrix updates that run together.
 
     Attributes:
-        pairs: for every parameter of the group, its span, and the span of one of its matrices.
-        program: the whole update, which has the first spans.
-        unit: the update of one matrix per parameter, which has the second spans.
+        pairs: the span of every parameter, and the span of one of its matrices.
     """
 
-    group: UpdateGroup
-    pairs: tuple[Pair, ...]
-    program: Program
-    unit: Program
+    traced: TracedUpdate
+    pairs: Mapping[str, Pair]
+    groups: tuple[UpdateGroup, ...]
     mesh: Mesh | AbstractMesh
 
-    def split(self, env: Mapping[int, Value]) -> tuple[_Group | None, _Group | None]:
-        """The parameters whose inputs are computed, and the others."""
-        ready = [all(number in env for number in span.inputs) for span, _ in self.pairs]
-        indices = [[i for i, flag in enumerate(ready) if flag == value] for value in (True, False)]
-        computed, others = (
-            replace(
-                self,
-                group=replace(self.group, updates=tuple(self.group.updates[i] for i in subset)),
-                pairs=tuple(self.pairs[i] for i in subset),
-            )
-            if subset
-            else None
-            for subset in indices
-        )
-        return computed, others
+    def of(self, paths: set[str]) -> _Exchange:
+        """The exchange of some of the parameters."""
+        chosen = [tuple(u for u in group.updates if u.path in paths) for group in self.groups]
+        if chosen == [group.updates for group in self.groups]:
+            return self
+        groups = [
+            replace(group, updates=updates)
+            for group, updates in zip(self.groups, chosen, strict=True)
+            if updates
+        ]
+        return replace(self, groups=dealt(groups))
+
+    def spans(self, group: UpdateGroup) -> list[Span]:
+        """The span of each parameter of a group."""
+        return [self.pairs[update.path][0] for update in group.updates]
 
     def run(self, env: dict[int, Value]) -> None:
         """Reads the inputs of every span from `env`, and adds the outputs to it."""
-        inputs = [[env[number] for number in span.inputs] for span, _ in self.pairs]
-        shared = self._shared()
-        is_parameter = [
-            [self._is_parameter(span, number) for number in (*span.inputs, *span.outputs)]
-            for span, _ in self.pairs
-        ]
-        sharded = PartitionSpec(*(axes or None for axes in self.group.spec))
-        count = len(self.pairs[0][0].inputs)
-        specs = [[sharded if flag else PartitionSpec() for flag in flags] for flags in is_parameter]
+        computed = [_Group(exchange=self, group=group) for group in self.groups]
+
+        def local(arrays: list[list[list[Value]]]) -> list[list[list[Value]]]:
+            rows = [group.rows(values) for group, values in zip(computed, arrays, strict=True)]
+            owned = _received(self.groups, rows)
+            results = [
+                group.results(values, matrices)
+                for group, values, matrices in zip(computed, rows, owned, strict=True)
+            ]
+            returned = _returned(self.groups, results)
+            return [group.arrays(values) for group, values in zip(computed, returned, strict=True)]
+
         results = jax.shard_map(
-            lambda arrays: self._local(arrays, shared, is_parameter[0]),
+            local,
             mesh=self.mesh,
-            in_specs=([of_span[:count] for of_span in specs],),
-            out_specs=[of_span[count:] for of_span in specs],
+            in_specs=([group.specs("reads") for group in computed],),
+            out_specs=[group.specs("writes") for group in computed],
             check_vma=False,
-        )(inputs)
-        for (span, _), arrays in zip(self.pairs, results, strict=True):
-            env.update(zip(span.outputs, arrays, strict=True))
+        )([[[env[n] for n in span.inputs] for span in group.spans] for group in computed])
+        for group, of_spans in zip(computed, results, strict=True):
+            for span, arrays in zip(group.spans, of_spans, strict=True):
+                env.update(zip(span.outputs, arrays, strict=True))
 
-    def _is_parameter(self, span: Span, number: int) -> bool:
-        """Whether a value has the shape of the parameter, and so its sharding."""
-        return tuple(self.program.avals[number].shape) == span.facts.shape
 
-    def _shared(self) -> list[bool]:
-        """For each input, whether all matrices read the same value."""
-        first = self.pairs[0][0]
+# --------------------------------------------------------------------------------------------------
+# Shards of all groups to the owners of their matrices and back, a buffer at a time.
+#
+#     rows of a group      [its matrices, *shard]
+#     a device's matrices  [devices with shards, matrices, *shard]
+
+
+def _received(
+    groups: Sequence[UpdateGroup], rows: Sequence[Mapping[int, Value]]
+) -> list[dict[int, Value]]:
+    """This device's matrices."""
+    received: list[dict[int, Value]] = [{} for _ in groups]
+    for buffer in buffers(groups, [group.shards_read for group in groups]):
+        arrays = [rows[number][i] for number, i in buffer.members]
+        starts = np.cumsum([0, *map(len, arrays[:-1])])
+        sources = np.zeros((*buffer.owned[0].shape[:2], buffer.size + 1), int)
+        for start, owned, slots in zip(starts, buffer.owned, buffer.slots, strict=True):
+            np.put_along_axis(sources, slots, start + owned, axis=2)
+        sources = _of_device(sources[..., :-1], buffer.replicated)
+        sent = _taken(jnp.concatenate(arrays), sources, 0)
+        if buffer.exchanged and groups[0].layout == "owned":
+            sent = jax.lax.all_to_all(sent, buffer.exchanged, 0, 0, tiled=True)
+        elif buffer.exchanged:
+            sent = jax.lax.all_gather(sent, buffer.exchanged, axis=0, tiled=True)
+        for (number, i), slots in zip(buffer.members, buffer.slots, strict=True):
+            positions = _of_device(slots, buffer.replicated, buffer.exchanged)
+            received[number][i] = _taken(sent, positions, 1)
+    return received
+
+
+def _returned(
+    groups: Sequence[UpdateGroup], results: Sequence[Mapping[int, Value]]
+) -> list[dict[int, Value]]:
+    """Rows of every group from the results of all devices."""
+    returned: list[dict[int, Value]] = [{} for _ in groups]
+    for buffer in buffers(groups, [group.written for group in groups]):
+        arrays = [results[number][i] for number, i in buffer.members]
+        sources = np.concatenate(buffer.slots, axis=2).argsort(axis=2, kind="stable")
+        sources = _of_device(sources[..., : buffer.size], buffer.replicated, buffer.exchanged)
+        sent = _taken(jnp.concatenate(arrays, axis=1), sources, 1)
+        if groups[0].layout == "gathered":
+            sent = _of_device(sent, buffer.exchanged)[None]
+        elif buffer.exchanged:
+            sent = jax.lax.all_to_all(sent, buffer.exchanged, 0, 0, tiled=True)
+        sent = jax.lax.all_gather(sent, buffer.replicated) if buffer.replicated else sent[None]
+        sent = sent.reshape(-1, *sent.shape[3:])
+        devices = np.arange(len(sent) // buffer.size).reshape(*buffer.owned[0].shape[:2], 1)
+        for (number, i), owned, slots in zip(
+            buffer.members, buffer.owned, buffer.slots, strict=True
+        ):
+            positions = (devices * buffer.size + slots)[owned >= 0]
+            returned[number][i] = _taken(sent, positions[owned[owned >= 0].argsort()], 0)
+    return returned
+
+
+def _of_device(values: Value | NDArray[Any], *axes: Axes) -> Value | NDArray[Any]:
+    """This device's part of values whose dims are groups of devices, or have size 1 for all; an
+    array of NumPy where it is the same on every device.
+    """
+    for group in axes:
+        if isinstance(values, np.ndarray) and (values == values[:1]).all():
+            values = values[0]
+        else:
+            index = jax.lax.axis_index(group) if len(values) > 1 else 0
+            values = jax.lax.dynamic_index_in_dim(jnp.asarray(values), index, 0, keepdims=False)
+    return values
+
+
+def _taken(values: Value, positions: Value | NDArray[np.int64], dim: int) -> Value:
+    """Elements along a dim, which become the dims of the positions."""
+    if isinstance(positions, np.ndarray) and np.array_equal(
+        positions.ravel(), np.arange(values.shape[dim])
+    ):
+        return values.reshape(*values.shape[:dim], *positions.shape, *values.shape[dim + 1 :])
+    return jnp.take(values, positions, axis=dim, mode="clip")
+
+
+# --------------------------------------------------------------------------------------------------
+# The matrices of one group.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Group:
+    """The updates of one group on one device."""
+
+    exchange: _Exchange
+    group: UpdateGroup
+
+    @cached_property
+    def spans(self) -> list[Span]:
+        return self.exchange.spans(self.group)
+
+    def specs(self, which: Literal["reads", "writes"]) -> list[list[PartitionSpec]]:
+        """Shardings of the arrays of every parameter."""
+        sharded = PartitionSpec(*(axes or None for axes in self.group.spec))
         return [
-            all(span.inputs[i] == first.inputs[i] for span, _ in self.pairs)
-            and not self._is_parameter(first, first.inputs[i])
+            [PartitionSpec() if array.replicated else sharded for array in getattr(update, which)]
+            for update in self.group.updates
+        ]
+
+    def rows(self, arrays: list[list[Value]]) -> dict[int, Value]:
+        """This device's shard of every matrix, [matrices, ...], of every input; what all matrices
+        share, as it is.
+        """
+        return {
+            i: arrays[0][i]
+            if self._is_shared(i)
+            else jnp.concatenate(
+                [
+                    self._as_stack(span, i, values[i], n)
+                    for span, values, n in zip(self.spans, arrays, self.group.counts(), strict=True)
+                ]
+            )
+            for i in range(len(self.spans[0].inputs))
+        }
+
+    def arrays(self, rows: Mapping[int, Value]) -> list[list[Value]]:
+        """This device's shards of the outputs of every parameter, from rows."""
+        ends = np.cumsum(self.group.counts())
+        return [
+            [self._from_stack(span, i, values[end - n : end]) for i, values in sorted(rows.items())]
+            for span, end, n in zip(self.spans, ends, self.group.counts(), strict=True)
+        ]
+
+    def results(self, rows: Mapping[int, Value], owned: Mapping[int, Value]) -> dict[int, Value]:
+        """The results of this device's matrices."""
+        numbers = _of_device(self.group.owned, *self.group.divided)
+        shared = {i: value for i, value in rows.items() if self._is_shared(i)}
+        matrices = {i: self._whole(shards) for i, shards in owned.items()} | {
+            i: _taken(rows[i], numbers, 0) for i in rows.keys() - shared.keys() - owned.keys()
+        }
+
+        def updated(matrix: dict[int, Value]) -> dict[int, Value]:
+            return self._unit(matrix | shared)
+
+        def zeros(matrix: dict[int, Value]) -> dict[int, Value]:
+            return jax.tree.map(jnp.zeros_like, jax.eval_shape(updated, matrix))
+
+        results = (
+            jax.lax.map(
+                lambda x: jax.lax.cond(x[0] >= 0, updated, zeros, x[1]), (numbers, matrices)
+            )
+            if self.group.extra.any()
+            else jax.lax.map(updated, matrices)
+        )
+        return {
+            i: value[None] if self.group.written[i].replicated else self._shards(value)
+            for i, value in results.items()
+        }
+
+    def _is_shared(self, i: int) -> bool:
+        """Whether all matrices read the same value."""
+        first = self.spans[0]
+        return (
+            self.group.updates[0].reads[i].replicated
             and not first.stacks[i]
-            for i in range(len(first.inputs))
-        ]
+            and all(span.inputs[i] == first.inputs[i] for span in self.spans)
+        )
 
-    def _local(
-        self, arrays: list[list[Value]], shared: Sequence[bool], is_parameter: Sequence[bool]
-    ) -> list[list[Value]]:
-        """The computation of one device: shards of every span's inputs -> shards of its outputs."""
-        first, unit = self.pairs[0]
-        counts, padding = self.group.counts(), self.group.padded - self.group.matrices
-
-        def stacked(i: int) -> Value:
-            rows = jnp.concatenate(
-                [
-                    self._as_stack(span, i, values[i], n, is_parameter[i])
-                    for (span, _), values, n in zip(self.pairs, arrays, counts, strict=True)
-                ]
-            )
-            if padding:  # the first matrix again: zeros could become NaN
-                rows = jnp.concatenate([rows, *[rows[:1]] * padding])
-            return self._whole(rows) if is_parameter[i] else self._own_matrices(rows)
-
-        inputs = [arrays[0][i] if shared[i] else stacked(i) for i in range(len(first.inputs))]
-        axes = [None if flag else 0 for flag in shared]
-        results = jax.vmap(lambda *values: self._unit(unit, values), in_axes=axes)(*inputs)
-        rows = [
-            self._shards(value) if flag else self._all_matrices(value)
-            for value, flag in zip(results, is_parameter[len(first.inputs) :], strict=True)
-        ]
-        outputs, start = list[list[Value]](), 0
-        for (span, _), n in zip(self.pairs, counts, strict=True):
-            outputs.append(
-                [
-                    self._from_stack(span, i, value[start : start + n], flag)
-                    for i, (value, flag) in enumerate(
-                        zip(rows, is_parameter[len(first.inputs) :], strict=True)
-                    )
-                ]
-            )
-            start += n
-        return outputs
-
-    def _as_stack(self, span: Span, i: int, array: Value, n: int, is_parameter: bool) -> Value:
+    def _as_stack(self, span: Span, i: int, array: Value, n: int) -> Value:
         """A device's shard of an input as [its matrices, ...]."""
         dims = span.stacks[i]
         if not dims:
             return jnp.broadcast_to(array, (n, *array.shape))
         array = jnp.moveaxis(array, dims, range(len(dims)))
-        if not is_parameter:
+        if self.group.updates[0].reads[i].replicated:
             for position, dim in enumerate(self.group.stack):
-                array = self._slice(array, self.group.spec[dim], position)
+                if axes := self.group.spec[dim]:
+                    size = array.shape[position] // self.group.ways(axes)
+                    start = jax.lax.axis_index(axes) * size
+                    array = jax.lax.dynamic_slice_in_dim(array, start, size, position)
         return array.reshape(n, *array.shape[len(dims) :])
 
-    def _from_stack(self, span: Span, i: int, rows: Value, is_parameter: bool) -> Value:
+    def _from_stack(self, span: Span, i: int, rows: Value) -> Value:
         """A device's shard of an output from [its matrices, ...]."""
         dims = span.stacks[len(span.inputs) + i]
         if not dims:
             return rows[0]
-        shape = self.program.avals[span.outputs[i]].shape
+        shape = self.exchange.traced.program.avals[span.outputs[i]].shape
         sizes = [
             shape[dim] // self.group.ways(self.group.spec[of])
             for dim, of in zip(dims, self.group.stack, strict=True)
         ]
         array = rows.reshape(*sizes, *rows.shape[1:])
-        if not is_parameter:
+        if self.group.written[i].replicated:
             for position, dim in enumerate(self.group.stack):
-                array = self._gather(array, self.group.spec[dim], position)
+                if axes := self.group.spec[dim]:
+                    array = jax.lax.all_gather(array, axes, axis=position, tiled=True)
         return jnp.moveaxis(array, range(len(dims)), dims)
 
-    def _whole(self, rows: Value) -> Value:
-        """Whole matrices from shards of all of them."""
-        for dim, axes in self.group.exchanged:
-            if self.group.layout == "gathered":
-                rows = self._gather(rows, axes, dim + 1)
-            else:
-                rows = jax.lax.all_to_all(rows, axes, split_axis=0, concat_axis=dim + 1, tiled=True)
-        return (
-            rows if self.group.layout == "gathered" else self._slice(rows, self.group.replicated, 0)
-        )
+    def _order(self) -> list[int]:
+        """Positions of the dims of matrices, [matrices, *(axes, dim)], in those of shards,
+        [*exchanged, matrices, *dims].
+        """
+        exchanged = self.group.exchanged
+        order = [len(exchanged)]
+        for dim, axes in enumerate(self.group.matrix_spec):
+            order += [*map(exchanged.index, axes), len(exchanged) + 1 + dim]
+        return order
 
-    def _shards(self, rows: Value) -> Value:
+    def _whole(self, shards: Value) -> Value:
+        """Whole matrices, [matrices, ...], from shards, [devices, matrices, ...]."""
+        group = self.group
+        sizes = zip(shards.shape[2:], group.matrix_spec, strict=True)
+        devices = [group.sizes[axis] for axis in group.exchanged]
+        values = shards.reshape(*devices, *shards.shape[1:]).transpose(self._order())
+        return values.reshape(shards.shape[1], *(size * group.ways(axes) for size, axes in sizes))
+
+    def _shards(self, matrices: Value) -> Value:
         """The reverse of `_whole`."""
-        if self.group.layout != "gathered":
-            rows = self._gather(rows, self.group.replicated, 0)
-        for dim, axes in reversed(self.group.exchanged):
-            if self.group.layout == "gathered":
-                rows = self._slice(rows, axes, dim + 1)
-            else:
-                rows = jax.lax.all_to_all(rows, axes, split_axis=dim + 1, concat_axis=0, tiled=True)
-        return rows
+        group, order = self.group, self._order()
+        sizes = zip(matrices.shape[1:], group.matrix_spec, strict=True)
+        local = [len(matrices), *(size // group.ways(axes) for size, axes in sizes)]
+        parts = [*(group.sizes[axis] for axis in group.exchanged), *local]
+        values = matrices.reshape([parts[dim] for dim in order]).transpose(np.argsort(order))
+        return values.reshape(group.ways(group.exchanged), *local)
 
-    def _own_matrices(self, rows: Value) -> Value:
-        """This device's matrices of an array that every device has whole."""
-        for axes in self.group.parts:
-            rows = self._slice(rows, axes, 0)
-        return rows
-
-    def _all_matrices(self, rows: Value) -> Value:
-        """The reverse of `_own_matrices`."""
-        for axes in reversed(self.group.parts):
-            rows = self._gather(rows, axes, 0)
-        return rows
-
-    def _slice(self, array: Value, axes: Axes, dim: int) -> Value:
-        if not axes:
-            return array
-        size = array.shape[dim] // self.group.ways(axes)
-        start = jax.lax.axis_index(axes) * size
-        return jax.lax.dynamic_slice_in_dim(array, start, size, dim)
-
-    def _gather(self, array: Value, axes: Axes, dim: int) -> Value:
-        return jax.lax.all_gather(array, axes, axis=dim, tiled=True) if axes else array
-
-    def _unit(self, unit: Span, values: Sequence[Value]) -> list[Value]:
+    def _unit(self, values: Mapping[int, Value]) -> dict[int, Value]:
         """The update of one matrix, without the dims of stacks."""
-        env: dict[int, Value] = dict(self.unit.constants)
-        for number, value in zip(unit.inputs, values, strict=True):
-            env[number] = jnp.reshape(value, self.unit.avals[number].shape)
+        (span, unit), program = self.exchange.pairs[self.spans[0].path], self.exchange.traced.unit
+        env: dict[int, Value] = dict(program.constants)
+        for i, number in enumerate(unit.inputs):
+            env[number] = jnp.reshape(values[i], program.avals[number].shape)
         evaluate_equations(unit.equations, env, Walk())
-        first = self.pairs[0][0]
-        return [
-            env[number].reshape(
-                [size for dim, size in enumerate(env[number].shape) if dim not in dims]
+        return {
+            i: env[number].reshape([n for dim, n in enumerate(env[number].shape) if dim not in of])
+            for i, (number, of) in enumerate(
+                zip(unit.outputs, span.stacks[len(span.inputs) :], strict=True)
             )
-            for number, dims in zip(unit.outputs, first.stacks[len(first.inputs) :], strict=True)
-        ]
+        }

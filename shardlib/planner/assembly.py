@@ -42,7 +42,7 @@ from shardlib.findings import Finding, diagnostic
 from shardlib.graph import Graph, Op, Problem
 from shardlib.layout import BATCH_AXES, CONTEXT, EXPERT, STAGE, TENSOR, MeshShape, Rules
 from shardlib.machines.topology import Placement, Topology, place
-from shardlib.matrix_updates import CAUSE, UpdateGroup, update_groups
+from shardlib.matrix_updates import CAUSE, UpdateGroup, exchanges, update_groups
 from shardlib.planner import findings, layouts
 from shardlib.planner.layouts import activation_layouts
 from shardlib.planner.parts import Candidate, decisions_of
@@ -567,7 +567,7 @@ def assemble(
         *findings.notes(workload, topology, plan, left_out, devices, pinned),
         *findings.unused_collective_matmuls(plan, len(overlap.messages) if overlap else 0),
         *findings.unpriced(plan, topology),
-        *_partitioned_products(matrix_updates),
+        *_partitioned_products(matrix_updates, pinned=decisions.matrix_layout == "sharded"),
         *faster_as_programs(original, topology, candidate, plan),
         *replicated_findings(
             replicated(priced, programs), decisions.mesh, plan.estimate.step_seconds
@@ -592,16 +592,19 @@ def _matrix_groups(
 def _exchanges(groups: Sequence[UpdateGroup]) -> dict[tuple[Slot, str], float]:
     """Bytes per device of the collectives of matrix updates, by slot and cause."""
     sizes: dict[tuple[Slot, str], float] = defaultdict(float)
-    for group in groups:
-        for kind, axes, size in group.exchanges():
-            sizes[Slot("update", DeviceGroup(axes), kind), CAUSE] += size
+    for kind, axes, size in exchanges(groups):
+        sizes[Slot("update", DeviceGroup(axes), kind), CAUSE] += size
     return sizes
 
 
 @diagnostic
-def _partitioned_products(groups: Sequence[UpdateGroup]) -> tuple[Finding, ...]:
-    """A finding about the matrices of the optimizer whose products the partitioner shards."""
-    updates = [update for group in groups if group.is_partitioned for update in group.updates]
+def _partitioned_products(groups: Sequence[UpdateGroup], *, pinned: bool) -> tuple[Finding, ...]:
+    """A finding about the matrices of the optimizer whose products the partitioner shards.
+
+    Args:
+        pinned: whether it shards all of them.
+    """
+    updates = [u for group in groups if group.layout == "sharded" for u in group.updates]
     if not updates:
         return ()
     flops = sum(update.flops for update in updates)
@@ -617,8 +620,8 @@ def _partitioned_products(groups: Sequence[UpdateGroup]) -> tuple[Finding, ...]:
                 " all devices; the predicted step time includes neither them nor their collectives"
             ),
             hint=(
-                "optimizer_layout='stacked'"
-                if groups[0].layout == "sharded"
+                "optimizer_layout='owned'"
+                if pinned
                 else "an elementwise optimizer for them, such as AdamW for embeddings; shardlib"
                 " verify compiles the step and lists its collectives"
             ),

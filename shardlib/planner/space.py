@@ -644,8 +644,9 @@ def build_space(
 def spaces(
     workload: Workload, chip: Chip, pins: Pins, pinned_choice: Choice | None = None
 ) -> Iterator[tuple[Workload, Space]]:
-    """The space of every combination of dtypes and attention strategy, with the variant of the
-    workload that it is for; two where stages run what the model writes as a loop.
+    """The space of every combination of dtypes, attention strategy and layout of the optimizer's
+    matrices, with the variant of the workload that it is for; two where stages run what the model
+    writes as a loop.
     """
     problem, profile = workload.problem, workload.profile
     abilities = workload.framework.abilities if workload.framework is not None else ANY_PLAN
@@ -654,9 +655,15 @@ def spaces(
         for dtypes in dtype_combinations(pins.dtypes, pins.allow)
     )
     strategies = attention_strategies(problem, pins, profile, chip, abilities)
-    parts = _parts(workload, pins, abilities)
-    for dtypes, strategy, staged in itertools.product(all_dtypes, strategies, parts):
-        decisions = replace(strategy.decisions, dtypes=dtypes)
+    layouts = ("owned", "gathered") if problem.updates else ("owned",)
+    combined = itertools.product(
+        all_dtypes,
+        strategies,
+        (pins.optimizer_layout,) if pins.optimizer_layout else layouts,
+        _parts(workload, pins, abilities),
+    )
+    for dtypes, strategy, layout, staged in combined:
+        decisions = replace(strategy.decisions, dtypes=dtypes, optimizer_layout=layout)
         variant = workload.variant(dtypes, decisions.attention_kernel, staged=staged)
         space = build_space(variant, pins, pinned_choice, replace(strategy, decisions=decisions))
         yield variant, replace(space, limits=replace(space.limits, pipelines=staged))

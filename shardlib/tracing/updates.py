@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.lax import linalg
 
-from shardlib.graph import Contraction, Graph, MatrixUpdate, Op
+from shardlib.graph import Contraction, Graph, MatrixUpdate, Op, UpdateArray
 from shardlib.jax_types import Jaxpr
 from shardlib.tracing.program import Equation, Program, has_matmul, subjaxprs
 
@@ -282,6 +282,14 @@ class _Reader:
         if stacks is None:
             return None
         stack, dims = stacks
+        arrays = [
+            UpdateArray(
+                dtype=str(self.program.avals[number].dtype),
+                shape=tuple(n for d, n in enumerate(self.shape(number)) if d not in of),
+                replicated=self.shape(number) != self.shapes[path],
+            )
+            for number, of in zip((*inputs, *outputs), dims, strict=True)
+        ]
         return Span(
             path=path,
             equations=tuple(self.program.equations[position] for position in sorted(chosen)),
@@ -292,9 +300,8 @@ class _Reader:
                 path=path,
                 shape=self.shapes[path],
                 stack=stack,
-                read_bytes=self.bytes(n for n in inputs if self.shape(n) == self.shapes[path]),
-                written_bytes=self.bytes(n for n in outputs if self.shape(n) == self.shapes[path]),
-                whole_bytes=self.bytes(n for n in outputs if self.shape(n) != self.shapes[path]),
+                reads=tuple(arrays[: len(inputs)]),
+                writes=tuple(arrays[len(inputs) :]),
                 contractions=tuple(self._contractions(ops)),
             ),
         )

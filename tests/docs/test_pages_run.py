@@ -178,7 +178,7 @@ state = shardlib.compile(
         unrun={1: "needs a local disk at /local/nvme"},
         holds="{'gradient_norm', 'skipped'} <= metrics.keys()",
     ),
-    "optimizers": Page(holds="program.plan.optimizer_layout == 'stacked'"),
+    "optimizers": Page(holds="program.plan.optimizer_layout == 'owned'"),
     "pins": Page(
         before={
             0: LANGUAGE,

@@ -243,8 +243,8 @@ def test_matrices_of_the_optimizer_are_made_whole_by_programs_of_shardlib_alone(
         )
 
     assert (
-        "plan of <lambda>: matrices of the optimizer made whole (optimizer_layout=stacked)"
-        in refused(of_layout("stacked"))
+        "plan of <lambda>: matrices of the optimizer made whole (optimizer_layout=owned)"
+        in refused(of_layout("owned"))
     )
     assert "optax.with_extra_args_support(optimizer).update" in of_layout("sharded").emit("jax")
 
