@@ -51,6 +51,7 @@ from shardlib.diagnosis.rows import (
     argument_bytes,
     batch_axes,
     explain,
+    named,
     read_meetings,
     read_rows,
     spec_text,
@@ -336,7 +337,7 @@ def why_text(
         topology="" if machine is None else machine.name,
         mesh=function.mesh,
         communication=Communication(
-            rows=tuple(_of_argument(row, index, stored) for row in explain(rows, function)),
+            rows=tuple(_of_operand(row, index, stored) for row in explain(rows, function)),
             wire_bytes=sum(item.wire_bytes for item in traffic.found),
             kernel_seconds=kernels,
             memory={},
@@ -391,21 +392,28 @@ def text_arguments(module: Module, function: TracedFunction) -> list[LiveValue]:
     return arguments
 
 
-def _of_argument(row: Row, index: Index, stored: Mapping[str, tuple[str, Spec | None]]) -> Row:
-    """A row, which says so where it gathers an argument for an operation that Shardy leaves as it
-    is, or where there is no more than a text.
+def _of_operand(row: Row, index: Index, stored: Mapping[str, tuple[str, Spec | None]]) -> Row:
+    """A row, which names what it gathers where Shardy leaves an operation as it is, or where there
+    is no more than a text.
 
     Args:
         stored: name and sharding of each argument, by its name in the compiled program.
     """
-    operands = index.where[row.instructions[0]][0].operands
-    argument = index.argument(operands[0]) if row.kind == "all-gather" and operands else None
-    if argument is None or row.meeting is not None or argument.op_name not in stored:
+    if row.cause != "partitioner" or row.kind not in ("all-gather", "all-to-all") or row.meeting:
         return row
-    name, spec = stored[argument.op_name]
-    shown = "" if spec is None else f" {spec_text(spec)}"
-    reason = f"`{name}`, an argument{shown}, is gathered over {', '.join(row.axes)}"
-    return replace(row, cause="weights", reason=reason)
+    over = ", ".join(row.axes)
+    argument, value = index.argument(row.operand), index.made(row.operand)
+    moved = "gathered" if row.kind == "all-gather" else "sharded along another dim"
+    if argument is not None and argument.op_name in stored:
+        name, spec = stored[argument.op_name]
+        shown = "" if spec is None else f" {spec_text(spec)}"
+        reason = f"`{name}`, an argument{shown}, is {moved} over {over}"
+        return replace(row, cause="weights", reason=reason)
+    if value.user and value.key != row.source.key and row.source.operation.primitive:
+        taker = row.source.operation.primitive
+        reason = f"`{named(value)}` is {moved} over {over} for {taker}"
+        return replace(row, cause="operation", reason=reason)
+    return row
 
 
 def _mesh_advice(module: Module, mesh: MeshShape) -> str:
@@ -587,7 +595,7 @@ class _Work:
         temporaries, live = live_values(index, function, shardings, rows)
         problem = shardings["problem"]
         return Communication(
-            rows=tuple(_of_argument(row, index, stored) for row in explain(rows, function)),
+            rows=tuple(_of_operand(row, index, stored) for row in explain(rows, function)),
             wire_bytes=sum(item.wire_bytes for item in traffic.found),
             kernel_seconds=kernels,
             memory=outcome.memory,

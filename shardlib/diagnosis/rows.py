@@ -191,7 +191,7 @@ def _origin(entry: JsonObject, function: TracedFunction) -> ValueOrigin:
     source = read_source(entry.get("location"))
     argument = entry.get("argument") if entry.get("op") == "argument" else None
     return ValueOrigin(
-        name=_named(source) if argument is None else function.arguments[argument].name,
+        name=named(source) if argument is None else function.arguments[argument].name,
         source=source,
         argument=argument,
         dims=tuple(entry["dims"]),
@@ -201,7 +201,7 @@ def _origin(entry: JsonObject, function: TracedFunction) -> ValueOrigin:
     )
 
 
-def _named(source: Source) -> str:
+def named(source: Source) -> str:
     """What the program calls the value of an operation."""
     name = value_name(source.user)
     return f"backward of {name}" if name and source.operation.backward else name
@@ -234,6 +234,7 @@ class Row:
             where that is not known.
         warnings: what the compiler said of it.
         instructions: its instructions in the compiled program.
+        operand: what the first of them sends, there.
     """
 
     kind: str
@@ -251,6 +252,7 @@ class Row:
     inherent: bool | None = None
     warnings: tuple[str, ...] = ()
     instructions: tuple[str, ...] = ()
+    operand: str = ""
     widened: bool = False
 
 
@@ -298,18 +300,28 @@ class Index:
             origins = [
                 *([self.own(taken)] if taken else []),
                 *(self.made(name) for name in instruction.operands[element : element + 1]),
-                *(self._source_of(user) for user in (self._readers(taken) if taken else ())),
+                *([self.needed(taken.name)] if taken else []),
             ]
             source = next((origin for origin in origins if origin.user), None)
             if source is not None:
                 return source
         if own.user:
             return own
-        around = (
-            *(self.made(name) for name in instruction.operands),
-            *(self._source_of(user) for user in self._readers(instruction)),
-        )
+        around = (*map(self.made, instruction.operands), self.needed(instruction.name))
         return next((source for source in around if source.user), own)
+
+    def needed(self, name: str) -> Source:
+        """The source of the nearest reader of a value that has one, other than the value's own."""
+        key, waiting, seen = self.own(self.where[name][0]).key, [name], set[str]()
+        while waiting and len(seen) < 24:
+            for user in self.users[waiting.pop(0)]:
+                source = self._source_of(user)
+                if source.user and source.key != key:
+                    return source
+                if user.name not in seen:
+                    seen.add(user.name)
+                    waiting.append(user.name)
+        return NOWHERE
 
     def _readers(self, instruction: Instruction) -> Iterator[Instruction]:
         waiting, seen = [instruction.name], set[str]()
@@ -456,7 +468,8 @@ def read_rows(
     for item in traffic.found:
         instruction, _ = index.where[item.name]
         hidden = overlaps[item.name]
-        for element, (source, size, share, dtype) in enumerate(_elements(index, instruction, item)):
+        parts_sent = _elements(index, instruction, item)
+        for element, (source, size, share, dtype, operand) in enumerate(parts_sent):
             row = Row(
                 kind=item.kind,
                 axes=tuple(names[axis] for axis in item.axes),
@@ -469,13 +482,26 @@ def read_rows(
                 meeting=None,
                 dtypes=(dtype,) if dtype else item.dtypes,
                 instructions=(item.name,),
+                operand=operand,
             )
-            key = source.key
+            key, lines, sizes = source.key, index.own(instruction).key, dict(_sizes(mesh, names))
             nearby = by_line[key[1][:2]] if key is not None and source.user else meetings
-            meeting = _match(row, size, nearby, dict(_sizes(mesh, names)), taken)
+            meeting = None
+            if lines is not None and not index.own(instruction).user:  # a library's own line
+                row = replace(row, source=index.own(instruction))
+                meeting = _match(row, size, by_line[lines[1][:2]], sizes, taken)
+            if meeting is None:
+                row = replace(row, source=source)
+                meeting = _match(row, size, nearby, sizes, taken)
+            if meeting is None and source.user is None:
+                meeting = _at_a_line(row, meetings)
             taken[id(meeting)] += 1
+            source = row.source
             if meeting is not None:
                 source = _place(source, meeting, row.kind)
+            elif row.kind == "all-gather" and _moved_only(index, instruction, operand):
+                reader = index.needed(item.name)
+                source = reader if reader.user else source
             widened = row.dtypes == ("f32",) and (
                 any(map(index.is_widened, instruction.operands[element : element + 1]))
                 or (meeting is not None and BITS.get(hlo_dtype(meeting.value.dtype)) == 16)
@@ -483,7 +509,7 @@ def read_rows(
             key = (
                 row.kind,
                 row.axes,
-                source.key or item.name,
+                source.key or operand,
                 source.operation,
                 id(meeting) if meeting else None,
                 widened,
@@ -511,10 +537,17 @@ def _joined(rows: Sequence[Row]) -> Row:
     )
 
 
+def _moved_only(index: Index, instruction: Instruction, operand: str) -> bool:
+    """Whether a collective has the name of what makes its operand, and computes nothing of it."""
+    source = index.own(instruction)
+    computed = _COMPUTED.search(source.operation.primitive)
+    return source.user is not None and not computed and index.made(operand).key == source.key
+
+
 def _elements(
     index: Index, instruction: Instruction, item: InstructionTraffic
-) -> Iterator[tuple[Source, int, float, str]]:
-    """(source, bytes, share, dtype) of each array that a collective moves."""
+) -> Iterator[tuple[Source, int, float, str, str]]:
+    """(source, bytes, share, dtype, operand) of each array that a collective moves."""
     try:
         parts = [part for part in elements(result_shape(instruction)) if array_bytes(part)]
     except HloError:
@@ -526,14 +559,15 @@ def _elements(
             name: array_bytes(index.where[name][0].shape) for name in index.packed(instruction)
         }
         if sum(packed.values()) != item.bytes:
-            yield index.source(instruction), item.bytes, 1.0, ""
+            yield index.source(instruction), item.bytes, 1.0, "", (*instruction.operands, "")[0]
             return
         for name, size in packed.items():
-            yield index.made(name), size, size / item.bytes, ""
+            yield index.made(name), size, size / item.bytes, "", name
         return
     for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
         dtype = arrays(part)[0][0]
-        yield index.source(instruction, number), size, size / item.bytes, dtype
+        operand = instruction.operands[min(number, len(instruction.operands) - 1)]
+        yield index.source(instruction, number), size, size / item.bytes, dtype, operand
 
 
 # --------------------------------------------------------------------------------------------------
@@ -565,12 +599,19 @@ def _match(
         return any(size in _device_sizes(value.shape, dtype, specs, sizes) for dtype in dtypes)
 
     def score(meeting: Meeting) -> float:
+        produced = {axis.partition(":")[0] for dim in meeting.produced for axis in dim}
         gathered = row.kind == "all-gather" and any(
             fitting(operand, without(operand.spec, row.axes))
             for operand in (meeting.contraction.operands if meeting.contraction else ())
             if set(row.axes) <= {axis for dim in operand.spec for axis in dim}
         )
-        fits = gathered or fitting(meeting.value, meeting.produced, meeting.needed)
+        gets = not (meeting.reduced or produced & set(row.axes))
+        if row.kind == "all-gather" and gets and not gathered:  # which gathers nothing
+            return 0.0
+        specs = meeting.produced, meeting.needed
+        if row.kind == "all-gather":  # of which each device may take a part
+            specs = *specs, without(meeting.produced, row.axes)
+        fits = gathered or fitting(meeting.value, *specs)
         sums = is_sum == bool(meeting.reduced) or gathered
         if row.source.user is None:  # the compiler lost the line
             points = 8.0 - 0.5 * bool(taken[id(meeting)])
@@ -602,15 +643,18 @@ def _match(
         return points + 3.0 * fits - 0.5 * bool(taken[id(meeting)])
 
     best = max(meetings, key=score, default=None)
-    if best is not None and score(best) >= 3.5:
-        return best
-    if row.source.user is None:
-        alike = [m for m in meetings if set(row.axes) <= m.axes and (is_sum or not m.reduced)]
-        of_dtype = [m for m in alike if hlo_dtype(m.value.dtype) in row.dtypes]
-        alike = of_dtype or alike
-        if len({shown(_place(row.source, meeting, row.kind)) for meeting in alike}) == 1:
-            return alike[0]
-    return None
+    return best if best is not None and score(best) >= 3.5 else None
+
+
+def _at_a_line(row: Row, meetings: Sequence[Meeting]) -> Meeting | None:
+    """The meeting that a collective without a line carries out, where those of its axes and of its
+    elements are at one line.
+    """
+    is_sum = row.kind in _KINDS_OF_REDUCTIONS
+    alike = [m for m in meetings if set(row.axes) <= m.axes and (is_sum or not m.reduced)]
+    alike = [m for m in alike if hlo_dtype(m.value.dtype) in row.dtypes] or alike
+    lines = {shown(_place(row.source, meeting, row.kind)) for meeting in alike}
+    return alike[0] if len(lines) == 1 else None
 
 
 def without(spec: Spec, axes: Sequence[str]) -> Spec:
@@ -918,7 +962,7 @@ def _reshard(
     gathered = {a for d in meeting.produced for a in d} - {a for d in meeting.needed for a in d}
     name = _quoted(value.name) or "a value"
     if value.argument is not None and (primitive not in LAYOUTS or gathered & batch):
-        shown_as, shape = _quoted(_named(value.source)), function.arguments[value.argument].shape
+        shown_as, shape = _quoted(named(value.source)), function.arguments[value.argument].shape
         if value.shape == shape[1:]:
             stored = f"a layer of the argument {name} is {produced}, and is needed as {needed}"
         elif shown_as and value.shape != shape:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import shardlib
-from shardlib.diagnosis.rows import Index, with_warnings
-from shardlib.diagnosis.source import FrameTable
+from shardlib.diagnosis.rows import Index, _at_a_line, _match, with_warnings
+from shardlib.diagnosis.source import NOWHERE, FrameTable
 from shardlib.verification.hlo import parse
 from tests.diagnosis import lookup_model as model
 from tests.diagnosis.causes import layout
@@ -112,3 +115,52 @@ def test_what_a_manual_region_returns_has_its_sharding() -> None:
     x, order = model.array((512, 64), "data"), model.array((512,), dtype=jnp.int32)
     (row,) = shardlib.why(f, x, order, topology="cpu:8", cures=0).rows
     assert "`y` [data, -] runs over a dim that data shards" in row.reason
+
+
+@pytest.mark.compiler("gpu")
+def test_what_is_gathered_for_an_operation_that_shardy_does_not_know_has_its_name() -> None:
+    def f(x, up, down, sizes):
+        h = jax.nn.relu(jax.lax.ragged_dot(x, up, sizes))
+        return jax.lax.ragged_dot(h, down, sizes)
+
+    x, sizes = model.array((1024, 256), "data"), model.array((8,), dtype=jnp.int32)
+    up = model.array((8, 256, 512), "model", "data")
+    down = model.array((8, 512, 256), "model", None, "data")
+    rows = shardlib.why(f, x, up, down, sizes, topology="h100:8", cures=0).rows
+    first = f.__code__.co_firstlineno
+    moved = {
+        row.reason: row.source.user.line - first
+        for row in rows
+        if row.kind in ("all-gather", "all-to-all")
+    }
+    assert moved == {
+        "`up`, an argument [model, data, -], is gathered over model": 1,
+        "`down`, an argument [model, -, data], is gathered over model": 2,
+        "`x`, an argument [data, -], is sharded along another dim over data": 1,
+        "`h` is gathered over data for ragged_dot_general": 2,
+    }
+
+
+def test_a_gather_is_of_a_value_that_its_axes_shard() -> None:
+    """A value that only gets axes is not gathered; one that changes its dim may be gathered, and
+    each device takes a part.
+    """
+
+    def f(x):
+        return layout(jnp.tanh(x), None, None) * 2
+
+    (row,) = shardlib.why(f, model.array((512, 64), "data"), topology="cpu:8", cures=0).rows
+    met, sizes = row.meeting, {"data": 4, "model": 2}
+    assert row.kind == "all-gather" and met.produced == (("data",), ())
+    gets = replace(met, produced=met.needed, needed=met.produced)
+    part = replace(met, needed=((), ("data",)))
+    size = 512 * 64 * 4
+
+    def matched(row, *meetings):
+        return _match(row, size, meetings, sizes, Counter())
+
+    assert matched(row, gets) is None and matched(row, gets, met) is met
+    nowhere = replace(row, source=NOWHERE)
+    assert matched(nowhere, gets) is None and matched(nowhere, part) is part
+    other = replace(met, source=met.value.source, users=())
+    assert _at_a_line(nowhere, [met, part]) is met and _at_a_line(nowhere, [met, other]) is None
