@@ -9,6 +9,7 @@ The packages, from the ground up; a file imports only from its own layer or from
 there is no JAX below the doors (`tool.importlinter` in pyproject.toml):
 
     errors, untrusted, compact   what can go wrong; data from elsewhere; short reprs
+    formats                      formats of numbers: their bytes, and what multiplies them
     wings                        what the core uses of packages that may be missing
     layout, rules, collective, findings
                                  the small values that everything else speaks

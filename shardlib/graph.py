@@ -32,6 +32,7 @@ from typing import Literal, NamedTuple, TypeVar
 
 from shardlib.compact import compact
 from shardlib.findings import Finding
+from shardlib.formats import FORMATS, bytes_of
 from shardlib.layout import LogicalAxes
 
 S = TypeVar("S")
@@ -214,33 +215,9 @@ def opaque(operands: Iterable[tuple[int, ...]], results: Iterable[tuple[int, ...
 # `Op.path` is the position of the op in the traced program, "3/body/12" say; lowering uses it to
 # find the equation.
 
-#: Bytes per element by dtype name; sub-byte types count whole bytes, as stored unpacked on CPU.
-ITEMSIZE: dict[str, int] = {
-    "bool": 1,
-    **dict.fromkeys(("int1", "uint1", "int2", "uint2", "int4", "uint4"), 1),
-    "int8": 1,
-    "uint8": 1,
-    "int16": 2,
-    "uint16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3b11fnuz": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e4m3": 1,
-    "float8_e3m4": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn": 1,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
-    "complex128": 16,
+#: Bytes per element of arrays, by dtype name.
+ITEMSIZE: Mapping[str, int] = {
+    name: int(kind.bytes) for name, kind in FORMATS.items() if kind.bytes == int(kind.bytes)
 }
 
 #: Categories of ops that cost models treat differently.
@@ -281,14 +258,14 @@ class Value:
     role: str = "internal"
 
     @property
-    def itemsize(self) -> int:
+    def itemsize(self) -> float:
         """Bytes per element."""
-        return ITEMSIZE.get(self.dtype, 4)
+        return bytes_of(self.dtype)
 
     @cached_property
     def bytes(self) -> int:
         """Bytes of the whole array."""
-        return math.prod(self.shape) * self.itemsize
+        return math.ceil(math.prod(self.shape) * self.itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)

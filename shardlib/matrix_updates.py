@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -141,7 +142,7 @@ class UpdateGroup:
         """The arrays that an update leaves, by number."""
         return dict(enumerate(self.updates[0].writes))
 
-    def on_mesh(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def on_mesh(self, values: NDArray[Any]) -> NDArray[Any]:
         """An array like `extra` with one dim per mesh axis, of 1 for those of the stacks."""
         axes = (*self.replicated, *self.exchanged, *self.stack_axes)
         sizes = [1 if axis in self.stack_axes else self.sizes[axis] for axis in axes]
@@ -246,7 +247,7 @@ class Buffer:
     @cached_property
     def size(self) -> int:
         """Matrices of a device, as many as the one with the most of them has."""
-        return int(sum((owned >= 0).sum(axis=2) for owned in self.owned).max())
+        return int(np.sum([(owned >= 0).sum(axis=2) for owned in self.owned], axis=0).max())
 
     @property
     def bytes(self) -> int:

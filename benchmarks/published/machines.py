@@ -23,6 +23,11 @@ PRODUCTS: Mapping[str, str] = _TABLE["products"]
 SAME: frozenset[str] = frozenset(_TABLE["same"])
 #: Dtypes whose peak the file calls bf16.
 _GPU_DTYPES: tuple[str, ...] = ("bfloat16", "float16")
+#: Formats with a peak of their own, and its name in the file.
+_NARROW: Mapping[str, str] = {
+    "float8_e4m3fn": "peak_fp8_tflops",
+    "float4_e2m1fn": "peak_fp4_tflops",
+}
 
 
 def chip_of(name: str, entry: Entry) -> Chip:
@@ -36,13 +41,14 @@ def chip_of(name: str, entry: Entry) -> Chip:
         **{
             dtype: rate
             for dtype, rate in product.chip.flops_per_s
-            if dtype not in ("float8_e4m3fn", "int8")
+            if dtype not in (*_NARROW, "int8")
         },
         **dict.fromkeys(_GPU_DTYPES, peak),
     }
     flops["float32"] = min(flops["float32"], peak)
-    if entry.get("peak_fp8_tflops"):
-        flops["float8_e4m3fn"] = entry["peak_fp8_tflops"] * 1e12 / devices
+    for dtype, figure in _NARROW.items():
+        if entry.get(figure):
+            flops[dtype] = entry[figure] * 1e12 / devices
     return replace(
         product.chip,
         name=name,

@@ -41,8 +41,8 @@ MEGASCALE: tuple[str, ...] = _TABLE["megascale"]
 #: eight or four devices, assumed); half for PyTorch's asynchronous tensor parallelism, which
 #: decomposes them (assumed).
 SPLIT_OVERLAP, ASYNC_OVERLAP = 0.8, 0.5
-#: Precisions whose matmuls run in eight bits.
-EIGHT_BITS: tuple[str, ...] = ("fp8", "mxfp8", "int8")
+#: Start of a precision -> the format of its matmuls.
+FORMATS: Mapping[str, str] = _TABLE["formats"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +64,15 @@ class Software:
 
 
 def software(row: Entry, vendor: str) -> Software | None:
-    """The software of a row; None where its framework is unknown or its precision is one that no
-    stack has.
-    """
+    """The software of a row; None where its framework is unknown or its precision is a guess."""
     name = _stack_name(row, vendor)
-    if name is None or row["precision"] in ("nvfp4", "fp8?"):
+    if name is None or row["precision"].endswith("?"):
         return None
     known = framework_profile(name)
     facts: dict[str, Any] = {}
-    if row["precision"].startswith(EIGHT_BITS) and not known.matmul_dtype:
-        facts |= {
-            "matmul_dtype": (
-                "float8_e4m3fn" if vendor == "nvidia" or "v7" in str(row.get("chip")) else "int8"
-            )
-        }
+    narrow = [dtype for start, dtype in FORMATS.items() if row["precision"].startswith(start)]
+    if narrow and not known.matmul_dtype:
+        facts |= {"matmul_dtype": narrow[0]}
     if row.get("fp8_recipe") == "rowwise":
         facts |= {"scaling": "rows"}
     if row.get("transformer_engine") is False:

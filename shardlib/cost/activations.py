@@ -15,6 +15,7 @@ from shardlib.cost.experts import GROUPED, capacity_layers, has_capacity, row_co
 from shardlib.cost.facts import Facts, LayerSearch, leaves_loop, named_results
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.terms import OUTSIDE_LAYERS
+from shardlib.formats import FORMATS
 from shardlib.graph import FactorRule, Graph, Op, StepGraph, check, elementwise, prune
 from shardlib.layout import LogicalAxes
 from shardlib.propagation.colours import Choice, Spec
@@ -37,8 +38,6 @@ from shardlib.propagation.colours import Choice, Spec
 
 _PRODUCTS: frozenset[str] = frozenset({"dot_general", "ragged_dot_general"})
 _HALF: frozenset[str] = frozenset({"bfloat16", "float16"})
-#: Dtypes whose casts have no scale.
-_UNSCALED: frozenset[str] = frozenset({"float32", *_HALF})
 
 
 def quantised(
@@ -55,8 +54,8 @@ def quantised(
         dtype: dtype of the operands of those products.
     """
     graph, weights, gradients = step.graph, step.weights(), step.gradient_like()
-    scaled = dtype not in _UNSCALED
-    inputs = _HALF if scaled else _UNSCALED - {dtype}
+    scaled = FORMATS[dtype].scaled
+    inputs = _HALF if scaled else {"float32", *_HALF} - {dtype}
     casts = _Casts(graph, colours, searched=scaled and not delayed)
     for index, op in enumerate(graph.ops):
         wide = all(graph.values[value].dtype in inputs for value in op.operands[:2])

@@ -38,6 +38,7 @@ from typing import Any
 from shardlib.compact import plain_fields
 from shardlib.decisions.table import PinValue
 from shardlib.errors import PinError, raise_all
+from shardlib.formats import FORMATS
 from shardlib.graph import ITEMSIZE
 from shardlib.layout import INNER_AXES
 from shardlib.schedules import SCHEDULES
@@ -135,9 +136,10 @@ class FrameworkProfile:
             gradients.
         products: "half" if products run in half precision throughout, including gradients of logits
             and scores (`shardlib.cost.activations`).
-        matmul_dtype: dtype of the products with layer weights, forward and backward, if not that of
-            the traced program: "float8_e4m3fn". The head, the router and the core of attention stay
-            as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao float8).
+        matmul_dtype: format of the products with layer weights, forward and backward, if not that
+            of the traced program: "float8_e4m3fn", "nvfp4". The head, the router and the core of
+            attention stay as traced (NVIDIA/TransformerEngine user guide, "Using FP8"; pytorch/ao
+            float8).
         scaling: "current" if the largest element of an operand is found in a separate pass before
             the cast to `matmul_dtype`; "delayed" if it is known from earlier steps; "rows" as
             "current", with a scale per row along the contraction, so that each product casts its
@@ -249,7 +251,7 @@ class FrameworkProfile:
         failures += [
             f"{name} is {getattr(self, name)!r}, which is not a dtype"
             for name in ("matmul_dtype", "reduction_dtype", "gradient_dtype")
-            if getattr(self, name) not in ("", *ITEMSIZE)
+            if getattr(self, name) not in ("", *(FORMATS if name == "matmul_dtype" else ITEMSIZE))
         ]
         failures += [
             f"{name} names {value!r}; results are {', '.join(RESULTS)}"

@@ -34,7 +34,8 @@ from shardlib.cost.terms import (
     amount,
     colours_in,
 )
-from shardlib.graph import ITEMSIZE, Op, Problem
+from shardlib.formats import bytes_of
+from shardlib.graph import Op, Problem
 from shardlib.propagation.colours import Choice, Spec, axes_of, dividing_axes, sharded_by
 from shardlib.propagation.contractions import DividedHeads
 
@@ -606,7 +607,7 @@ def _compute_item(facts: Facts, kernel: Kernel) -> Item:
     is_weight_gradient = op.category == "matmul" and bool(facts.gradients & set(op.results))
     dtype = max(
         (facts.graph.values[v].dtype for v in op.operands[:2]),
-        key=lambda d: ITEMSIZE.get(d, 4),
+        key=bytes_of,
         default="float32",
     )
 

@@ -19,6 +19,7 @@ from shardlib.cost.collectives import (
     SLOT_INDEX,
     SLOTS,
     CollectiveStep,
+    DeviceGroup,
     Slot,
     axis_group,
     collective_cost,
@@ -1079,7 +1080,7 @@ def matrix_seconds(plans: Plans) -> Array:
     if layout == "sharded" or not plans.model.matrices:
         return total
     meshes, sharded = plans.meshes, plans.decisions.zero >= 1
-    device_groups = {
+    device_groups: dict[Axes, DeviceGroup] = {
         ("stages",): axis_group(STAGE),
         ("replicas",): replica_group() if sharded else token_group(),
         ("shards",): storage_group(tensor=True) if sharded else axis_group(TENSOR),

@@ -62,7 +62,7 @@ from shardlib.cost.attention import BACKWARD, FORWARD
 from shardlib.cost.experts import GROUPED
 from shardlib.cost.terms import Amount, AttentionCore, Compute, RoutedRows
 from shardlib.errors import PinError, raise_all
-from shardlib.graph import ITEMSIZE
+from shardlib.formats import FORMATS, bytes_of
 from shardlib.machines.catalog import CATALOG
 from shardlib.machines.chips import Chip
 from shardlib.machines.topology import CORRECTABLE, Topology
@@ -428,7 +428,7 @@ class Efficiency:
         """Share of peak FLOP/s of a large matmul in a dtype."""
         return (
             self.eight_bit
-            if self.eight_bit is not None and dtype.startswith(("float8", "int8", "uint8"))
+            if self.eight_bit is not None and dtype in FORMATS and FORMATS[dtype].scaled
             else self.matmul
         )
 
@@ -774,7 +774,7 @@ def kernel_parts(
         elements = local(term.matmul.rows) * local(term.matmul.columns)
         if term.matmul.batches is not None:
             elements = elements * local(term.matmul.batches)
-        traffic = traffic + efficiency.transposed * elements * ITEMSIZE.get(term.dtype, 4)
+        traffic = traffic + efficiency.transposed * elements * bytes_of(term.dtype)
     return (
         vector / (chip.peak("bfloat16") * efficiency.vector),
         _compute_seconds(term, flops, local, chip, efficiency),
@@ -809,7 +809,7 @@ def _compute_seconds(
         return flops / (peak * efficiency.vector)
     rows, columns, depth = (np.maximum(local(amount), 1.0) for amount in term.matmul.dims)
     if efficiency.misaligned < 1:
-        lanes = 16 / ITEMSIZE.get(term.dtype, 2)
+        lanes = 2 ** round(math.log2(16 / bytes_of(term.dtype)))
         share = share * np.where(
             (np.rint(columns) % lanes == 0) & (np.rint(depth) % lanes == 0),
             1.0,

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardlib.decisions.pins import Pins
-from shardlib.decisions.table import LOWERED_DTYPES, LOWERED_MATMULS, Decisions, lowered_dtypes
+from shardlib.decisions.table import Decisions, lowered_dtypes
 from shardlib.errors import PinError, raise_all
+from shardlib.formats import FORMATS
 from shardlib.layout import MeshShape
 from shardlib.schedules import lowered as schedule_lowered
 
@@ -60,8 +61,8 @@ UNSUPPORTED: tuple[Unsupported, ...] = (
     ),
     Unsupported(  # 8 bits need scales stored alongside, 64 bits need JAX's x64 mode
         facts=frozenset({"dtype without lowering"}),
-        combination=f"a dtype other than {', '.join(LOWERED_DTYPES)} (of matmuls also"
-        f" {', '.join(LOWERED_MATMULS)})",
+        combination=f"a dtype other than {', '.join(lowered_dtypes(''))} (of matmuls also"
+        f" {', '.join(d for d in lowered_dtypes('matmul_dtype') if not FORMATS[d].stored)})",
         hint="one of these dtypes",
     ),
     Unsupported(

@@ -60,6 +60,7 @@ import numpy as np
 
 from shardlib.errors import PinError, ShardlibError
 from shardlib.exchanges import EXACT, Exchange, read_exchange
+from shardlib.formats import FORMATS
 from shardlib.graph import ITEMSIZE
 from shardlib.layout import ISLAND, MeshShape, Rules, mesh_axis
 from shardlib.schedules import SCHEDULES
@@ -79,16 +80,6 @@ DTYPES: tuple[str, ...] = (
     "reduction_dtype",
     "moment_dtype",
 )
-#: Dtypes that programs support; and further ones for matmuls.
-LOWERED_DTYPES: tuple[str, ...] = ("float32", "bfloat16", "float16")
-LOWERED_MATMULS: tuple[str, ...] = ("float8_e4m3fn", "float8_e5m2")
-#: Common abbreviations.
-DTYPE_ALIASES: Mapping[str, str] = {
-    **dict.fromkeys(("bf16", "bfloat"), "bfloat16"),
-    **dict.fromkeys(("fp16", "f16", "half"), "float16"),
-    **dict.fromkeys(("fp32", "f32", "float", "single"), "float32"),
-    **dict.fromkeys(("fp8", "e4m3", "float8"), "float8_e4m3fn"),
-}
 #: (dtype decision, dtype) wherever the dtype is not that of the traced model, in the order of
 #: `DTYPES`.
 Dtypes = tuple[tuple[str, str], ...]
@@ -111,13 +102,13 @@ def read_dtype(key: str, value: object) -> str:
         PinError: it is not a floating-point dtype.
     """
     name = _name(value)
-    if name is None or "float" not in name or name not in ITEMSIZE:
-        legal = lowered_dtypes(key.rpartition(".")[2])
-        meant = DTYPE_ALIASES.get(value.lower()) if isinstance(value, str) else None
-        raise PinError(
-            f"{key} is {shown(value)}; it is one of {', '.join(legal)}"
-            + (f"; did you mean {meant!r}?" if meant in legal else "")
-        )
+    decision = key.rpartition(".")[2]
+    known = FORMATS if decision == "matmul_dtype" else ITEMSIZE
+    if name is None or name not in known or not FORMATS[name].floating:
+        legal = lowered_dtypes(decision)
+        word = value.lower() if isinstance(value, str) else ""
+        meant = [f"; did you mean {dtype!r}?" for dtype in legal if word in FORMATS[dtype].words]
+        raise PinError(f"{key} is {shown(value)}; it is one of {', '.join(legal)}{''.join(meant)}")
     return name
 
 
@@ -139,7 +130,11 @@ def lowered_dtypes(key: str) -> tuple[str, ...]:
     >>> lowered_dtypes("moment_dtype")
     ('float32', 'bfloat16', 'float16')
     """
-    return (*LOWERED_DTYPES, *(LOWERED_MATMULS if key == "matmul_dtype" else ()))
+    return tuple(
+        name
+        for name, kind in FORMATS.items()
+        if (kind.multiplied if key == "matmul_dtype" else kind.stored)
+    )
 
 
 def ordered(dtypes: Mapping[str, str]) -> Dtypes:

@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from shardlib.annotation.trees import Tree
 from shardlib.errors import MissingPackageError, PinError
+from shardlib.formats import FORMATS
 from shardlib.jax_types import Function
 from shardlib.lowering.mesh import owner_of, physical_axes, shapes_of
 from shardlib.machines.topology import topology
@@ -183,7 +184,7 @@ DotDims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequen
 
 def is_eight_bit(dtype: jax.typing.DTypeLike | None) -> TypeGuard[np.dtype]:
     """True if a dtype needs scales."""
-    return dtype is not None and jnp.dtype(dtype).itemsize == 1
+    return dtype is not None and FORMATS[jnp.dtype(dtype).name].scaled
 
 
 def require_qwix() -> None:

@@ -218,7 +218,7 @@ def _returned(
         sources = _of_device(sources[..., : buffer.size], buffer.replicated, buffer.exchanged)
         sent = _taken(jnp.concatenate(arrays, axis=1), sources, 1)
         if groups[0].layout == "gathered":
-            sent = _of_device(sent, buffer.exchanged)[None]
+            sent = jnp.asarray(_of_device(sent, buffer.exchanged))[None]
         elif buffer.exchanged:
             sent = jax.lax.all_to_all(sent, buffer.exchanged, 0, 0, tiled=True)
         sent = jax.lax.all_gather(sent, buffer.replicated) if buffer.replicated else sent[None]

@@ -150,10 +150,11 @@ B200 = Product(
     chip=gpu(
         "b200",
         gpu_memory(191514411008, 7672e9, PCIE_5),
-        bf16=2250e12,  # xla b200; nvidia HGX B200: 2250 bf16, 4500 fp8
+        bf16=2250e12,  # xla b200; nvidia HGX B200: 2250 bf16, 4500 fp8, 9000 fp4
         tf32=1100e12,
         int8=4500e12,
         fp8=4500e12,
+        fp4=9000e12,
         attention_width=HOPPER_HEAD,
         sources=("xla b200.txtpb", "nvidia HGX B200"),
     ),
@@ -173,10 +174,11 @@ GB200 = Product(
         gpu_memory(
             197897748480, 7928e9, 225e9
         ),  # nvidia GB200: NVLink-C2C 900 GB/s both ways between one Grace and its two GPUs
-        bf16=2500e12,  # xla gb200; nvidia GB200 NVL72: 2500 bf16, 5000 fp8
+        bf16=2500e12,  # xla gb200; nvidia GB200 NVL72: 2500 bf16, 5000 fp8, 10000 fp4
         tf32=1250e12,
         int8=5000e12,
         fp8=5000e12,
+        fp4=10000e12,
         attention_width=HOPPER_HEAD,
         sources=("xla gb200.txtpb", "nvidia GB200 NVL72"),
     ),

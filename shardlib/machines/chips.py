@@ -23,31 +23,18 @@ is. Short names of sources are those of `shardlib.machines.catalog`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
 from shardlib.compact import plain_fields
 from shardlib.errors import TopologyError, raise_all
+from shardlib.formats import FORMATS
 from shardlib.layout import KINDS as COLLECTIVES
 from shardlib.untrusted.data import JsonObject
 
 #: Upper limit of any figure of a machine: the fastest chips have about 1e16 FLOP/s.
 LARGEST = 1e24
 VENDORS: tuple[str, ...] = ("google", "nvidia", "cpu")
-
-#: Fallbacks, in order, for dtypes without a figure of their own: the format that the matrix unit
-#: computes in instead.
-FALLBACKS: Mapping[str, tuple[str, ...]] = {
-    "float16": ("bfloat16", "float32"),
-    "float32": ("bfloat16",),
-    "bfloat16": ("float16", "float32"),
-    "int8": ("bfloat16", "float32"),
-    "uint8": ("int8", "bfloat16", "float32"),
-    "int4": ("int8", "bfloat16", "float32"),
-    "uint4": ("int8", "bfloat16", "float32"),
-    "float8_e4m3fn": ("bfloat16", "float32"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +114,12 @@ class Chip:
     def peak(self, dtype: str) -> float:
         """Peak dense FLOP/s in a dtype.
 
-        A dtype without a figure of its own runs in the next format that the matrix unit has:
-        float16 as bfloat16, int4 as int8, every 8-bit float as float8_e4m3fn, 8-bit formats as
-        bfloat16 if there is no faster path, and the rest (float64, wide integers, booleans) as
-        float32.
+        A dtype without a figure of its own runs in the next of `Format.units` that has, others
+        (float64, wide integers, booleans) as float32.
         """
         rates = dict(self.flops_per_s)
-        name = "float8_e4m3fn" if dtype.startswith("float8") else dtype
-        for candidate in (dtype, name, *FALLBACKS.get(name, ()), "float32", "bfloat16"):
+        units = FORMATS[dtype].units if dtype in FORMATS else ()
+        for candidate in (dtype, *units, "float32", "bfloat16"):
             if candidate in rates:
                 return rates[candidate]
         return min(rates.values())
@@ -451,17 +436,18 @@ def gpu(
     tf32: float,
     int8: float,
     fp8: float | None = None,
+    fp4: float | None = None,
     attention_width: int = 128,
     sources: tuple[str, ...],
 ) -> Chip:
     """An NVIDIA GPU. Float32 products run in TensorFloat-32 at JAX's default precision.
 
     Args:
-        bf16, tf32, int8, fp8: peak dense FLOP/s; None for a format that it lacks.
+        bf16, tf32, int8, fp8, fp4: peak dense FLOP/s; None for a format that it lacks.
     """
     flops = [("bfloat16", bf16), ("float16", bf16), ("float32", tf32), ("int8", int8)]
-    if fp8 is not None:
-        flops.append(("float8_e4m3fn", fp8))
+    narrow = (("float8_e4m3fn", fp8), ("float4_e2m1fn", fp4))
+    flops += [(dtype, rate) for dtype, rate in narrow if rate is not None]
     return Chip(
         name=name,
         vendor="nvidia",

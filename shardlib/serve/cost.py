@@ -191,7 +191,7 @@ class Product:
     dims: tuple[Dim, ...]
     read: tuple[Dim, ...]
     written: tuple[Dim, ...]
-    itemsize: int
+    itemsize: float
     runs: int
     summed: tuple[Dim, ...]
     added_to: int
@@ -210,7 +210,7 @@ class Lookup:
 
     summed: tuple[Dim, ...]
     written: tuple[Dim, ...]
-    itemsize: int
+    itemsize: float
     runs: int
 
 

@@ -309,7 +309,11 @@ def test_software_of_a_row() -> None:
         )
     ]
     assert [found.stack.attention_block for found in splash if found] == [512, 2048, 1024]
-    assert software(row(precision="nvfp4"), "nvidia") is None
+    narrow = [software(row(precision=p), "nvidia") for p in ("bf16", "fp8-cs", "mxfp8", "nvfp4")]
+    assert [run.stack.matmul_dtype for run in narrow if run] == [
+        *("", "float8_e4m3fn", "mxfp8", "nvfp4"),
+    ]
+    assert software(row(precision="fp8?"), "nvidia") is None
     assert software(row(framework=None), "nvidia") is None
 
 

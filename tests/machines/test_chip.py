@@ -37,6 +37,15 @@ def test_peak_falls_back_as_documented(dtype: str, peak: float):
     assert chip().peak(dtype) == peak
 
 
+@pytest.mark.parametrize(
+    ("name", "shares"), [("gb200", [4, 2, 2]), ("h100", [2, 2, 2]), ("a100", [1, 1, 1])]
+)
+def test_formats_of_blocks_run_in_what_the_matrix_unit_has(name: str, shares: list[int]):
+    peaks = [CATALOG[name].chip.peak(dtype) for dtype in ("nvfp4", "mxfp8", "float8_e5m2")]
+    wide = CATALOG[name].chip.peak("bfloat16")
+    assert [peak / wide for peak in peaks] == pytest.approx(shares, rel=1e-3)
+
+
 def test_all_faults_of_a_chip_are_listed():
     with pytest.raises(TopologyError) as caught:
         chip(vendor="acme", flops_per_s={}, hbm_bytes_per_s=0.0, reserved_bytes=10)
