@@ -791,6 +791,22 @@ def with_saved_names(run: Function, *names: str) -> Function:
     return call
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _summed(parts: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Parts of a region's result, added over axes that replicate it.
+
+    `jax.shard_map` without `check_vma` divides the result's gradient among those axes, and that of
+    `jax.lax.psum` adds it up again: an all-reduce of what all devices have.
+    """
+    return jax.lax.psum(parts, axes)
+
+
+_summed.defvjp(
+    lambda parts, axes: (jax.lax.psum(parts, axes), None),
+    lambda axes, _, gradient: (gradient * jax.lax.psum(1, axes),),
+)
+
+
 def routed(
     form: ExpertForm,
     sharding: ExpertSharding,
@@ -822,7 +838,7 @@ def routed(
         .all(routing, x.reshape(-1, x.shape[-1]), weights.reshape(-1, per_token), parameters)
         .reshape(x.shape)
     )
-    return (jax.lax.psum(result, sharding.tensor) if sharding.tensor else result), dropped
+    return (_summed(result, sharding.tensor) if sharding.tensor else result), dropped
 
 
 # --------------------------------------------------------------------------------------------------
@@ -959,7 +975,7 @@ class ExpertCall:
         return (
             jax.lax.psum_scatter(result, self.hidden, scatter_dimension=1, tiled=True)
             if self.scattered
-            else jax.lax.psum(result, self.hidden)
+            else _summed(result, self.hidden)
         ), dropped
 
 

@@ -434,6 +434,18 @@ def test_tokens_are_gathered_three_times(around):
     assert len(gathers) == 3
 
 
+def test_the_gradient_of_a_sum_over_tensor_is_not_summed():
+    """Sums over tensor are those of the result, of the tokens' gradient, and of the weights'."""
+    run, _, _ = on_devices({"e": 2, "t": 4}, ExpertForm())
+    given = tuple(arrays().values())
+    slope = jax.grad(
+        lambda x, weights, *rest: (run(x, weights, ROUTINGS["even"], *rest)[0] ** 2).sum(),
+        argnums=tuple(range(len(given))),
+    )
+    sums = re.findall(r"psum\w*\[[^\]]*'t'", str(jax.make_jaxpr(slope)(*given)))
+    assert len(sums) == 3
+
+
 def test_what_does_not_fit():
     with pytest.raises(
         LayoutError, match="experts on the axes \\('expert',\\) are not sharded 1 ways"
