@@ -386,6 +386,9 @@ def _until_weight_gradients(facts: Facts, ranges: list[LiveRange], loss: int) ->
     wait for the weight gradient (`shardlib.lowering.weights.has_large_result`). Inside of a loop
     the operands of weight gradients live until the iteration ends.
 
+    Before the loop, beside the logits, are what its peeled iteration recomputes ("recomputed"; ZeRO
+    3), and the stacks of gradients as zeros ("zeroed"; `shardlib.cost.pricing.zeroes_early`).
+
     Where XLA schedules by memory, the same holds of values that are not gathered, in programs with
     gathers that are pipelined through the loop (ZeRO 3), of which it peels the first iteration. The
     weight gradients of routed experts in that iteration come after the loop, on any chip, so that
@@ -397,7 +400,11 @@ def _until_weight_gradients(facts: Facts, ranges: list[LiveRange], loss: int) ->
         return []
     region, last = ops[loops[0]].region, loops[-1]
     inside = [i for i in loops if ops[i].region == region]
-    rematerialises = any("rematted_computation" in ops[i].scope for i in inside)
+
+    def recomputes(op: Op) -> bool:
+        return "rematted_computation" in op.scope
+
+    rematerialises = any(recomputes(ops[i]) for i in inside)
     logits = max(
         (
             live
@@ -425,6 +432,13 @@ def _until_weight_gradients(facts: Facts, ranges: list[LiveRange], loss: int) ->
     for live in ranges:
         gathered = any(_is_weight_gradient(facts, ops[i]) for i in live.readers)
         in_loop = live.part == "temporary" and live.birth >= inside[0]
+        if live.birth >= inside[0] and not live.readers and live.value in facts.producers:
+            op = ops[facts.producers[live.value]]
+            before = {"birth": loss + 1, "death": inside[0] - 1}
+            if live.part == "gradient" and op.kind == "exit":
+                late.append(replace(live, part="zeroed", **before))
+            elif in_loop and recomputes(op) and not recomputes(ops[live.death]):
+                late.append(replace(live, part="recomputed", **before))
         if live is logits or (gathered and loss < live.death < inside[0]):
             end = last
         elif in_loop and (gathered or (live.value in read and not live.readers)):
@@ -436,7 +450,6 @@ def _until_weight_gradients(facts: Facts, ranges: list[LiveRange], loss: int) ->
         if live.death < end:
             extended = replace(live, part="deferred", birth=live.death + 1, death=end)
             if live is logits and _is_large(facts, live):
-                late.append(replace(extended, part="ordered", over_tensor=False))
                 extended = replace(extended, over_tensor=True)
             late.append(extended)
             if rematerialises and not gathered:
@@ -657,21 +670,22 @@ def _carried(facts: Facts) -> list[LiveRange]:
 # --------------------------------------------------------------------------------------------------
 # Live buffers at the points of a step where memory may peak.
 
+_OF_GRADIENTS = dict.fromkeys(("gradient", "added", "zeroed"), 1 / 64)
 #: Assumed factor by which ZeRO 2 and 3 with a large fsdp axis shrink a part, and parts that a
 #: schedule does not have, in the search for the points where memory may peak.
 _ZERO_SHARES: tuple[dict[str, float], ...] = tuple(
     {**parts, **absent}
     for parts, schedules in (
         ({"gathered": 0.0}, ("deferred", "undeferred")),
-        ({"gathered": 0.0, "gradient": 1 / 64, "added": 1 / 64}, ("ordered", "")),
-        ({"gradient": 1 / 64, "added": 1 / 64, "copy": 1 / 64}, ("ordered", "peeled")),
+        ({"gathered": 0.0, **_OF_GRADIENTS}, ("deferred", "")),
+        ({**_OF_GRADIENTS, "copy": 1 / 64}, ("deferred", "peeled")),
     )
     for schedule in schedules
     for absent in [
         {
             part: 0.0
-            for part in ("deferred", "undeferred", "peeled", "ordered")
-            if part != schedule and (part, schedule) != ("deferred", "ordered")
+            for part in ("deferred", "zeroed", "recomputed", "undeferred", "peeled")
+            if part != schedule and (part in ("undeferred", "peeled") or schedule != "deferred")
         }
     ]
 )

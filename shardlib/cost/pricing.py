@@ -9,7 +9,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.metadata import version
 
 import numpy as np
 
@@ -775,6 +776,19 @@ def defers_weight_gradients(chip: str) -> bool:
     return chip.startswith(_DEFERRING)
 
 
+@cache
+def _jaxlib() -> tuple[int, ...]:
+    return tuple(map(int, version("jaxlib").split(".")[:2]))
+
+
+def zeroes_early(chip: str) -> bool:
+    """True if stacks of gradients are in memory, as zeros, before the gradient of the head is
+    computed, in programs with collectives of weights (ZeRO 1 to 3): seen in the buffers of XLA for
+    GPUs from Hopper on, in that of JAX 0.10.2; that of 0.12 writes them just before the loop.
+    """
+    return chip.startswith(_DEFERRING[:-1]) and _jaxlib() < (0, 12)
+
+
 def _memory_at(
     costs: StepCosts, gradients: Array, point: MemoryPoint, stage: _StageShares, plans: Plans
 ) -> _LiveBytes:
@@ -798,6 +812,8 @@ def _memory_at(
         else stage_part(point.gradient if unsharded else point.gradient_sharded, beside)
         + np.where((meshes.micro > 1) & (meshes.stage == 1), 0.0, added)
     )
+    if zero >= 1 and zeroes_early(plans.pricer.topology.chip.name):
+        alive = alive + stage_part(point.zeroed if unsharded else point.zeroed_sharded, beside)
     alive = np.where(_last_apart(plans), np.maximum(0.0, alive - gradients), alive)
     if zero < 3:
         gathered = np.zeros(len(meshes))
@@ -811,8 +827,8 @@ def _memory_at(
             gathered = np.maximum(gathered, _chunk_bytes(costs, plans))
     defers = defers_weight_gradients(plans.pricer.topology.chip.name)
     deferred = point.deferred if defers else point.peeled if zero >= 3 else 0.0
-    if defers and zero >= 2:  # seen to wait in vain: Llama 3 8B on 16 H100, ZeRO 2 and 3
-        deferred = deferred + point.ordered
+    if defers and zero >= 3:
+        deferred = deferred + point.recomputed
     if zero < 2 and not defers:
         deferred = deferred + point.undeferred
     return _LiveBytes(

@@ -97,7 +97,9 @@ class MemoryPoint(LazyTable):
     deferred: Array
     peeled: Array
     undeferred: Array
-    ordered: Array
+    recomputed: Array
+    zeroed: Array
+    zeroed_sharded: Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -693,8 +695,11 @@ class Quantity(IntEnum):
     DEFERRED = 24
     PEELED = 25  # the same in loops whose gathers are pipelined (ZeRO 3)
     UNDEFERRED = 26  # bytes of gradients alive unless they are computed last (ZeRO 0, 1)
-    #: bytes of large logits as in `DEFERRED`, where the loop waits for the head's gradient
-    ORDERED = 27
+    #: bytes of stacks of gradients that are written as zeros before the head's backward pass
+    ZEROED = 27
+    ZEROED_SHARDED = 28
+    #: bytes of what the peeled iteration of the backward loop recomputes (ZeRO 3)
+    RECOMPUTED = 29
 
 
 #: Rows of an array of quantities: `Quantity`, then the counts and then the bytes of every slot.
@@ -709,7 +714,7 @@ CORRECTED: dict[str, tuple[Quantity, ...]] = {
         Quantity.DEFERRED,
         Quantity.PEELED,
         Quantity.UNDEFERRED,
-        Quantity.ORDERED,
+        Quantity.RECOMPUTED,
     ),
     "communication": (Quantity.GATHERED,),
     "margin": (),
@@ -731,11 +736,12 @@ _PART_ROWS: dict[str, Quantity] = {
     "deferred": Quantity.DEFERRED,
     "peeled": Quantity.PEELED,
     "undeferred": Quantity.UNDEFERRED,
-    "ordered": Quantity.ORDERED,
+    "recomputed": Quantity.RECOMPUTED,
 }
 _SHARDED_PART_ROWS: dict[str, tuple[Quantity, Quantity]] = {
     "gradient": (Quantity.GRADIENT, Quantity.GRADIENT_SHARDED),
     "added": (Quantity.ADDED, Quantity.ADDED_SHARDED),
+    "zeroed": (Quantity.ZEROED, Quantity.ZEROED_SHARDED),
     "copy": (Quantity.COPY, Quantity.COPY_SHARDED),
     "cast": (Quantity.CAST, Quantity.CAST_SHARDED),
 }

@@ -216,9 +216,10 @@ class Resident:
             the whole step), "added" (a gradient that is immediately added to the sum over
             microbatches), "gathered" (a parameter in use, if it is stored sharded), "temporary";
             "deferred" or "peeled" (a temporary that lives on because weight gradients are computed
-            last, see `shardlib.cost.pricing.defers_weight_gradients`), "ordered" (the same of large
-            logits that tensor does not shard), or "undeferred" (a gradient that is added to another
-            one after the backward pass, unless it is computed last).
+            last, see `shardlib.cost.pricing.defers_weight_gradients`), "undeferred" (a gradient
+            that is added to another one after the backward pass, unless it is computed last), or
+            "recomputed" or "zeroed" (a temporary or a stack of gradients of the backward loop that
+            is in memory before it).
         stacked: True if it has one slice per layer.
         shape: elements per dim, which decide whether fsdp divides a gradient or a copy.
         spec: the axes that shard each dim in compute.

@@ -16,7 +16,7 @@ from shardlib import models
 from shardlib.cost.facts import fuse, live_spans
 from shardlib.cost.framework import FrameworkProfile
 from shardlib.cost.memory import bytes_alive, points
-from shardlib.cost.pricing import Totals, freshly_mapped
+from shardlib.cost.pricing import Totals, freshly_mapped, zeroes_early
 from shardlib.cost.stages import Meshes
 from shardlib.cost.tables import Pricer
 from shardlib.cost.variants import offloaded
@@ -109,8 +109,25 @@ COMPILED = [
     # the weight gradient of the head before, and after, the gradient of its input
     ("gpt2-small", "v5e:4x4", 64, 1024, {"mesh": {"fsdp": 16}}, 1178240000),
     ("gpt2-small", "v5p:2x2x4", 64, 1024, {"mesh": {"fsdp": 16}, "zero": 3}, 1107280640),
-    # the gradient of the logits until the backward loop alone (fsdp: JAX 0.12; 0.10.2 has 1938039192)
-    ("gpt2-small", "2*h100:8", 64, 1024, {"mesh": {"fsdp": 16}}, 1793732000),
+    # the gradient of the logits until the backward loop alone; beside it, up to JAX 0.11, the stacks
+    # of gradients
+    (
+        "gpt2-small",
+        "2*h100:8",
+        64,
+        1024,
+        {"mesh": {"fsdp": 16}},
+        1938039192 if zeroes_early("h100") else 1793732000,
+    ),
+    # what the first iteration of the backward loop recomputes, beside the logits
+    (
+        "llama3-8b",
+        "16*h100:8",
+        256,
+        4096,
+        {"mesh": {"data": 16, "fsdp": 8}, "zero": 3},
+        25028461198 if zeroes_early("h100") else 21376082605,
+    ),
     ("gpt2-small", "2*h100:8", 64, 1024, {"mesh": {"data": 16}, "remat": "none"}, 5929393176),
     ("gpt2-small", "2*a100:8", 64, 1024, {"mesh": {"fsdp": 16}}, 1872007076),
     # a pipeline whose chunks of layers are gathered in rounds
