@@ -1181,6 +1181,7 @@ class Totals(LazyTable):
         stacks: bytes of the saved activations of layers, less two layers: the part that offloading
             can move.
         in_flight: microbatches whose activations are live at once.
+        largest_state: bytes of optimizer state of the largest parameter.
     """
 
     seconds: dict[str, Array]
@@ -1188,6 +1189,7 @@ class Totals(LazyTable):
     flops: Array
     stacks: Array
     in_flight: Array
+    largest_state: Array
 
     @cached_property
     def step_seconds(self) -> Array:
@@ -1240,6 +1242,7 @@ def combine(costs: StepCosts, plans: Plans) -> Totals:
         flops=flops,
         stacks=stacks,
         in_flight=plans.in_flight,
+        largest_state=model.largest_share * state,
     )
 
 

@@ -141,6 +141,7 @@ class ModelFacts:
         batch_bytes: bytes of the global batch, and of results with a value per row.
         state_bytes: bytes of replicated model state.
         largest_outside_share: share of the largest array in the parameters outside of the layers.
+        largest_share: share of the largest trained array in the trained parameters.
         reduction_dtype_ratio: bytes of gradients in their communication dtype over those as traced.
         compute_dtype_ratio: bytes per element in the compute dtype, over those of a parameter.
         head_work: work of the matmuls outside of the layers, over that of a layer.
@@ -153,6 +154,7 @@ class ModelFacts:
     batch_bytes: float
     state_bytes: float
     largest_outside_share: float = 1.0
+    largest_share: float = 1.0
     reduction_dtype_ratio: float = 1.0
     compute_dtype_ratio: float = 1.0
     head_work: float = 0.0

@@ -396,6 +396,7 @@ def interpolated_corners(weighted: Sequence[tuple[Array, Totals]]) -> Totals:
         flops=average(lambda totals: totals.flops),
         stacks=average(lambda totals: totals.stacks),
         in_flight=first.in_flight,
+        largest_state=first.largest_state,
     )
 
 
@@ -620,7 +621,8 @@ def _best_number(
 
 def offloaded(totals: Totals, kinds: Sequence[str], pricer: Pricer, meshes: Meshes) -> Totals:
     """The price with offloading to host memory or disk: state is read and written during the
-    update; transfers of activations hide behind compute.
+    update, that of a parameter at a time (beside the gradients, when activations are gone);
+    transfers of activations hide behind compute.
 
     Stages of one program first fill the activation stash with zeros, also in host memory, before
     compute begins.
@@ -649,6 +651,11 @@ def offloaded(totals: Totals, kinds: Sequence[str], pricer: Pricer, meshes: Mesh
             seconds["exposed"] = seconds["exposed"] + np.where(meshes.stage > 1, outwards, 0.0)
         memory["activations"] = memory["activations"] - stacks
         stacks = np.zeros_like(stacks)
+    if "optimizer" in kinds:
+        freed = memory["activations"] + memory["temporaries"] + memory["communication"]
+        memory["temporaries"] = memory["temporaries"] + np.maximum(
+            0.0, totals.largest_state - freed
+        )
     return replace(totals, seconds=seconds, device_bytes=memory, stacks=stacks)
 
 
@@ -677,6 +684,7 @@ def interpolated(fast: Totals, rematerialised: Totals, share: Array) -> Totals:
         flops=between(fast.flops, rematerialised.flops),
         stacks=between(fast.stacks, rematerialised.stacks),
         in_flight=fast.in_flight,
+        largest_state=fast.largest_state,
     )
 
 

@@ -587,7 +587,8 @@ def _smaller_batch(totals: Totals, capacity: float) -> Iterator[str]:
         float(totals.device_bytes[name][0]) for name in ("activations", "temporaries", "batch")
     )
     fixed = float(totals.peak_bytes[0]) - scaling
-    if fixed < capacity and scaling > 0:
+    moved = 0.0 if totals.device_bytes["optimizer"][0] else float(totals.largest_state[0])
+    if fixed + moved < capacity and scaling > 0:
         share = (capacity - fixed) / scaling
         part = f"{share:.0%}" if share >= 0.01 else f"{share:.1g}"
         yield f"a batch or sequence at most {part} of this one"

@@ -31,7 +31,7 @@ from shardlib.cost.tables import (
 )
 from shardlib.cost.terms import Item
 from shardlib.decisions.table import Dtypes
-from shardlib.graph import ITEMSIZE, Problem, StepGraph, forward_pass
+from shardlib.graph import ITEMSIZE, Parameter, Problem, StepGraph, forward_pass
 from shardlib.layout import LogicalAxes
 from shardlib.planner.parts import with_dtypes
 from shardlib.propagation.colours import Choice, Colouring, colour, stack_dims
@@ -895,7 +895,10 @@ def prepare(
             layer_counts=facts.layers.layer_counts,
             batch_bytes=batch_bytes,
             state_bytes=problem.state_bytes,
-            largest_outside_share=_largest_outside_share(problem, segments),
+            largest_outside_share=_largest_share(
+                parameter for parameter in problem.parameters if parameter.path not in segments
+            ),
+            largest_share=_largest_share(p for p in problem.parameters if p.role == "trained"),
             reduction_dtype_ratio=_reduction(profile, problem),
             compute_dtype_ratio=_compute_dtype_ratio(problem),
             head_work=_head_work(facts),
@@ -906,15 +909,11 @@ def prepare(
     )
 
 
-def _largest_outside_share(problem: Problem, segments: Mapping[str, int]) -> float:
-    """The largest share of one array in the parameters outside the layers: about 1/2 with an
+def _largest_share(parameters: Iterable[Parameter]) -> float:
+    """The largest share of one array in parameters: of those outside the layers about 1/2 with an
     embedding and a head, 1 where one array is both.
     """
-    sizes = [
-        float(math.prod(parameter.shape))
-        for parameter in problem.parameters
-        if parameter.path not in segments
-    ]
+    sizes = [float(math.prod(parameter.shape)) for parameter in parameters]
     return max(sizes) / sum(sizes) if sizes else 1.0
 
 

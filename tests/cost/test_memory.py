@@ -130,6 +130,15 @@ COMPILED = [
     ),
     ("gpt2-small", "2*h100:8", 64, 1024, {"mesh": {"data": 16}, "remat": "none"}, 5929393176),
     ("gpt2-small", "2*a100:8", 64, 1024, {"mesh": {"fsdp": 16}}, 1872007076),
+    # the update, with the largest parameter's state from host memory beside the gradients
+    (
+        "llama3-8b",
+        "h100:2",
+        4,
+        1024,
+        {"mesh": {"fsdp": 2}, "zero": 3, "microbatches": 2, "offload": ["optimizer"]},
+        39638319716,
+    ),
     # a pipeline whose chunks of layers are gathered in rounds
     (
         "llama2-70b",
@@ -327,6 +336,7 @@ def test_stages_of_one_program_fill_the_host_memory_that_they_remember_in(stage:
         flops=np.ones(1),
         stacks=stacks,
         in_flight=np.array([stage]),
+        largest_state=np.zeros(1),
     )
     after = offloaded(before, ("activations",), pricer, c)
     assert after.device_bytes["activations"] == pytest.approx(2e9)

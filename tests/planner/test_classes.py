@@ -165,6 +165,7 @@ def _random_prices(seed: int, classes: int, rows: int) -> dict[tuple[str, ...], 
             flops=rng.uniform(1, 2, rows),
             stacks=rng.uniform(0, 1, rows),
             in_flight=np.ones(rows),
+            largest_state=np.zeros(rows),
             device_bytes={
                 "activations": rng.uniform(1, 9, rows),
                 "temporaries": rng.uniform(0, 2, rows),
