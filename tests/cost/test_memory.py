@@ -76,8 +76,9 @@ def test_the_peak_is_the_largest_simulated_sum() -> None:
     assert max(sum(sizes[v] for v in alive) for alive in everywhere) == simulated
 
 
-#: Peak bytes per device by the compilers of TPU and GPU (libtpu 0.0.42.1, jax-cuda13-plugin 0.10.2):
-#: model, topology, rows, tokens in a row, pins, peak.
+JAX_0_10 = zeroes_early("h100")
+#: Peak bytes per device by the compilers of TPU and GPU (libtpu 0.0.42.1, jax-cuda13-plugin 0.10.2; of
+#: 0.12 where it differs by more than the tolerance): model, topology, rows, tokens in a row, pins, peak.
 COMPILED = [
     ("llama2-7b", "v5e:16x16", 1024, 2048, {"mesh": {"fsdp": 256}, "zero": 3}, 4157315072),
     (
@@ -97,7 +98,14 @@ COMPILED = [
         9671914496,
     ),
     # heads of 64 in lanes of 128
-    ("gpt2-small", "v5e:4x4", 64, 1024, {"mesh": {"fsdp": 16}, "remat": "none"}, 4654170624),
+    (
+        "gpt2-small",
+        "v5e:4x4",
+        64,
+        1024,
+        {"mesh": {"fsdp": 16}, "remat": "none"},
+        4654170624 if JAX_0_10 else 4352181760,
+    ),
     (
         "gpt2-small",
         "v6e:4x4",
@@ -117,7 +125,7 @@ COMPILED = [
         64,
         1024,
         {"mesh": {"fsdp": 16}},
-        1938039192 if zeroes_early("h100") else 1793732000,
+        1938039192 if JAX_0_10 else 1793732000,
     ),
     # what the first iteration of the backward loop recomputes, beside the logits
     (
@@ -126,9 +134,16 @@ COMPILED = [
         256,
         4096,
         {"mesh": {"data": 16, "fsdp": 8}, "zero": 3},
-        25028461198 if zeroes_early("h100") else 21376082605,
+        25028461198 if JAX_0_10 else 21376082605,
     ),
-    ("gpt2-small", "2*h100:8", 64, 1024, {"mesh": {"data": 16}, "remat": "none"}, 5929393176),
+    (
+        "gpt2-small",
+        "2*h100:8",
+        64,
+        1024,
+        {"mesh": {"data": 16}, "remat": "none"},
+        5929393176 if JAX_0_10 else 5643525164,
+    ),
     ("gpt2-small", "2*a100:8", 64, 1024, {"mesh": {"fsdp": 16}}, 1872007076),
     # the update, with the largest parameter's state from host memory beside the gradients
     (
