@@ -107,6 +107,7 @@ TESTS = {
     "test_compact.py": "unit",
     "test_compiler.py": "compile",
     "test_house.py": "unit",
+    "test_matrix_updates.py": "unit",
     "test_tiers.py": "unit",
     "test_wings.py": "processes",
 }
