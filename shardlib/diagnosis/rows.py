@@ -272,8 +272,8 @@ class Index:
         for computation in self.module.computations.values():
             for instruction in computation.instructions:
                 self.where[instruction.name] = (instruction, computation)
-                if instruction.opcode == "fusion":
-                    self.callers[instruction.called.get("calls", "")] = instruction
+                if "calls" in instruction.called:
+                    self.callers.setdefault(instruction.called["calls"], instruction)
                 for operand in instruction.operands:
                     self.users[operand].append(instruction)
 
@@ -357,14 +357,21 @@ class Index:
         return NOWHERE
 
     def argument(self, name: str) -> Instruction | None:
-        """The program's argument that a value is a copy of."""
+        """The program's argument that a value is a copy of, made by a fusion or not."""
         while name in self.where:
             instruction, body = self.where[name]
             if instruction.opcode == "parameter":
-                return instruction if body.name == self.module.entry else None
+                if body.name == self.module.entry:
+                    return instruction
+                if body.name not in self.callers:
+                    return None
+                name = self.callers[body.name].operands[int(instruction.literal)]
+                continue
             called = self.module.computations.get(instruction.called.get("calls", ""))
-            root = called.root if called and called.root else instruction
-            if root.opcode.removesuffix("-start").removesuffix("-done") not in _COPIES:
+            if called and called.root:
+                name = called.root.name
+                continue
+            if instruction.opcode.removesuffix("-start").removesuffix("-done") not in _COPIES:
                 return None
             name = instruction.operands[0]
         return None

@@ -141,6 +141,39 @@ def test_what_is_gathered_for_an_operation_that_shardy_does_not_know_has_its_nam
     }
 
 
+FUSED = """
+HloModule lookup
+
+%looked_up (rows: f32[8,4], row: s32[2,1]) -> f32[4,2] {
+  %rows = f32[8,4]{1,0} parameter(0)
+  %row = s32[2,1]{1,0} parameter(1)
+  %taken = f32[2,4]{1,0} gather(%rows, %row), offset_dims={1}, collapsed_slice_dims={0}, start_index_map={0}, index_vector_dim=1, slice_sizes={1,4}
+  ROOT %turned = f32[4,2]{1,0} transpose(%taken), dimensions={1,0}
+}
+
+%copied (unused: s32[2,1], rows.1: f32[8,4]) -> f32[4,8] {
+  %unused = s32[2,1]{1,0} parameter(0)
+  %rows.1 = f32[8,4]{1,0} parameter(1)
+  ROOT %turned.1 = f32[4,8]{1,0} transpose(%rows.1), dimensions={1,0}
+}
+
+ENTRY %main (table: f32[8,4], tokens: s32[2,1]) -> (f32[4,2], f32[4,8]) {
+  %table = f32[8,4]{1,0} parameter(0)
+  %tokens = s32[2,1]{1,0} parameter(1)
+  %lookup = f32[4,2]{1,0} fusion(%table, %tokens), kind=kLoop, calls=%looked_up
+  %copy = f32[4,8]{1,0} fusion(%tokens, %table), kind=kLoop, calls=%copied
+  ROOT %both = (f32[4,2]{1,0}, f32[4,8]{1,0}) tuple(%lookup, %copy)
+}
+"""
+
+
+def test_what_a_fusion_computes_is_no_copy_of_its_argument() -> None:
+    index = Index(parse(FUSED), FrameTable(FUSED))
+    copied = index.argument("copy")
+    assert copied is not None and copied.name == "table"
+    assert index.argument("lookup") is None and index.argument("both") is None
+
+
 def test_a_gather_is_of_a_value_that_its_axes_shard() -> None:
     """A value that only gets axes is not gathered; one that changes its dim may be gathered, and
     each device takes a part.
