@@ -360,20 +360,18 @@ class Index:
         """The program's argument that a value is a copy of, made by a fusion or not."""
         while name in self.where:
             instruction, body = self.where[name]
+            called = self.module.computations.get(instruction.called.get("calls", ""))
             if instruction.opcode == "parameter":
                 if body.name == self.module.entry:
                     return instruction
-                if body.name not in self.callers:
-                    return None
-                name = self.callers[body.name].operands[int(instruction.literal)]
-                continue
-            called = self.module.computations.get(instruction.called.get("calls", ""))
-            if called and called.root:
+                caller = self.callers.get(body.name)
+                name = caller.operands[int(instruction.literal)] if caller else ""
+            elif called and called.root:
                 name = called.root.name
-                continue
-            if instruction.opcode.removesuffix("-start").removesuffix("-done") not in _COPIES:
+            elif instruction.opcode.removesuffix("-start").removesuffix("-done") in _COPIES:
+                name = instruction.operands[0]
+            else:
                 return None
-            name = instruction.operands[0]
         return None
 
     def stacked(self, name: str) -> Source:
